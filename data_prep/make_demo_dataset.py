@@ -1,0 +1,66 @@
+"""Write a small real data set that needs no download: scikit-learn's handwritten digits as JPEG files.
+
+    python data_prep/make_demo_dataset.py --output DIR
+
+1,797 digits of 43 writers (UCI, "Optical Recognition of Handwritten Digits"), 10 classes, 8x8 grey levels enlarged to
+64x64, split 80/20 within each class: DIR/train/<digit>/*.JPEG and DIR/val/<digit>/*.JPEG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from pipeline.errors import UserError, run_command
+
+SIDE = 64  # pixels
+TRAIN_SHARE = 0.8
+MAX_GREY = 16  # the data set's grey levels go from 0 to 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, help="folder for the images; left as it is when it exists")
+    output = Path(parser.parse_args().output)
+    if output.exists():
+        if not (output / "train" / "0").is_dir():
+            raise UserError(f"{output} exists and does not hold the digits (no folder train/0): pass another --output.")
+        print(f"{output}: the digits are already there")
+        return
+    temporary = output.with_name(f".{output.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    counts = write_digits(temporary)
+    os.replace(temporary, output)
+    print(f"{output}: wrote {counts['train']} train and {counts['val']} val images of 10 classes")
+
+
+def write_digits(folder: Path) -> dict[str, int]:
+    """Write the JPEG tree; the images of a class go to the two splits in the order of the data set.
+
+    Returns:
+        Images per split.
+    """
+    from sklearn.datasets import load_digits  # only the demo needs scikit-learn
+
+    digits = load_digits()
+    counts = {"train": 0, "val": 0}
+    for digit in range(10):
+        images = digits.images[digits.target == digit]  # (n, 8, 8), 0 to 16
+        first_val = round(TRAIN_SHARE * len(images))
+        for number, pixels in enumerate(images):
+            split = "train" if number < first_val else "val"
+            path = folder / split / str(digit) / f"{number:04d}.JPEG"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            grey = (pixels * (255 / MAX_GREY)).round().astype(np.uint8)
+            Image.fromarray(grey).resize((SIDE, SIDE), Image.Resampling.BICUBIC).convert("RGB").save(path, "JPEG", quality=90)
+            counts[split] += 1
+    return counts
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,5 @@
+"""PerViT Pipeline: from a folder of JPEGs to a trained, evaluated peripheral vision transformer.
+
+Imports flow one way: ``errors``, ``config`` and ``philox`` stand alone; ``models`` builds on them
+and knows nothing of ``data``; ``data`` knows nothing of training; ``train`` and ``evaluate`` use all.
+"""

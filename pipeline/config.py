@@ -1,0 +1,293 @@
+"""Configuration: one YAML file, ``dotted.key=value`` overrides, one typed and validated tree.
+
+A file may begin with ``base: other.yaml`` (relative to itself) and then states only what differs.
+An unknown key, a wrong type or a value out of range is one sentence that names the key.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from pipeline.errors import UserError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Range = tuple[Positive, Positive]
+
+
+class Section(BaseModel):
+    """A part of the tree. Frozen, and closed to keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_booleans_for_numbers(cls, value: Any, info) -> Any:
+        # pydantic would read `true` as 1. (It reads "5e-4" as a number, which YAML takes for text: welcome.)
+        annotation = str(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, bool) and "bool" not in annotation:
+            raise ValueError("Input should be a number or text, not a truth value")
+        return value
+
+
+class ModelConfig(Section):
+    name: str = "pervit_t"
+    """Which model: `python -m pipeline.flops` lists them."""
+    image_size: PositiveInt = 224
+    """Side of the square input, in pixels."""
+    num_classes: PositiveInt = 1000
+    """Must equal the number of classes of the shards."""
+    drop_path: Fraction = 0.0
+    """Stochastic depth rate of the last block."""
+
+
+class DataConfig(Section):
+    path: str = "data/imagenet"
+    """Folder that holds the shard sets (train and val)."""
+    num_threads: PositiveInt | None = None
+    """DALI threads per process; null: the CPU cores shared out among the node's processes."""
+    prefetch: PositiveInt = 2
+    """Batches that DALI prepares ahead."""
+    crop_scale: Range = (0.08, 1.0)
+    """Area of the random crop, as a share of the image."""
+    crop_ratio: Range = (3 / 4, 4 / 3)
+    """Aspect ratio (width / height) of the random crop."""
+    flip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Probability of a horizontal flip."""
+    eval_crop: Annotated[float, Field(gt=0, le=1)] = 0.875
+    """Evaluation resizes the short side to image_size / eval_crop, then crops the centre (224 / 256)."""
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    """Normalization, per RGB channel, of pixels on [0, 1]."""
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+    """Normalization, per RGB channel, of pixels on [0, 1]."""
+
+    @model_validator(mode="after")
+    def _ranges_ascend(self) -> DataConfig:
+        for name in ("crop_scale", "crop_ratio"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"{name} must go from low to high, not [{low}, {high}]")
+        if self.crop_scale[1] > 1:
+            raise ValueError(f"crop_scale is a share of the image and ends at 1 at most, not {self.crop_scale[1]}")
+        return self
+
+
+class TrainConfig(Section):
+    epochs: Positive = 300
+    """Length of the schedule, in passes over the training set."""
+    max_steps: PositiveInt | None = None
+    """Stop after this many optimizer steps in all; does not change the schedule. null: run to the end."""
+    global_batch_size: PositiveInt = 1024
+    """Images per optimizer step, over all processes. The one number a recipe states."""
+    micro_batch_size: PositiveInt = 128
+    """Images per forward pass and process; accumulation steps follow from it."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16: autocast with fp32 master weights. fp32: everything in single precision."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """DeepSpeed ZeRO: 0 none, 1 optimizer state, 2 + gradients, 3 + parameters sharded over processes."""
+    activation_checkpointing: bool = False
+    """Recompute blocks in the backward pass: less memory, about a quarter more time."""
+    label_smoothing: Fraction = 0.1
+    """Share of the target spread over all classes."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep an exponential moving average of the weights and evaluate it too; null: none."""
+
+
+class OptimConfig(Section):
+    """AdamW (Loshchilov & Hutter, 2019); norms, biases and other 1-D parameters are not decayed."""
+
+    lr: Positive = 5e-4
+    """Peak learning rate for a global batch of lr_batch_size; scaled linearly to the real one."""
+    lr_batch_size: PositiveInt = 512
+    """The batch that lr is stated for."""
+    min_lr: NonNegative = 1e-5
+    """Learning rate at the end of the cosine."""
+    warmup_epochs: NonNegative = 5
+    """Linear warm-up, by step."""
+    warmup_lr: NonNegative = 1e-6
+    """Learning rate of the first step."""
+    weight_decay: NonNegative = 0.05
+    """Decoupled weight decay."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay of AdamW's moment estimates."""
+    eps: Positive = 1e-8
+    """Added to AdamW's denominator."""
+    clip_grad_norm: Positive | None = None
+    """Clip the global gradient norm to this; null: no clipping."""
+
+
+class EvalConfig(Section):
+    every_epochs: Positive | None = 1
+    """Evaluate each time this many epochs have passed, and at the end; null: only at the end."""
+    batch_size: PositiveInt = 128
+    """Images per forward pass and process. Changes no result."""
+
+
+class CheckpointConfig(Section):
+    every_steps: PositiveInt | None = 1000
+    """Save each time this many steps have passed, and at the end; null: only at the end."""
+    keep_last: PositiveInt = 2
+    """How many checkpoints stay on disk."""
+
+
+class LogConfig(Section):
+    every_steps: PositiveInt = 10
+    """Steps between two writings of the log. Every step gets its row; this is how often they are fetched."""
+
+
+class Config(Section):
+    output_dir: str = "runs/default"
+    """Run folder: checkpoints, metrics.jsonl, TensorBoard events, the resolved config."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides initial weights, sample order and augmentation."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+
+def accumulation_steps(train: TrainConfig, world_size: int) -> int:
+    """Micro-batches per optimizer step: global batch / (micro-batch * processes).
+
+    Raises:
+        UserError: it does not divide; the sentence shows the arithmetic.
+    """
+    per_pass = train.micro_batch_size * world_size
+    steps, rest = divmod(train.global_batch_size, per_pass)
+    if rest or steps == 0:
+        fitting = [m for m in range(1, train.micro_batch_size + 1) if train.global_batch_size % (m * world_size) == 0]
+        remedy = (
+            f"set train.micro_batch_size to {fitting[-1]}"
+            if fitting
+            else f"set train.global_batch_size to a multiple of {world_size}"
+        )
+        raise UserError(
+            f"train.global_batch_size is {train.global_batch_size}, but train.micro_batch_size {train.micro_batch_size} x "
+            f"{world_size} processes = {per_pass} does not divide it ({train.global_batch_size} / {per_pass} = "
+            f"{train.global_batch_size / per_pass:.4g} accumulation steps, a whole number needed): {remedy}."
+        )
+    return steps
+
+
+def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+    """Read a YAML file with its bases, apply ``dotted.key=value`` overrides (values are YAML), validate.
+
+    Raises:
+        UserError: missing file, not YAML, unknown key, wrong type, value out of range.
+    """
+    tree = _read_with_bases(Path(path), seen=())
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"override {override!r} is not of the form dotted.key=value: write for example train.epochs=100.")
+        try:
+            _set(tree, key, yaml.safe_load(value))
+        except yaml.YAMLError:
+            raise UserError(f"override {override!r}: {value!r} is not a YAML value: quote it, for example {key}='\"text\"'.") from None
+    return config_from_dict(tree, source=str(path))
+
+
+def config_from_dict(tree: dict, source: str) -> Config:
+    """Validate a nested dictionary.
+
+    Args:
+        tree: section -> key -> value.
+        source: the file it came from, for the error.
+
+    Raises:
+        UserError: the first thing that is wrong, as one sentence.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(_one_sentence(error.errors()[0], source)) from None
+
+
+def config_to_yaml(config: Config) -> str:
+    """The resolved config, every key written out; :func:`load_config` reads it back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted key -> value, in file order."""
+    flat: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json").items():
+        flat.update({f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict:
+    if not path.is_file():
+        raise UserError(f"config file {path} does not exist: pass --config with one of the files in configs/.")
+    if path.resolve() in seen:
+        raise UserError(f"config file {path} is its own base ({' -> '.join(p.name for p in seen)}): remove one 'base:' line.")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"config file {path} is not valid YAML ({problem}): mend that line.") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise UserError(f"config file {path} holds a {type(tree).__name__}, keys with values needed: see configs/pervit_t.yaml.")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    return _merge(_read_with_bases(path.parent / str(base), (*seen, path.resolve())), tree)
+
+
+def _merge(base: dict, over: dict) -> dict:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _set(tree: dict, dotted: str, value: Any) -> None:
+    *sections, key = dotted.split(".")
+    for section in sections:
+        child = tree.get(section)
+        tree[section] = dict(child) if isinstance(child, dict) else {}
+        tree = tree[section]
+    tree[key] = value
+
+
+def _known_keys() -> list[str]:
+    return list(flatten(Config())) + [name for name, field in Config.model_fields.items() if _is_section(field.annotation)]
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _one_sentence(problem: dict, source: str) -> str:
+    parts = [str(part) for part in problem["loc"] if not isinstance(part, int)]
+    key = ".".join(parts[:2])
+    where = f"config ({source} and overrides)"
+    if problem["type"] == "extra_forbidden":
+        leaf = {known.rpartition(".")[2]: known for known in _known_keys()}
+        close = difflib.get_close_matches(key, _known_keys(), n=1, cutoff=0.7) or difflib.get_close_matches(
+            parts[-1], leaf, n=1, cutoff=0.7
+        )
+        remedy = f"did you mean {leaf.get(close[0], close[0])!r}?" if close else "remove it; README.md lists the keys."
+        return f"{where}: unknown key {key!r}: {remedy}"
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    found = problem["input"]
+    if problem["type"] == "missing":
+        return f"{where}: {key} has {len(found)} values, one more needed: add it."
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{where}: {key} is {found!r}, but it is a section: write {key}.name-of-a-key=value."
+    if isinstance(found, (dict, Section)):
+        return f"{where}: {key or 'the file'}: {message}: correct it."
+    return f"{where}: {key} is {found!r} ({type(found).__name__}), but the value {message}: correct it."

@@ -1,0 +1,1 @@
+"""Shards, sample order, augmentation and the DALI loader. Knows nothing of training."""

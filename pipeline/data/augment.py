@@ -1,0 +1,100 @@
+"""Where each image is cropped, how it is resized and whether it is flipped, as arrays over a batch.
+
+Only numbers here: DALI does the pixels (``graph.py``). The numbers are pure functions of the uniform numbers that
+come in, so a sample is augmented the same way on any number of processes and after any restart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+CROP_ATTEMPTS = 10
+UNIFORMS_PER_SAMPLE = 2 * CROP_ATTEMPTS + 3  # area and ratio per attempt; top, left, flip
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What happens to B images, all in pixels, (rows, columns)."""
+
+    start: np.ndarray  # (B, 2) int32: upper left corner of the window that is decoded
+    shape: np.ndarray  # (B, 2) int32: its size
+    resize: np.ndarray  # (B, 2) float32: the size it is resized to
+    crop: np.ndarray  # (B, 2) float32: where the output lies in that; 0 upper left corner, 1 lower right
+    flip: np.ndarray  # (B,) int32: 1 mirrors left and right
+
+
+def train_geometry(
+    height: np.ndarray,
+    width: np.ndarray,
+    uniforms: np.ndarray,
+    image_size: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+    flip: float,
+) -> Geometry:
+    """Random resized crop (Szegedy et al., 2015; the ten attempts and fallback of torchvision) and flip.
+
+    Args:
+        height, width: (B,) pixels of the stored images.
+        uniforms: (B, UNIFORMS_PER_SAMPLE) in [0, 1).
+        image_size: side of the output.
+        scale: share of the area, low and high.
+        ratio: width / height, low and high, drawn on a logarithmic scale.
+        flip: probability.
+    """
+    height, width = (np.asarray(side, dtype=np.int64) for side in (height, width))
+    rows = np.arange(len(height))
+    area_draw, ratio_draw = uniforms[:, :CROP_ATTEMPTS], uniforms[:, CROP_ATTEMPTS : 2 * CROP_ATTEMPTS]
+    top_draw, left_draw, flip_draw = uniforms[:, 2 * CROP_ATTEMPTS :].T
+
+    area = (height * width)[:, None] * (scale[0] + area_draw * (scale[1] - scale[0]))  # (B, attempts)
+    aspect = np.exp(np.log(ratio[0]) + ratio_draw * (np.log(ratio[1]) - np.log(ratio[0])))
+    crop_w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
+    crop_h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
+    fits = (crop_w > 0) & (crop_w <= width[:, None]) & (crop_h > 0) & (crop_h <= height[:, None])
+    attempt = fits.argmax(axis=1)  # the first that fits
+    crop_h, crop_w = crop_h[rows, attempt], crop_w[rows, attempt]
+    top = (top_draw * (height - crop_h + 1)).astype(np.int64)
+    left = (left_draw * (width - crop_w + 1)).astype(np.int64)
+
+    # No attempt fits an extreme panorama: the largest centred window whose ratio is allowed.
+    whole = ~fits.any(axis=1)
+    fallback_w = np.where(width > ratio[1] * height, np.rint(height * ratio[1]), width).astype(np.int64)
+    fallback_h = np.where(width < ratio[0] * height, np.rint(width / ratio[0]), height).astype(np.int64)
+    crop_w, crop_h = np.where(whole, fallback_w, crop_w), np.where(whole, fallback_h, crop_h)
+    top, left = np.where(whole, (height - crop_h) // 2, top), np.where(whole, (width - crop_w) // 2, left)
+
+    return Geometry(
+        start=_pairs(top, left, np.int32),
+        shape=_pairs(crop_h, crop_w, np.int32),
+        resize=np.full((len(height), 2), image_size, dtype=np.float32),
+        crop=np.zeros((len(height), 2), dtype=np.float32),
+        flip=(flip_draw < flip).astype(np.int32),
+    )
+
+
+def eval_geometry(height: np.ndarray, width: np.ndarray, image_size: int, eval_crop: float) -> Geometry:
+    """The whole image, short side resized to ``image_size / eval_crop`` (224 / 0.875 = 256), not flipped.
+
+    Integers as torchvision has them, so that the pixels are the ones that published accuracies were measured on: the
+    long side is rounded down, the centre crop's corner to the nearest (half to even).
+    """
+    height, width = (np.asarray(side, dtype=np.int64) for side in (height, width))
+    short = int(image_size / eval_crop + 0.5)
+    smaller = np.minimum(height, width)
+    zeros = np.zeros(len(height), dtype=np.int32)
+    resize = _pairs(height * short // smaller, width * short // smaller, np.int64)
+    margin = resize - image_size
+    return Geometry(
+        start=_pairs(zeros, zeros, np.int32),
+        shape=_pairs(height, width, np.int32),
+        resize=resize.astype(np.float32),
+        crop=(np.rint(margin / 2) / np.maximum(margin, 1)).astype(np.float32),
+        flip=zeros,
+    )
+
+
+def _pairs(rows: np.ndarray, columns: np.ndarray, dtype: type) -> np.ndarray:
+    return np.stack([rows, columns], axis=1).astype(dtype)

@@ -1,0 +1,99 @@
+"""The loader: runs a plan through the DALI graph and hands out PyTorch tensors."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.config import DataConfig
+from pipeline.data.graph import build_pipeline
+from pipeline.data.plan import BatchRequest, EvalPlan, TrainPlan
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of one process."""
+
+    images: Tensor  # (B, 3, image_size, image_size) float32, normalized, on the device
+    labels: Tensor  # (B,) int64, on the device
+    valid: Tensor  # (B,) bool, on the device; False marks padding
+    request: BatchRequest  # which samples they are: NumPy arrays on the CPU
+
+
+class Loader:
+    """Batches ``start``, ``start + 1``, ... of a plan, endlessly.
+
+    All state is the number of the next batch. A loader that starts at batch i yields exactly what another one yields
+    after i batches.
+
+    Args:
+        plan: what to read.
+        config: normalization, threads, prefetch.
+        device: where the batches end up; decoding runs there too.
+        local_world_size: processes on this node, which share its CPU cores.
+        start: number of the first batch.
+    """
+
+    def __init__(
+        self, plan: TrainPlan | EvalPlan, config: DataConfig, device: torch.device, local_world_size: int = 1, start: int = 0
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self._next = start
+        self._requested: deque[BatchRequest] = deque()  # DALI asks ahead; its results come back in the same order
+        self._failure: UserError | None = None
+        self._pipeline = build_pipeline(
+            source=self._supply,
+            batch_size=plan.batch_size,
+            image_size=plan.image_size,
+            mean=config.mean,
+            std=config.std,
+            device_id=device.index if device.type == "cuda" else None,
+            num_threads=config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_world_size),
+            prefetch=config.prefetch,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            UserError: a sample could not be read or decoded.
+        """
+        try:
+            (output,) = self._pipeline.run()
+        except RuntimeError as error:
+            raise self._failure or self._undecodable(error) from None
+        request = self._requested.popleft()
+        images = torch.from_dlpack(output.as_tensor())
+        labels, valid = torch.from_numpy(request.label), torch.from_numpy(request.valid)
+        return Batch(images, labels.to(self.device), valid.to(self.device), request)
+
+    def _supply(self) -> tuple:
+        """DALI's callback: the inputs of the next batch."""
+        request = self.plan.request(self._next)
+        self._next += 1
+        try:
+            jpegs = self.plan.shards.read_jpegs(request.index)
+        except UserError as error:
+            self._failure = error
+            raise
+        self._requested.append(request)
+        geometry = request.geometry
+        return jpegs, geometry.start, geometry.shape, geometry.resize, *geometry.crop.T.copy(), geometry.flip
+
+    def _undecodable(self, error: RuntimeError) -> UserError:
+        shards, index = self.plan.shards, self._requested[0].index
+        reason = next((line.strip() for line in str(error).splitlines() if "decode" in line.lower()), str(error).splitlines()[0])
+        return UserError(
+            f"{shards.folder}: one of the samples {shards.key(index[0])} ... in this batch of {len(index)} cannot be decoded "
+            f"({reason}): remove the damaged image from the source and shard again."
+        )

@@ -1,0 +1,243 @@
+"""The shard set on disk: what is in a folder that ``data_prep/shard_imagenet.py`` wrote, and how to read it.
+
+::
+
+    DIR/manifest.json          classes in index order; per split: counts, sizes, checksums, seed, source
+    DIR/train-000000.tar       WebDataset members KEY.jpg, KEY.cls, KEY.json
+    DIR/train-000000.idx       the tar's index, as DALI's readers.webdataset and wds2idx have it
+    DIR/train-samples.npy      24 bytes a sample: where its JPEG lies, its label, width and height
+
+Ranks of a node share ``*-samples.npy`` and the tars through the page cache: the first is memory-mapped, the
+others are read with ``pread``. (Not mapped: a tar that is truncated under a running job would then end it
+with SIGBUS instead of an error that names the file.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.errors import UserError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+SAMPLE_DTYPE = np.dtype(
+    [
+        ("offset", "<u8"),  # of the JPEG in its tar, bytes
+        ("bytes", "<u4"),
+        ("shard", "<u4"),
+        ("label", "<u4"),
+        ("width", "<u2"),  # pixels, as stored (EXIF orientation is not applied)
+        ("height", "<u2"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One tar and its index, as the manifest lists them."""
+
+    file: str
+    samples: int
+    bytes: int
+    sha256: str
+    idx_file: str
+    idx_bytes: int
+    idx_sha256: str
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """One split (train or val) of a shard set."""
+
+    samples: int
+    bytes: int
+    seed: int
+    samples_per_shard: int
+    source: dict  # kind, path, fingerprint: which images went in
+    samples_per_class: list[int]
+    samples_file: str
+    samples_sha256: str
+    shards: list[ShardInfo]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``manifest.json``: the contract between whoever wrote the shards and whoever reads them."""
+
+    classes: list[str]
+    splits: dict[str, SplitInfo] = field(default_factory=dict)
+    version: int = FORMAT_VERSION
+
+    def write(self, folder: Path) -> None:
+        """Replace the folder's manifest in one step: readers see the old one or the new one."""
+        temporary = folder / f".{MANIFEST}.tmp"
+        with open(temporary, "w") as file:
+            json.dump(asdict(self), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / MANIFEST)
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """Read ``folder/manifest.json``.
+
+        Raises:
+            UserError: missing, damaged, or of another format version.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise UserError(f"{path} is missing, one manifest per shard set needed: write the shards with {_SHARDER}.")
+        try:
+            tree = json.loads(path.read_text())
+            version = tree["version"]
+            if version == FORMAT_VERSION:
+                for split in tree["splits"].values():
+                    split["shards"] = [ShardInfo(**shard) for shard in split["shards"]]
+                tree["splits"] = {name: SplitInfo(**split) for name, split in tree["splits"].items()}
+                return Manifest(**tree)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is damaged ({error!r}), a whole manifest needed: write the shards again with {_SHARDER}.") from None
+        raise UserError(
+            f"{path} has format version {version}, version {FORMAT_VERSION} needed: use the release that wrote it or shard again."
+        )
+
+
+_SHARDER = "python data_prep/shard_imagenet.py --source IMAGES --output DIR"
+
+
+def shard_name(split: str, number: int, suffix: str) -> str:
+    """``train-000007.tar`` and the like."""
+    return f"{split}-{number:06d}.{suffix}"
+
+
+def sample_key(sample: int) -> str:
+    """The WebDataset key of the sample that was written as number ``sample`` of its split."""
+    return f"{sample:09d}"
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class ShardSet:
+    """One split of a shard set, opened for reading.
+
+    Args:
+        folder: the folder that holds ``manifest.json``, or one that holds a folder named ``split`` that does.
+        split: ``train`` or ``val``.
+
+    Attributes:
+        samples: (n,) memory-mapped array of ``SAMPLE_DTYPE``.
+        classes: class names in index order.
+
+    Raises:
+        UserError: folder, manifest, split, tar or index missing, or sizes that disagree with the manifest.
+    """
+
+    def __init__(self, folder: str | Path, split: str) -> None:
+        self.folder = _find(Path(folder), split)
+        self.split = split
+        manifest = Manifest.read(self.folder)
+        if split not in manifest.splits:
+            raise UserError(
+                f"{self.folder / MANIFEST} has the splits {sorted(manifest.splits)}, {split!r} needed: "
+                f"run {_SHARDER} --split {split}."
+            )
+        self.classes = manifest.classes
+        self.info = manifest.splits[split]
+        for shard in self.info.shards:
+            self._check_size(shard.file, shard.bytes, "shard again into an empty folder, or copy the file again")
+            self._check_size(shard.idx_file, shard.idx_bytes, f"rebuild it with wds2idx {shard.file} {shard.idx_file}")
+        self.samples = self._map_samples()
+        self._descriptors: dict[int, int] = {}
+        _allow_open_files(len(self.info.shards))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def key(self, index: int) -> str:
+        """The WebDataset key of sample ``index``."""
+        return sample_key(int(index))
+
+    def read_jpegs(self, indices: np.ndarray) -> list[np.ndarray]:
+        """The encoded JPEGs of some samples.
+
+        Args:
+            indices: (B,) sample numbers.
+
+        Returns:
+            B arrays of uint8.
+
+        Raises:
+            UserError: a tar ended early or could not be read; names the tar, the key and the bytes.
+        """
+        return [self._read(int(index)) for index in indices]
+
+    def _read(self, index: int) -> np.ndarray:
+        sample = self.samples[index]
+        size, offset, shard = int(sample["bytes"]), int(sample["offset"]), int(sample["shard"])
+        path = self.folder / self.info.shards[shard].file
+        try:
+            if shard not in self._descriptors:
+                self._descriptors[shard] = os.open(path, os.O_RDONLY)
+            data = os.pread(self._descriptors[shard], size, offset)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}), sample {self.key(index)} needed: restore the file.") from None
+        if len(data) != size:
+            raise UserError(
+                f"{path} gave {len(data)} of the {size} bytes of sample {self.key(index)} at offset {offset}: the file was "
+                f"truncated after the start; restore it."
+            )
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def _check_size(self, name: str, expected: int, remedy: str) -> None:
+        path = self.folder / name
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing, {expected} bytes needed by {MANIFEST}: {remedy}.") from None
+        if found != expected:
+            raise UserError(f"{path} has {found} bytes, {expected} needed by {MANIFEST}: {remedy}.")
+
+    def _map_samples(self) -> np.ndarray:
+        path = self.folder / self.info.samples_file
+        try:
+            samples = np.load(path, mmap_mode="r")
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing, {self.info.samples} samples needed: shard again into an empty folder.") from None
+        except (ValueError, EOFError) as error:
+            raise UserError(f"{path} is damaged ({error}), {self.info.samples} samples needed: shard again into an empty folder.") from None
+        if samples.dtype != SAMPLE_DTYPE or len(samples) != self.info.samples:
+            raise UserError(f"{path} lists {len(samples)} samples, {self.info.samples} needed by {MANIFEST}: shard again into an empty folder.")
+        return samples
+
+
+def _find(folder: Path, split: str) -> Path:
+    """``folder`` itself, or ``folder/split`` when the manifest is there."""
+    if not folder.is_dir():
+        raise UserError(f"shard folder {folder} does not exist: set data.path to the folder that {_SHARDER} wrote.")
+    nested = folder / split
+    return nested if (nested / MANIFEST).is_file() and not (folder / MANIFEST).is_file() else folder
+
+
+def _allow_open_files(shards: int) -> None:
+    """Every tar stays open, so raise the soft limit as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = shards + 256
+    if soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise UserError(f"{shards} shards need {needed} open files, the system allows {hard}: raise `ulimit -Hn` or use larger shards.")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

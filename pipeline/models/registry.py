@@ -1,0 +1,118 @@
+"""Names of the models, who published them, and how to build one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A registered model and what its paper says of it."""
+
+    name: str
+    build: Callable[..., nn.Module]
+    description: str
+    paper: str
+    paper_params_m: float  # millions
+    paper_gmacs: float  # 1e9 multiply-accumulates at the paper's image size
+    paper_top1: float  # ImageNet-1k validation, percent
+
+
+_REGISTRY: dict[str, ModelEntry] = {}
+
+
+def register(description: str, **paper) -> Callable:
+    """Decorator: put a builder function into the registry under its own name."""
+
+    def add(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        _REGISTRY[build.__name__] = ModelEntry(build.__name__, build, description, **paper)
+        return build
+
+    return add
+
+
+def list_models() -> list[str]:
+    """Names that :func:`create_model` knows, sorted."""
+    return sorted(_REGISTRY)
+
+
+def model_entry(name: str) -> ModelEntry:
+    """The registry's entry.
+
+    Raises:
+        UserError: unknown name.
+    """
+    if name not in _REGISTRY:
+        close = difflib.get_close_matches(name, _REGISTRY, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise UserError(f"model.name is {name!r}{hint}, but it must be one of: {', '.join(list_models())}.")
+    return _REGISTRY[name]
+
+
+def create_model(
+    name: str,
+    num_classes: int = 1000,
+    image_size: int = 224,
+    drop_path: float = 0.0,
+    activation_checkpointing: bool = False,
+) -> nn.Module:
+    """Build a model with fresh weights from PyTorch's default generator.
+
+    Returns:
+        A module (B, 3, H, W) -> (B, num_classes).
+
+    Raises:
+        UserError: unknown name, or an image size that the model cannot take.
+    """
+    return model_entry(name).build(
+        num_classes=num_classes,
+        image_size=image_size,
+        drop_path=drop_path,
+        activation_checkpointing=activation_checkpointing,
+    )
+
+
+def load_reference_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
+    """Load the state dict of the authors' published code: rename its keys, then load strictly.
+
+    Args:
+        model: from :func:`create_model`; its class lists the renaming in ``reference_names``.
+        state_dict: the authors' key names -> tensors.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        UserError: a name is missing, unknown or given twice, or a shape differs.
+    """
+    renamed: dict[str, Tensor] = {}
+    for key, value in state_dict.items():
+        name = key
+        for pattern, replacement in type(model).reference_names:
+            name = re.sub(pattern, replacement, name)
+        if name in renamed:
+            raise UserError(f"reference state dict: two keys both mean {name!r} (the second is {key!r}): remove one of them.")
+        renamed[name] = value
+    own = model.state_dict()
+    missing, unknown = sorted(own.keys() - renamed.keys()), sorted(renamed.keys() - own.keys())
+    if missing or unknown:
+        raise UserError(
+            f"reference state dict does not fit {type(model).__name__}: {len(missing)} names are missing {missing[:3]} and "
+            f"{len(unknown)} are unknown {unknown[:3]}, 0 of each needed: pass the authors' state dict of the same model "
+            f"(of a training checkpoint, its 'model' entry)."
+        )
+    for name, value in renamed.items():
+        if value.shape != own[name].shape:
+            raise UserError(
+                f"reference state dict: {name} has shape {tuple(value.shape)}, the model needs {tuple(own[name].shape)}: "
+                f"create the model with the size and num_classes that the weights were trained with."
+            )
+    model.load_state_dict(renamed, strict=True)
+    return model
