@@ -168,6 +168,10 @@ class ShardSet:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def identity(self) -> dict:
+        """Plain values that tell this split's content and order from any other's, wherever the files lie."""
+        return {"fingerprint": self.info.source["fingerprint"], "samples": len(self), "shard_seed": self.info.seed}
+
     def key(self, index: int) -> str:
         """The WebDataset key of sample ``index``."""
         return sample_key(int(index))

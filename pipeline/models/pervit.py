@@ -6,6 +6,7 @@ place says so. ``load_reference_state_dict`` loads the authors' weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -225,7 +226,7 @@ class PerViT(nn.Module):
         """
         cacheable = not self.training and not torch.is_grad_enabled()
         if cacheable:
-            key = (grid, tuple(p._version for p in self._phi_parameters()))
+            key = (grid, tuple(p._version for p in self.phi_parameters()))
             if self._phi_cache is not None and self._phi_cache[0] == key:
                 return self._phi_cache[1]
         # Device and type are asked of a buffer: under ZeRO-3 touching a parameter here would gather it.
@@ -247,7 +248,8 @@ class PerViT(nn.Module):
     def _forget_phi(self) -> None:
         self._phi_cache = None
 
-    def _phi_parameters(self):
+    def phi_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that Φp is made of, all layers."""
         yield from self.distance_scales.parameters()
         for block in self.blocks:
             yield from block.position.parameters()

@@ -1,0 +1,131 @@
+"""Processes: who am I, how do I talk to the others. One process per GPU, or per CPU share where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pipeline.errors import UserError
+
+_FROM_SRUN = {  # what srun sets for each task -> the name PyTorch and DeepSpeed read
+    "SLURM_PROCID": "RANK",
+    "SLURM_STEP_NUM_TASKS": "WORLD_SIZE",
+    "SLURM_LOCALID": "LOCAL_RANK",
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of the job."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int  # processes on this node
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes logs and files."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        dist.barrier()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over processes, in place; float64 sums do not depend on how images were shared out."""
+        dist.all_reduce(values)
+        return values
+
+    def gather(self, value: object) -> list:
+        """``value`` of every process, in rank order, on every process."""
+        values: list = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+
+def init_world() -> World:
+    """Find rank and world size, choose the device, connect the processes through DeepSpeed.
+
+    Sources, in this order: RANK and WORLD_SIZE (``launch/local.sh``), a Slurm step (``srun``), else a world of one.
+
+    Raises:
+        UserError: several processes, but a variable they need is missing.
+    """
+    _read_environment()
+    world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            if world_size > 1:
+                raise UserError(f"{name} is not set, but {world_size} processes need it to find each other: start with launch/local.sh or sbatch.")
+            os.environ[name] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}[name]
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or _slurm_tasks_per_node() or world_size)
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"this node runs {local_size} processes but has {torch.cuda.device_count()} GPUs, one per process needed: "
+                f"lower --ntasks-per-node."
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+    _connect("nccl" if device.type == "cuda" else "gloo", device)
+    return World(int(os.environ["RANK"]), world_size, local_rank, local_size, device)
+
+
+def _read_environment() -> None:
+    """Fill RANK, WORLD_SIZE and LOCAL_RANK, which DeepSpeed insists on even for one process."""
+    if "RANK" in os.environ:
+        missing = [name for name in _FROM_SRUN.values() if name not in os.environ]
+        if missing:
+            raise UserError(f"RANK is set but {missing[0]} is not, all of RANK, WORLD_SIZE and LOCAL_RANK needed: start with launch/local.sh or sbatch.")
+    elif "SLURM_STEP_ID" in os.environ and all(name in os.environ for name in _FROM_SRUN):
+        for slurm_name, name in _FROM_SRUN.items():
+            os.environ[name] = os.environ[slurm_name]
+    else:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+
+
+def _slurm_tasks_per_node() -> int | None:
+    """Of SLURM_STEP_TASKS_PER_NODE, for example "8(x2)" or "3,2": the largest count, to be on the safe side."""
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    return max((int(part.partition("(")[0]) for part in text.split(",") if part), default=None)
+
+
+def _connect(backend: str, device: torch.device) -> None:
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if int(os.environ["WORLD_SIZE"]) == 1 and os.environ["MASTER_PORT"] == "0":
+        # A world of one needs no port, and must not fail because another run on this machine took it.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    with quiet_deepspeed():
+        import deepspeed
+
+        # DeepSpeed would compile a shared-memory extension that only inference uses: a minute, and a build
+        # that is killed leaves a lock on which every later start hangs.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend=backend)
+
+
+@contextlib.contextmanager
+def quiet_deepspeed():
+    """Silence DeepSpeed's progress chatter; warnings and errors still come through."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    yield
+    from deepspeed.utils import logger  # importing deepspeed resets the level
+
+    logger.setLevel(logging.WARNING)
+
+
+def disconnect() -> None:
+    """Leave the process group, so that the interpreter ends cleanly."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

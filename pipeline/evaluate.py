@@ -1,0 +1,131 @@
+"""Exact evaluation: every image counts once, on any number of processes and with any batch size.
+
+    python -m pipeline.evaluate --checkpoint RUN_DIR --data SHARD_DIR [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from pipeline.checkpoint import read_weights
+from pipeline.config import Config, config_from_dict
+from pipeline.data.loader import Loader
+from pipeline.data.plan import EvalPlan
+from pipeline.data.shards import ShardSet
+from pipeline.distributed import World, disconnect, init_world
+from pipeline.errors import UserError, run_command
+from pipeline.models import create_model
+
+
+def evaluation_loader(shards: ShardSet, config: Config, world: World) -> Loader:
+    """Batches of this process for :func:`evaluate`, pass after pass."""
+    plan = EvalPlan(
+        shards, config.model.image_size, config.eval.batch_size, world.rank, world.size, config.data.eval_crop
+    )
+    return Loader(plan, config.data, world.device, world.local_size)
+
+
+@torch.no_grad()
+def evaluate(forward: Callable[[Tensor], Tensor], loader: Loader, world: World) -> dict[str, float]:
+    """One pass over the evaluation set; every process must call.
+
+    Args:
+        forward: images (B, 3, H, W) -> scores (B, classes).
+        loader: from :func:`evaluation_loader`.
+        world: all processes.
+
+    Returns:
+        ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), and the integers ``correct1``, ``correct5``
+        and ``count``.
+    """
+    totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count
+    batches = tqdm(range(len(loader.plan)), desc="evaluating", unit="batch", leave=False, disable=None if world.is_main else True)
+    for _ in batches:
+        batch = next(loader)
+        scores = forward(batch.images).float()  # (B, classes)
+        best = scores.topk(min(5, scores.shape[1]), dim=1).indices  # (B, 5)
+        hits = (best == batch.labels[:, None]) & batch.valid[:, None]
+        losses = F.cross_entropy(scores, batch.labels, reduction="none").double() * batch.valid
+        totals += torch.stack([hits[:, 0].sum(), hits.sum(), losses.sum(), batch.valid.sum()])
+    correct1, correct5, loss, count = world.sum(totals).tolist()
+    return {
+        "top1": 100 * correct1 / count,
+        "top5": 100 * correct5 / count,
+        "loss": loss / count,
+        "correct1": int(correct1),
+        "correct5": int(correct5),
+        "count": int(count),
+    }
+
+
+def check_classes(config: Config, shards: ShardSet) -> None:
+    """The model's outputs must be the shards' classes.
+
+    Raises:
+        UserError: another number of classes.
+    """
+    if config.model.num_classes != len(shards.classes):
+        raise UserError(
+            f"model.num_classes is {config.model.num_classes}, but {shards.folder} has {len(shards.classes)} classes: "
+            f"set model.num_classes={len(shards.classes)} or data.path to another shard set."
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True, type=Path, metavar="RUN_DIR", help="a run's output_dir")
+    parser.add_argument("--data", required=True, type=Path, metavar="SHARD_DIR", help="folder that holds the shards")
+    parser.add_argument("--split", default="val", help="default: val")
+    parser.add_argument("--weights", choices=("model", "ema"), default="model", help="default: model")
+    parser.add_argument("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    args = parser.parse_args()
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise UserError(f"--json {args.json}: the folder {args.json.parent} does not exist: create it first.")
+
+    saved = read_weights(args.checkpoint)
+    if args.weights not in saved:
+        raise UserError(f"{args.checkpoint} has no {args.weights} weights: pass --weights model, or train with train.ema_decay.")
+    config = config_from_dict(saved["config"], source=str(args.checkpoint))
+    if args.batch_size is not None:
+        config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
+    shards = ShardSet(args.data, args.split)
+    check_classes(config, shards)
+    if shards.classes != saved["classes"]:
+        raise UserError(f"{shards.folder} has other classes than {args.checkpoint} was trained on ({shards.classes[0]}, ... and {saved['classes'][0]}, ...): pass its own shards.")
+
+    world = init_world()
+    model = create_model(config.model.name, config.model.num_classes, config.model.image_size)
+    model.load_state_dict(saved[args.weights])
+    model.to(world.device).eval()
+
+    def forward(images: Tensor) -> Tensor:
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
+            return model(images)
+
+    result = evaluate(forward, evaluation_loader(shards, config, world), world)
+    if world.is_main:
+        about = {"model": config.model.name, "checkpoint": str(args.checkpoint), "step": saved["step"], "data": str(shards.folder), "split": args.split}
+        print(table({**about, "weights": args.weights, **result}))
+        if args.json:
+            args.json.write_text(json.dumps({**about, "weights": args.weights, **result}, indent=1) + "\n")
+    disconnect()
+
+
+def table(result: dict) -> str:
+    """The result as aligned text, one value a line."""
+    units = {"top1": " %", "top5": " %"}
+    lines = [f"{name:<12}{value:.4f}{units.get(name, '')}" if isinstance(value, float) else f"{name:<12}{value}" for name, value in result.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,68 @@
+"""What the device could do at best, and what the run uses of it."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import psutil
+import torch
+
+# Dense bf16 tensor-core peak, 1e12 FLOP/s, without sparsity: NVIDIA's data sheets of each product.
+BF16_PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,  # SXM
+    "A100": 312.0,
+    "L40S": 362.0,
+    "A40": 149.7,
+    "A30": 165.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+
+
+def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
+    """Peak FLOP/s of one process's device.
+
+    Returns:
+        FLOP/s, and where the figure comes from ("data sheet" or "measured").
+    """
+    if device.type == "cuda" and precision == "bf16":
+        name = torch.cuda.get_device_name(device)
+        for known, teraflops in BF16_PEAK_TFLOPS.items():
+            if known in name:
+                return teraflops * 1e12, "data sheet"
+    return _measured_peak(device, torch.bfloat16 if precision == "bf16" else torch.float32), "measured"
+
+
+def _measured_peak(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
+    """The best of a few square matrix products."""
+    side = 8192 if device.type == "cuda" else 1024
+    a, b = torch.randn(2, side, side, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(repeats):
+        _synchronize(device)
+        started = time.perf_counter()
+        a @ b
+        _synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * side**3 / best
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_gib(device: torch.device) -> tuple[float, float]:
+    """Memory of this process in GiB.
+
+    Returns:
+        (now, peak): PyTorch's allocations on a GPU, the resident set on a CPU.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**30, torch.cuda.max_memory_allocated(device) / 2**30
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return psutil.Process().memory_info().rss / 2**30, peak_kib / 2**20

@@ -1,0 +1,40 @@
+"""AdamW's parameter groups and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from pipeline.config import OptimConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW in two groups: matrices and kernels decay, 1-D parameters (norms, biases) do not (DeiT's rule).
+
+    The learning rate is set before every step by :func:`learning_rate`.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.warmup_lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def learning_rate(step: int, steps_per_epoch: float, epochs: float, global_batch_size: int, config: OptimConfig) -> float:
+    """Linear warm-up, then a cosine to ``min_lr``; a pure function of the step.
+
+    Args:
+        step: optimizer steps done before this one.
+        steps_per_epoch: may be fractional: epochs follow each other without a gap.
+        epochs: length of the schedule.
+        global_batch_size: the peak is ``lr * global_batch_size / lr_batch_size`` (Goyal et al., 2017).
+    """
+    peak = config.lr * global_batch_size / config.lr_batch_size
+    warmup, total = config.warmup_epochs * steps_per_epoch, epochs * steps_per_epoch
+    if step < warmup:
+        return config.warmup_lr + (peak - config.warmup_lr) * step / warmup
+    progress = min(1.0, (step - warmup) / max(total - warmup, 1e-9))
+    return config.min_lr + 0.5 * (peak - config.min_lr) * (1 + math.cos(math.pi * progress))
