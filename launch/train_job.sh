@@ -1,8 +1,10 @@
 # launch/train_job.sh CONFIG [dotted.key=value ...]: what pervit_{t,s,m}.slurm have in common.
 #
 # Sourced by a Slurm batch script in the repository root; runs on the job's first node and starts
-# one task for each GPU. PERVIT_DATA and PERVIT_OUTPUT are set by the batch script. The job ends
-# with the training's exit code.
+# one task for each GPU. PERVIT_DATA and PERVIT_OUTPUT are set by the batch script.
+#
+# The job ends with srun's exit code, the highest among its tasks: 0 only when all succeeded. A task
+# that is ended because another one failed counts as 143, so the log names the one that failed first.
 
 fail() { echo "error: $*" >&2; exit 2; }
 
@@ -32,8 +34,8 @@ export MASTER_ADDR MASTER_PORT
 # Without this every task would start as many compute threads as the node has cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_NTASKS tasks meet at $MASTER_ADDR:$MASTER_PORT," \
-  "data from $PERVIT_DATA, results in $PERVIT_OUTPUT"
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, number of tasks: $SLURM_NTASKS," \
+  "meeting at $MASTER_ADDR:$MASTER_PORT"
 
 # pipeline.train reads its rank from Slurm's variables: no ssh, no torchrun.
 #   --kill-on-bad-exit   when one task fails the others would wait for it until the time limit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +102,8 @@ def _slurm_tasks_per_node() -> int | None:
 
 
 def _connect(backend: str, device: torch.device) -> None:
+    # DeepSpeed 0.19 still calls what PyTorch 2.13 renamed; nothing a user could do about it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if int(os.environ["WORLD_SIZE"]) == 1 and os.environ["MASTER_PORT"] == "0":

@@ -90,6 +90,7 @@ def train(config: Config, world: World) -> None:
         return
     write_run_files(config, world)
 
+    cost = flops.count(config.model.name, config.model.image_size, config.model.num_classes)  # before ZeRO-3 patches F.linear
     torch.manual_seed(config.seed)
     model = create_model(
         config.model.name, config.model.num_classes, config.model.image_size, config.model.drop_path, config.train.activation_checkpointing
@@ -106,7 +107,6 @@ def train(config: Config, world: World) -> None:
 
     loader = training_loader(train_set, config, world, first_step)
     val_loader = evaluation_loader(val_set, config, world)
-    cost = flops.count(config.model.name, config.model.image_size, config.model.num_classes)
     log = RunLog(config, world, first_step, schedule.last_step, cost.training_flops_per_image(config.train.micro_batch_size))
     log.say(
         f"{config.model.name}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {config.train.global_batch_size} = "
