@@ -21,16 +21,18 @@ errors=$(mktemp -d)
 trap 'rm -rf "$errors"' EXIT
 set -m    # each rank leads a process group of its own, so that its helper processes end with it
 
-pids=()
+pids=()                                    # of the ranks that still run
 end_all() {
   local pid second
-  for pid in "${pids[@]}"; do kill -TERM -- "-$pid" 2> /dev/null; done
+  for pid in "${pids[@]}"; do kill -TERM -- "-$pid"; done
   for second in {1..5}; do                 # a rank inside a collective call does not hear SIGTERM
-    [ -z "$(jobs -pr)" ] && return
+    [ -z "$(jobs -pr)" ] && break
     sleep 1
   done
-  for pid in "${pids[@]}"; do kill -KILL -- "-$pid" 2> /dev/null; done
-}
+  for pid in "${pids[@]}"; do kill -KILL -- "-$pid"; done
+  wait
+} 2> /dev/null                             # bash would announce each ended process
+
 trap 'end_all; exit 130' INT
 trap 'end_all; exit 143' TERM HUP
 
@@ -38,7 +40,8 @@ export WORLD_SIZE=$ranks LOCAL_WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1
 MASTER_PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 export MASTER_PORT
 # Divide the cores among the ranks; by default each rank would start a thread for every core.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores = $(nproc) / ranks) > 0 ? cores : 1))}
+share=$(($(nproc) / ranks))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((share > 0 ? share : 1))}
 
 for ((rank = 0; rank < ranks; rank++)); do
   export RANK=$rank LOCAL_RANK=$rank
@@ -50,17 +53,17 @@ for ((rank = 0; rank < ranks; rank++)); do
   pids+=($!)
 done
 
-for ((running = ranks; running > 0; running--)); do
+while [ "${#pids[@]}" != 0 ]; do
   wait -n -p ended "${pids[@]}"
   code=$?
+  for rank in "${!pids[@]}"; do [ "${pids[rank]}" = "$ended" ] && break; done
   if [ "$code" != 0 ]; then
     end_all
-    for rank in "${!pids[@]}"; do
-      if [ "$rank" != 0 ] && [ "${pids[rank]}" = "$ended" ]; then
-        echo "rank $rank failed with exit code $code:" >&2
-        cat "$errors/$rank" >&2
-      fi
-    done
+    if [ "$rank" != 0 ]; then
+      echo "rank $rank failed with exit code $code:" >&2
+      cat "$errors/$rank" >&2
+    fi
     exit "$code"
   fi
+  unset "pids[rank]"
 done

@@ -212,6 +212,8 @@ up() {
   if port_taken; then
     die "port $port is taken by another program, a free one is needed; set PERVIT_CLUSTER_PORT to another."
   fi
+  umask 022
+  chmod a+x "$dir"                            # munge insists that everybody can reach its socket
   rm -rf "$dir"/{etc,run,state,spool,dev,log}
   mkdir -p "$dir"/{etc,run,state,spool,dev,log}
 
@@ -225,7 +227,7 @@ up() {
   set -e
   if [ "$status" != 0 ]; then
     stop_daemons
-    say "the cluster did not come up within $start_timeout s; the reason is in $dir/log (start.log first)."
+    echo "error: the cluster did not come up; the reason is in $dir/log, see start.log first." >&2
     exit 1
   fi
 

@@ -291,3 +291,19 @@ def _one_sentence(problem: dict, source: str) -> str:
     if isinstance(found, (dict, Section)):
         return f"{where}: {key or 'the file'}: {message}: correct it."
     return f"{where}: {key} is {found!r} ({type(found).__name__}), but the value {message}: correct it."
+
+
+def markdown_table() -> str:
+    """Every key with its default and meaning, as the README shows them (``python -m pipeline.config`` prints it)."""
+    defaults = flatten(Config())
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for key, default in defaults.items():
+        section, _, name = key.rpartition(".")
+        fields = (Config.model_fields[section].annotation if section else Config).model_fields
+        shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
+        lines.append(f"| `{key}` | `{shown}` | {fields[name].description} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown_table())

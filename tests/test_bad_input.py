@@ -1,0 +1,68 @@
+"""Each mistake a user makes is one sentence on stderr that names key or file, what was found, what is needed and the remedy."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import run_module
+
+
+@pytest.fixture(scope="module")
+def damaged(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Shard sets with one thing wrong each."""
+    folder = tmp_path_factory.mktemp("damaged")
+    sets = {name: Path(shutil.copytree(digits_shards, folder / name)) for name in ("no_index", "truncated")}
+    (sets["no_index"] / "train-000002.idx").unlink()
+    tar = sets["truncated"] / "train-000002.tar"
+    tar.write_bytes(tar.read_bytes()[:-5000])
+    return {**sets, "nowhere": folder / "nowhere"}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.epoch=1", ["unknown key 'train.epoch'", "did you mean 'train.epochs'?"]),
+        ("train.epochs=many", ["train.epochs is 'many' (str)", "a valid number"]),
+        ("train.global_batch_size=18", ["train.global_batch_size is 18", "4 x 1 processes = 4", "set train.micro_batch_size to 3"]),
+        ("data.path={nowhere}", ["nowhere does not exist", "set data.path"]),
+        ("data.path={no_index}", ["train-000002.idx is missing", "wds2idx"]),
+        ("data.path={truncated}", ["train-000002.tar has", "needed by manifest.json", "shard again"]),
+        ("model.num_classes=1000", ["model.num_classes is 1000", "has 10 classes", "set model.num_classes=10"]),
+        ("model.image_size=100", ["model.image_size is 100", "multiple of 16", "set it to 96"]),
+        ("model.name=pervit_x", ["model.name is 'pervit_x'", "pervit_m, pervit_s, pervit_t"]),
+        ("output_dir=/proc/nothing", ["output_dir /proc/nothing cannot be created", "choose another output_dir"]),
+    ],
+)
+def test_training_says_what_is_wrong(override: str, expected: list[str], small_run: Path, damaged: dict[str, Path]) -> None:
+    """Guards against a traceback from three libraries down."""
+    result = run_module("pipeline.train", "--config", small_run, override.format(**damaged), check=False)
+    assert result.returncode == 2
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    for part in expected:
+        assert part in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--checkpoint", "{nowhere}", "--data", "{truncated}"], "holds 0 checkpoints, 1 needed"),
+        (["--checkpoint", "{nowhere}", "--data", "{truncated}", "--json", "{nowhere}/x.json"], "nowhere does not exist"),
+    ],
+)
+def test_evaluation_says_what_is_wrong(arguments: list[str], expected: str, damaged: dict[str, Path]) -> None:
+    """Guards against a traceback when a run folder is mistyped."""
+    result = run_module("pipeline.evaluate", *(a.format(**damaged) for a in arguments), check=False)
+    assert result.returncode == 2 and expected in result.stderr and "Traceback" not in result.stderr
+
+
+def test_several_processes_without_a_meeting_point(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against DeepSpeed's "No module named mpi4py" when a variable is missing."""
+    import conftest
+
+    plain = conftest.clean_environment
+    monkeypatch.setattr(conftest, "clean_environment", lambda: plain(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"))
+    result = run_module("pipeline.train", "--config", small_run, check=False)
+    assert result.returncode == 2 and "MASTER_ADDR is not set, but 2 processes need it" in result.stderr

@@ -1,0 +1,113 @@
+"""``launch/local.sh`` with small programs in place of the training."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, clean_environment
+
+pytestmark = pytest.mark.multiprocess
+
+TOY = """
+import json, os, sys, time
+rank, what = os.environ["RANK"], sys.argv[1]
+print(json.dumps(dict(os.environ)), flush=True)
+print(f"stderr of rank {rank}", file=sys.stderr, flush=True)
+with open(os.path.join(os.environ["NOTES"], rank), "w") as file:
+    json.dump({"pid": os.getpid(), **os.environ}, file)
+if what == f"rank{rank}-fails":
+    sys.exit(7)
+if what != "all-succeed":
+    time.sleep(120)
+"""
+
+
+class Launch:
+    """``launch/local.sh processes -- toy what``; each rank leaves its pid and environment in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.notes = folder, folder / "notes"
+        (folder / "toy.py").write_text(TOY)
+        self.notes.mkdir()
+
+    def start(self, processes: object, *words: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [str(REPOSITORY / "launch" / "local.sh"), str(processes), *words],
+            cwd=self.folder, env=clean_environment(NOTES=str(self.notes)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ranks(self) -> list[dict]:
+        return [json.loads(path.read_text()) for path in sorted(self.notes.iterdir())]
+
+    def alive(self) -> list[int]:
+        return [rank["pid"] for rank in self.ranks() if _state(rank["pid"]) not in ("Z", None)]
+
+
+def _state(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return None
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    return Launch(tmp_path)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_rank_knows_its_place(processes: int, launch: Launch) -> None:
+    """Guards against ranks that are missing or doubled, meet at different ports, or write over each other's output."""
+    process = launch.start(processes, "--", "toy", "all-succeed")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    ranks = launch.ranks()
+    assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in ranks] == [(str(i), str(i)) for i in range(processes)]
+    assert {(rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["MASTER_ADDR"]) for rank in ranks} == {(str(processes),) * 2 + ("127.0.0.1",)}
+    assert len({rank["MASTER_PORT"] for rank in ranks}) == 1
+    assert json.loads(output)["RANK"] == "0"
+    assert errors == "stderr of rank 0\n"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failure_of_one_ends_all(failing: int, launch: Launch) -> None:
+    """Guards against a rank that waits for a dead one until somebody looks, and against a failure that leaves no trace."""
+    started = time.monotonic()
+    process = launch.start(2, "--", "toy", f"rank{failing}-fails")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 7
+    assert time.monotonic() - started < 20
+    assert launch.alive() == []
+    assert f"stderr of rank {failing}" in errors
+    if failing == 1:
+        assert "rank 1 failed with exit code 7" in errors
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_ends_all(number: int, code: int, launch: Launch) -> None:
+    """Guards against training that goes on unseen after Ctrl-C."""
+    process = launch.start(2, "--", "toy", "sleep")
+    deadline = time.monotonic() + 30
+    while len(list(launch.notes.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.2)  # the notes are written, not only begun
+    assert len(launch.alive()) == 2
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    assert launch.alive() == []
+
+
+@pytest.mark.parametrize("words", [("0", "--", "toy"), ("two", "--", "toy"), ("2", "toy"), ("2", "--")])
+def test_bad_words(words: tuple[str, ...], launch: Launch) -> None:
+    """Guards against a usage mistake that starts something, or is answered in bash's words."""
+    process = launch.start(*words)
+    output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output) == (2, "")
+    assert errors.startswith(f"error: found '{' '.join(words)}', needed is 'N -- MODULE ARGS...'")
+    assert len(errors.splitlines()) == 1
