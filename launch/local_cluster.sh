@@ -202,7 +202,7 @@ up() {
     return
   fi
 
-  mkdir -p "$dir" && [ -O "$dir" ] ||
+  mkdir -p "$dir" 2> /dev/null && [ -O "$dir" ] ||
     die "$dir is not yours, a directory of your own is needed; set PERVIT_CLUSTER_DIR to another."
   if is_ours; then
     stop_daemons                              # what a crashed cluster left

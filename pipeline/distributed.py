@@ -68,18 +68,23 @@ def init_world() -> World:
             os.environ[name] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}[name]
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or _slurm_tasks_per_node() or world_size)
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"this node runs {local_size} processes but has {torch.cuda.device_count()} GPUs, one per process needed: "
-                f"lower --ntasks-per-node."
-            )
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", _gpu_index(local_rank, local_size))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     _connect("nccl" if device.type == "cuda" else "gloo", device)
     return World(int(os.environ["RANK"]), world_size, local_rank, local_size, device)
+
+
+def _gpu_index(local_rank: int, local_size: int) -> int:
+    """This process's GPU among those it sees: all of the node's, or its own alone where Slurm binds one to each task."""
+    visible = torch.cuda.device_count()
+    if visible == 1 and "SLURM_STEP_ID" in os.environ:
+        return 0
+    if local_rank >= visible:
+        raise UserError(f"this node runs {local_size} processes but has {visible} GPUs, one per process needed: start {visible} processes per node.")
+    return local_rank
 
 
 def _read_environment() -> None:
