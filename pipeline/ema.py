@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class WeightAverage:
@@ -15,13 +15,13 @@ class WeightAverage:
     Each process averages the weights that it holds: all of them, or under ZeRO-3 its shard of each.
 
     Args:
-        model: the engine's module.
+        engine: the DeepSpeed engine.
         decay: 0.9999 and the like.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, engine, decay: float) -> None:
         self.decay = decay
-        self._model = model
+        self._engine = engine
         self._average = {name: weight.clone() for name, weight in self._held()}
 
     @torch.no_grad()
@@ -53,8 +53,11 @@ class WeightAverage:
     def _load(self, values: dict[str, Tensor]) -> None:
         for name, weight in self._held():
             weight.copy_(values[name])
-        self._model.train(self._model.training)  # forget what was computed from other weights
+        # Forget what was made from the other weights: parameters that ZeRO-3 keeps gathered after an evaluation because
+        # it expects to need them again soon, and what the model has cached.
+        self._engine.empty_partition_cache()
+        self._engine.module.train(self._engine.module.training)
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._engine.module.named_parameters():
             yield name, getattr(parameter, "ds_tensor", parameter).data

@@ -96,7 +96,7 @@ def train(config: Config, world: World) -> None:
         config.model.name, config.model.num_classes, config.model.image_size, config.model.drop_path, config.train.activation_checkpointing
     )
     engine = build_engine(model, config, world)
-    ema = WeightAverage(engine.module, config.train.ema_decay) if config.train.ema_decay else None
+    ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     about = {
         "config": config.model_dump(mode="json"),
         "classes": train_set.classes,

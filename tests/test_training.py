@@ -24,6 +24,13 @@ def train(config: Path, run: Path, *overrides: str, processes: int = 2):
     return [(row["step"], row["samples"], row["loss"], row["grad_norm"], row["lr"]) for row in step_rows(run)]
 
 
+def evaluate(run: Path, file: Path, *options: object, processes: int = 1) -> dict:
+    """The result of ``pipeline.evaluate`` on the run's own validation set."""
+    data = read_weights(run)["config"]["data"]["path"]
+    run_module("pipeline.evaluate", "--checkpoint", run, "--data", data, "--json", file, *options, processes=processes)
+    return json.loads(file.read_text())
+
+
 def assert_equal_weights(a: Path, b: Path) -> None:
     first, second = read_weights(a), read_weights(b)
     for kind in {"model", "ema"} & first.keys():
@@ -35,16 +42,22 @@ def assert_equal_weights(a: Path, b: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_twenty_steps_equal_eleven_and_nine(stage: int, small_run: Path, tmp_path: Path) -> None:
     """Guards against a resume that is only nearly exact: step 11 is in the middle of an epoch of 89.9 steps, with gradient
-    accumulation, stochastic depth, activation checkpointing and averaged weights all on."""
+    accumulation, stochastic depth, activation checkpointing and averaged weights all on. The interrupted run also evaluates and
+    saves on its way, which must not touch what it trains."""
     options = [f"train.zero_stage={stage}", "train.precision=bf16", "train.activation_checkpointing=true", "train.ema_decay=0.9"]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     expected = train(small_run, straight, *options, "train.max_steps=20")
-    train(small_run, resumed, *options, "train.max_steps=11")
+    train(small_run, resumed, *options, "train.max_steps=11", "eval.every_epochs=0.06", "checkpoint.every_steps=4")
+    assert len(evaluation_rows(resumed)) == 4  # two evaluations, each of the weights and of their average
     assert latest_step(resumed) == 11
     rows = train(small_run, resumed, *options, "train.max_steps=20")
     assert [row[0] for row in rows] == list(range(1, 21))
     assert rows == expected
     assert_equal_weights(straight, resumed)
+
+    for row in evaluation_rows(resumed)[-2:]:  # what was evaluated is what was saved
+        saved = evaluate(resumed, tmp_path / "result.json", "--weights", row["weights"])
+        assert saved["loss"] == pytest.approx(row["loss"], rel=2e-3), row["weights"]
 
 
 def test_zero_stages_and_process_counts_agree(small_run: Path, tmp_path: Path) -> None:
@@ -82,14 +95,10 @@ def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path:
 
     inside = evaluation_rows(run)[-1]
     assert inside["count"] == 359
-    results = []
-    for processes, batch_size in ((1, 359), (1, 50), (2, 50), (2, 7)):
-        file = tmp_path / f"{processes}-{batch_size}.json"
-        run_module(
-            "pipeline.evaluate", "--checkpoint", run, "--data", read_weights(run)["config"]["data"]["path"], "--json", file,
-            "--batch-size", batch_size, processes=processes,
-        )  # fmt: skip
-        results.append(json.loads(file.read_text()))
+    results = [
+        evaluate(run, tmp_path / "result.json", "--batch-size", batch_size, processes=processes)
+        for processes, batch_size in ((1, 359), (1, 50), (2, 50), (2, 7))
+    ]
     for result in results:
         assert [result[k] for k in ("correct1", "correct5", "count")] == [inside[k] for k in ("correct1", "correct5", "count")]
         assert result["loss"] == pytest.approx(inside["loss"], rel=1e-5)
