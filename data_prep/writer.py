@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
 from data_prep.sources import Source, SourceImage
+from pipeline.data.jpeg import image_size
 from pipeline.data.order import sample_at
 from pipeline.data.shards import MANIFEST, SAMPLE_DTYPE, Manifest, ShardInfo, SplitInfo, file_sha256, sample_key, shard_name
 from pipeline.errors import UserError
@@ -109,8 +109,8 @@ def _write_all(job: ShardJob, workers: int) -> tuple[list[np.ndarray], list[Shar
     """All shards, in order, with a progress bar when a terminal is attached."""
     rows, infos = [], []
     bar = tqdm(total=len(job.source), desc=f"sharding {job.split}", unit="images", disable=None)
-    # fork: the workers inherit the list of files instead of receiving a copy each.
-    context = multiprocessing.get_context("fork")
+    # Not fork: a caller may hold a DALI pipeline, whose threads do not exist in a forked child.
+    context = multiprocessing.get_context("spawn")
     with bar, ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(job,)) as pool:
         futures = [pool.submit(_write_one, number) for number in range(job.shards)]
         try:
@@ -201,14 +201,13 @@ def _image_size(image: SourceImage, source: str) -> tuple[int, int]:
     """(width, height) from the header.
 
     Raises:
-        UserError: not an image.
+        UserError: not a whole image; the loader would refuse it later.
     """
     try:
-        with Image.open(io.BytesIO(image.data)) as opened:
-            return opened.size
-    except (UnidentifiedImageError, OSError, ValueError):
+        return image_size(image.data)
+    except ValueError as error:
         raise UserError(
-            f"{source}: {image.name} ({len(image.data)} bytes) is not an image that can be read, a JPEG needed: replace or remove it."
+            f"{source}: {image.name} ({len(image.data)} bytes) is {error}, a whole JPEG needed: replace or remove it."
         ) from None
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 from pipeline.config import DataConfig
 from pipeline.data.augment import UNIFORMS_PER_SAMPLE, train_geometry
+from pipeline.data.jpeg import image_size
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
@@ -176,12 +177,40 @@ def test_a_loader_fault_names_the_file(digits_shards: Path, tmp_path: Path) -> N
         next(train_loader(shards, 0, 1, 48))
 
 
-def test_an_undecodable_image_is_one_sentence(digits_shards: Path, tmp_path: Path) -> None:
-    """Guards against a DALI traceback when bytes on disk have changed."""
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda jpeg: b"\xff" * len(jpeg), "is not a JPEG, the JPEG of 64x64 pixels needed"),
+        (lambda jpeg: jpeg[: len(jpeg) // 2].ljust(len(jpeg), b"\0"), "is a JPEG that is cut off"),
+        (lambda jpeg: jpeg.replace(b"\x00\x40\x00\x40", b"\x00\x40\x00\x41"), "has 65x64 pixels, 64x64 pixels needed"),
+        (lambda jpeg: jpeg.replace(b"\xff\xda\x00\x0c\x03", b"\xff\xda\x00\x0c\x09"), "cannot be decoded, a sound JPEG needed"),
+    ],
+    ids=["junk", "cut off", "another image", "damaged data"],
+)
+def test_a_damaged_image_is_one_sentence_that_names_it(damage, expected: str, digits_shards: Path, tmp_path: Path) -> None:
+    """Guards against a DALI traceback, and against the segmentation fault that an unparsable image gives it."""
     folder = shutil.copytree(digits_shards, tmp_path / "shards")
     shards = ShardSet(folder, "train")
-    for tar in folder.glob("train-*.tar"):
-        tar.write_bytes(b"\xff" * tar.stat().st_size)
-    with pytest.raises(UserError, match="cannot be decoded") as error:
-        next(train_loader(shards, 0, 1, 48))
-    assert "\n" not in str(error.value)
+    loader = train_loader(shards, 0, 1, 48)
+    victim = int(loader.plan.request(1).index[5])  # in the second batch
+    sample = shards.samples[victim]
+    damaged = damage(shards.read_jpegs([victim])[0].tobytes())
+    with open(folder / shards.info.shards[sample["shard"]].file, "r+b") as tar:
+        tar.seek(int(sample["offset"]))
+        assert tar.write(damaged) == sample["bytes"]
+    with pytest.raises(UserError, match=expected) as error:
+        for _ in range(3):
+            next(loader)
+    assert f"sample {shards.key(victim)}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_images_of_all_kinds_have_their_size_read_and_cut_off_ones_are_found() -> None:
+    """Guards against a header check that refuses good files (grey, progressive, PNG under a JPEG's name) or passes half ones."""
+    for mode, options in (("RGB", {}), ("L", {}), ("CMYK", {}), ("RGB", {"progressive": True}), ("RGB", {"format": "PNG"})):
+        file = io.BytesIO()
+        Image.new(mode, (31, 17)).save(file, **{"format": "JPEG", **options})
+        whole = file.getvalue()
+        assert image_size(whole) == image_size(whole + b"trailing bytes" * ("format" not in options)) == (31, 17)
+        for length in range(len(whole) - 4):
+            with pytest.raises(ValueError, match="cut off|not a JPEG"):
+                image_size(whole[:length])

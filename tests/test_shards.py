@@ -155,7 +155,7 @@ def test_refuses_what_it_would_spoil_or_cannot_use(digits_images: Path, copied_s
     assert "does not exist" in error("--source", tmp_path / "nowhere", "--output", output)
     assert "--workers is 0" in error("--source", digits_images, "--output", output, "--workers", 0)
     (other / "y.jpg").write_bytes(b"not a JPEG")
-    assert "class_a/y.jpg (10 bytes) is not an image" in error("--source", other.parent, "--output", output)
+    assert "class_a/y.jpg (10 bytes) is not a JPEG, a whole JPEG needed" in error("--source", other.parent, "--output", output)
 
 
 def test_opening_a_damaged_set_names_the_file_and_the_numbers(copied_shards: Path) -> None:

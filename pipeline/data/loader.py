@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,7 +48,6 @@ class Loader:
         self.device = device
         self._next = start
         self._requested: deque[BatchRequest] = deque()  # DALI asks ahead; its results come back in the same order
-        self._failure: UserError | None = None
         self._pipeline = build_pipeline(
             source=self._supply,
             batch_size=plan.batch_size,
@@ -71,7 +71,8 @@ class Loader:
         try:
             (output,) = self._pipeline.run()
         except RuntimeError as error:
-            raise self._failure or self._undecodable(error) from None
+            self._raise_if_undecodable(error)
+            raise
         request = self._requested.popleft()
         images = torch.from_dlpack(output.as_tensor())
         labels, valid = torch.from_numpy(request.label), torch.from_numpy(request.valid)
@@ -81,19 +82,18 @@ class Loader:
         """DALI's callback: the inputs of the next batch."""
         request = self.plan.request(self._next)
         self._next += 1
-        try:
-            jpegs = self.plan.shards.read_jpegs(request.index)
-        except UserError as error:
-            self._failure = error
-            raise
+        jpegs = self.plan.shards.read_jpegs(request.index)
         self._requested.append(request)
         geometry = request.geometry
         return jpegs, geometry.start, geometry.shape, geometry.resize, *geometry.crop.T.copy(), geometry.flip
 
-    def _undecodable(self, error: RuntimeError) -> UserError:
-        shards, index = self.plan.shards, self._requested[0].index
-        reason = next((line.strip() for line in str(error).splitlines() if "decode" in line.lower()), str(error).splitlines()[0])
-        return UserError(
-            f"{shards.folder}: one of the samples {shards.key(index[0])} ... in this batch of {len(index)} cannot be decoded "
-            f"({reason}): remove the damaged image from the source and shard again."
-        )
+    def _raise_if_undecodable(self, error: RuntimeError) -> None:
+        """Turn DALI's report of a decoding failure, which counts samples within a batch, into one that names the sample."""
+        failed = re.search(r"decode sample #(\d+)", str(error))
+        if failed:
+            shards, index = self.plan.shards, self._requested[0].index[int(failed[1])]
+            file = shards.info.shards[shards.samples["shard"][index]].file
+            raise UserError(
+                f"{shards.folder / file}: sample {shards.key(index)} cannot be decoded, a sound JPEG needed: copy the file again, or "
+                f"mend the image in the source and shard again."
+            ) from None

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.data.jpeg import image_size
 from pipeline.errors import UserError
 
 FORMAT_VERSION = 1
@@ -113,6 +114,9 @@ class Manifest:
 _SHARDER = "python data_prep/shard_imagenet.py --source IMAGES --output DIR"
 
 
+_COPY_AGAIN = "the file was changed after it was written; copy it again or shard again"
+
+
 def shard_name(split: str, number: int, suffix: str) -> str:
     """``train-000007.tar`` and the like."""
     return f"{split}-{number:06d}.{suffix}"
@@ -186,7 +190,8 @@ class ShardSet:
             B arrays of uint8.
 
         Raises:
-            UserError: a tar ended early or could not be read; names the tar, the key and the bytes.
+            UserError: a tar ended early or could not be read, or the image there is not the one that was written; names
+                the tar, the key and the bytes.
         """
         return [self._read(int(index)) for index in indices]
 
@@ -201,9 +206,14 @@ class ShardSet:
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}), sample {self.key(index)} needed: restore the file.") from None
         if len(data) != size:
+            raise UserError(f"{path} gave {len(data)} of the {size} bytes of sample {self.key(index)} at offset {offset}: {_COPY_AGAIN}.")
+        try:
+            size = image_size(data)
+        except ValueError as error:
+            raise UserError(f"{path}: sample {self.key(index)} at offset {offset} is {error}, the JPEG of {_pixels(sample)} needed: {_COPY_AGAIN}.") from None
+        if size != (sample["width"], sample["height"]):
             raise UserError(
-                f"{path} gave {len(data)} of the {size} bytes of sample {self.key(index)} at offset {offset}: the file was "
-                f"truncated after the start; restore it."
+                f"{path}: sample {self.key(index)} at offset {offset} has {size[0]}x{size[1]} pixels, {_pixels(sample)} needed: {_COPY_AGAIN}."
             )
         return np.frombuffer(data, dtype=np.uint8)
 
@@ -227,6 +237,10 @@ class ShardSet:
         if samples.dtype != SAMPLE_DTYPE or len(samples) != self.info.samples:
             raise UserError(f"{path} lists {len(samples)} samples, {self.info.samples} needed by {MANIFEST}: shard again into an empty folder.")
         return samples
+
+
+def _pixels(sample: np.ndarray) -> str:
+    return f"{sample['width']}x{sample['height']} pixels"
 
 
 def _find(folder: Path, split: str) -> Path:

@@ -1,0 +1,45 @@
+"""Is this a whole image? A look at the headers that costs microseconds, before the bytes go to DALI.
+
+DALI 2.4 cannot be trusted with anything else: when an image's header cannot be parsed it raises while its worker threads
+still use what it frees, and the process dies with a segmentation fault. Damage inside the compressed data is not found
+here; it decodes to wrong pixels or to an error that DALI survives.
+"""
+
+from __future__ import annotations
+
+_SOI, _EOI, _SOS = b"\xff\xd8", b"\xff\xd9", 0xDA
+_SIZE_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15 without DHT, JPG, DAC
+_PNG = b"\x89PNG\r\n\x1a\n"  # one image of ImageNet is a PNG under a JPEG's name
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """(width, height) in pixels, as stored, of a complete JPEG (ITU-T T.81, Annex B) or PNG.
+
+    Raises:
+        ValueError: neither, or cut off; the message says which.
+    """
+    if data[:8] == _PNG:
+        if data[-12:-4] != b"\0\0\0\0IEND":
+            raise ValueError("a PNG that is cut off")
+        return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    if data[:2] != _SOI:
+        raise ValueError("not a JPEG")
+    size, place = None, 2
+    while place + 4 <= len(data):
+        if data[place] != 0xFF:
+            raise ValueError("a JPEG with a damaged header")
+        marker = data[place + 1]
+        if marker == 0xFF:  # fill byte
+            place += 1
+            continue
+        if marker in _SIZE_MARKERS:
+            size = int.from_bytes(data[place + 7 : place + 9], "big"), int.from_bytes(data[place + 5 : place + 7], "big")
+        if marker == _SOS:
+            # Compressed data never contains the end marker, so finding it means that the data is all there.
+            if size is None or 0 in size:
+                raise ValueError("a JPEG without a size")
+            if data.rfind(_EOI, place) < 0:
+                raise ValueError("a JPEG that is cut off")
+            return size
+        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    raise ValueError("a JPEG that is cut off")
