@@ -37,9 +37,11 @@ def main() -> None:
     if not splits:
         print(f"{args.source} has no train/ or val/ folder: its class folders are taken as the train split.")
         splits = ["train"]
-    for split in splits:
+    sources = {split: ImageFolder(args.source, split) for split in splits}  # a mistake in one is found before hours of work
+    for split, source in sources.items():
+        if source.ignored:
+            print(f"{args.source}: {source.ignored} entries of the {split} class folders are not *.JPEG files and are left out")
         started = time.monotonic()
-        source = ImageFolder(args.source, split)
         info = write_shards(source, args.output, split, args.samples_per_shard, args.workers, args.seed)
         print(
             f"{args.output}: {split} has {info.samples} images of {sum(n > 0 for n in info.samples_per_class)} classes in "

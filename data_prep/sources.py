@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,21 +26,19 @@ class SourceImage:
 
 
 class Source(Protocol):
-    """What the writer needs of a source. ``len`` is the number of images; ``read`` may run in other processes."""
+    """What the writer needs of a source. ``len`` is the number of images; a selection is sent to other processes."""
 
     kind: str
     path: str
+    ignored: int  # files that do not have an image's name
     class_names: list[str]  # sorted; every class that occurs in any split of the source
 
     def __len__(self) -> int: ...
 
-    def class_of(self, sample: int) -> str:
-        """Class name of a sample, without reading it."""
-
-    def bytes_of(self, sample: int) -> int:
-        """Encoded size of a sample, without reading it."""
-
     def read(self, sample: int) -> SourceImage: ...
+
+    def select(self, samples: Sequence[int]) -> Source:
+        """A source of these samples alone, in this order: what a worker needs to write one shard."""
 
     def fingerprint(self) -> str:
         """Changes when an image is added, removed, renamed or resized; stays when only its path on disk does."""
@@ -63,10 +63,13 @@ class ImageFolder:
         siblings = [Path(root) / name for name in SPLITS] if self._root != Path(root) else [self._root]
         self.class_names = sorted({entry.name for folder in siblings if folder.is_dir() for entry in _folders(folder)})
         self._files: list[tuple[str, str, int]] = []  # (class, file name, bytes), sorted
+        self.ignored = 0
         for class_name in self.class_names:
             folder = self._root / class_name
-            if folder.is_dir():
-                self._files += sorted((class_name, e.name, e.stat().st_size) for e in os.scandir(folder) if _is_jpeg(e))
+            entries = list(os.scandir(folder)) if folder.is_dir() else []
+            images = sorted((class_name, entry.name, entry.stat().st_size) for entry in entries if _is_jpeg(entry))
+            self._files += images
+            self.ignored += len(entries) - len(images)
         if not self._files:
             raise UserError(
                 f"source folder {self._root} holds 0 images in {len(self.class_names)} class folders, at least 1 needed: "
@@ -76,21 +79,20 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self._files)
 
-    def class_of(self, sample: int) -> str:
-        return self._files[sample][0]
-
-    def bytes_of(self, sample: int) -> int:
-        return self._files[sample][2]
-
     def read(self, sample: int) -> SourceImage:
         class_name, file_name, _ = self._files[sample]
         path = self._root / class_name / file_name
         return SourceImage(f"{class_name}/{file_name}", class_name, path.read_bytes())
 
+    def select(self, samples: Sequence[int]) -> ImageFolder:
+        selection = copy.copy(self)
+        selection._files = [self._files[sample] for sample in samples]
+        return selection
+
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for class_name, file_name, size in self._files:
-            digest.update(f"{class_name}/{file_name}\t{size}\n".encode())
+            digest.update(f"{class_name}/{file_name}\t{size}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
 
@@ -101,7 +103,7 @@ def available_splits(root: Path) -> list[str]:
         UserError: ``root`` is not a folder.
     """
     if not root.is_dir():
-        raise UserError(f"source folder {root} does not exist: pass --source with the folder that holds the images.")
+        raise UserError(f"source folder {root} {'is a file' if root.exists() else 'does not exist'}: pass --source with the folder that holds the images.")
     return [split for split in SPLITS if (root / split).is_dir()]
 
 

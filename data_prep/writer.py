@@ -7,6 +7,7 @@ seed give the same bytes with any number of workers.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -14,7 +15,7 @@ import multiprocessing
 import os
 import tarfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,17 @@ from tqdm import tqdm
 from data_prep.sources import Source, SourceImage
 from pipeline.data.jpeg import image_size
 from pipeline.data.order import sample_at
-from pipeline.data.shards import MANIFEST, SAMPLE_DTYPE, Manifest, ShardInfo, SplitInfo, file_sha256, sample_key, shard_name
+from pipeline.data.shards import (
+    MANIFEST,
+    SAMPLE_DTYPE,
+    Manifest,
+    ShardInfo,
+    ShardSet,
+    SplitInfo,
+    file_sha256,
+    sample_key,
+    shard_name,
+)
 from pipeline.errors import UserError
 from pipeline.philox import Stream
 
@@ -81,9 +92,9 @@ def write_shards(
     done = _already_written(job)
     if done is not None:
         return done
-    in_progress = folder / f".{split}-in-progress.json"
+    in_progress = folder / f".{split}-in-progress"
     _refuse_foreign_files(job, in_progress)
-    in_progress.write_text(json.dumps(job.description()))
+    in_progress.write_text("this split is being written, or its writing was interrupted; its shards are not whole\n")
 
     rows, infos = _write_all(job, workers)
     samples_file = folder / f"{split}-samples.npy"
@@ -99,10 +110,25 @@ def write_shards(
         samples_sha256=file_sha256(samples_file),
         shards=infos,
     )
-    others = Manifest.read(folder).splits if (folder / MANIFEST).exists() else {}
-    Manifest(classes=job.classes, splits={**others, split: info}).write(folder)
+    _enter_into_manifest(job, info)
     in_progress.unlink()
     return info
+
+
+def _enter_into_manifest(job: ShardJob, info: SplitInfo) -> None:
+    """Add the split; another process may be adding the other split at the same time."""
+    folder = os.open(job.folder, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        manifest = Manifest.read(job.folder) if (job.folder / MANIFEST).exists() else Manifest(job.classes)
+        if manifest.classes != job.classes:
+            raise UserError(
+                f"{job.folder / MANIFEST} was written meanwhile with {len(manifest.classes)} classes that are not this split's "
+                f"{len(job.classes)}: shard {job.split} again, now that the class list stands."
+            )
+        Manifest(manifest.classes, {**manifest.splits, job.split: info}).write(job.folder)
+    finally:
+        os.close(folder)  # and with it the lock
 
 
 def _write_all(job: ShardJob, workers: int) -> tuple[list[np.ndarray], list[ShardInfo]]:
@@ -111,8 +137,8 @@ def _write_all(job: ShardJob, workers: int) -> tuple[list[np.ndarray], list[Shar
     bar = tqdm(total=len(job.source), desc=f"sharding {job.split}", unit="images", disable=None)
     # Not fork: a caller may hold a DALI pipeline, whose threads do not exist in a forked child.
     context = multiprocessing.get_context("spawn")
-    with bar, ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(job,)) as pool:
-        futures = [pool.submit(_write_one, number) for number in range(job.shards)]
+    with bar, ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures = [pool.submit(write_shard, shard_job(job, number), number) for number in range(job.shards)]
         try:
             for future in futures:
                 shard_rows, info = future.result()
@@ -125,51 +151,47 @@ def _write_all(job: ShardJob, workers: int) -> tuple[list[np.ndarray], list[Shar
     return rows, infos
 
 
-_job: ShardJob | None = None  # of a worker process
-
-
-def _start_worker(job: ShardJob) -> None:
-    global _job
-    _job = job
-
-
-def _write_one(number: int) -> tuple[np.ndarray, ShardInfo]:
-    return write_shard(_job, number)
+def shard_job(job: ShardJob, number: int) -> ShardJob:
+    """The job with only the samples of one shard, in the order of the tar: small enough to send to a worker."""
+    first = number * job.samples_per_shard
+    written = np.arange(first, min(first + job.samples_per_shard, len(job.source)))
+    return replace(job, source=job.source.select(sample_at(written, 0, len(job.source), job.seed, Stream.SHARD_ORDER)))
 
 
 def write_shard(job: ShardJob, number: int) -> tuple[np.ndarray, ShardInfo]:
     """Write one tar and its index under temporary names, then rename them.
 
+    Args:
+        job: from :func:`shard_job`.
+        number: of the shard.
+
     Returns:
         (samples,) rows of ``SAMPLE_DTYPE``, and the manifest's entry.
     """
-    first = number * job.samples_per_shard
-    written = np.arange(first, min(first + job.samples_per_shard, len(job.source)))
-    sources = sample_at(written, 0, len(job.source), job.seed, Stream.SHARD_ORDER)
     label_of = {name: label for label, name in enumerate(job.classes)}
-    rows = np.zeros(len(written), dtype=SAMPLE_DTYPE)
+    rows = np.zeros(len(job.source), dtype=SAMPLE_DTYPE)
     index_lines: list[str] = []
     path = job.folder / shard_name(job.split, number, "tar")
     digest = hashlib.sha256()
 
     def write_tar(file: io.BufferedWriter) -> None:
         with tarfile.open(fileobj=_Hashing(file, digest), mode="w|", format=tarfile.USTAR_FORMAT) as tar:
-            for row, sample, source in zip(rows, written, sources):
-                image = job.source.read(int(source))
+            for i, row in enumerate(rows):
+                image = job.source.read(i)
                 label = label_of[image.class_name]
                 width, height = _image_size(image, job.source.path)
-                entries = _add_sample(tar, sample_key(int(sample)), image, label, width, height)
+                entries = _add_sample(tar, sample_key(number * job.samples_per_shard + i), image, label, width, height)
                 row["offset"], row["bytes"] = entries[0][1], entries[0][2]
                 row["shard"], row["label"], row["width"], row["height"] = number, label, width, height
                 index_lines.append(" ".join(f"{suffix} {offset} {size} {name}" for suffix, offset, size, name in entries))
 
     _replace(path, write_tar)
     index_path = job.folder / shard_name(job.split, number, "idx")
-    index = "\n".join([f"v1.2 {len(written)}", *index_lines, ""]).encode()
+    index = "\n".join([f"v1.2 {len(rows)}", *index_lines, ""]).encode()
     _replace(index_path, lambda file: file.write(index))
     return rows, ShardInfo(
         file=path.name,
-        samples=len(written),
+        samples=len(rows),
         bytes=path.stat().st_size,
         sha256=digest.hexdigest(),
         idx_file=index_path.name,
@@ -238,14 +260,18 @@ def _already_written(job: ShardJob) -> SplitInfo | None:
             f"{job.folder / MANIFEST} already holds another {job.split} set ({key} is {found.source.get(key)}, {wanted[key]} needed "
             f"for this source): pass an empty --output folder."
         )
+    ShardSet(job.folder, job.split)  # all files there, or an error that says which is not
     return found
 
 
 def _refuse_foreign_files(job: ShardJob, in_progress: Path) -> None:
-    """Shards without a manifest are this job's own, interrupted, or somebody else's: those are not overwritten."""
+    """Shards without a manifest are an unfinished set, to be begun anew, or somebody else's: those are not overwritten."""
     shards = list(job.folder.glob(f"{job.split}-*.tar"))
-    ours = in_progress.exists() and json.loads(in_progress.read_text()) == job.description()
-    if shards and not ours:
+    if in_progress.exists():
+        for leftover in shards:
+            leftover.unlink()
+            leftover.with_suffix(".idx").unlink(missing_ok=True)
+    elif shards:
         raise UserError(
             f"{job.folder} already holds {len(shards)} {job.split} shards of another data set ({shards[0].name}, ...), "
             f"0 needed: pass an empty --output folder or remove them."

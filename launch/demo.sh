@@ -3,8 +3,9 @@
 # Every step is the command a real run uses; a second call finds each step done.
 set -euo pipefail
 
-cores=$(nproc)
-processes=$((cores < 2 ? 1 : 2))
+# Two processes where there are two GPUs, or without a GPU two cores.
+if command -v nvidia-smi > /dev/null; then places=$(nvidia-smi --list-gpus | wc -l); else places=$(nproc); fi
+processes=$((places < 2 ? 1 : 2))
 result=$(mktemp)
 trap 'rm -f "$result"' EXIT
 

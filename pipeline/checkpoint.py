@@ -4,7 +4,7 @@
 
     RUN/checkpoints/latest                 "step-00000040", replaced in one step
     RUN/checkpoints/step-00000040/         DeepSpeed's files: weights, optimizer, per process
-    RUN/checkpoints/step-00000040/model.pt plain fp32 weights for everything but resuming (evaluate, export)
+    RUN/checkpoints/step-00000040/model.pt plain fp32 weights, and what they belong to: all that evaluating needs
 
 A checkpoint is written into a hidden folder and renamed when all processes are done. Random generators are not in it:
 order, augmentation and stochastic depth are functions of (seed, step).
@@ -13,6 +13,8 @@ order, augmentation and stochastic depth are functions of (seed, step).
 from __future__ import annotations
 
 import os
+import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,19 @@ FOLDER, LATEST, WEIGHTS = "checkpoints", "latest", "model.pt"
 
 
 def latest_step(run_dir: Path) -> int | None:
-    """Step of the newest complete checkpoint, or None when the run has none yet."""
+    """Step of the newest complete checkpoint, or None when the run has none yet.
+
+    Raises:
+        UserError: ``latest`` names no checkpoint.
+    """
     path = run_dir / FOLDER / LATEST
-    return int(path.read_text().strip().removeprefix("step-")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    name = path.read_text().strip()
+    if not re.fullmatch(r"step-\d{8,}", name) or not (path.parent / name).is_dir():
+        present = sorted(folder.name for folder in path.parent.glob("step-*"))
+        raise UserError(f"{path} says {name!r}, the name of a checkpoint beside it needed: write one of {present} into it.")
+    return int(name.removeprefix("step-"))
 
 
 def save(engine, run_dir: Path, step: int, about: dict[str, Any], ema: WeightAverage | None, world: World, keep_last: int) -> None:
@@ -51,13 +63,14 @@ def save(engine, run_dir: Path, step: int, about: dict[str, Any], ema: WeightAve
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
     world.barrier()
-    # Per process: DeepSpeed saves rank 0's client state only, and buffers differ between processes.
+    # DeepSpeed saves rank 0's state alone unless ZeRO-3 shards the weights. So what differs between processes is gathered;
+    # the averaged weights are the same everywhere, or sharded as the weights are.
     state = {
         "step": step,
         "world_size": world.size,
         "data": about["data"],
         "batchnorm": world.gather(statistics(engine.module)),
-        "ema": world.gather(ema.state_dict()) if ema else None,
+        "ema": ema.state_dict() if ema else None,
     }
     with quiet_deepspeed():
         engine.save_checkpoint(str(hidden), tag=tag, client_state=state, save_latest=False)
@@ -75,21 +88,15 @@ def save(engine, run_dir: Path, step: int, about: dict[str, Any], ema: WeightAve
     world.barrier()
 
 
-def load(engine, run_dir: Path, data: dict, ema: WeightAverage | None, world: World) -> int:
-    """Resume from the newest checkpoint; every process must call.
+def load(engine, run_dir: Path, step: int, data: dict, ema: WeightAverage | None, world: World) -> None:
+    """Resume from the checkpoint of a step; every process must call.
 
     Args:
         data: identifies the training set; must be what the run began with.
 
-    Returns:
-        Optimizer steps done; 0 without a checkpoint.
-
     Raises:
-        UserError: another number of processes or another data set.
+        UserError: another number of processes, another data set, or a damaged checkpoint.
     """
-    step = latest_step(run_dir)
-    if step is None:
-        return 0
     folder, tag = run_dir / FOLDER, f"step-{step:08d}"
     about = read_weights(run_dir)
     if about["world_size"] != world.size:
@@ -102,14 +109,15 @@ def load(engine, run_dir: Path, data: dict, ema: WeightAverage | None, world: Wo
             f"{folder / tag} was trained on another data set ({about['data']}, this one is {data}): set data.path back or "
             f"choose another output_dir."
         )
-    with quiet_deepspeed():
-        path, state = engine.load_checkpoint(str(folder), tag=tag)
-    if path is None:
-        raise UserError(f"{folder / tag} is not a whole checkpoint, one with DeepSpeed's files needed: write an older step's name into {folder / LATEST}.")
+    try:
+        with quiet_deepspeed():
+            _, state = engine.load_checkpoint(str(folder), tag=tag)
+    except (AssertionError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{folder / tag} is not a whole checkpoint ({reason}): write an older step's name into {folder / LATEST}.") from None
     load_statistics(engine.module, state["batchnorm"][world.rank])
     if ema:
-        ema.load_state_dict(state["ema"][world.rank])
-    return state["step"]
+        ema.load_state_dict(state["ema"])
 
 
 def read_weights(run_dir: Path) -> dict[str, Any]:
@@ -124,8 +132,8 @@ def read_weights(run_dir: Path) -> dict[str, Any]:
     path = run_dir / FOLDER / f"step-{step:08d}" / WEIGHTS
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path} cannot be read ({reason}): write an older step's name into {path.parent.parent / LATEST}.") from None
 
 
@@ -154,6 +162,6 @@ def _publish(written: Path, folder: Path, keep_last: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, folder / LATEST)
-    steps = sorted(folder.glob("step-*"))
+    steps = sorted(old for old in folder.glob("step-*") if old.name <= target.name)  # later ones: the user went back; not ours
     for old in steps[: max(0, len(steps) - keep_last)]:
         shutil.rmtree(old)

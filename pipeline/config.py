@@ -20,6 +20,8 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Range = tuple[Positive, Positive]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -49,7 +51,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    path: str = "data/imagenet"
+    path: Text = "data/imagenet"
     """Folder that holds the shard sets (train and val)."""
     num_threads: PositiveInt | None = None
     """DALI threads per process; null: the CPU cores shared out among the node's processes."""
@@ -61,9 +63,9 @@ class DataConfig(Section):
     """Aspect ratio (width / height) of the random crop."""
     flip: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Probability of a horizontal flip."""
-    eval_crop: Annotated[float, Field(gt=0, le=1)] = 0.875
+    eval_crop: Annotated[float, Field(ge=0.1, le=1)] = 0.875
     """Evaluation resizes the short side to image_size / eval_crop, then crops the centre (224 / 256)."""
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    mean: tuple[Finite, Finite, Finite] = (0.485, 0.456, 0.406)
     """Normalization, per RGB channel, of pixels on [0, 1]."""
     std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
     """Normalization, per RGB channel, of pixels on [0, 1]."""
@@ -127,7 +129,7 @@ class EvalConfig(Section):
     every_epochs: Positive | None = 1
     """Evaluate each time this many epochs have passed, and at the end; null: only at the end."""
     batch_size: PositiveInt = 128
-    """Images per forward pass and process. Changes no result."""
+    """Images per forward pass and process. Changes no count, and the loss only by rounding."""
 
 
 class CheckpointConfig(Section):
@@ -143,7 +145,7 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    output_dir: str = "runs/default"
+    output_dir: Text = "runs/default"
     """Run folder: checkpoints, metrics.jsonl, TensorBoard events, the resolved config."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides initial weights, sample order and augmentation."""
@@ -232,7 +234,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict:
     if path.resolve() in seen:
         raise UserError(f"config file {path} is its own base ({' -> '.join(p.name for p in seen)}): remove one 'base:' line.")
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), Loader=_UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split())
         raise UserError(f"config file {path} is not valid YAML ({problem}): mend that line.") from None
@@ -246,6 +248,17 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict:
     return _merge(_read_with_bases(path.parent / str(base), (*seen, path.resolve())), tree)
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice, where YAML's own rule is that the last one wins silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key!r} is given {keys.count(key)} times, line {node.start_mark.line + 1} on")
+        return super().construct_mapping(node, deep)
+
+
 def _merge(base: dict, over: dict) -> dict:
     merged = dict(base)
     for key, value in over.items():
@@ -255,12 +268,14 @@ def _merge(base: dict, over: dict) -> dict:
 
 
 def _set(tree: dict, dotted: str, value: Any) -> None:
+    """Set one key; a whole section given as a value changes only the keys that it names."""
     *sections, key = dotted.split(".")
     for section in sections:
         child = tree.get(section)
         tree[section] = dict(child) if isinstance(child, dict) else {}
         tree = tree[section]
-    tree[key] = value
+    both = isinstance(value, dict) and isinstance(tree.get(key), dict)
+    tree[key] = _merge(tree[key], value) if both else value
 
 
 def _known_keys() -> list[str]:

@@ -26,9 +26,8 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int  # processes on this node
     device: torch.device
+    cpu_threads: int  # this process's share of the node's cores
 
     @property
     def is_main(self) -> bool:
@@ -40,7 +39,7 @@ class World:
         dist.barrier()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over processes, in place; float64 sums do not depend on how images were shared out."""
+        """Sum over processes, in place, on the world's device."""
         dist.all_reduce(values)
         return values
 
@@ -60,21 +59,31 @@ def init_world() -> World:
         UserError: several processes, but a variable they need is missing.
     """
     _read_environment()
-    world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    world_size = _integer("WORLD_SIZE", 1)
+    rank, local_rank = _integer("RANK", 0, world_size - 1), _integer("LOCAL_RANK", 0, world_size - 1)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             if world_size > 1:
                 raise UserError(f"{name} is not set, but {world_size} processes need it to find each other: start with launch/local.sh or sbatch.")
             os.environ[name] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}[name]
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or _slurm_tasks_per_node() or world_size)
+    _integer("MASTER_PORT", 0, 65535)
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        local_size = _integer("LOCAL_WORLD_SIZE", 1, world_size)
+    else:
+        local_size = _slurm_tasks_per_node() or world_size
+    # Slurm may have bound this task to its own cores, so its share is asked for, not computed, where it is stated.
+    cpu_threads = int(os.environ.get("SLURM_CPUS_PER_TASK") or max(1, len(os.sched_getaffinity(0)) // local_size))
     if torch.cuda.is_available():
         device = torch.device("cuda", _gpu_index(local_rank, local_size))
         torch.cuda.set_device(device)
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's number
+        torch.backends.cudnn.allow_tf32 = False  # Φp is wanted in full precision: with TF32 it is off by up to 5 %
     else:
+        _refuse_unusable_gpu()
         device = torch.device("cpu")
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        torch.set_num_threads(min(cpu_threads, len(os.sched_getaffinity(0))))
     _connect("nccl" if device.type == "cuda" else "gloo", device)
-    return World(int(os.environ["RANK"]), world_size, local_rank, local_size, device)
+    return World(rank, world_size, device, cpu_threads)
 
 
 def _gpu_index(local_rank: int, local_size: int) -> int:
@@ -87,6 +96,22 @@ def _gpu_index(local_rank: int, local_size: int) -> int:
     return local_rank
 
 
+def _refuse_unusable_gpu() -> None:
+    """A GPU beside a PyTorch that cannot use it is a mistake in the installation, not a wish to train on the CPU."""
+    if os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        raise UserError(
+            f"this machine has an NVIDIA driver, but PyTorch {torch.__version__} finds no GPU: install the CUDA build with "
+            f"`make clean install HAS_GPU=1`, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU."
+        )
+
+
+def _integer(name: str, low: int, high: int = 2**31) -> int:
+    text = os.environ[name]
+    if not text.isdigit() or not low <= int(text) <= high:
+        raise UserError(f"the environment variable {name} is {text!r}, a whole number from {low} to {high} needed: start with launch/local.sh or sbatch.")
+    return int(text)
+
+
 def _read_environment() -> None:
     """Fill RANK, WORLD_SIZE and LOCAL_RANK, which DeepSpeed insists on even for one process."""
     if "RANK" in os.environ:
@@ -96,6 +121,8 @@ def _read_environment() -> None:
     elif "SLURM_STEP_ID" in os.environ and all(name in os.environ for name in _FROM_SRUN):
         for slurm_name, name in _FROM_SRUN.items():
             os.environ[name] = os.environ[slurm_name]
+    elif os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set, both needed: start with launch/local.sh or sbatch.")
     else:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.config import Config, accumulation_steps
 from pipeline.distributed import World, quiet_deepspeed
@@ -62,21 +60,21 @@ def set_learning_rate(engine, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_step(engine) -> float:
+def optimizer_step(engine) -> Tensor | float | None:
     """Take a step if the accumulated micro-batches complete one.
 
     Returns:
-        The global gradient norm before clipping; NaN between steps.
+        The global gradient norm before clipping, perhaps still being computed on the device; None between steps.
     """
     if not engine.is_gradient_accumulation_boundary():
         engine.step()
-        return math.nan
+        return None
     norm = _replicated_grad_norm(engine) if engine.zero_optimization_stage() == 0 else None
     engine.step()
-    return float(engine.get_global_grad_norm() if norm is None else norm)
+    return engine.get_global_grad_norm() if norm is None else norm
 
 
-def _replicated_grad_norm(engine) -> float:
+def _replicated_grad_norm(engine) -> Tensor:
     """Without ZeRO DeepSpeed reports no norm; every process holds all the averaged gradients."""
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).item()
+    return torch.nn.utils.get_total_norm(gradients)

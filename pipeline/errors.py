@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -15,11 +17,31 @@ class UserError(ValueError):
     """
 
 
+def check_writable(path: Path) -> None:
+    """See before the work begins that its result can be written to ``path``.
+
+    Raises:
+        UserError: it is a folder, or its folder does not exist or cannot be written.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, the name of a file needed: add one.")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"{path}: the folder {path.absolute().parent} does not exist or cannot be written: create it or choose another.")
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command's ``main``: a :class:`UserError` becomes one line on stderr and exit code 2."""
+    """Run a command's ``main``: a :class:`UserError`, or a file system that refuses, becomes one line on stderr and exit code 2."""
     try:
         code = main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        _fail(str(error))
+    except OSError as error:
+        if error.filename is None and error.errno is None:
+            raise  # not from the file system
+        _fail(f"{error.filename or 'writing a file'}: {error.strerror}: see to the path, its permissions and the free space.")
     sys.exit(code or 0)

@@ -21,7 +21,7 @@ from pipeline.data.loader import Loader
 from pipeline.data.plan import EvalPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed import World, disconnect, init_world
-from pipeline.errors import UserError, run_command
+from pipeline.errors import UserError, check_writable, run_command
 from pipeline.models import create_model
 
 
@@ -30,7 +30,7 @@ def evaluation_loader(shards: ShardSet, config: Config, world: World) -> Loader:
     plan = EvalPlan(
         shards, config.model.image_size, config.eval.batch_size, world.rank, world.size, config.data.eval_crop
     )
-    return Loader(plan, config.data, world.device, world.local_size)
+    return Loader(plan, config.data, world.device, world.cpu_threads)
 
 
 @torch.no_grad()
@@ -79,6 +79,20 @@ def check_classes(config: Config, shards: ShardSet) -> None:
         )
 
 
+def check_same_classes(shards: ShardSet, classes: list[str], of: str) -> None:
+    """The shards' classes, in index order, must be those that the labels of ``of`` mean.
+
+    Raises:
+        UserError: they are not.
+    """
+    if shards.classes != classes:
+        at = next((i for i, pair in enumerate(zip(shards.classes, classes)) if pair[0] != pair[1]), min(len(shards.classes), len(classes)))
+        raise UserError(
+            f"{shards.folder} has other classes than {of}: {len(shards.classes)} and {len(classes)}, first different at index {at}: "
+            f"use shards of the same data set."
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, type=Path, metavar="RUN_DIR", help="a run's output_dir")
@@ -88,8 +102,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     args = parser.parse_args()
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise UserError(f"--json {args.json}: the folder {args.json.parent} does not exist: create it first.")
+    if args.json:
+        check_writable(args.json)
 
     saved = read_weights(args.checkpoint)
     if args.weights not in saved:
@@ -99,8 +113,7 @@ def main() -> None:
         config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
     shards = ShardSet(args.data, args.split)
     check_classes(config, shards)
-    if shards.classes != saved["classes"]:
-        raise UserError(f"{shards.folder} has other classes than {args.checkpoint} was trained on ({shards.classes[0]}, ... and {saved['classes'][0]}, ...): pass its own shards.")
+    check_same_classes(shards, saved["classes"], of=f"the run {args.checkpoint}")
 
     world = init_world()
     model = create_model(config.model.name, config.model.num_classes, config.model.image_size)
@@ -113,10 +126,18 @@ def main() -> None:
 
     result = evaluate(forward, evaluation_loader(shards, config, world), world)
     if world.is_main:
-        about = {"model": config.model.name, "checkpoint": str(args.checkpoint), "step": saved["step"], "data": str(shards.folder), "split": args.split}
-        print(table({**about, "weights": args.weights, **result}))
+        row = {
+            "model": config.model.name,
+            "checkpoint": str(args.checkpoint),
+            "step": saved["step"],
+            "data": str(shards.folder),
+            "split": args.split,
+            "weights": args.weights,
+            **result,
+        }
+        print(table(row))
         if args.json:
-            args.json.write_text(json.dumps({**about, "weights": args.weights, **result}, indent=1) + "\n")
+            args.json.write_text(json.dumps(row, indent=1) + "\n")
     disconnect()
 
 

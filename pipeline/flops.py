@@ -23,7 +23,7 @@ from fvcore.nn import FlopCountAnalysis
 from fvcore.nn.jit_handles import conv_flop_jit
 from torch import nn
 
-from pipeline.errors import UserError, run_command
+from pipeline.errors import check_writable, run_command
 from pipeline.models import create_model, list_models, model_entry
 
 # Operators known to multiply no matrices. One that fvcore has no handler for and that is not here makes the count fail.
@@ -49,7 +49,7 @@ class FlopRow:
     gmacs: float
     gmacs_phi: float
     paper_params_m: float
-    paper_gmacs: float
+    paper_gmacs: float  # at 224 pixels
 
     def training_flops_per_image(self, micro_batch_size: int) -> float:
         """Floating-point operations (2 per multiply-accumulate) of forward and backward pass (twice the forward).
@@ -139,10 +139,11 @@ def table(rows: list[FlopRow]) -> str:
         f"{'GMACs modules':>14} {'paper':>6} {'diff':>7} {'GMACs + attention':>18} {'Φp GMACs, once':>15}"
     ]
     for row in rows:
+        difference = f"{100 * (row.gmacs_modules / row.paper_gmacs - 1):+.1f}%" if row.image_size == 224 else ""
         lines.append(
             f"{row.name:<12} {row.image_size:>5} {row.params:>12,} {row.paper_params_m:>8.1f} "
             f"{row.params / 1e4 / row.paper_params_m - 100:>+6.1f}% {row.params_phi / row.params:>9.2%} "
-            f"{row.gmacs_modules:>14.3f} {row.paper_gmacs:>6.1f} {100 * (row.gmacs_modules / row.paper_gmacs - 1):>+6.1f}% "
+            f"{row.gmacs_modules:>14.3f} {row.paper_gmacs:>6.1f} {difference:>7} "
             f"{row.gmacs:>18.3f} {row.gmacs_phi:>15.3f}"
         )
     return "\n".join(lines)
@@ -160,12 +161,12 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=224, help="pixels (default: 224, which the papers' figures are for)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
+    if args.json:
+        check_writable(args.json)
     rows = [count(name, args.image_size) for name in args.models or list_models()]
     print(table(rows))
     print(_NOTES)
     if args.json:
-        if not args.json.parent.is_dir():
-            raise UserError(f"--json {args.json}: the folder {args.json.parent} does not exist: create it first.")
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import time
 
@@ -13,6 +14,7 @@ BF16_PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
     "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
     "H100": 989.0,  # SXM
     "A100": 312.0,
     "L40S": 362.0,
@@ -31,8 +33,9 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     """
     if device.type == "cuda" and precision == "bf16":
         name = torch.cuda.get_device_name(device)
+        whole_card = "MIG" not in name and "Laptop" not in name
         for known, teraflops in BF16_PEAK_TFLOPS.items():
-            if known in name:
+            if whole_card and re.search(rf"\b{known}\b", name):
                 return teraflops * 1e12, "data sheet"
     return _measured_peak(device, torch.bfloat16 if precision == "bf16" else torch.float32), "measured"
 

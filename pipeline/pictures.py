@@ -36,7 +36,7 @@ def peripheral_maps(model: nn.Module, images: Tensor) -> Tensor | None:
     """
     if not hasattr(model, "log_phi"):
         return None
-    rows, columns = images.shape[2] // 16, images.shape[3] // 16
+    rows, columns = model.token_grid(images)
     centre = rows // 2 * columns + columns // 2
     maps = torch.stack([layer[:, centre] for layer in model.log_phi((rows, columns))]).exp().cpu()  # (layers, heads, N)
     layers, heads, _ = maps.shape

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import socket
@@ -41,8 +42,8 @@ class StepRecord:
     epoch: float
     samples: int
     lr: float
-    loss: Tensor  # (), on the device: fetched only when the log is written
-    grad_norm: float
+    loss: Tensor  # (), on the device: fetched only when the log is written, and so is
+    grad_norm: Tensor | float
     data_seconds: float  # spent waiting for batches
 
 
@@ -72,7 +73,7 @@ class RunLog:
         run_dir = Path(config.output_dir)
         self._metrics = run_dir / METRICS
         _drop_rows_after(self._metrics, start_step)
-        self._writer = SummaryWriter(str(run_dir / TENSORBOARD), purge_step=start_step + 1 if start_step else None)
+        self._writer = SummaryWriter(str(run_dir / TENSORBOARD), purge_step=start_step + 1)
         if start_step == 0:
             self._writer.add_text("config", f"```yaml\n{config_to_yaml(config)}```")
         self.say(f"peak of one device: {self._peak / 1e12:.3g} TFLOP/s {config.train.precision} ({source})")
@@ -88,12 +89,13 @@ class RunLog:
         """Write the noted steps; every process must call at the same step.
 
         Raises:
-            UserError: a loss is not finite.
+            UserError: a loss or gradient norm is not finite.
         """
         if not self._pending:
             return
         losses = self._world.sum(torch.stack([r.loss.detach().double() for r in self._pending])) / self._world.size
         losses = losses.tolist()  # waits for the device
+        norms = [float(r.grad_norm) for r in self._pending]
         seconds = time.perf_counter() - self._since
         images = len(self._pending) * self._config.train.global_batch_size
         rate = images / seconds
@@ -106,17 +108,18 @@ class RunLog:
             "peak_memory_gib": peak_memory,
         }
         if self._world.is_main:
-            for record, loss in zip(self._pending, losses):
+            for record, loss, norm in zip(self._pending, losses, norms):
                 row = {"step": record.step, "epoch": record.epoch, "samples": record.samples, "loss": loss}
-                self._write({**row, "lr": record.lr, "grad_norm": record.grad_norm, **speed}, group="train")
-            self._show(self._pending[-1], losses[-1], speed)
-        bad = [(r.step, loss) for r, loss in zip(self._pending, losses) if not loss < float("inf")]
+                self._write({**row, "lr": record.lr, "grad_norm": norm, **speed}, group="train")
+            self._show(self._pending[-1], losses[-1], norms[-1], speed)
+        finite = [math.isfinite(loss) and math.isfinite(norm) for loss, norm in zip(losses, norms)]
+        bad = [(r.step, loss, norm) for r, loss, norm, ok in zip(self._pending, losses, norms, finite) if not ok]
         self._pending.clear()
         self._since = time.perf_counter()
         if bad:
             raise UserError(
-                f"the loss is {bad[0][1]} at step {bad[0][0]}, a finite number needed: lower optim.lr, raise optim.warmup_epochs or "
-                f"set optim.clip_grad_norm; the checkpoints from before are unharmed."
+                f"at step {bad[0][0]} the loss is {bad[0][1]} and the gradient norm {bad[0][2]}, finite numbers needed: lower optim.lr, "
+                f"raise optim.warmup_epochs or set optim.clip_grad_norm; the checkpoints from before are unharmed."
             )
 
     def evaluation(self, step: int, epoch: float, samples: int, results: dict[str, dict[str, float]]) -> None:
@@ -153,16 +156,17 @@ class RunLog:
 
     def _write(self, row: dict[str, Any], group: str) -> None:
         with open(self._metrics, "a") as file:
-            file.write(json.dumps(row) + "\n")
+            plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}  # JSON has no NaN
+            file.write(json.dumps(plain) + "\n")
         for name, value in row.items():
             if isinstance(value, (int, float)) and name != "step":
                 self._writer.add_scalar(f"{group}/{name}", value, row["step"])
 
-    def _show(self, record: StepRecord, loss: float, speed: dict[str, float]) -> None:
+    def _show(self, record: StepRecord, loss: float, norm: float, speed: dict[str, float]) -> None:
         if self._bar.disable:
             self.say(
                 f"step {record.step}/{self._bar.total} epoch {record.epoch:.2f} loss {loss:.4f} lr {record.lr:.2e} "
-                f"grad norm {record.grad_norm:.3g} {speed['images_per_second']:.1f} images/s mfu {speed['mfu']:.1%} "
+                f"grad norm {norm:.3g} {speed['images_per_second']:.1f} images/s mfu {speed['mfu']:.1%} "
                 f"data wait {speed['data_wait']:.1%} memory {speed['memory_gib']:.2f} GiB"
             )
         else:
@@ -177,7 +181,7 @@ def write_run_files(config: Config, world: World) -> None:
     run_dir = Path(config.output_dir)
     (run_dir / CONFIG).write_text(config_to_yaml(config))
     path = run_dir / ENVIRONMENT
-    starts = json.loads(path.read_text()) if path.exists() else []
+    starts = json.loads(path.read_text()) if path.exists() and path.stat().st_size else []
     starts.append(
         {
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -212,7 +216,7 @@ def _drop_rows_after(metrics: Path, step: int) -> None:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except ValueError:
+        except (ValueError, KeyError, TypeError):
             break
     temporary = metrics.with_suffix(".tmp")
     temporary.write_text("".join(kept))

@@ -12,6 +12,7 @@ import argparse
 import math
 import time
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from pipeline.distributed import World, disconnect, init_world
 from pipeline.ema import WeightAverage
 from pipeline.engine import build_engine, optimizer_step, set_learning_rate
 from pipeline.errors import run_command
-from pipeline.evaluate import check_classes, evaluate, evaluation_loader
+from pipeline.evaluate import check_classes, check_same_classes, evaluate, evaluation_loader
 from pipeline.models import create_model
 from pipeline.optim import learning_rate
 from pipeline.philox import Stream, uniforms
@@ -65,7 +66,10 @@ class Schedule:
         """Whether this step completes another ``every_epochs`` epochs, or the run."""
         if step == self.last_step:
             return True
-        return every_epochs is not None and self.epoch(step) // every_epochs > self.epoch(step - 1) // every_epochs
+        if every_epochs is None:
+            return False
+        every_samples = Fraction(str(every_epochs)) * self.images  # exact: 0.3 // 0.1 is 2 in floating point
+        return self.samples(step) // every_samples > self.samples(step - 1) // every_samples
 
 
 def train(config: Config, world: World) -> None:
@@ -80,17 +84,19 @@ def train(config: Config, world: World) -> None:
     """
     train_set, val_set = ShardSet(config.data.path, "train"), ShardSet(config.data.path, "val")
     check_classes(config, train_set)
-    check_classes(config, val_set)
+    check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
     accumulation = accumulation_steps(config.train, world.size)
     schedule = Schedule(len(train_set), config.train.global_batch_size, config.train.epochs, config.train.max_steps)
     run_dir = check_same_run(config, world)
-    if (checkpoint.latest_step(run_dir) or 0) >= schedule.last_step:
+    first_step = world.gather(checkpoint.latest_step(run_dir) or 0)[0]  # rank 0's word: network disks may lag elsewhere
+    if first_step >= schedule.last_step:
         if world.is_main:
-            print(f"{run_dir} is complete at step {checkpoint.latest_step(run_dir)}: nothing to train.", flush=True)
+            print(f"{run_dir} is complete at step {first_step}: nothing to train.", flush=True)
         return
     write_run_files(config, world)
 
-    cost = flops.count(config.model.name, config.model.image_size, config.model.num_classes)  # before ZeRO-3 patches F.linear
+    count = (config.model.name, config.model.image_size, config.model.num_classes)
+    cost = world.gather(flops.count(*count) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
     torch.manual_seed(config.seed)
     model = create_model(
         config.model.name, config.model.num_classes, config.model.image_size, config.model.drop_path, config.train.activation_checkpointing
@@ -103,13 +109,16 @@ def train(config: Config, world: World) -> None:
         "data": train_set.identity(),
         "world_size": world.size,
     }
-    first_step = checkpoint.load(engine, run_dir, about["data"], ema, world)
+    if first_step:
+        checkpoint.load(engine, run_dir, first_step, about["data"], ema, world)
 
     loader = training_loader(train_set, config, world, first_step)
     val_loader = evaluation_loader(val_set, config, world)
     log = RunLog(config, world, first_step, schedule.last_step, cost.training_flops_per_image(config.train.micro_batch_size))
+    if config.optim.warmup_epochs >= config.train.epochs:
+        log.say(f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {config.train.epochs:g}: the run ends within the warm-up")
     log.say(
-        f"{config.model.name}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {config.train.global_batch_size} = "
+        f"{config.model.name} on {world.device}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {config.train.global_batch_size} = "
         f"{config.train.micro_batch_size} x {world.size} processes x {accumulation}; steps {first_step} to {schedule.last_step}, "
         f"{schedule.steps_per_epoch:.1f} per epoch"
     )
@@ -162,7 +171,7 @@ def training_loader(shards: ShardSet, config: Config, world: World, first_step: 
         crop_ratio=config.data.crop_ratio,
         flip=config.data.flip,
     )
-    return Loader(plan, config.data, world.device, world.local_size, start=first_step * plan.batches_per_step)
+    return Loader(plan, config.data, world.device, world.cpu_threads, start=first_step * plan.batches_per_step)
 
 
 def sample_noise(model: nn.Module, batch: Batch, seed: int) -> Tensor | None:

@@ -19,6 +19,8 @@ IMAGENET_VARIABLE = "PERVIT_IMAGENET_SAMPLES"
 def clean_environment(**extra: str) -> dict[str, str]:
     """This process's environment with our Python first on the PATH and no trace of a surrounding job."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PERVIT_")) and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    kept["CUDA_VISIBLE_DEVICES"] = ""  # several processes must not meet on one GPU; test_gpu.py says so where it wants one
+    kept["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin while they wait slow a busy machine down tenfold
     return {**kept, "PATH": f"{PYTHON_BIN}:{os.environ['PATH']}", **extra}
 
 

@@ -66,3 +66,6 @@ def test_several_processes_without_a_meeting_point(small_run: Path, monkeypatch:
     monkeypatch.setattr(conftest, "clean_environment", lambda: plain(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"))
     result = run_module("pipeline.train", "--config", small_run, check=False)
     assert result.returncode == 2 and "MASTER_ADDR is not set, but 2 processes need it" in result.stderr
+    monkeypatch.setattr(conftest, "clean_environment", lambda: plain(RANK="3", WORLD_SIZE="two", LOCAL_RANK="0"))
+    result = run_module("pipeline.train", "--config", small_run, check=False)
+    assert result.returncode == 2 and "WORLD_SIZE is 'two', a whole number" in result.stderr

@@ -48,6 +48,8 @@ def test_recipe_of_table_s6() -> None:
         ("train=3", "it is a section"),
         ("train.epochs", "not of the form dotted.key=value"),
         ("model.name=[1", "not a YAML value"),
+        ("data.mean=[.nan, 0, 0]", "finite number"),
+        ("output_dir=''", "at least 1 character"),
     ],
 )
 def test_a_wrong_key_or_value_is_one_sentence_that_names_it(override: str, expected: str, tmp_path: Path) -> None:
@@ -56,6 +58,15 @@ def test_a_wrong_key_or_value_is_one_sentence_that_names_it(override: str, expec
         load_config(CONFIGS[0], [override])
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_key_given_twice_is_refused_and_a_section_as_value_is_merged(tmp_path: Path) -> None:
+    """Guards against a value that is silently the last of two, and against `train={epochs: 3}` resetting all other keys."""
+    (tmp_path / "twice.yaml").write_text("train:\n  epochs: 3\n  epochs: 4\n")
+    with pytest.raises(UserError, match="the key 'epochs' is given 2 times"):
+        load_config(tmp_path / "twice.yaml")
+    config = load_config(CONFIGS[0].parent / "pervit_m.yaml", ["train={epochs: 3}"])
+    assert (config.train.epochs, config.train.micro_batch_size, config.train.activation_checkpointing) == (3, 64, True)
 
 
 def test_a_base_is_overlaid_and_a_cycle_is_refused(tmp_path: Path) -> None:

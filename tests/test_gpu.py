@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import conftest
 import pytest
 import torch
 from conftest import run_module, step_rows
@@ -37,18 +38,22 @@ def test_gpu_decoding_agrees_with_cpu_decoding(kind: str, digits_shards: Path) -
         assert (a - b.cpu()).abs().mean() * 255 * 0.225 < 2.0
 
 
-def test_padded_heads_on_cuda_agree_with_the_cpu() -> None:
+def test_padded_heads_on_cuda_agree_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against wrong attention for head widths that CUDA's kernels do not take: PerViT-M's are 26, 39, 45 and 57."""
     torch.manual_seed(0)
     model = create_model("pervit_m", num_classes=10, image_size=96).eval()
     images = torch.randn(2, 3, 96, 96)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # as init_world does
     with torch.no_grad():
         expected = model(images)
-        torch.testing.assert_close(model.to(GPU)(images.to(GPU)).cpu(), expected, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(model.to(GPU)(images.to(GPU)).cpu(), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_training_on_a_gpu_resumes_exactly(small_run: Path, tmp_path: Path) -> None:
-    """Guards against NCCL, fused AdamW or DLPack breaking what holds on the CPU."""
+def test_training_on_a_gpu_resumes(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against NCCL, fused AdamW or DLPack breaking what holds on the CPU. (Not bit for bit: the backward pass of
+    CUDA's attention with a bias adds in no fixed order.)"""
+    plain = conftest.clean_environment
+    monkeypatch.setattr(conftest, "clean_environment", lambda: {**plain(), "CUDA_VISIBLE_DEVICES": "0"})
     options = ["train.precision=bf16", "data.num_threads=2", "train.micro_batch_size=8"]
     for run, steps in (("straight", [20]), ("resumed", [11, 20])):
         for last in steps:

@@ -119,13 +119,15 @@ def test_a_second_run_writes_nothing_and_a_cut_off_one_is_finished(digits_images
     assert before == {f.name: (f.stat().st_mtime_ns, file_sha256(f)) for f in output.iterdir()}
 
     # As after a kill: some shards there, the others and the manifest not.
-    manifest = json.loads((output / "manifest.json").read_text())
-    marker = {key: value for key, value in manifest["splits"]["val"]["source"].items() if key != "path"}
-    (output / ".val-in-progress.json").write_text(json.dumps(marker))
+    (output / ".val-in-progress").touch()
     (output / "manifest.json").unlink()
     (output / "val-000002.tar").unlink()
+    (output / "val-000007.tar").touch()  # of a first try with smaller shards
     run_script(SHARDER, *arguments)
     assert {name: digest for name, (_, digest) in before.items()} == {f.name: file_sha256(f) for f in output.iterdir()}
+
+    (output / "val-000002.tar").unlink()
+    assert "val-000002.tar is missing" in run_script(SHARDER, *arguments, check=False).stderr
 
 
 def test_refuses_what_it_would_spoil_or_cannot_use(digits_images: Path, copied_shards: Path, tmp_path: Path) -> None:

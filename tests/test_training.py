@@ -134,7 +134,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(small_run: Path, tmp_path: Path
     options = [f"output_dir={run}", "optim.lr=1e9", "optim.warmup_epochs=0", "train.max_steps=40", "checkpoint.every_steps=20"]
     result = run_module("pipeline.train", "--config", small_run, *options, check=False)
     assert result.returncode == 2
-    assert "a finite number needed: lower optim.lr" in result.stderr and "Traceback" not in result.stderr
+    assert "finite numbers needed: lower optim.lr" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_learning_rate_and_schedule() -> None:
@@ -148,4 +148,26 @@ def test_learning_rate_and_schedule() -> None:
     schedule = Schedule(images=1438, global_batch_size=64, epochs=2, max_steps=None)
     assert schedule.last_step == 45  # 44.94 steps
     assert [s for s in range(1, 46) if schedule.passes(s, 1)] == [23, 45]
+    assert all(Schedule(1000, 100, 1, None).passes(step, 0.1) for step in range(1, 11)), "0.3 // 0.1 is 2 in floating point"
     assert Schedule(1438, 64, 2, max_steps=7).last_step == 7
+
+
+def test_a_damaged_checkpoint_is_one_sentence(small_run: Path, tmp_path: Path) -> None:
+    """Guards against a traceback, and against starting over, when files of the latest checkpoint are damaged."""
+    run = tmp_path / "run"
+    train(small_run, run, "train.max_steps=2", "train.zero_stage=1", processes=1)
+    folder = run / "checkpoints" / "step-00000002"
+
+    def error() -> str:
+        result = run_module("pipeline.train", "--config", small_run, f"output_dir={run}", "train.max_steps=4", check=False)
+        assert result.returncode == 2 and "Traceback" not in result.stderr
+        return result.stderr
+
+    weights = (folder / "model.pt").read_bytes()
+    (folder / "model.pt").write_bytes(b"junk")
+    assert "model.pt cannot be read" in error()
+    (folder / "model.pt").write_bytes(weights)
+    next(folder.glob("*optim_states.pt")).unlink()
+    assert "step-00000002 is not a whole checkpoint" in error()
+    (run / "checkpoints" / "latest").write_text("step-00000099\n")
+    assert "latest says 'step-00000099', the name of a checkpoint beside it needed: write one of ['step-00000002']" in error()

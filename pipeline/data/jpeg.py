@@ -21,6 +21,8 @@ def image_size(data: bytes) -> tuple[int, int]:
     if data[:8] == _PNG:
         if data[-12:-4] != b"\0\0\0\0IEND":
             raise ValueError("a PNG that is cut off")
+        if any(data[16:18] + data[20:22]):
+            raise ValueError("a PNG of more than 65,535 pixels a side")
         return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
     if data[:2] != _SOI:
         raise ValueError("not a JPEG")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,12 +37,12 @@ class Loader:
         plan: what to read.
         config: normalization, threads, prefetch.
         device: where the batches end up; decoding runs there too.
-        local_world_size: processes on this node, which share its CPU cores.
+        cpu_threads: this process's share of the node's cores; used where the config does not say.
         start: number of the first batch.
     """
 
     def __init__(
-        self, plan: TrainPlan | EvalPlan, config: DataConfig, device: torch.device, local_world_size: int = 1, start: int = 0
+        self, plan: TrainPlan | EvalPlan, config: DataConfig, device: torch.device, cpu_threads: int = 1, start: int = 0
     ) -> None:
         self.plan = plan
         self.device = device
@@ -55,7 +55,7 @@ class Loader:
             mean=config.mean,
             std=config.std,
             device_id=device.index if device.type == "cuda" else None,
-            num_threads=config.num_threads or max(1, len(os.sched_getaffinity(0)) // local_world_size),
+            num_threads=config.num_threads or cpu_threads,
             prefetch=config.prefetch,
         )
 
@@ -75,8 +75,13 @@ class Loader:
             raise
         request = self._requested.popleft()
         images = torch.from_dlpack(output.as_tensor())
-        labels, valid = torch.from_numpy(request.label), torch.from_numpy(request.valid)
-        return Batch(images, labels.to(self.device), valid.to(self.device), request)
+        return Batch(images, self._to_device(request.label), self._to_device(request.valid), request)
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)  # from pageable memory it would wait for the GPU
 
     def _supply(self) -> tuple:
         """DALI's callback: the inputs of the next batch."""

@@ -229,6 +229,8 @@ class ShardSet:
     def _map_samples(self) -> np.ndarray:
         path = self.folder / self.info.samples_file
         try:
+            if file_sha256(path) != self.info.samples_sha256:  # 30 MB for ImageNet, and every label and crop depends on it
+                raise ValueError("its checksum is not the one in the manifest")
             samples = np.load(path, mmap_mode="r")
         except FileNotFoundError:
             raise UserError(f"{path} is missing, {self.info.samples} samples needed: shard again into an empty folder.") from None

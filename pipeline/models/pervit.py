@@ -215,6 +215,10 @@ class PerViT(nn.Module):
                 x = block(*arguments)
         return self.head(self.norm(x).mean(dim=1))
 
+    def token_grid(self, images: Tensor) -> tuple[int, int]:
+        """(rows, columns) of tokens that images (B, 3, H, W) give."""
+        return images.shape[-2] // STEM_STRIDE, images.shape[-1] // STEM_STRIDE
+
     def log_phi(self, grid: tuple[int, int]) -> list[Tensor]:
         """log Φp of every layer for a grid of (rows, columns) tokens.
 
