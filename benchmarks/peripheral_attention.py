@@ -71,7 +71,12 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     images = torch.randn(args.batch, 3, 224, 224, device=device)
-    forms = {"ours": (True, True), "published attention": (False, True), "published Φp": (True, False), "published both": (False, False)}
+    forms = {
+        "ours": (True, True),
+        "published attention": (False, True),
+        "published Φp": (True, False),
+        "published both": (False, False),
+    }
     models = {form: build(args.model, *switches, device) for form, switches in forms.items()}
 
     def phi(model: nn.Module) -> None:
@@ -95,7 +100,9 @@ def main() -> None:
     print(f"{'form':<22}{'step ms':>10}{'ratio':>8}{'of which Φp ms':>17}{'ratio':>8}{'Φp share':>10}")
     for form, parts in times.items():
         step_ms, phi_ms = statistics.median(parts["step"]), statistics.median(parts["phi"])
-        print(f"{form:<22}{step_ms:>10.1f}{step_ms / ours['step']:>8.2f}{phi_ms:>17.1f}{phi_ms / ours['phi']:>8.2f}{phi_ms / step_ms:>10.1%}")
+        print(
+            f"{form:<22}{step_ms:>10.1f}{step_ms / ours['step']:>8.2f}{phi_ms:>17.1f}{phi_ms / ours['phi']:>8.2f}{phi_ms / step_ms:>10.1%}"
+        )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ def main() -> None:
     args = parser.parse_args()
     for option in ("samples_per_shard", "workers"):
         if getattr(args, option) < 1:
-            raise UserError(f"--{option.replace('_', '-')} is {getattr(args, option)}, at least 1 needed: pass a positive number.")
+            raise UserError(
+                f"--{option.replace('_', '-')} is {getattr(args, option)}, at least 1 needed: pass a positive number."
+            )
     if args.seed < 0:
         raise UserError(f"--seed is {args.seed}, at least 0 needed: pass a non-negative number.")
 

@@ -103,7 +103,9 @@ def available_splits(root: Path) -> list[str]:
         UserError: ``root`` is not a folder.
     """
     if not root.is_dir():
-        raise UserError(f"source folder {root} {'is a file' if root.exists() else 'does not exist'}: pass --source with the folder that holds the images.")
+        raise UserError(
+            f"source folder {root} {'is a file' if root.exists() else 'does not exist'}: pass --source with the folder that holds the images."
+        )
     return [split for split in SPLITS if (root / split).is_dir()]
 
 
@@ -115,7 +117,9 @@ def split_folder(root: Path, split: str) -> Path:
     """
     named = available_splits(root)
     if named and split not in named:
-        raise UserError(f"source folder {root} has the splits {named}, {split!r} needed: pass --split {named[0]} or add {root / split}.")
+        raise UserError(
+            f"source folder {root} has the splits {named}, {split!r} needed: pass --split {named[0]} or add {root / split}."
+        )
     return root / split if named else root
 
 

@@ -45,7 +45,9 @@ def latest_step(run_dir: Path) -> int | None:
     return int(name.removeprefix("step-"))
 
 
-def save(engine, run_dir: Path, step: int, about: dict[str, Any], ema: WeightAverage | None, world: World, keep_last: int) -> None:
+def save(
+    engine, run_dir: Path, step: int, about: dict[str, Any], ema: WeightAverage | None, world: World, keep_last: int
+) -> None:
     """Write a checkpoint; every process must call.
 
     Args:
@@ -113,7 +115,9 @@ def load(engine, run_dir: Path, step: int, data: dict, ema: WeightAverage | None
             _, state = engine.load_checkpoint(str(folder), tag=tag)
     except Exception as error:  # DeepSpeed asserts, and unpickling damaged bytes raises anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{folder / tag} is not a whole checkpoint ({reason}): write an older step's name into {folder / LATEST}.") from None
+        raise UserError(
+            f"{folder / tag} is not a whole checkpoint ({reason}): write an older step's name into {folder / LATEST}."
+        ) from None
     load_statistics(engine.module, state["batchnorm"][world.rank])
     if ema:
         ema.load_state_dict(state["ema"])
@@ -127,13 +131,17 @@ def read_weights(run_dir: Path) -> dict[str, Any]:
     """
     step = latest_step(run_dir)
     if step is None:
-        raise UserError(f"{run_dir} holds 0 checkpoints, 1 needed (no {FOLDER}/{LATEST}): pass the output_dir of a run that has saved one.")
+        raise UserError(
+            f"{run_dir} holds 0 checkpoints, 1 needed (no {FOLDER}/{LATEST}): pass the output_dir of a run that has saved one."
+        )
     path = run_dir / FOLDER / f"step-{step:08d}" / WEIGHTS
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling damaged bytes raises anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path} cannot be read ({reason}): write an older step's name into {path.parent.parent / LATEST}.") from None
+        raise UserError(
+            f"{path} cannot be read ({reason}): write an older step's name into {path.parent.parent / LATEST}."
+        ) from None
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:

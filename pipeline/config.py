@@ -195,7 +195,9 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
         try:
             _set(tree, key, yaml.safe_load(value))
         except yaml.YAMLError:
-            raise UserError(f"override {override!r}: {value!r} is not a YAML value: quote it, for example {key}='\"text\"'.") from None
+            raise UserError(
+                f"override {override!r}: {value!r} is not a YAML value: quote it, for example {key}='\"text\"'."
+            ) from None
     return config_from_dict(tree, source=str(path))
 
 
@@ -241,7 +243,9 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict:
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        raise UserError(f"config file {path} holds a {type(tree).__name__}, keys with values needed: see configs/pervit_t.yaml.")
+        raise UserError(
+            f"config file {path} holds a {type(tree).__name__}, keys with values needed: see configs/pervit_t.yaml."
+        )
     base = tree.pop("base", None)
     if base is None:
         return tree

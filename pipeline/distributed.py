@@ -64,15 +64,19 @@ def init_world() -> World:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             if world_size > 1:
-                raise UserError(f"{name} is not set, but {world_size} processes need it to find each other: start with launch/local.sh or sbatch.")
+                raise UserError(
+                    f"{name} is not set, but {world_size} processes need it to find each other: start with launch/local.sh or sbatch."
+                )
             os.environ[name] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}[name]
     _integer("MASTER_PORT", 0, 65535)
+    usable = len(os.sched_getaffinity(0))
     if "LOCAL_WORLD_SIZE" in os.environ:
         local_size = _integer("LOCAL_WORLD_SIZE", 1, world_size)
+        cpu_threads = max(1, usable // local_size)
     else:
+        # Slurm may have bound this task to its own cores: its share is what Slurm says, and dividing once more is wrong.
         local_size = _slurm_tasks_per_node() or world_size
-    # Slurm may have bound this task to its own cores, so its share is asked for, not computed, where it is stated.
-    cpu_threads = int(os.environ.get("SLURM_CPUS_PER_TASK") or max(1, len(os.sched_getaffinity(0)) // local_size))
+        cpu_threads = min(usable, int(os.environ.get("SLURM_CPUS_PER_TASK") or max(1, usable // local_size)))
     if torch.cuda.is_available():
         device = torch.device("cuda", _gpu_index(local_rank, local_size))
         torch.cuda.set_device(device)
@@ -81,7 +85,7 @@ def init_world() -> World:
     else:
         _refuse_unusable_gpu()
         device = torch.device("cpu")
-        torch.set_num_threads(min(cpu_threads, len(os.sched_getaffinity(0))))
+        torch.set_num_threads(cpu_threads)
     _connect("nccl" if device.type == "cuda" else "gloo", device)
     return World(rank, world_size, device, cpu_threads)
 
@@ -92,7 +96,9 @@ def _gpu_index(local_rank: int, local_size: int) -> int:
     if visible == 1 and "SLURM_STEP_ID" in os.environ:
         return 0
     if local_rank >= visible:
-        raise UserError(f"this node runs {local_size} processes but has {visible} GPUs, one per process needed: start {visible} processes per node.")
+        raise UserError(
+            f"this node runs {local_size} processes but has {visible} GPUs, one per process needed: start {visible} processes per node."
+        )
     return local_rank
 
 
@@ -108,7 +114,9 @@ def _refuse_unusable_gpu() -> None:
 def _integer(name: str, low: int, high: int = 2**31) -> int:
     text = os.environ[name]
     if not text.isdigit() or not low <= int(text) <= high:
-        raise UserError(f"the environment variable {name} is {text!r}, a whole number from {low} to {high} needed: start with launch/local.sh or sbatch.")
+        raise UserError(
+            f"the environment variable {name} is {text!r}, a whole number from {low} to {high} needed: start with launch/local.sh or sbatch."
+        )
     return int(text)
 
 
@@ -117,12 +125,16 @@ def _read_environment() -> None:
     if "RANK" in os.environ:
         missing = [name for name in _FROM_SRUN.values() if name not in os.environ]
         if missing:
-            raise UserError(f"RANK is set but {missing[0]} is not, all of RANK, WORLD_SIZE and LOCAL_RANK needed: start with launch/local.sh or sbatch.")
+            raise UserError(
+                f"RANK is set but {missing[0]} is not, all of RANK, WORLD_SIZE and LOCAL_RANK needed: start with launch/local.sh or sbatch."
+            )
     elif "SLURM_STEP_ID" in os.environ and all(name in os.environ for name in _FROM_SRUN):
         for slurm_name, name in _FROM_SRUN.items():
             os.environ[name] = os.environ[slurm_name]
     elif os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set, both needed: start with launch/local.sh or sbatch.")
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set, both needed: start with launch/local.sh or sbatch."
+        )
     else:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 

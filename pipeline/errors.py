@@ -26,7 +26,9 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"{path} is a folder, the name of a file needed: add one.")
     if not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"{path}: the folder {path.absolute().parent} does not exist or cannot be written: create it or choose another.")
+        raise UserError(
+            f"{path}: the folder {path.absolute().parent} does not exist or cannot be written: create it or choose another."
+        )
 
 
 def _fail(message: str) -> NoReturn:

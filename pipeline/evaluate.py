@@ -1,6 +1,6 @@
 """Exact evaluation: every image counts once, on any number of processes and with any batch size.
 
-    python -m pipeline.evaluate --checkpoint RUN_DIR --data SHARD_DIR [--json FILE]
+python -m pipeline.evaluate --checkpoint RUN_DIR --data SHARD_DIR [--json FILE]
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from pipeline.models import create_model
 
 def evaluation_loader(shards: ShardSet, config: Config, world: World) -> Loader:
     """Batches of this process for :func:`evaluate`, pass after pass."""
-    plan = EvalPlan(
-        shards, config.model.image_size, config.eval.batch_size, world.rank, world.size, config.data.eval_crop
-    )
+    plan = EvalPlan(shards, config.model.image_size, config.eval.batch_size, world.rank, world.size, config.data.eval_crop)
     return Loader(plan, config.data, world.device, world.cpu_threads)
 
 
@@ -47,7 +45,9 @@ def evaluate(forward: Callable[[Tensor], Tensor], loader: Loader, world: World) 
         and ``count``.
     """
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count
-    batches = tqdm(range(len(loader.plan)), desc="evaluating", unit="batch", leave=False, disable=None if world.is_main else True)
+    batches = tqdm(
+        range(len(loader.plan)), desc="evaluating", unit="batch", leave=False, disable=None if world.is_main else True
+    )
     for _ in batches:
         batch = next(loader)
         scores = forward(batch.images).float()  # (B, classes)
@@ -86,7 +86,10 @@ def check_same_classes(shards: ShardSet, classes: list[str], of: str) -> None:
         UserError: they are not.
     """
     if shards.classes != classes:
-        at = next((i for i, pair in enumerate(zip(shards.classes, classes)) if pair[0] != pair[1]), min(len(shards.classes), len(classes)))
+        at = next(
+            (i for i, pair in enumerate(zip(shards.classes, classes)) if pair[0] != pair[1]),
+            min(len(shards.classes), len(classes)),
+        )
         raise UserError(
             f"{shards.folder} has other classes than {of}: {len(shards.classes)} and {len(classes)}, first different at index {at}: "
             f"use shards of the same data set."
@@ -107,7 +110,9 @@ def main() -> None:
 
     saved = read_weights(args.checkpoint)
     if args.weights not in saved:
-        raise UserError(f"{args.checkpoint} has no {args.weights} weights: pass --weights model, or train with train.ema_decay.")
+        raise UserError(
+            f"{args.checkpoint} has no {args.weights} weights: pass --weights model, or train with train.ema_decay."
+        )
     config = config_from_dict(saved["config"], source=str(args.checkpoint))
     if args.batch_size is not None:
         config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
@@ -144,7 +149,10 @@ def main() -> None:
 def table(result: dict) -> str:
     """The result as aligned text, one value a line."""
     units = {"top1": " %", "top5": " %"}
-    lines = [f"{name:<12}{value:.4f}{units.get(name, '')}" if isinstance(value, float) else f"{name:<12}{value}" for name, value in result.items()]
+    lines = [
+        f"{name:<12}{value:.4f}{units.get(name, '')}" if isinstance(value, float) else f"{name:<12}{value}"
+        for name, value in result.items()
+    ]
     return "\n".join(lines)
 
 

@@ -128,7 +128,9 @@ def _macs(model: nn.Module, image: torch.Tensor, handlers: dict[str, Callable] =
     total = analysis.total()
     unknown = sorted(op for op in analysis.unsupported_ops() if op.removeprefix("aten::") not in _NO_PRODUCT)
     if unknown:
-        raise RuntimeError(f"operators {unknown} were not counted: give them a handler, or add them to _NO_PRODUCT if they multiply no matrices")
+        raise RuntimeError(
+            f"operators {unknown} were not counted: give them a handler, or add them to _NO_PRODUCT if they multiply no matrices"
+        )
     return total
 
 

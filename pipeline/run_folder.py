@@ -12,7 +12,14 @@ from pipeline.run_log import CONFIG
 
 # Keys that change neither a weight nor the order of samples, so that a run may go on with other values.
 _FREE_SECTIONS = ("eval.", "checkpoint.", "log.")
-_FREE_KEYS = ("output_dir", "data.path", "data.num_threads", "data.prefetch", "train.max_steps", "train.activation_checkpointing")
+_FREE_KEYS = (
+    "output_dir",
+    "data.path",
+    "data.num_threads",
+    "data.prefetch",
+    "train.max_steps",
+    "train.activation_checkpointing",
+)
 
 
 def check_same_run(config: Config, world: World) -> Path:
@@ -28,7 +35,9 @@ def check_same_run(config: Config, world: World) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"output_dir {run_dir} cannot be created ({error.strerror}), a writable folder needed: choose another output_dir.") from None
+        raise UserError(
+            f"output_dir {run_dir} cannot be created ({error.strerror}), a writable folder needed: choose another output_dir."
+        ) from None
     if not os.access(run_dir, os.W_OK):
         raise UserError(f"output_dir {run_dir} is not writable: choose another output_dir.")
     if (run_dir / CONFIG).exists():

@@ -170,7 +170,9 @@ class RunLog:
                 f"data wait {speed['data_wait']:.1%} memory {speed['memory_gib']:.2f} GiB"
             )
         else:
-            self._bar.set_postfix_str(f"loss {loss:.3f}, {speed['images_per_second']:.0f} images/s, data wait {speed['data_wait']:.0%}")
+            self._bar.set_postfix_str(
+                f"loss {loss:.3f}, {speed['images_per_second']:.0f} images/s, data wait {speed['data_wait']:.0%}"
+            )
 
 
 def write_run_files(config: Config, world: World) -> None:
@@ -189,7 +191,9 @@ def write_run_files(config: Config, world: World) -> None:
             "packages": {name: version(name) for name in ("torch", "deepspeed", "nvidia-dali-cuda130", "numpy")},
             "git_commit": _git_commit(),
             "world_size": world.size,
-            "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor() or "cpu",
+            "device": torch.cuda.get_device_name(world.device)
+            if world.device.type == "cuda"
+            else platform.processor() or "cpu",
             "hosts": hosts,
             "slurm": {k: v for k, v in os.environ.items() if k in ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")},
         }

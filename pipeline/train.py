@@ -99,7 +99,11 @@ def train(config: Config, world: World) -> None:
     cost = world.gather(flops.count(*count) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
     torch.manual_seed(config.seed)
     model = create_model(
-        config.model.name, config.model.num_classes, config.model.image_size, config.model.drop_path, config.train.activation_checkpointing
+        config.model.name,
+        config.model.num_classes,
+        config.model.image_size,
+        config.model.drop_path,
+        config.train.activation_checkpointing,
     )
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
@@ -116,7 +120,9 @@ def train(config: Config, world: World) -> None:
     val_loader = evaluation_loader(val_set, config, world)
     log = RunLog(config, world, first_step, schedule.last_step, cost.training_flops_per_image(config.train.micro_batch_size))
     if config.optim.warmup_epochs >= config.train.epochs:
-        log.say(f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {config.train.epochs:g}: the run ends within the warm-up")
+        log.say(
+            f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {config.train.epochs:g}: the run ends within the warm-up"
+        )
     log.say(
         f"{config.model.name} on {world.device}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {config.train.global_batch_size} = "
         f"{config.train.micro_batch_size} x {world.size} processes x {accumulation}; steps {first_step} to {schedule.last_step}, "
@@ -124,7 +130,9 @@ def train(config: Config, world: World) -> None:
     )
 
     for step in range(first_step + 1, schedule.last_step + 1):  # step: its number, once it is done
-        lr = learning_rate(step - 1, schedule.steps_per_epoch, config.train.epochs, config.train.global_batch_size, config.optim)
+        lr = learning_rate(
+            step - 1, schedule.steps_per_epoch, config.train.epochs, config.train.global_batch_size, config.optim
+        )
         set_learning_rate(engine, lr)
         loss_sum, data_seconds = torch.zeros((), device=world.device), 0.0
         for _ in range(accumulation):
@@ -138,7 +146,9 @@ def train(config: Config, world: World) -> None:
             loss_sum += loss.detach()
         if ema:
             ema.update()
-        log.step(StepRecord(step, schedule.epoch(step), schedule.samples(step), lr, loss_sum / accumulation, grad_norm, data_seconds))
+        log.step(
+            StepRecord(step, schedule.epoch(step), schedule.samples(step), lr, loss_sum / accumulation, grad_norm, data_seconds)
+        )
 
         if step == first_step + 1:
             log.images("train/images", pictures.image_grid(batch.images, config.data.mean, config.data.std), step)

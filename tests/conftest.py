@@ -18,17 +18,28 @@ IMAGENET_VARIABLE = "PERVIT_IMAGENET_SAMPLES"
 
 def clean_environment(**extra: str) -> dict[str, str]:
     """This process's environment with our Python first on the PATH and no trace of a surrounding job."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PERVIT_")) and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("SLURM_", "PERVIT_")) and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     kept["CUDA_VISIBLE_DEVICES"] = ""  # several processes must not meet on one GPU; test_gpu.py says so where it wants one
     kept["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin while they wait slow a busy machine down tenfold
     return {**kept, "PATH": f"{PYTHON_BIN}:{os.environ['PATH']}", **extra}
 
 
-def run_module(module: str, *arguments: object, processes: int = 1, check: bool = True, timeout: int = 300) -> subprocess.CompletedProcess:
+def run_module(
+    module: str, *arguments: object, processes: int = 1, check: bool = True, timeout: int = 300
+) -> subprocess.CompletedProcess:
     """``python -m module arguments``, in several processes through ``launch/local.sh``."""
     command = [sys.executable, "-m"] if processes == 1 else ["bash", "launch/local.sh", str(processes), "--"]
     result = subprocess.run(
-        [*command, module, *map(str, arguments)], cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=timeout
+        [*command, module, *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
     if check and result.returncode != 0:
         pytest.fail(f"{module} exited with {result.returncode}:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
@@ -38,7 +49,12 @@ def run_module(module: str, *arguments: object, processes: int = 1, check: bool 
 def run_script(script: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess:
     """``python script arguments``, from the repository's root."""
     result = subprocess.run(
-        [sys.executable, script, *map(str, arguments)], cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=300
+        [sys.executable, script, *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     if check and result.returncode != 0:
         pytest.fail(f"{script} exited with {result.returncode}:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
@@ -89,7 +105,17 @@ def imagenet_shards(imagenet_samples: Path, tmp_path_factory: pytest.TempPathFac
     """The real images as a shard set, the same images as train and val."""
     folder = tmp_path_factory.mktemp("imagenet") / "shards"
     for split in ("train", "val"):
-        run_script("data_prep/shard_imagenet.py", "--source", imagenet_samples, "--output", folder, "--split", split, "--samples-per-shard", 128)
+        run_script(
+            "data_prep/shard_imagenet.py",
+            "--source",
+            imagenet_samples,
+            "--output",
+            folder,
+            "--split",
+            split,
+            "--samples-per-shard",
+            128,
+        )
     return folder
 
 

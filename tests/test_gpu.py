@@ -57,7 +57,9 @@ def test_training_on_a_gpu_resumes(small_run: Path, tmp_path: Path, monkeypatch:
     options = ["train.precision=bf16", "data.num_threads=2", "train.micro_batch_size=8"]
     for run, steps in (("straight", [20]), ("resumed", [11, 20])):
         for last in steps:
-            run_module("pipeline.train", "--config", small_run, f"output_dir={tmp_path / run}", f"train.max_steps={last}", *options)
+            run_module(
+                "pipeline.train", "--config", small_run, f"output_dir={tmp_path / run}", f"train.max_steps={last}", *options
+            )
     straight, resumed = (step_rows(tmp_path / run) for run in ("straight", "resumed"))
     torch.testing.assert_close([r["loss"] for r in straight], [r["loss"] for r in resumed], rtol=1e-3, atol=0)
     first, second = (read_weights(tmp_path / run)["model"] for run in ("straight", "resumed"))

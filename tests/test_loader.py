@@ -24,7 +24,9 @@ CPU = torch.device("cpu")
 CONFIG = DataConfig(num_threads=1)
 
 
-def train_loader(shards: ShardSet, rank: int, world_size: int, micro_batch: int, start: int = 0, size: int = 64, seed: int = 7) -> Loader:
+def train_loader(
+    shards: ShardSet, rank: int, world_size: int, micro_batch: int, start: int = 0, size: int = 64, seed: int = 7
+) -> Loader:
     plan = TrainPlan(shards, seed, size, GLOBAL_BATCH, micro_batch, rank, world_size, (0.08, 1.0), (3 / 4, 4 / 3), 0.5)
     return Loader(plan, CONFIG, CPU, start=start)
 
@@ -134,7 +136,9 @@ def test_evaluation_pixels_are_pillows(imagenet_shards: Path, image_size: int, s
         image = Image.open(io.BytesIO(jpeg.tobytes())).convert("RGB")
         scale = [side * short_side // min(image.size) for side in image.size]
         left, top = (round((side - image_size) / 2) for side in scale)
-        pillow = np.asarray(image.resize(scale, Image.Resampling.BICUBIC).crop((left, top, left + image_size, top + image_size)))
+        pillow = np.asarray(
+            image.resize(scale, Image.Resampling.BICUBIC).crop((left, top, left + image_size, top + image_size))
+        )
         difference = np.abs(ours[i] - pillow)
         assert difference.mean() < 0.5 and np.quantile(difference, 0.999) <= 4, f"image {i}, of 255 levels"
 

@@ -68,7 +68,9 @@ def test_every_rank_knows_its_place(processes: int, launch: Launch) -> None:
     assert process.returncode == 0, errors
     ranks = launch.ranks()
     assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in ranks] == [(str(i), str(i)) for i in range(processes)]
-    assert {(rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["MASTER_ADDR"]) for rank in ranks} == {(str(processes),) * 2 + ("127.0.0.1",)}
+    assert {(rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["MASTER_ADDR"]) for rank in ranks} == {
+        (str(processes),) * 2 + ("127.0.0.1",)
+    }
     assert len({rank["MASTER_PORT"] for rank in ranks}) == 1
     assert json.loads(output)["RANK"] == "0"
     assert errors == "stderr of rank 0\n"

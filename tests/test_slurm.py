@@ -25,7 +25,15 @@ pytestmark = pytest.mark.slurm
 
 SCRIPT = REPOSITORY / "launch" / "local_cluster.sh"
 ON_CPUS = ("--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
-TOLD = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID", "SLURMD_NODENAME", "MASTER_ADDR", "MASTER_PORT")
+TOLD = (
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NODEID",
+    "SLURM_LOCALID",
+    "SLURMD_NODENAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -35,13 +43,19 @@ class Cluster:
     def __init__(self, port: int) -> None:
         # Not pytest's tmp_path: munge's socket must have a path of at most 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="pervit-slurm-"))
-        own = {"PERVIT_CLUSTER_DIR": str(self.folder), "PERVIT_CLUSTER_PORT": str(port), "SLURM_CONF": f"{self.folder}/etc/slurm.conf"}
+        own = {
+            "PERVIT_CLUSTER_DIR": str(self.folder),
+            "PERVIT_CLUSTER_PORT": str(port),
+            "SLURM_CONF": f"{self.folder}/etc/slurm.conf",
+        }
         self.environment = clean_environment(**own)
         if sys.prefix != sys.base_prefix:
             self.environment["PERVIT_VENV"] = sys.prefix  # the jobs run what the tests run
 
     def script(self, *arguments: object) -> subprocess.CompletedProcess:
-        return subprocess.run([str(SCRIPT), *map(str, arguments)], env=self.environment, capture_output=True, text=True, timeout=90)
+        return subprocess.run(
+            [str(SCRIPT), *map(str, arguments)], env=self.environment, capture_output=True, text=True, timeout=90
+        )
 
     def up(self, nodes: int = 2) -> None:
         if shutil.which("sbatch") is None:
@@ -149,18 +163,36 @@ def test_tasks_find_each_other(cluster: Cluster, toy_repository: Path, tmp_path:
     that are lost, split at a space, or lose against the script's own."""
     words = ["data.path=/elsewhere", "a=b c"]
     job = cluster.job(
-        tmp_path, "--nodes=2", "--ntasks-per-node=2", *ON_CPUS, "launch/pervit_m.slurm", *words, cwd=toy_repository, PERVIT_DATA="/shards"
+        tmp_path,
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        *ON_CPUS,
+        "launch/pervit_m.slurm",
+        *words,
+        cwd=toy_repository,
+        PERVIT_DATA="/shards",
     )
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
     tasks = [json.loads(line.partition(": ")[2]) for line in job.log.splitlines() if re.match(r"\d: {", line)]
     assert sorted(task["SLURM_PROCID"] for task in tasks) == ["0", "1", "2", "3"]
-    assert sorted((task["SLURM_NODEID"], task["SLURM_LOCALID"]) for task in tasks) == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
+    assert sorted((task["SLURM_NODEID"], task["SLURM_LOCALID"]) for task in tasks) == [
+        ("0", "0"),
+        ("0", "1"),
+        ("1", "0"),
+        ("1", "1"),
+    ]
     assert {task["SLURM_STEP_NUM_TASKS"] for task in tasks} == {"4"}
     first_node = next(task["SLURMD_NODENAME"] for task in tasks if task["SLURM_PROCID"] == "0")
     assert {task["MASTER_ADDR"] for task in tasks} == {first_node}
     assert len({task["MASTER_PORT"] for task in tasks}) == 1
     for task in tasks:
-        assert task["arguments"] == ["--config", "configs/pervit_m.yaml", "data.path=/shards", "output_dir=runs/pervit_m", *words]
+        assert task["arguments"] == [
+            "--config",
+            "configs/pervit_m.yaml",
+            "data.path=/shards",
+            "output_dir=runs/pervit_m",
+            *words,
+        ]
 
 
 @pytest.mark.parametrize("size", ["t", "s", "m"])
@@ -182,8 +214,20 @@ def test_submitted_from_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
 def test_training_over_two_nodes(cluster: Cluster, digits_shards: Path, tmp_path: Path) -> None:
     """Guards against a job script and a training that each work alone but not together."""
     run = tmp_path / "run"
-    overrides = [f"data.path={digits_shards}", f"output_dir={run}", "data.num_threads=1", "model.num_classes=10", "model.image_size=64"]
-    batches = ["train.global_batch_size=8", "train.micro_batch_size=4", "train.epochs=1", "train.max_steps=3", "optim.warmup_epochs=0.1"]
+    overrides = [
+        f"data.path={digits_shards}",
+        f"output_dir={run}",
+        "data.num_threads=1",
+        "model.num_classes=10",
+        "model.image_size=64",
+    ]
+    batches = [
+        "train.global_batch_size=8",
+        "train.micro_batch_size=4",
+        "train.epochs=1",
+        "train.max_steps=3",
+        "optim.warmup_epochs=0.1",
+    ]
     job = cluster.job(tmp_path, "--nodes=2", "--ntasks-per-node=1", *ON_CPUS, "launch/pervit_t.slurm", *overrides, *batches)
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log[-4000:]
     assert [row["step"] for row in step_rows(run)] == [1, 2, 3]

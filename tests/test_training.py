@@ -44,7 +44,12 @@ def test_twenty_steps_equal_eleven_and_nine(stage: int, small_run: Path, tmp_pat
     """Guards against a resume that is only nearly exact: step 11 is in the middle of an epoch of 89.9 steps, with gradient
     accumulation, stochastic depth, activation checkpointing and averaged weights all on. The interrupted run also evaluates and
     saves on its way, which must not touch what it trains."""
-    options = [f"train.zero_stage={stage}", "train.precision=bf16", "train.activation_checkpointing=true", "train.ema_decay=0.9"]
+    options = [
+        f"train.zero_stage={stage}",
+        "train.precision=bf16",
+        "train.activation_checkpointing=true",
+        "train.ema_decay=0.9",
+    ]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     expected = train(small_run, straight, *options, "train.max_steps=20")
     train(small_run, resumed, *options, "train.max_steps=11", "eval.every_epochs=0.06", "checkpoint.every_steps=4")
@@ -82,7 +87,14 @@ def test_zero_stages_and_process_counts_agree(small_run: Path, tmp_path: Path) -
 def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path: Path) -> None:
     """Guards against images evaluated twice or never on two processes, and against a log that lacks what the README promises."""
     run = tmp_path / "run"
-    options = ["train.epochs=0.2", "eval.every_epochs=0.1", "eval.batch_size=50", "checkpoint.every_steps=5", "checkpoint.keep_last=2", "log.every_steps=4"]
+    options = [
+        "train.epochs=0.2",
+        "eval.every_epochs=0.1",
+        "eval.batch_size=50",
+        "checkpoint.every_steps=5",
+        "checkpoint.keep_last=2",
+        "log.every_steps=4",
+    ]
     train(small_run, run, *options)
 
     rows = step_rows(run)
@@ -120,11 +132,16 @@ def test_a_finished_run_is_left_alone_and_another_config_is_refused(small_run: P
     run = tmp_path / "run"
     train(small_run, run, "train.max_steps=2", processes=1)
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
-    assert "nothing to train" in run_module("pipeline.train", "--config", small_run, f"output_dir={run}", "train.max_steps=2").stdout
+    assert (
+        "nothing to train"
+        in run_module("pipeline.train", "--config", small_run, f"output_dir={run}", "train.max_steps=2").stdout
+    )
     assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
     other = run_module("pipeline.train", "--config", small_run, f"output_dir={run}", "optim.lr=1", check=False)
     assert other.returncode == 2 and "was begun with optim.lr=0.0005, this run has 1.0" in other.stderr
-    two = run_module("pipeline.train", "--config", small_run, f"output_dir={run}", "train.max_steps=4", processes=2, check=False)
+    two = run_module(
+        "pipeline.train", "--config", small_run, f"output_dir={run}", "train.max_steps=4", processes=2, check=False
+    )
     assert two.returncode == 2 and "was written by 1 processes, but this run has 2" in two.stderr
 
 

@@ -105,7 +105,9 @@ class Manifest:
                 tree["splits"] = {name: SplitInfo(**split) for name, split in tree["splits"].items()}
                 return Manifest(**tree)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is damaged ({error!r}), a whole manifest needed: write the shards again with {_SHARDER}.") from None
+            raise UserError(
+                f"{path} is damaged ({error!r}), a whole manifest needed: write the shards again with {_SHARDER}."
+            ) from None
         raise UserError(
             f"{path} has format version {version}, version {FORMAT_VERSION} needed: use the release that wrote it or shard again."
         )
@@ -204,13 +206,19 @@ class ShardSet:
                 self._descriptors[shard] = os.open(path, os.O_RDONLY)
             data = os.pread(self._descriptors[shard], size, offset)
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}), sample {self.key(index)} needed: restore the file.") from None
+            raise UserError(
+                f"{path} cannot be read ({error.strerror}), sample {self.key(index)} needed: restore the file."
+            ) from None
         if len(data) != size:
-            raise UserError(f"{path} gave {len(data)} of the {size} bytes of sample {self.key(index)} at offset {offset}: {_COPY_AGAIN}.")
+            raise UserError(
+                f"{path} gave {len(data)} of the {size} bytes of sample {self.key(index)} at offset {offset}: {_COPY_AGAIN}."
+            )
         try:
             size = image_size(data)
         except ValueError as error:
-            raise UserError(f"{path}: sample {self.key(index)} at offset {offset} is {error}, the JPEG of {_pixels(sample)} needed: {_COPY_AGAIN}.") from None
+            raise UserError(
+                f"{path}: sample {self.key(index)} at offset {offset} is {error}, the JPEG of {_pixels(sample)} needed: {_COPY_AGAIN}."
+            ) from None
         if size != (sample["width"], sample["height"]):
             raise UserError(
                 f"{path}: sample {self.key(index)} at offset {offset} has {size[0]}x{size[1]} pixels, {_pixels(sample)} needed: {_COPY_AGAIN}."
@@ -233,11 +241,17 @@ class ShardSet:
                 raise ValueError("its checksum is not the one in the manifest")
             samples = np.load(path, mmap_mode="r")
         except FileNotFoundError:
-            raise UserError(f"{path} is missing, {self.info.samples} samples needed: shard again into an empty folder.") from None
+            raise UserError(
+                f"{path} is missing, {self.info.samples} samples needed: shard again into an empty folder."
+            ) from None
         except (ValueError, EOFError) as error:
-            raise UserError(f"{path} is damaged ({error}), {self.info.samples} samples needed: shard again into an empty folder.") from None
+            raise UserError(
+                f"{path} is damaged ({error}), {self.info.samples} samples needed: shard again into an empty folder."
+            ) from None
         if samples.dtype != SAMPLE_DTYPE or len(samples) != self.info.samples:
-            raise UserError(f"{path} lists {len(samples)} samples, {self.info.samples} needed by {MANIFEST}: shard again into an empty folder.")
+            raise UserError(
+                f"{path} lists {len(samples)} samples, {self.info.samples} needed by {MANIFEST}: shard again into an empty folder."
+            )
         return samples
 
 
@@ -259,5 +273,7 @@ def _allow_open_files(shards: int) -> None:
     needed = shards + 256
     if soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:
-            raise UserError(f"{shards} shards need {needed} open files, the system allows {hard}: raise `ulimit -Hn` or use larger shards.")
+            raise UserError(
+                f"{shards} shards need {needed} open files, the system allows {hard}: raise `ulimit -Hn` or use larger shards."
+            )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
