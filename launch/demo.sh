@@ -2,6 +2,7 @@
 # make demo: from nothing to a trained, evaluated PerViT-T on this machine, in a few minutes.
 # Every step is the command a real run uses; a second call finds each step done.
 set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Two processes where there are two GPUs, or without a GPU two cores.
 if command -v nvidia-smi > /dev/null; then places=$(nvidia-smi --list-gpus | wc -l); else places=$(nproc); fi

@@ -84,6 +84,11 @@ def init_world() -> World:
         torch.backends.cudnn.allow_tf32 = False  # Φp is wanted in full precision: with TF32 it is off by up to 5 %
     else:
         _refuse_unusable_gpu()
+        if rank == 0 and os.environ.get("SLURM_JOB_GPUS"):
+            print(
+                "note: Slurm granted this job GPUs, but PyTorch finds none: running on the CPU (--gpus-per-node=0 asks for none)",
+                flush=True,
+            )
         device = torch.device("cpu")
         torch.set_num_threads(cpu_threads)
     _connect("nccl" if device.type == "cuda" else "gloo", device)

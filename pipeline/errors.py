@@ -42,6 +42,9 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         code = main()
     except UserError as error:
         _fail(str(error))
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from what is saved", file=sys.stderr, flush=True)
+        sys.exit(130)
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise  # not from the file system

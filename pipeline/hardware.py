@@ -40,12 +40,13 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     return _measured_peak(device, torch.bfloat16 if precision == "bf16" else torch.float32), "measured"
 
 
-def _measured_peak(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
-    """The best of a few square matrix products."""
+def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """The best of the square matrix products that fit into ``seconds``."""
     side = 8192 if device.type == "cuda" else 1024
     a, b = torch.randn(2, side, side, device=device, dtype=dtype)
     best = float("inf")
-    for _ in range(repeats):
+    end = time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < end:
         _synchronize(device)
         started = time.perf_counter()
         a @ b

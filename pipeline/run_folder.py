@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pipeline.checkpoint import latest_step
 from pipeline.config import Config, flatten, load_config
 from pipeline.distributed import World
 from pipeline.errors import UserError
@@ -40,7 +41,10 @@ def check_same_run(config: Config, world: World) -> Path:
         ) from None
     if not os.access(run_dir, os.W_OK):
         raise UserError(f"output_dir {run_dir} is not writable: choose another output_dir.")
-    if (run_dir / CONFIG).exists():
+    begun = (
+        latest_step(run_dir) is not None
+    )  # without a checkpoint nothing would be continued: a corrected start may begin anew
+    if begun and (run_dir / CONFIG).exists():
         before, now = flatten(load_config(run_dir / CONFIG)), flatten(config)
         for key, value in now.items():
             if before[key] != value and key not in _FREE_KEYS and not key.startswith(_FREE_SECTIONS):

@@ -119,7 +119,7 @@ class RunLog:
         if bad:
             raise UserError(
                 f"at step {bad[0][0]} the loss is {bad[0][1]} and the gradient norm {bad[0][2]}, finite numbers needed: lower optim.lr, "
-                f"raise optim.warmup_epochs or set optim.clip_grad_norm; the checkpoints from before are unharmed."
+                f"raise optim.warmup_epochs or set optim.clip_grad_norm, with another output_dir; checkpoints from before are unharmed."
             )
 
     def evaluation(self, step: int, epoch: float, samples: int, results: dict[str, dict[str, float]]) -> None:
@@ -170,9 +170,7 @@ class RunLog:
                 f"data wait {speed['data_wait']:.1%} memory {speed['memory_gib']:.2f} GiB"
             )
         else:
-            self._bar.set_postfix_str(
-                f"loss {loss:.3f}, {speed['images_per_second']:.0f} images/s, data wait {speed['data_wait']:.0%}"
-            )
+            self._bar.set_postfix_str(f"loss {loss:.3f}, {speed['images_per_second']:.0f} images/s")
 
 
 def write_run_files(config: Config, world: World) -> None:

@@ -93,7 +93,6 @@ def train(config: Config, world: World) -> None:
         if world.is_main:
             print(f"{run_dir} is complete at step {first_step}: nothing to train.", flush=True)
         return
-    write_run_files(config, world)
 
     count = (config.model.name, config.model.image_size, config.model.num_classes)
     cost = world.gather(flops.count(*count) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
@@ -116,6 +115,7 @@ def train(config: Config, world: World) -> None:
     if first_step:
         checkpoint.load(engine, run_dir, first_step, about["data"], ema, world)
 
+    write_run_files(config, world)  # only now: a start that was refused leaves no trace
     loader = training_loader(train_set, config, world, first_step)
     val_loader = evaluation_loader(val_set, config, world)
     log = RunLog(config, world, first_step, schedule.last_step, cost.training_flops_per_image(config.train.micro_batch_size))

@@ -139,6 +139,12 @@ def test_a_finished_run_is_left_alone_and_another_config_is_refused(small_run: P
     assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
     other = run_module("pipeline.train", "--config", small_run, f"output_dir={run}", "optim.lr=1", check=False)
     assert other.returncode == 2 and "was begun with optim.lr=0.0005, this run has 1.0" in other.stderr
+    refused = run_module(
+        "pipeline.train", "--config", small_run, f"output_dir={tmp_path / 'new'}", "model.image_size=60", check=False
+    )
+    assert refused.returncode == 2 and not (tmp_path / "new" / "config.yaml").exists(), (
+        "a refused start must not claim the folder"
+    )
     two = run_module(
         "pipeline.train", "--config", small_run, f"output_dir={run}", "train.max_steps=4", processes=2, check=False
     )
