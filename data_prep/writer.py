@@ -96,16 +96,17 @@ def write_shards(
     _refuse_foreign_files(job, in_progress)
     in_progress.write_text("this split is being written, or its writing was interrupted; its shards are not whole\n")
 
-    rows, infos = _write_all(job, workers)
+    parts, infos = _write_all(job, workers)
+    rows = np.concatenate(parts)  # (samples,) of SAMPLE_DTYPE
     samples_file = folder / f"{split}-samples.npy"
-    _replace(samples_file, lambda file: np.save(file, np.concatenate(rows)))
+    _replace(samples_file, lambda file: np.save(file, rows))
     info = SplitInfo(
         samples=len(source),
         bytes=sum(shard.bytes for shard in infos),
         seed=seed,
         samples_per_shard=samples_per_shard,
         source={"path": source.path, **job.description()},
-        samples_per_class=np.bincount(np.concatenate(rows)["label"], minlength=len(job.classes)).tolist(),
+        samples_per_class=np.bincount(rows["label"], minlength=len(job.classes)).tolist(),
         samples_file=samples_file.name,
         samples_sha256=file_sha256(samples_file),
         shards=infos,

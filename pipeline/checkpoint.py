@@ -67,9 +67,6 @@ def save(
     # DeepSpeed saves rank 0's state alone unless ZeRO-3 shards the weights. So what differs between processes is gathered;
     # the averaged weights are the same everywhere, or sharded as the weights are.
     state = {
-        "step": step,
-        "world_size": world.size,
-        "data": about["data"],
         "batchnorm": world.gather(statistics(engine.module)),
         "ema": ema.state_dict() if ema else None,
     }

@@ -41,9 +41,8 @@ def check_same_run(config: Config, world: World) -> Path:
         ) from None
     if not os.access(run_dir, os.W_OK):
         raise UserError(f"output_dir {run_dir} is not writable: choose another output_dir.")
-    begun = (
-        latest_step(run_dir) is not None
-    )  # without a checkpoint nothing would be continued: a corrected start may begin anew
+    # Without a checkpoint nothing would be continued: a corrected start may begin anew.
+    begun = latest_step(run_dir) is not None
     if begun and (run_dir / CONFIG).exists():
         before, now = flatten(load_config(run_dir / CONFIG)), flatten(config)
         for key, value in now.items():
