@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
+from xxhash import xxh3_64_intdigest
 
 from data_prep.sources import Source, SourceImage
 from pipeline.data.jpeg import image_size
@@ -183,6 +184,7 @@ def write_shard(job: ShardJob, number: int) -> tuple[np.ndarray, ShardInfo]:
                 width, height = _image_size(image, job.source.path)
                 entries = _add_sample(tar, sample_key(number * job.samples_per_shard + i), image, label, width, height)
                 row["offset"], row["bytes"] = entries[0][1], entries[0][2]
+                row["checksum"] = xxh3_64_intdigest(image.data)
                 row["shard"], row["label"], row["width"], row["height"] = number, label, width, height
                 index_lines.append(" ".join(f"{suffix} {offset} {size} {name}" for suffix, offset, size, name in entries))
 
