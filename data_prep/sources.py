@@ -32,6 +32,7 @@ class Source(Protocol):
     path: str
     ignored: int  # files that do not have an image's name
     class_names: list[str]  # sorted; every class that occurs in any split of the source
+    subset: float  # the share of each class that is left; 1.0: all
 
     def __len__(self) -> int: ...
 
@@ -42,6 +43,9 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """Changes when an image is added, removed, renamed or resized; stays when only its path on disk does."""
+
+    def total_bytes(self) -> int:
+        """The encoded images together: about what the shards will take."""
 
 
 class ImageFolder:
@@ -56,6 +60,7 @@ class ImageFolder:
     """
 
     kind = "imagefolder"
+    subset = 1.0
 
     def __init__(self, root: str | Path, split: str) -> None:
         self.path = str(root)
@@ -94,6 +99,9 @@ class ImageFolder:
         for class_name, file_name, size in self._files:
             digest.update(f"{class_name}/{file_name}\t{size}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
+
+    def total_bytes(self) -> int:
+        return sum(size for _, _, size in self._files)
 
 
 def available_splits(root: Path) -> list[str]:
