@@ -9,13 +9,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-import signal
-import threading
 import zipfile
 from dataclasses import asdict, dataclass, field
-from multiprocessing import connection, parent_process
-from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +20,7 @@ from data_prep.checks import ImageRules, Rejected, StoredImage, prepare_image
 from data_prep.files import replace_file
 from data_prep.sources import Source, SourceImage
 from data_prep.tar_writer import TarWriter
+from data_prep.workers import count_image
 from pipeline.data.shards import SAMPLE_DTYPE, ShardInfo, sample_key, shard_name
 
 
@@ -68,35 +64,6 @@ class FinishedShard:
     reencoded: list[dict] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What workers and their parent share: the count of images done, and whether to stop."""
-
-    images: Synchronized
-    stop: Synchronized
-
-
-class Stopped(Exception):
-    """The parent asked the workers to stop."""
-
-
-_progress: Progress | None = None  # of this worker process
-
-
-def start_worker(progress: Progress) -> None:
-    """Initialize a worker: it reports to ``progress`` and dies with its parent, even if that is killed."""
-    global _progress
-    _progress = progress
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group of processes; the parent decides
-    parent = parent_process()
-
-    def die_with_parent() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=die_with_parent, daemon=True).start()
-
-
 def write_shard(task: ShardTask) -> list[dict]:
     """Write one tar, its index and its record, each under a temporary name first.
 
@@ -130,7 +97,7 @@ def write_shard(task: ShardTask) -> list[dict]:
                 checksum = xxh3_64_intdigest(image.data)
                 rows[len(lines)] = (offset, checksum, len(image.data), task.number, label, image.width, image.height)
                 lines.append(line)
-            _count_image()
+            count_image()
         digests.append(tar.close())
 
     path = task.folder / shard_name(task.split, task.number, "tar")
@@ -192,12 +159,3 @@ def _add_sample(tar: TarWriter, key: str, image: StoredImage, original: SourceIm
 
 def _listed(task: ShardTask, image: SourceImage, **details: object) -> dict:
     return {"split": task.split, "file": image.name, "wnid": image.class_name, **details}
-
-
-def _count_image() -> None:
-    if _progress is None:  # called outside a pool
-        return
-    with _progress.images.get_lock():
-        _progress.images.value += 1
-    if _progress.stop.value:
-        raise Stopped

@@ -11,9 +11,7 @@ manifest, which is what makes them a shard set; one that was cut off writes only
 from __future__ import annotations
 
 import json
-import multiprocessing
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +21,13 @@ from tqdm import tqdm
 from data_prep.checks import ImageRules
 from data_prep.files import FolderLock, replace_file
 from data_prep.job import ShardJob, already_written, begin, describe_job, remove_traces
-from data_prep.shard_writer import FinishedShard, Progress, read_record, record_file, start_worker, write_shard
+from data_prep.shard_writer import FinishedShard, read_record, record_file, write_shard
 from data_prep.sources import Source
 from data_prep.space import check_space, needed_bytes
+from data_prep.workers import run_tasks
 from pipeline.data.shards import MANIFEST, REENCODED, REJECTED, Manifest, SplitInfo, file_sha256, shard_name
 from pipeline.errors import UserError
 
-BAR_SECONDS = 0.2
 MAX_REJECTED = 0.001  # of the samples
 
 
@@ -100,48 +98,18 @@ def _write_missing(job: ShardJob, lock: FolderLock, numbers: range, workers: int
     for number in missing:
         _remove_leftovers(job, number)
     sizes = {number: min(job.samples_per_shard, len(job.source) - number * job.samples_per_shard) for number in numbers}
+    done = sum(sizes[number] for number in numbers if finished[number])
+    bar = tqdm(total=sum(sizes.values()), initial=done, desc=f"sharding {job.split}", unit=" images", disable=None)
     try:
         _stop_at_too_many(job, rejected, max_rejected)
-        if missing:
-            with tqdm(
-                total=sum(sizes.values()),
-                initial=sum(sizes[number] for number in numbers if finished[number]),
-                desc=f"sharding {job.split}",
-                unit=" images",
-                disable=None,
-            ) as bar:
-                _write_in_pool(job, missing, workers, max_rejected, rejected, bar)
+        with bar, closing(run_tasks(write_shard, map(job.task, missing), workers, bar)) as results:
+            for rejected_of_shard in results:
+                rejected += rejected_of_shard
+                _stop_at_too_many(job, rejected, max_rejected)
     except TooManyRejected:
         with lock.manifest():
             _write_lists(job, _finished_shards(job))  # what was found up to here, for the user to look at
         raise
-
-
-def _write_in_pool(
-    job: ShardJob, numbers: list[int], workers: int, max_rejected: float, rejected: list[dict], bar: tqdm
-) -> None:
-    # Not fork: a caller may hold a DALI pipeline, whose threads do not exist in a forked child.
-    context = multiprocessing.get_context("spawn")
-    progress = Progress(context.Value("q", 0), context.Value("b", 0))
-    before = bar.n
-    with ProcessPoolExecutor(min(workers, len(numbers)), context, start_worker, (progress,)) as pool:
-        try:
-            pending: set[Future] = {pool.submit(write_shard, job.task(number)) for number in numbers}
-            while pending:
-                finished, pending = wait(pending, BAR_SECONDS, FIRST_COMPLETED)
-                bar.update(before + progress.images.value - bar.n)
-                for future in finished:
-                    rejected += future.result()
-                _stop_at_too_many(job, rejected, max_rejected)
-        except BrokenProcessPool:
-            raise UserError(
-                f"a process that wrote {job.split} shards into {job.folder} was killed, {workers} workers needed: look for a lack of "
-                f"memory (--workers) and run the same command again, which goes on from the finished shards."
-            ) from None
-        except BaseException:
-            progress.stop.value = 1
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 class TooManyRejected(UserError):

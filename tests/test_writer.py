@@ -162,7 +162,9 @@ def test_every_kind_of_image_ends_as_a_jpeg_with_the_same_pixels(kind: str, mode
         and decoded.mode in ("L", "RGB")
         and decoded.size == (stored.width, stored.height) == image.size
     )
-    expected = grey if mode == "I;16" else np.asarray(image.convert("RGB").convert("L"))  # a palette is coarser than the picture
+    expected = (
+        grey if mode == "I;16" else np.asarray(image.convert("RGB").convert("L"))
+    )  # a palette is coarser than the picture
     assert np.abs(np.asarray(decoded.convert("L"), dtype=int) - expected).mean() < 5
 
 
