@@ -44,7 +44,7 @@ def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers
 
     Args:
         function: of a module; calls :func:`count_image`.
-        tasks: sent to other processes.
+        tasks: sent to other processes; may be made while the first ones are worked on.
         workers: processes.
         bar: moves on by one for each image.
 
@@ -55,10 +55,9 @@ def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers
     context = multiprocessing.get_context("spawn")
     progress = Progress(context.Value("q", 0), context.Value("b", 0))
     before = bar.n
-    tasks = list(tasks)
-    with ProcessPoolExecutor(max(1, min(workers, len(tasks))), context, _start_worker, (progress,)) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (progress,)) as pool:
         try:
-            pending: set[Future] = {pool.submit(function, task) for task in tasks}
+            pending: set[Future] = {pool.submit(function, task) for task in tasks}  # the workers are busy from the first one on
             while pending:
                 done, pending = wait(pending, BAR_SECONDS, FIRST_COMPLETED)
                 bar.update(before + progress.images.value - bar.n)

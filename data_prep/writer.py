@@ -102,7 +102,7 @@ def _write_missing(job: ShardJob, lock: FolderLock, numbers: range, workers: int
     bar = tqdm(total=sum(sizes.values()), initial=done, desc=f"sharding {job.split}", unit=" images", disable=None)
     try:
         _stop_at_too_many(job, rejected, max_rejected)
-        with bar, closing(run_tasks(write_shard, map(job.task, missing), workers, bar)) as results:
+        with bar, closing(run_tasks(write_shard, map(job.task, missing), min(workers, len(missing) or 1), bar)) as results:
             for rejected_of_shard in results:
                 rejected += rejected_of_shard
                 _stop_at_too_many(job, rejected, max_rejected)
