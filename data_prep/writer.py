@@ -117,7 +117,7 @@ class TooManyRejected(UserError):
 
 
 def _stop_at_too_many(job: ShardJob, rejected: list[dict], max_rejected: float) -> None:
-    allowed = int(max_rejected * len(job.source))
+    allowed = int(max_rejected * len(job.source) + 1e-9)  # 0.29 x 100 is 28.999999999999996
     if len(rejected) > allowed:
         first = "; ".join(f"{line['file']}: {line['reason']}" for line in rejected[:3])
         raise TooManyRejected(
