@@ -108,7 +108,7 @@ class AugmentConfig(Section):
     """CutMix: alpha of the Beta distribution of the share of the image that is kept; 0: none."""
     mix_switch: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Probability of CutMix where both are on."""
-    mix_group: Annotated[int, Field(ge=2)] = 16
+    mix_group: Annotated[int, Field(ge=2)] = 8
     """Consecutive images that share a mixing weight and are mixed with each other; must divide micro_batch_size."""
     repeats: PositiveInt = 1
     """Repeated augmentation: views of each image in a row; an epoch then shows 1/repeats of the images."""
