@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import pickle
+import struct
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -98,6 +101,79 @@ def write_official_imagenet(folder: Path, images_per_class: int = 6, val_images:
         "train": [wnid for wnid in sorted(wnids) for _ in range(images_per_class)],
         "val": [wnids[number - 1] for number in truth_ids],
     }
+
+
+def write_cifar10(path: Path, per_batch: int = 6) -> np.ndarray:
+    """Like ``cifar-10-python.tar.gz``: five train batches and a test batch of random pixels; image i of all is of class i % 10.
+
+    Returns:
+        (6 * per_batch, 32, 32, 3) uint8: the pixels, train first.
+    """
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    pixels = np.random.default_rng(0).integers(0, 256, (len(names), per_batch, 3, 32, 32), dtype=np.uint8)
+    label_names = b"airplane automobile bird cat deer dog frog horse ship truck".split()
+    members = {"batches.meta": {b"label_names": label_names, b"num_vis": 3072}}
+    for place, name in enumerate(names):
+        numbers = range(place * per_batch, (place + 1) * per_batch)
+        members[name] = {
+            b"batch_label": name.encode(),
+            b"labels": [number % 10 for number in numbers],
+            b"data": pixels[place].reshape(per_batch, -1),
+            b"filenames": [b"image_s_%06d.png" % number for number in numbers],
+        }
+    write_pickles(path, "cifar-10-batches-py", members)
+    return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+
+
+def write_cifar100(path: Path, images: int = 5) -> None:
+    """Like ``cifar-100-python.tar.gz``: image i is of the fine class i and, to tell the two apart, of the coarse class 0."""
+    members = {"meta": {b"fine_label_names": [b"fine_%02d" % i for i in range(100)], b"coarse_label_names": [b"coarse"] * 20}}
+    for name in ("train", "test"):
+        members[name] = {
+            b"fine_labels": list(range(images)),
+            b"coarse_labels": [0] * images,
+            b"data": np.zeros((images, 3072), dtype=np.uint8),
+            b"filenames": [b"%s_%d.png" % (name.encode(), number) for number in range(images)],
+        }
+    write_pickles(path, "cifar-100-python", members)
+
+
+def write_pickles(path: Path, folder: str, members: Mapping[str, object]) -> None:
+    """A tar.gz of pickles as Python 2 wrote them: byte strings are ``str`` there, and NumPy's modules have their old names."""
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in members.items():
+            _add(archive, f"{folder}/{name}", _Python2Pickler.dumps(content))
+
+
+class _Python2Pickler(pickle._Pickler):  # the Python implementation, whose handling of types can be replaced
+    dispatch = dict(pickle._Pickler.dispatch)
+
+    def _save_bytes(self, data: bytes) -> None:
+        self.write(pickle.BINSTRING + struct.pack("<i", len(data)) + data)
+        self.memoize(data)
+
+    dispatch[bytes] = _save_bytes
+
+    @classmethod
+    def dumps(cls, content: object) -> bytes:
+        file = io.BytesIO()
+        cls(file, protocol=2).dump(content)
+        return file.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+
+
+def write_inaturalist(folder: Path) -> None:
+    """Like iNaturalist 2019: nested folders; three categories whose order by id is not the one by name."""
+    categories = [{"id": 2, "name": "Abies alba"}, {"id": 0, "name": "Parus major"}, {"id": 1, "name": "Bombus terrestris"}]
+    for split, ids in (("train", (0, 1, 2, 2, 1)), ("val", (2, 0))):
+        images = []
+        for number, category in enumerate(ids):
+            file_name = f"train_val2019/Kingdom/{category}/{split}{number}.jpg"
+            (folder / file_name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file_name).write_bytes(jpeg(number + 50 * category))
+            images.append({"id": 700 - number, "file_name": file_name, "width": 40, "height": 30})
+        annotations = [{"id": n, "image_id": 700 - n, "category_id": category} for n, category in enumerate(ids)]
+        tree = {"info": {}, "images": images, "annotations": annotations, "categories": categories}
+        (folder / f"{split}2019.json").write_text(json.dumps(tree))
 
 
 def tar_bytes(members: Mapping[str, bytes]) -> bytes:

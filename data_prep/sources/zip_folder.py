@@ -1,0 +1,94 @@
+"""A tree of class folders inside a zip file, read where it is."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from functools import lru_cache
+from pathlib import Path
+
+from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, is_image
+from pipeline.errors import UserError
+
+_ENCRYPTED = 0x1  # bit of a member's flags
+_REPACK = "download it again or pack it again with zip -r"
+
+
+class ZipFolder(ListedSource):
+    """A zip of ``<split>/<class>/*.JPEG``, or of ``<class>/*.JPEG`` which holds one split, maybe below one more folder.
+
+    Args:
+        path: the zip file. The folder of the val split may be called ``val`` or ``test``.
+        split: ``train`` or ``val``.
+
+    Raises:
+        UserError: not a zip, encrypted, no such split, or no images.
+    """
+
+    kind = "zip"
+
+    def __init__(self, path: str | Path, split: str) -> None:
+        images, others = _members(str(path))
+        folders = _split_folders(images)
+        if folders and split not in folders:
+            raise UserError(f"{path} has the splits {list(folders)}, {split!r} needed: pass --split {next(iter(folders))}.")
+        # Below the split's folder, each path is CLASS/FILE.
+        trees = {name: [(p[1:], info) for p, info in images if p[0] == name] for name in folders.values()} or {"": images}
+        tree = trees[folders.get(split, "")]
+        class_names = sorted({parts[0] for branch in trees.values() for parts, _ in branch if len(parts) == 2})
+        entries = [Entry(parts[0], info.filename, info.file_size) for parts, info in tree if len(parts) == 2]
+        if not entries:
+            raise UserError(
+                f"{path} holds 0 images in {len(class_names)} class folders of its {split} split, at least 1 needed: "
+                f"pass a zip of CLASS/*.JPEG or {split}/CLASS/*.JPEG."
+            )
+        super().__init__(path, class_names, entries, others + len(tree) - len(entries))
+
+    def _bytes(self, sample: int) -> bytes:
+        name = self._names[sample]
+        try:
+            return _opened(self.path).read(name)
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+            raise UserError(f"{self.path}: {name} cannot be read ({error}), a whole member needed: {_REPACK}.") from None
+
+
+def zip_splits(path: Path) -> list[str]:
+    """The splits that a zip names with a folder; empty for a plain tree of class folders.
+
+    Raises:
+        UserError: not a zip, or encrypted.
+    """
+    return list(_split_folders(_members(str(path))[0]))
+
+
+# Kept open, because a worker reads many shards' images and the list of members may be long.
+@lru_cache(maxsize=2)
+def _opened(path: str) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{path} is not a whole zip file ({error}), one needed: {_REPACK}.") from None
+
+
+def _members(path: str) -> tuple[list[tuple[tuple[str, ...], zipfile.ZipInfo]], int]:
+    """The images by the parts of their path, without folders around the whole tree, and the number of other files.
+
+    Raises:
+        UserError: encrypted.
+    """
+    infos = [info for info in _opened(path).infolist() if not info.is_dir() and not info.filename.startswith("__MACOSX/")]
+    encrypted = sum(bool(info.flag_bits & _ENCRYPTED) for info in infos)
+    if encrypted:
+        raise UserError(f"{path} has {encrypted} encrypted members, 0 needed: pack it again without a password.")
+    images = [(tuple(info.filename.split("/")), info) for info in infos if is_image(info.filename.rpartition("/")[2])]
+    others = len(infos) - len(images)
+    while len({parts[0] for parts, _ in images}) == 1 and not _split_folders(images) and all(len(p) > 2 for p, _ in images):
+        images = [(parts[1:], info) for parts, info in images]
+    return images, others
+
+
+def _split_folders(images: list[tuple[tuple[str, ...], zipfile.ZipInfo]]) -> dict[str, str]:
+    """The splits that the tree names with a folder, and the folders' names."""
+    top = {parts[0] for parts, _ in images if len(parts) > 1}
+    named = {split: [name for name in names if name in top] for split, names in SPLIT_FOLDERS.items()}
+    return {split: names[0] for split, names in named.items() if names}
