@@ -147,7 +147,17 @@ def test_a_cut_off_train_tar_is_refused_wherever_the_cut_is(official: Path) -> N
     with tarfile.open(official / TRAIN_TAR) as outer:
         second = outer.getmembers()[1]
     inside_image, inside_tar = second.offset_data + 600, second.offset_data + second.size // 2
-    for cut in (300, 512, second.offset, second.offset + 100, second.offset_data, inside_image, inside_tar, len(whole) - 20000):
+    for cut in (
+        0,
+        300,
+        512,
+        second.offset,
+        second.offset + 100,
+        second.offset_data,
+        inside_image,
+        inside_tar,
+        len(whole) - 20000,
+    ):
         (official / TRAIN_TAR).write_bytes(whole[:cut])
         with pytest.raises(UserError, match=r"ILSVRC2012_img_train.tar.*bytes\) is cut off or .*: download it again"):
             open_sources(official / TRAIN_TAR)
@@ -277,6 +287,18 @@ def test_a_zip_is_read_like_the_tree_in_it(tmp_path: Path) -> None:
         assert [source.read(i).data for i in range(len(source))] == [tree.read(i).data for i in range(len(tree))]
         assert len(source) == {"train": 4, "val": 2}[split]
     assert open_sources(path, "train")["train"].ignored == 2
+
+    # In both, a folder test without class folders is not a split: it has no labels, or it is a class.
+    for name in [name for name in images if name.startswith("test/")]:
+        (tmp_path / "tree" / name).unlink()
+        (tmp_path / "tree" / name).parent.rmdir()
+    for name in ("tree/train/top.jpg", "tree/test/flat.jpg"):
+        (tmp_path / name).write_bytes(jpeg(3))
+    flat = {name: data for name, data in images.items() if name.startswith("train/")}
+    for form in (tmp_path / "tree", write_zip(tmp_path / "flat.zip", {**flat, "test/flat.jpg": jpeg(3)})):
+        assert list(open_sources(form)) == ["train"]
+        with pytest.raises(UserError, match=r"has the splits \['train'\], 'val' needed"):
+            open_sources(form, "val")
 
     # One more folder around it, with a file beside; and a plain tree, which is whichever split is wanted.
     around = write_zip(tmp_path / "around.zip", {"set/README": b"x", **{f"set/{name}": data for name, data in images.items()}})

@@ -13,7 +13,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 SPLITS = ("train", "val")
-SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "test")}  # the first that is there; CIFAR's trees say test
+# The names that a split's folder may have; the first that is there counts. CIFAR's trees say test, and in ImageNet's, where
+# both are there, test has no labels.
+SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "test")}
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
 
 

@@ -6,6 +6,7 @@ arrays. Images are handed on as PNG, which loses nothing: the only lossy step is
 
 from __future__ import annotations
 
+import gzip
 import io
 import pickle
 import tarfile
@@ -50,6 +51,8 @@ class Cifar(ListedSource):
 
     All pixels of the split are in memory (150 MB for train), and those of a selection go with it to the worker.
 
+    ``total_bytes`` counts the pixels: the size of a file is known only when it is written.
+
     Args:
         path: the archive.
         split: ``train`` or ``val``.
@@ -61,21 +64,14 @@ class Cifar(ListedSource):
     kind = "cifar"
 
     def __init__(self, path: str | Path, split: str) -> None:
-        members = _read_members(Path(path))
-        layout = _CIFAR10 if _CIFAR10.meta in members else _CIFAR100
-        names = (layout.meta, *layout.batches[split])
-        missing = [name for name in names if name not in members]
-        if missing:
-            raise UserError(
-                f"{path} has no member {missing[0]}, CIFAR's archive of Python pickles needed: "
-                f"pass cifar-10-python.tar.gz or cifar-100-python.tar.gz."
-            )
-        meta, *batches = (_unpickle(members[name], f"{path}: {name}") for name in names)
+        meta, batches, layout = _load(Path(path), split)
         try:
             class_names = [name.decode() for name in meta[layout.names_key]]
             labels = [label for batch in batches for label in batch[layout.labels_key]]
             file_names = [name.decode() for batch in batches for name in batch[b"filenames"]]
-            self._pixels = np.concatenate([batch[b"data"] for batch in batches])  # (n, 3072) uint8: all red, green, blue values
+            self._pixels = np.concatenate(
+                [batch[b"data"] for batch in batches]
+            )  # (n, 3072): an image's red, green, blue values
             entries = [
                 Entry(class_names[label], f"{class_names[label]}/{name}", _PIXELS, row)
                 for row, (label, name) in enumerate(zip(labels, file_names, strict=True))
@@ -104,12 +100,27 @@ class Cifar(ListedSource):
         return selection
 
 
+def _load(path: Path, split: str) -> tuple[dict, list[dict], _Layout]:
+    """The class names' dict and the split's batches, and where in them is what."""
+    members = _read_members(path)
+    layout = _CIFAR10 if _CIFAR10.meta in members else _CIFAR100
+    names = (layout.meta, *layout.batches[split])
+    missing = [name for name in names if name not in members]
+    if missing:
+        raise UserError(
+            f"{path} has no member {missing[0]}, CIFAR's archive of Python pickles needed: "
+            f"pass cifar-10-python.tar.gz or cifar-100-python.tar.gz."
+        )
+    meta, *batches = (_unpickle(members[name], f"{path}: {name}") for name in names)
+    return meta, batches, layout
+
+
 def _read_members(path: Path) -> dict[str, bytes]:
     """The archive's files by the last part of their name."""
     try:
         with tarfile.open(path, "r:gz") as archive:
             return {m.name.rpartition("/")[2]: archive.extractfile(m).read() for m in archive if m.isfile()}
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is not a whole tar.gz ({error}), CIFAR's archive needed: {_DOWNLOAD}.") from None
 
 

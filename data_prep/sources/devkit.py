@@ -6,6 +6,7 @@ models are trained with is another one: the place of the wnid in alphabetical or
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 import zlib
@@ -68,7 +69,7 @@ def _read_members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
         raise UserError(
             f"{path} is missing, the labels of ImageNet's val split needed: put it there or pass --devkit PATH."
         ) from None
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is not a whole tar.gz ({error}), the devkit needed: {_DOWNLOAD}.") from None
     for name in names:
         if name not in found:

@@ -60,8 +60,13 @@ def split_folders(root: Path) -> dict[str, Path]:
         raise UserError(
             f"source folder {root} {'is a file' if root.exists() else 'does not exist'}: pass --source with the folder that holds the images."
         )
-    named = {split: [root / name for name in names if (root / name).is_dir()] for split, names in SPLIT_FOLDERS.items()}
-    return {split: folders[0] for split, folders in named.items() if folders}
+    found: dict[str, Path] = {}
+    for split, names in SPLIT_FOLDERS.items():
+        for name in names:
+            # A folder test without classes holds images without labels, or is itself a class.
+            if (root / name).is_dir() and (name == split or class_folders(root / name)):
+                found.setdefault(split, root / name)
+    return found
 
 
 def class_folders(folder: Path) -> list[os.DirEntry]:

@@ -159,7 +159,7 @@ def _walk(path: Path, name: str, place: int, size: int) -> Iterator[tarfile.TarI
             raise UserError(
                 f"{name} ({size} bytes) is cut off or not a tar ({error}), a whole one needed: {_DOWNLOAD}."
             ) from None
-        if os.pread(file.fileno(), min(_BLOCK, size - end), place + end) != bytes(_BLOCK):
+        if os.pread(file.fileno(), max(0, min(_BLOCK, size - end)), place + end) != bytes(_BLOCK):
             raise UserError(f"{name} ({size} bytes) is cut off or damaged at byte {end}, a whole tar needed: {_DOWNLOAD}.")
 
 

@@ -12,6 +12,7 @@ from pipeline.errors import UserError
 
 _ENCRYPTED = 0x1  # bit of a member's flags
 _REPACK = "download it again or pack it again with zip -r"
+_Member = tuple[tuple[str, ...], zipfile.ZipInfo]  # the parts of its path, and what zipfile knows of it
 
 
 class ZipFolder(ListedSource):
@@ -32,17 +33,21 @@ class ZipFolder(ListedSource):
         folders = _split_folders(images)
         if folders and split not in folders:
             raise UserError(f"{path} has the splits {list(folders)}, {split!r} needed: pass --split {next(iter(folders))}.")
-        # Below the split's folder, each path is CLASS/FILE.
-        trees = {name: [(p[1:], info) for p, info in images if p[0] == name] for name in folders.values()} or {"": images}
-        tree = trees[folders.get(split, "")]
-        class_names = sorted({parts[0] for branch in trees.values() for parts, _ in branch if len(parts) == 2})
-        entries = [Entry(parts[0], info.filename, info.file_size) for parts, info in tree if len(parts) == 2]
+        depth = 2 if folders else 1  # folders above an image: SPLIT/CLASS or CLASS
+        tops = set(folders.values())
+        labelled = [(p, info) for p, info in images if len(p) == depth + 1 and (not folders or p[0] in tops)]
+        class_names = sorted({parts[-2] for parts, _ in labelled})
+        entries = [
+            Entry(parts[-2], info.filename, info.file_size)
+            for parts, info in labelled
+            if not folders or parts[0] == folders[split]
+        ]
         if not entries:
             raise UserError(
                 f"{path} holds 0 images in {len(class_names)} class folders of its {split} split, at least 1 needed: "
                 f"pass a zip of CLASS/*.JPEG or {split}/CLASS/*.JPEG."
             )
-        super().__init__(path, class_names, entries, others + len(tree) - len(entries))
+        super().__init__(path, class_names, entries, others + len(images) - len(labelled))
 
     def _bytes(self, sample: int) -> bytes:
         name = self._names[sample]
@@ -70,7 +75,7 @@ def _opened(path: str) -> zipfile.ZipFile:
         raise UserError(f"{path} is not a whole zip file ({error}), one needed: {_REPACK}.") from None
 
 
-def _members(path: str) -> tuple[list[tuple[tuple[str, ...], zipfile.ZipInfo]], int]:
+def _members(path: str) -> tuple[list[_Member], int]:
     """The images by the parts of their path, without folders around the whole tree, and the number of other files.
 
     Raises:
@@ -80,15 +85,16 @@ def _members(path: str) -> tuple[list[tuple[tuple[str, ...], zipfile.ZipInfo]], 
     encrypted = sum(bool(info.flag_bits & _ENCRYPTED) for info in infos)
     if encrypted:
         raise UserError(f"{path} has {encrypted} encrypted members, 0 needed: pack it again without a password.")
-    images = [(tuple(info.filename.split("/")), info) for info in infos if is_image(info.filename.rpartition("/")[2])]
+    paths = [tuple(part for part in info.filename.split("/") if part not in ("", ".")) for info in infos]
+    images = [(parts, info) for parts, info in zip(paths, infos) if is_image(parts[-1]) and parts[0][0] != "."]
     others = len(infos) - len(images)
     while len({parts[0] for parts, _ in images}) == 1 and not _split_folders(images) and all(len(p) > 2 for p, _ in images):
         images = [(parts[1:], info) for parts, info in images]
     return images, others
 
 
-def _split_folders(images: list[tuple[tuple[str, ...], zipfile.ZipInfo]]) -> dict[str, str]:
+def _split_folders(images: list[_Member]) -> dict[str, str]:
     """The splits that the tree names with a folder, and the folders' names."""
-    top = {parts[0] for parts, _ in images if len(parts) > 1}
+    top = {parts[0] for parts, _ in images if len(parts) > 2}  # with only a file behind it, it is a class
     named = {split: [name for name in names if name in top] for split, names in SPLIT_FOLDERS.items()}
     return {split: names[0] for split, names in named.items() if names}
