@@ -148,11 +148,12 @@ def write_pickles(path: Path, folder: str, members: Mapping[str, object]) -> Non
 class _Python2Pickler(pickle._Pickler):  # the Python implementation, whose handling of types can be replaced
     dispatch = dict(pickle._Pickler.dispatch)
 
-    def _save_bytes(self, data: bytes) -> None:
+    def _save_string(self, text: bytes | str) -> None:
+        data = text if isinstance(text, bytes) else text.encode("latin-1")
         self.write(pickle.BINSTRING + struct.pack("<i", len(data)) + data)
-        self.memoize(data)
+        self.memoize(text)
 
-    dispatch[bytes] = _save_bytes
+    dispatch[bytes] = dispatch[str] = _save_string
 
     @classmethod
     def dumps(cls, content: object) -> bytes:

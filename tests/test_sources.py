@@ -80,7 +80,9 @@ def test_the_official_tars_give_the_shards_of_the_unpacked_tree(tmp_path: Path) 
     manifest = Manifest.read(tmp_path / "official-shards")
     assert manifest.classes == WNIDS
     assert manifest.splits["val"].samples_per_class == [truth["val"].count(wnid) for wnid in WNIDS]
-    assert manifest.splits["train"].source["fingerprint"] == ImageFolder(tmp_path / "tree", "train").fingerprint()
+    forms = open_sources(tmp_path / "official", "train")["train"], ImageFolder(tmp_path / "tree", "train")
+    assert {form.fingerprint() for form in forms} == {manifest.splits["train"].source["fingerprint"]}
+    assert len({take_subset(form, 0.5, seed=3).fingerprint() for form in forms}) == 1
 
 
 def test_labels_of_the_validation_images(official: Path) -> None:
@@ -319,6 +321,10 @@ def test_a_damaged_zip_is_refused(tmp_path: Path) -> None:
     source = open_sources(tmp_path / "spoilt.zip")["train"]
     with pytest.raises(UserError, match="spoilt.zip: cat/a.jpg cannot be read"):
         source.read(0)
+    content[content.index(b"PK\x01\x02") + 8] |= 1  # the first entry of the list of members says that it is encrypted
+    (tmp_path / "secret.zip").write_bytes(content)
+    with pytest.raises(UserError, match="secret.zip has 1 encrypted members, 0 needed"):
+        open_sources(tmp_path / "secret.zip")
     with pytest.raises(UserError, match="holds 0 images in 0 class folders of its train split"):
         open_sources(write_zip(tmp_path / "flat.zip", {"a.jpg": jpeg(1)}))
 
@@ -387,12 +393,22 @@ def test_inaturalist_is_labelled_by_its_annotations(tmp_path: Path) -> None:
     assert class_of_each_file(sources["train"]) == {f"train{n}.jpg": names[c] for n, c in enumerate((0, 1, 2, 2, 1))}
     assert class_of_each_file(sources["val"]) == {"val0.jpg": "Abies alba", "val1.jpg": "Parus major"}
 
+    whole = (tmp_path / "train2019.json").read_text()
+    (tmp_path / "train2019.json").write_text(whole.replace("Abies alba", "Parus major"))
+    with pytest.raises(UserError, match="train2019.json and the other split's file give 1 categories two names"):
+        open_sources(tmp_path, "train")
+    (tmp_path / "val2019.json").rename(tmp_path / "kept")
+    same_name = open_sources(tmp_path)["train"]  # two classes must not become one
+    assert same_name.class_names == ["Parus major (0)", "Bombus terrestris (1)", "Parus major (2)"]
+    (tmp_path / "train2019.json").write_text(whole)
+    (tmp_path / "kept").rename(tmp_path / "val2019.json")
+
     (tmp_path / "train_val2019/Kingdom/2/val0.jpg").unlink()
     with pytest.raises(
         UserError, match=r"val2019.json lists 2 images and 1 of them are not below .*val0.jpg, \.\.\.\), 0 missing"
     ):
         open_sources(tmp_path)
-    tree = json.loads((tmp_path / "train2019.json").read_text())
+    tree = json.loads(whole)
     (tmp_path / "train2019.json").write_text(json.dumps({**tree, "annotations": tree["annotations"][1:]}))
     with pytest.raises(UserError, match=r"train2019.json has 1 images without one of its 3 categories"):
         open_sources(tmp_path, "train")
@@ -462,6 +478,7 @@ def test_the_command_takes_the_official_files(official: Path, tmp_path: Path) ->
             ["--source", official / "nothing", "--output", tmp_path],
             "does not exist: pass --source with a folder of train/CLASS",
         ),
+        (["--source", tmp_path / "shards" / "manifest.json", "--output", tmp_path], "is a file of another kind: pass --source"),
         (["--source", tmp_path / "shards", "--output", tmp_path], "holds 0 folders and no file that is known: pass --source"),
     ):
         result = run_script(sharder, *options, check=False)

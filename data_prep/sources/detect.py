@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from data_prep.sources.base import Source
+from data_prep.sources.base import SPLITS, Source
 from data_prep.sources.cifar import Cifar
 from data_prep.sources.devkit import DEVKIT, Devkit
 from data_prep.sources.image_folder import ImageFolder, class_folders, split_folders
@@ -59,20 +59,24 @@ def open_sources(location: str | Path, split: str | None = None, devkit: str | P
 
 def _find(location: Path) -> _Found:
     """Everything but ImageNet's tars."""
-    if not location.exists():
-        raise UserError(f"source {location} does not exist: pass --source with {ACCEPTED}.")
-    if location.name.endswith((".tar.gz", ".tgz")):
-        return _all({split: partial(Cifar, location, split) for split in ("train", "val")})
-    if location.suffix == ".zip":
-        return _tree(zip_splits(location), partial(ZipFolder, location))
     if location.is_file():
-        raise UserError(f"source {location} is a file of another kind: pass --source with {ACCEPTED}.")
+        return _find_file(location)
+    if not location.is_dir():
+        raise UserError(f"source {location} does not exist: pass --source with {ACCEPTED}.")
     annotations = annotation_files(location)
-    if annotations:
+    if annotations:  # before the folders: iNaturalist has a train/ too in some years, and the labels are the annotations'
         return _all({split: partial(INaturalist, location, split) for split in annotations})
     if not class_folders(location):
         raise UserError(f"source folder {location} holds 0 folders and no file that is known: pass --source with {ACCEPTED}.")
     return _tree(list(split_folders(location)), partial(ImageFolder, location))
+
+
+def _find_file(location: Path) -> _Found:
+    if location.name.endswith((".tar.gz", ".tgz")):
+        return _all({split: partial(Cifar, location, split) for split in SPLITS})
+    if location.suffix == ".zip":
+        return _tree(zip_splits(location), partial(ZipFolder, location))
+    raise UserError(f"source {location} is a file of another kind: pass --source with {ACCEPTED}.")
 
 
 def _all(openers: dict[str, Callable[[], Source]]) -> _Found:
@@ -81,7 +85,7 @@ def _all(openers: dict[str, Callable[[], Source]]) -> _Found:
 
 def _tree(named: list[str], opener: Callable[[str], Source]) -> _Found:
     """A tree of class folders; one that names no split is whichever is wanted, train when none is."""
-    openers = {split: partial(opener, split) for split in named or ("train", "val")}
+    openers = {split: partial(opener, split) for split in named or SPLITS}
     return _Found(openers, tuple(named) or ("train",))
 
 

@@ -86,7 +86,7 @@ def _members(path: str) -> tuple[list[_Member], int]:
     if encrypted:
         raise UserError(f"{path} has {encrypted} encrypted members, 0 needed: pack it again without a password.")
     paths = [tuple(part for part in info.filename.split("/") if part not in ("", ".")) for info in infos]
-    images = [(parts, info) for parts, info in zip(paths, infos) if is_image(parts[-1]) and parts[0][0] != "."]
+    images = [(parts, info) for parts, info in zip(paths, infos) if parts and is_image(parts[-1]) and parts[0][0] != "."]
     others = len(infos) - len(images)
     while len({parts[0] for parts, _ in images}) == 1 and not _split_folders(images) and all(len(p) > 2 for p, _ in images):
         images = [(parts[1:], info) for parts, info in images]
