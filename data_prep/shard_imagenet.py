@@ -3,7 +3,8 @@
     python data_prep/shard_imagenet.py --source IMAGES --output DIR [--split train|val] [--subset FRACTION]
 
 IMAGES is one of these; nothing is unpacked. Images may be .JPEG, .jpg or .png.
-    a folder of train/<class>/*.JPEG and val/<class>/*.JPEG, or of <class>/*.JPEG for one split
+    a folder of train/<class>/*.JPEG and val/<class>/*.JPEG, or of <class>/*.JPEG for one split;
+      test/<class>/ is taken as val where there is no val/
     a .zip of such a folder
     ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar (with ILSVRC2012_devkit_t12.tar.gz beside it), or a folder with all three
     cifar-10-python.tar.gz or cifar-100-python.tar.gz

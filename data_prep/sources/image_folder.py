@@ -44,7 +44,7 @@ class ImageFolder(ListedSource):
                 f"source folder {self._root} holds 0 images in {len(class_names)} class folders, at least 1 needed: "
                 f"pass a folder that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG."
             )
-        super().__init__(self._root, class_names, entries, ignored)
+        super().__init__(root, class_names, entries, ignored)
 
     def _bytes(self, sample: int) -> bytes:
         return (self._root / self._names[sample]).read_bytes()

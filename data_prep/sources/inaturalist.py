@@ -47,7 +47,7 @@ class INaturalist(ListedSource):
                 f"({missing[0] if missing else 'none'}, ...), 0 missing and at least 1 listed needed: unpack the images there."
             )
         entries = [Entry(class_name, name, (self._folder / name).stat().st_size) for name, class_name in files.items()]
-        super().__init__(path, [names[number] for number in sorted(names)], entries)
+        super().__init__(folder, [names[number] for number in sorted(names)], entries)
 
     def _bytes(self, sample: int) -> bytes:
         return (self._folder / self._names[sample]).read_bytes()
