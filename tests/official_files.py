@@ -14,6 +14,8 @@ import numpy as np
 from PIL import Image
 from scipy.io import savemat
 
+from data_prep.sources import Source
+
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -175,6 +177,13 @@ def write_inaturalist(folder: Path) -> None:
         annotations = [{"id": n, "image_id": 700 - n, "category_id": category} for n, category in enumerate(ids)]
         tree = {"info": {}, "images": images, "annotations": annotations, "categories": categories}
         (folder / f"{split}2019.json").write_text(json.dumps(tree))
+
+
+def class_of_each_file(source: Source) -> dict[str, str]:
+    """File name to class name, by reading every image."""
+    images = [source.read(sample) for sample in range(len(source))]
+    assert [image.class_name for image in images] == [source.class_names[label] for label in source.labels]
+    return {image.name.rpartition("/")[2]: image.class_name for image in images}
 
 
 def tar_bytes(members: Mapping[str, bytes]) -> bytes:
