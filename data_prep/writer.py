@@ -63,6 +63,7 @@ class ShardJob:
             "kind": self.source.kind,
             "fingerprint": self.source.fingerprint(),
             "samples": len(self.source),
+            "subset": self.source.subset,
             "samples_per_shard": self.samples_per_shard,
             "seed": self.seed,
         }

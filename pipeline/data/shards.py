@@ -64,7 +64,7 @@ class SplitInfo:
     bytes: int
     seed: int
     samples_per_shard: int
-    source: dict  # kind, path, fingerprint: which images went in
+    source: dict  # kind, path, fingerprint, subset (share of each class): which images went in
     samples_per_class: list[int]
     samples_file: str
     samples_sha256: str
