@@ -7,82 +7,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import nvidia.dali.fn as fn
+import nvidia.dali.types as types
 import pytest
-from PIL import Image, ImageEnhance, ImageOps
+import torch
+from nvidia.dali import pipeline_def
+from PIL import Image
+from randaugment_reference import AMOUNTS, FILL, SIZE, flat_and_extreme_images, photographs, reference
 
 from pipeline.data.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, draw_ops
 from pipeline.data.randaugment_cpu import apply
+from pipeline.data.randaugment_graph import augment, graph_inputs
 from pipeline.philox import Stream, uniforms
 
-SIZE = 224
-FILL = (124, 116, 104)
-
-# Every operation at several amounts: both signs, both ends of the range, nothing at all, and what RandAugment draws.
-AMOUNTS = {
-    Op.AUTO_CONTRAST: [0],
-    Op.EQUALIZE: [0],
-    Op.INVERT: [0],
-    Op.ROTATE: [-30, -27.3, -3, 0, 12.7, 30],
-    Op.POSTERIZE: [0, 1, 2, 4],
-    Op.SOLARIZE: [0, 1, 26, 128, 255, 256],
-    Op.SOLARIZE_ADD: [0, 1, 55, 99, 110],
-    Op.COLOR: [0.1, 0.19, 0.73, 1, 1.4, 1.81, 1.9],
-    Op.CONTRAST: [0.1, 0.19, 0.73, 1, 1.4, 1.81, 1.9],
-    Op.BRIGHTNESS: [0.1, 0.19, 0.73, 1, 1.4, 1.81, 1.9],
-    Op.SHARPNESS: [0.1, 0.19, 0.73, 1, 1.4, 1.81, 1.9],
-    Op.SHEAR_X: [-0.3, -0.27, -0.125, 0, 0.01, 0.25, 0.2931],
-    Op.SHEAR_Y: [-0.3, -0.27, -0.125, 0, 0.01, 0.25, 0.2931],
-    Op.TRANSLATE_X: [-100.8, -90.5, -1, 0, 0.3, 37, 88.25, 99.99],
-    Op.TRANSLATE_Y: [-100.8, -90.5, -1, 0, 0.3, 37, 88.25, 99.99],
-}
-
-
-def reference(picture: Image.Image, op: Op, amount: float) -> Image.Image:
-    """The operation as the papers' library (timm) defines it, in Pillow's own terms."""
-
-    def affine(*matrix: float) -> Image.Image:
-        return picture.transform(picture.size, Image.AFFINE, matrix, resample=Image.BICUBIC, fillcolor=FILL)
-
-    def solarize_add() -> Image.Image:
-        return picture.point([min(255, i + int(amount)) if i < 128 else i for i in range(256)] * 3)
-
-    return {
-        Op.AUTO_CONTRAST: lambda: ImageOps.autocontrast(picture),
-        Op.EQUALIZE: lambda: ImageOps.equalize(picture),
-        Op.INVERT: lambda: ImageOps.invert(picture),
-        Op.ROTATE: lambda: picture.rotate(amount, resample=Image.BICUBIC, fillcolor=FILL),
-        Op.POSTERIZE: lambda: ImageOps.posterize(picture, int(amount)),
-        Op.SOLARIZE: lambda: ImageOps.solarize(picture, int(amount)),
-        Op.SOLARIZE_ADD: solarize_add,
-        Op.COLOR: lambda: ImageEnhance.Color(picture).enhance(amount),
-        Op.CONTRAST: lambda: ImageEnhance.Contrast(picture).enhance(amount),
-        Op.BRIGHTNESS: lambda: ImageEnhance.Brightness(picture).enhance(amount),
-        Op.SHARPNESS: lambda: ImageEnhance.Sharpness(picture).enhance(amount),
-        Op.SHEAR_X: lambda: affine(1, amount, 0, 0, 1, 0),
-        Op.SHEAR_Y: lambda: affine(1, 0, 0, amount, 1, 0),
-        Op.TRANSLATE_X: lambda: affine(1, 0, amount, 0, 1, 0),
-        Op.TRANSLATE_Y: lambda: affine(1, 0, 0, 0, 1, amount),
-    }[op]()
+DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module")
 def real_images(imagenet_samples: Path) -> list[Image.Image]:
     """Eight photographs, resized to the model's input."""
-    files = sorted(imagenet_samples.glob("*/*.JPEG"))
-    return [Image.open(file).convert("RGB").resize((SIZE, SIZE), Image.BICUBIC) for file in files[:: len(files) // 8][:8]]
-
-
-def flat_and_extreme_images() -> list[Image.Image]:
-    """What photographs seldom are: of one level, of two levels, of noise, not square and tiny."""
-    generator = np.random.default_rng(0)
-    arrays = [
-        np.full((SIZE, SIZE, 3), 7),
-        np.where(np.indices((SIZE, SIZE)).sum(0)[..., None] % 2, [255, 254, 0], [0, 255, 3]),
-        generator.integers(0, 256, (SIZE, SIZE, 3)),
-        generator.integers(90, 110, (31, 57, 3)),
-        generator.integers(0, 256, (2, 3, 3)),
-    ]
-    return [Image.fromarray(array.astype(np.uint8)) for array in arrays]
+    return photographs(imagenet_samples, 8)
 
 
 def test_cpu_pixels_equal_pillow_on_photographs(real_images: list[Image.Image]) -> None:
@@ -127,6 +71,83 @@ def test_nothing_drawn_leaves_the_image() -> None:
     """Guards against a change of images that no operation applies to."""
     image = np.asarray(flat_and_extreme_images()[2])
     assert apply(image, np.zeros(2, np.int32), np.zeros(2, np.float32), FILL) is image
+
+
+# The DALI graph
+
+# Levels of 255 by which a value may differ from Pillow's, and the share of values that may. All else is exact.
+LEVELS_AND_SHARE = {
+    Op.EQUALIZE: (2, 1.0),  # DALI's formula does not round the step between levels to whole pixels
+    **dict.fromkeys((Op.ROTATE, Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y), (1, 0.02)),  # float32
+}
+
+
+def graph_device(device: str) -> int | None:
+    if device == "gpu" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return 0 if device == "gpu" else None
+
+
+def run_graph(images: list[np.ndarray], ops: Ops, device: str) -> list[np.ndarray]:
+    """``images`` (B of (SIZE, SIZE, 3) uint8) through the graph."""
+    inputs, layers = graph_inputs(ops, SIZE), ops.op.shape[1]
+
+    @pipeline_def(batch_size=len(images), num_threads=2, device_id=graph_device(device), enable_conditionals=True)
+    def graph():
+        pixels = fn.external_source(
+            source=lambda: np.stack(images), batch=True, layout="HWC", dtype=types.UINT8, ndim=3, device=device
+        )
+        op, amount, matrix = fn.external_source(
+            source=lambda: (inputs.op, inputs.amount, inputs.matrix),
+            num_outputs=3,
+            batch=True,
+            dtype=[types.INT32, types.FLOAT, types.FLOAT],
+            ndim=[1, 1, 3],
+        )
+        return augment(pixels, op, amount, matrix, layers, SIZE, FILL)
+
+    pipeline = graph()
+    pipeline.build()
+    (output,) = pipeline.run()
+    output = output.as_cpu()
+    return [np.array(output[i]) for i in range(len(images))]
+
+
+def compare_graph_to_pillow(pictures: list[Image.Image], device: str) -> None:
+    cases = [(p, op, float(amount)) for p in pictures for op, amounts in AMOUNTS.items() for amount in np.float32(amounts)]
+    ops = Ops(op=np.array([[op] for _, op, _ in cases], np.int32), amount=np.array([[a] for *_, a in cases], np.float32))
+    results = run_graph([np.asarray(picture) for picture, *_ in cases], ops, device)
+    for (picture, op, amount), result in zip(cases, results):
+        difference = np.abs(result.astype(int) - np.asarray(reference(picture, op, amount)))
+        levels, share = LEVELS_AND_SHARE.get(op, (0, 0))
+        assert difference.max() <= levels, (op.name, amount)
+        assert (difference > 0).mean() <= share, (op.name, amount)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_graph_agrees_with_pillow_on_photographs(device: str, real_images: list[Image.Image]) -> None:
+    """Guards against an operation in DALI that is another than the one the published models were trained with."""
+    compare_graph_to_pillow(real_images[:2], device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_graph_agrees_with_pillow_on_extreme_images(device: str) -> None:
+    """Guards against wrong borders, clipping, and channels of one level or two."""
+    compare_graph_to_pillow([image for image in flat_and_extreme_images() if image.size == (SIZE, SIZE)], device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_graph_layers_follow_each_other(device: str, real_images: list[Image.Image]) -> None:
+    """Guards against layers in the wrong order, results given to another image, and change where nothing applies."""
+    op = np.array([[Op.SOLARIZE, Op.ROTATE], [Op.ROTATE, Op.SOLARIZE], [0, 0], [0, Op.INVERT], [Op.POSTERIZE, 0]], np.int32)
+    amount = np.float32([[100, 20], [20, 100], [5, 5], [0, 0], [2, 0]])
+    images = [np.asarray(picture) for picture in real_images[:5]]
+    results = run_graph(images, Ops(op, amount), device)
+    for image, image_ops, image_amounts, result in zip(images, op, amount, results):
+        expected = apply(image, image_ops, image_amounts, FILL)
+        rotated = Op.ROTATE in image_ops  # one level off can be either side of solarize's threshold
+        assert np.mean(result != expected) <= (0.02 if rotated else 0)
+    np.testing.assert_array_equal(results[2], images[2])
 
 
 # What is drawn
