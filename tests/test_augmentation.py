@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data import erasing, mixing
+from pipeline.data.graph import full_graph, full_inputs
 from pipeline.data.loader import Batch, Loader
-from pipeline.data.plan import TrainPlan, epoch_length
+from pipeline.data.plan import EvalPlan, TrainPlan, epoch_length
 from pipeline.data.shards import ShardSet
 from pipeline.train import mixed_cross_entropy
 
@@ -184,3 +185,28 @@ def test_views_of_one_image_are_never_mixed_with_each_other(digits_shards: Path)
         request = plan.request(step)
         other, _ = mixing.mixed_labels(request.index, request.mixing)
         assert (other != request.index)[request.epoch == request.epoch[0]].all()
+
+
+@pytest.mark.parametrize("order", ["the papers'", "evaluation"])
+def test_the_graph_for_gpus_gives_the_pixels_that_the_cpu_gets(order: str, imagenet_shards: Path) -> None:
+    """Guards against a GPU run that sees other images than the tests on a CPU; here DALI's whole graph runs on the CPU.
+
+    The resizes differ by rounding (mean below 0.5 of 255 levels); RandAugment can amplify that (equalize, solarize).
+    """
+    shards = ShardSet(imagenet_shards, "train")
+    augment = AugmentConfig(rand_augment_ops=2)
+    if order == "evaluation":
+        plan = EvalPlan(shards, 160, 48, 0, 1, 0.875)
+    else:
+        plan = TrainPlan(shards, 7, 160, 48, 48, 0, 1, CONFIG, augment)
+    request = plan.request(0)
+    inputs = full_inputs(shards.read_jpegs(request.index), request, 160)
+    graph = full_graph(lambda: inputs, 48, 160, CONFIG.mean, CONFIG.std, None, 1, 1, plan.rand_augment_ops)
+    (output,) = graph.run()
+    whole = torch.from_dlpack(output.as_tensor())
+    split = next(Loader(plan, CONFIG, torch.device("cpu"))).images
+    std = torch.tensor(CONFIG.std)[:, None, None]
+    difference = ((whole - split) * std * 255).abs().mean(dim=(1, 2, 3))  # (48,) levels
+    changed = torch.zeros(48, dtype=torch.bool) if request.ops is None else torch.from_numpy(request.ops.op.any(axis=1))
+    assert difference[~changed].max() < 1.0
+    assert difference.max() < 6.0 and difference.mean() < 1.0

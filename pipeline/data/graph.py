@@ -18,6 +18,7 @@ from pipeline.data.plan import BatchRequest
 Source = Callable[[], tuple]
 _WINDOW_TYPES = [types.UINT8, types.INT32, types.INT32]  # jpegs, start, shape
 _PIXEL_TYPES = [types.FLOAT, types.FLOAT, types.FLOAT, types.INT32]  # resize, crop_y, crop_x, flip
+_OP_TYPES = [types.INT32, types.FLOAT, types.FLOAT]  # op, amount, matrix
 
 
 def window_inputs(images: list, request: BatchRequest) -> tuple:
@@ -29,7 +30,10 @@ def full_inputs(images: list, request: BatchRequest, image_size: int) -> tuple:
     """What :func:`full_graph` takes."""
     geometry = request.geometry
     pixels = geometry.resize, *geometry.crop.T.copy(), geometry.flip
-    ops = () if request.ops is None else randaugment_graph.graph_inputs(request.ops, image_size)
+    ops: tuple = ()
+    if request.ops is not None:
+        fed = randaugment_graph.graph_inputs(request.ops, image_size)
+        ops = fed.op, fed.amount, fed.matrix
     return *window_inputs(images, request), *pixels, *ops
 
 
@@ -83,7 +87,7 @@ def full_graph(
         A built pipeline with one output: float32 (B, 3, image_size, image_size) on the device.
     """
     fill = tuple(min(255, round(255 * value)) for value in mean)
-    op_types, op_dims = randaugment_graph.input_types(rand_augment_ops)
+    op_types, op_dims = (_OP_TYPES, [1, 1, 3]) if rand_augment_ops else ([], [])
 
     @pipeline_def(
         batch_size=batch_size,
@@ -105,7 +109,7 @@ def full_graph(
         images = fn.crop(images, crop=(image_size, image_size), crop_pos_y=crop_y, crop_pos_x=crop_x)
         images = fn.flip(images, horizontal=flip)
         if rand_augment_ops:
-            images = randaugment_graph.augment(images, *ops, fill=fill)
+            images = randaugment_graph.augment(images, *ops, rand_augment_ops, image_size, fill)
         return fn.crop_mirror_normalize(
             images,
             mean=[255 * value for value in mean],
