@@ -73,7 +73,9 @@ def test_changed_bytes_are_found_and_the_neighbour_takes_the_place(damage, digit
         assert np.flatnonzero(replaced).tolist() == ([place] if number == 1 else [])
         assert batch.replaced == replaced.sum()
         kept = torch.from_numpy(~replaced)
-        assert torch.equal(batch.images[kept], reference.images[kept]) and torch.equal(batch.labels[kept], reference.labels[kept])
+        assert torch.equal(batch.images[kept], reference.images[kept]) and torch.equal(
+            batch.labels[kept], reference.labels[kept]
+        )
         if number == 1:
             assert batch.request.index[place] == victim + 1
             assert batch.labels[place] == loader.plan.shards.samples["label"][victim + 1]
@@ -81,7 +83,11 @@ def test_changed_bytes_are_found_and_the_neighbour_takes_the_place(damage, digit
     warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning:")]
     assert len(warnings) == 1
     tar = f"train-{loader.plan.shards.samples['shard'][victim]:06d}.tar"
-    assert tar in warnings[0] and loader.plan.shards.key(victim) in warnings[0] and "was changed after it was written" in warnings[0]
+    assert (
+        tar in warnings[0]
+        and loader.plan.shards.key(victim) in warnings[0]
+        and "was changed after it was written" in warnings[0]
+    )
 
 
 def test_an_image_that_dali_cannot_decode_is_replaced(digits_images: Path, tmp_path: Path, capfd) -> None:
@@ -113,7 +119,9 @@ def test_a_lost_tar_stops_the_run_with_a_sentence(fault: str, shards: Path, capf
     for tar in shards.glob("train-*.tar"):
         tar.write_bytes(b"") if fault == "emptied" else tar.unlink()
     loader.plan.shards._descriptors.clear()  # as after a remount; an open file outlives its name
-    with pytest.raises(UserError, match=r"21 samples of .* cannot be used, data.max_bad_samples allows 20; .*train-00000\d.tar"):
+    with pytest.raises(
+        UserError, match=r"21 samples of .* cannot be used, data.max_bad_samples allows 20; .*train-00000\d.tar"
+    ):
         for _ in range(20):
             next(loader)
     assert capfd.readouterr().err.count("warning: ") == 20

@@ -80,9 +80,7 @@ class Finisher:
         if geometry.flip[i]:
             pixels = pixels[:, ::-1]
         if request.ops is not None and request.ops.op[i].any():
-            pixels = randaugment_cpu.apply(
-                np.ascontiguousarray(pixels), request.ops.op[i], request.ops.amount[i], self._fill
-            )
+            pixels = randaugment_cpu.apply(np.ascontiguousarray(pixels), request.ops.op[i], request.ops.amount[i], self._fill)
         # NumPy, not PyTorch: its operators would start another team of OpenMP threads in each of ours.
         np.copyto(output, pixels.transpose(2, 0, 1), casting="safe")
         output *= self._scale

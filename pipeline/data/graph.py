@@ -52,9 +52,7 @@ def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: 
 
     @pipeline_def(batch_size=batch_size, num_threads=num_threads, device_id=None, prefetch_queue_depth=prefetch)
     def graph():
-        jpegs, start, shape = fn.external_source(
-            source=source, num_outputs=3, batch=True, dtype=_WINDOW_TYPES, ndim=[1, 1, 1]
-        )
+        jpegs, start, shape = fn.external_source(source=source, num_outputs=3, batch=True, dtype=_WINDOW_TYPES, ndim=[1, 1, 1])
         return _decode_window(jpegs, start, shape, device="cpu")
 
     return _built(graph())

@@ -109,9 +109,7 @@ class TrainPlan:
         )
         ops = boxes = None
         if chosen.rand_augment_ops:
-            settings = randaugment.RandAugment(
-                chosen.rand_augment_ops, chosen.rand_augment_magnitude, chosen.rand_augment_std
-            )
+            settings = randaugment.RandAugment(chosen.rand_augment_ops, chosen.rand_augment_magnitude, chosen.rand_augment_std)
             numbers = draw(Stream.RAND_AUGMENT, settings.layers * randaugment.UNIFORMS_PER_LAYER)
             ops = randaugment.draw_ops(numbers, settings, self.image_size)
         if chosen.erasing:
