@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 CONFIG = DataConfig(num_threads=1)
 
 
+NOTHING = AugmentConfig()
 EVERYTHING = AugmentConfig(rand_augment_ops=2, erasing=0.25, mixup=0.8, cutmix=1.0, mix_group=4, repeats=2)
 
 
@@ -35,7 +36,7 @@ def train_loader(
     size: int = 64,
     seed: int = 7,
     config: DataConfig = CONFIG,
-    augment: AugmentConfig = AugmentConfig(),
+    augment: AugmentConfig = NOTHING,
 ) -> Loader:
     plan = TrainPlan(shards, seed, size, GLOBAL_BATCH, micro_batch, rank, world_size, config, augment)
     return Loader(plan, config, CPU, start=start)
@@ -63,7 +64,7 @@ def joined(batches: list[Batch]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("data", "order", "augment"),
-    [("digits", "full", EVERYTHING), ("digits", "block", AugmentConfig()), ("imagenet", "full", EVERYTHING)],
+    [("digits", "full", EVERYTHING), ("digits", "block", NOTHING), ("imagenet", "full", EVERYTHING)],
 )
 def test_the_same_stream_on_1_2_and_4_processes(data: str, order: str, augment: AugmentConfig, request) -> None:
     """Guards against a stream that depends on how many processes read it: samples, crops, flips, every augmentation and the
@@ -103,6 +104,30 @@ def test_an_epoch_holds_every_sample_once_and_augments_anew(digits_shards: Path)
         assert np.array_equal(np.sort(index[epoch == e]), np.arange(len(shards)))
     first, second = (start[epoch == e][np.argsort(index[epoch == e])] for e in (0, 1))
     assert (first == second).all(axis=1).mean() < 0.1
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_the_disk_is_told_of_each_block_before_it_is_needed(repeats: int, digits_shards: Path) -> None:
+    """Guards against hints that name other blocks than the order will read: late ones are useless, wrong ones cost bandwidth."""
+    shards = ShardSet(digits_shards, "train")
+    config = DataConfig(num_threads=1, order="block", block_size=50, window_blocks=4)
+    plan = TrainPlan(shards, 7, 64, 48, 48, 0, 1, config, AugmentConfig(repeats=repeats))
+    announced: set[int] = set()
+    for i in range(70):  # into the third epoch
+        request = plan.request(i)
+        coming = plan.coming_blocks(i)
+        shards.will_need(coming)
+        if i * 48 >= 200 * repeats:  # the first window comes unannounced
+            assert announced.issuperset(request.index.tolist()), i
+        if coming:
+            assert sum(count for _, count in coming) <= 4 * 50 + 50, "a window, with what is left over at the end of the set"
+            announced_before, announced_now = (set() if i == 0 else announced_now), _samples_of(coming)
+            announced = announced_before | announced_now
+    assert len(announced) < 500, "not simply everything"
+
+
+def _samples_of(runs: list[tuple[int, int]]) -> set[int]:
+    return {sample for first, count in runs for sample in range(first, first + count)}
 
 
 def sequential_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:

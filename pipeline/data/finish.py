@@ -10,7 +10,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 

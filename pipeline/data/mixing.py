@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 BETA_ATTEMPTS = 64  # each succeeds with a probability of at least one half for alpha <= 1, one sixth for alpha = 2

@@ -71,8 +71,7 @@ def block_sample_at(position: np.ndarray, epoch: np.ndarray, size: int, seed: in
     blocks begin moves from epoch to epoch, so that no sample is always at the end.
     """
     position = np.asarray(position, dtype=np.int64)
-    whole_blocks = size // blocks.size
-    windows = max(1, whole_blocks // blocks.window)
+    windows = count_windows(size, blocks)
     window = np.minimum(position // blocks.window_samples, windows - 1)
     place = position - window * blocks.window_samples
 
@@ -83,21 +82,37 @@ def block_sample_at(position: np.ndarray, epoch: np.ndarray, size: int, seed: in
             keys = np.broadcast_to(epoch, position.shape)[members], length, seed, Stream.WINDOW_ORDER, window[members]
             shuffled[members] = sample_at(place[members], *keys)
     number, offset = np.divmod(window * blocks.window_samples + shuffled, blocks.size)  # of the block in the epoch's order
-    return block_start(number, epoch, size, seed, blocks, offset)
+    return (_block_start(number, epoch, size, seed, blocks) + offset) % size
 
 
-def block_start(
-    number: np.ndarray, epoch: np.ndarray, size: int, seed: int, blocks: Blocks, offset: np.ndarray | int = 0
-) -> np.ndarray:
-    """The sample that is ``offset`` places into the ``number``-th block that the epoch reads: (n,) int64."""
-    number, epoch = np.asarray(number, dtype=np.int64), np.broadcast_to(np.asarray(epoch), np.shape(number))
+def count_windows(size: int, blocks: Blocks) -> int:
+    """Windows of an epoch."""
+    return max(1, size // blocks.size // blocks.window)
+
+
+def blocks_of_window(window: int, epoch: int, size: int, seed: int, blocks: Blocks) -> list[tuple[int, int]]:
+    """The (first sample, number of samples) of every run of neighbours that a window of the epoch reads."""
+    last = window == count_windows(size, blocks) - 1
+    first = window * blocks.window
+    number = np.arange(first, -(-size // blocks.size) if last else first + blocks.window)
+    lengths = np.minimum(blocks.size, size - number * blocks.size)
+    runs = []
+    for start, length in zip((_block_start(number, epoch, size, seed, blocks) % size).tolist(), lengths.tolist()):
+        before_the_end = min(length, size - start)
+        runs += [(start, before_the_end), (0, length - before_the_end)]
+    return [run for run in runs if run[1]]
+
+
+def _block_start(number: np.ndarray, epoch: np.ndarray | int, size: int, seed: int, blocks: Blocks) -> np.ndarray:
+    """Where the ``number``-th block that the epoch reads begins, counted on past the end of the set: (n,) int64."""
+    epoch = np.broadcast_to(np.asarray(epoch), number.shape)
     whole_blocks = size // blocks.size
     block = number.copy()  # the incomplete block at the end stays there
     whole = number < whole_blocks
     if whole.any():
         block[whole] = sample_at(number[whole], epoch[whole], whole_blocks, seed, Stream.BLOCK_ORDER)
     shift = random_words(Stream.BLOCK_ORDER, seed, epoch, np.full(number.size, 1 << 62), 1)[:, 0].astype(np.int64)
-    return (block * blocks.size + offset + shift) % size
+    return block * blocks.size + shift
 
 
 def _feistel(

@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data import augment, erasing, mixing, randaugment
 from pipeline.data.augment import Geometry, eval_geometry, train_geometry
-from pipeline.data.order import Blocks, block_sample_at, block_start, sample_at
+from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
 from pipeline.data.shards import ShardSet
 from pipeline.philox import Stream, uniforms
 
@@ -120,22 +120,23 @@ class TrainPlan:
         return BatchRequest(index, label, epoch, position, valid, geometry, ops, boxes, self._mixing(stream))
 
     def coming_blocks(self, i: int) -> list[tuple[int, int]]:
-        """Block order: when batch i enters a window, the (first sample, samples) of each block of the next one."""
+        """Block order: when batch i enters a window, the (first sample, samples) of what the next window will read."""
         if self.data.order != "block":
             return []
-        blocks, length = Blocks(self.data.block_size, self.data.window_blocks), self.epoch_length
-        ahead = blocks.window_samples * self.augment.repeats
-        epoch, position = divmod(self._first(i), length)
-        earlier = (self._first(i - 1) % length) if i else -1
-        if earlier >= 0 and position // ahead == earlier // ahead:
+        blocks, size = Blocks(self.data.block_size, self.data.window_blocks), len(self.shards)
+        windows = count_windows(size, blocks)
+
+        def where(batch: int) -> tuple[int, int]:  # (epoch, window) of its first sample
+            epoch, position = divmod(self._first(batch), self.epoch_length)
+            return epoch, min(position // self.augment.repeats // blocks.window_samples, windows - 1)
+
+        epoch, window = where(i)
+        if i > 0 and where(i - 1) == (epoch, window):
             return []
-        next_window = position // ahead + 1
-        count = -(-len(self.shards) // blocks.size)
-        if next_window * blocks.window >= count:
-            epoch, next_window = epoch + 1, 0
-        number = np.arange(next_window * blocks.window, min((next_window + 1) * blocks.window, count))
-        starts = block_start(number, epoch, len(self.shards), self.seed, blocks)
-        return [(int(start), min(blocks.size, len(self.shards) - int(start))) for start in starts]
+        last_place = (self.epoch_length - 1) // self.augment.repeats  # repeated augmentation ends its epochs early
+        if window == min(last_place // blocks.window_samples, windows - 1):
+            epoch, window = epoch + 1, -1
+        return blocks_of_window(window + 1, epoch, size, self.seed, blocks)
 
     def _first(self, i: int) -> int:
         """Place in the stream of the i-th micro-batch's first sample."""
