@@ -6,6 +6,8 @@
     DIR/train-000000.tar       WebDataset members KEY.jpg, KEY.cls, KEY.json
     DIR/train-000000.idx       the tar's index, as DALI's readers.webdataset and wds2idx have it
     DIR/train-samples.npy      32 bytes a sample: where its JPEG lies, its checksum, label, width and height
+    DIR/rejected.jsonl         images of the source that nothing can decode, with reasons; not there when there are none
+    DIR/reencoded.jsonl        images that were encoded anew, with reasons; not there when there are none
 
 Ranks of a node share ``*-samples.npy`` and the tars through the page cache: the first is memory-mapped, the
 others are read with ``pread``. (Not mapped: a tar that is truncated under a running job would then end it
@@ -20,6 +22,7 @@ import os
 import resource
 import threading
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +32,7 @@ from pipeline.errors import UserError
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+REJECTED, REENCODED = "rejected.jsonl", "reencoded.jsonl"
 
 SAMPLE_DTYPE = np.dtype(
     [
@@ -64,11 +68,13 @@ class SplitInfo:
     bytes: int
     seed: int
     samples_per_shard: int
-    source: dict  # kind, path, fingerprint, subset (share of each class): which images went in
+    source: dict  # kind, path, fingerprint, subset, how images were stored: which bytes went in
     samples_per_class: list[int]
     samples_file: str
     samples_sha256: str
     shards: list[ShardInfo]
+    rejected: int = 0  # images that were left out, listed in rejected.jsonl
+    reencoded: int = 0  # images that were encoded anew, listed in reencoded.jsonl
 
 
 @dataclass(frozen=True)
@@ -131,9 +137,9 @@ def shard_name(split: str, number: int, suffix: str) -> str:
     return f"{split}-{number:06d}.{suffix}"
 
 
-def sample_key(sample: int) -> str:
-    """The WebDataset key of the sample that was written as number ``sample`` of its split."""
-    return f"{sample:09d}"
+def sample_key(shard: int, place: int) -> str:
+    """The WebDataset key of the sample at ``place`` of its shard, counted from 0: ``000007-001234``."""
+    return f"{shard:06d}-{place:06d}"
 
 
 def file_sha256(path: Path) -> str:
@@ -175,6 +181,7 @@ class ShardSet:
             self._check_size(shard.file, shard.bytes, "shard again into an empty folder, or copy the file again")
             self._check_size(shard.idx_file, shard.idx_bytes, f"rebuild it with wds2idx {shard.file} {shard.idx_file}")
         self.samples = self._map_samples()
+        self._first_of_shard = [0, *accumulate(shard.samples for shard in self.info.shards)]  # sample numbers
         self._descriptors: dict[int, int] = {}
         self._opening = threading.Lock()
         _allow_open_files(len(self.info.shards))
@@ -193,7 +200,8 @@ class ShardSet:
 
     def key(self, index: int) -> str:
         """The WebDataset key of sample ``index``."""
-        return sample_key(int(index))
+        shard = int(self.samples["shard"][index])
+        return sample_key(shard, int(index) - self._first_of_shard[shard])
 
     def read_jpegs(self, indices: np.ndarray) -> list[np.ndarray]:
         """The encoded images of some samples: :meth:`read` for each."""
