@@ -15,7 +15,7 @@ from nvidia.dali import pipeline_def
 from PIL import Image
 from randaugment_reference import AMOUNTS, FILL, SIZE, flat_and_extreme_images, photographs, reference
 
-from pipeline.data.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, draw_ops
+from pipeline.data.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, draw_ops, fill_color
 from pipeline.data.randaugment_cpu import apply
 from pipeline.data.randaugment_graph import augment, graph_inputs
 from pipeline.philox import Stream, uniforms
@@ -217,6 +217,11 @@ def test_whole_number_amounts() -> None:
     bits, count = np.unique(noisy.amount[noisy.op == Op.POSTERIZE], return_counts=True)
     assert list(bits) == [0, 1, 2]  # 10 clipped; 7.5 to 10; 5 to 7.5
     assert count / count.sum() == pytest.approx([0.0228, 0.9759, 0.0013], abs=0.006)
+
+
+def test_fill_is_imagenets_mean_color() -> None:
+    """Guards against borders of another colour than the published models were trained with."""
+    assert fill_color((0.485, 0.456, 0.406)) == FILL
 
 
 def test_the_same_sample_gets_the_same_ops() -> None:

@@ -1,7 +1,8 @@
 """RandAugment's pixels inside a DALI graph, where the images are on the GPU already (the same graph runs on the CPU).
 
 Which operation, how much of it: numbers that are fed in, one row per image; DALI splits the batch by operation. Every
-operation follows Pillow's arithmetic. What differs, by a level or two of 255: equalize (DALI has its own formula) and
+operation follows Pillow's arithmetic; where an image and a fed number meet in it, DALI takes the number to the image's
+device. What differs, by a level or two of 255: equalize (DALI has its own formula) and
 pixels whose value lies within float32's reach of the next level.
 """
 
@@ -100,16 +101,16 @@ def _layer(
     elif op == Op.POSTERIZE.value:
         result = _posterize(images, amount)
     elif op == Op.SOLARIZE.value:
-        result = _where(images < _beside(amount, images), images, _inverse(images))
+        result = _where(images < amount, images, _inverse(images))
     elif op == Op.SOLARIZE_ADD.value:
-        brighter = images + fn.cast(_beside(amount, images), dtype=types.UINT8)  # at most 127 + 110: no overflow
-        result = _where(images < _constant(128, images), brighter, images)
+        brighter = images + fn.cast(amount, dtype=types.UINT8)  # at most 127 + 110: no overflow
+        result = _where(images < _level(128), brighter, images)
     elif op == Op.COLOR.value:
-        result = _blend(_gray(images), images, _beside(amount, images))
+        result = _blend(_gray(images), images, amount)
     elif op == Op.CONTRAST.value:
-        result = _blend(math.floor(fn.reductions.mean(_gray(images)) + 0.5), images, _beside(amount, images))
+        result = _blend(math.floor(fn.reductions.mean(_gray(images)) + 0.5), images, amount)
     elif op == Op.BRIGHTNESS.value:
-        result = _blend(_constant(0, images), images, _beside(amount, images))
+        result = _to_level(images * amount)
     else:
         result = _sharpness(images, amount, image_size)
     return result
@@ -123,9 +124,8 @@ def _warp(images: DataNode, matrix: DataNode, image_size: int, fill: tuple[int, 
     point itself; its nearest-neighbour warp, shifted by whole pixels, fetches them and repeats the border outwards."""
     index = np.arange(image_size, dtype=np.float32)
     x, y = _constant(index[None, :, None] + 0.5, images), _constant(index[:, None, None] + 0.5, images)
-    numbers = _beside(matrix, images)
-    source_x = numbers[0, 0] * x + numbers[0, 1] * y + numbers[0, 2]  # (H, W, 1)
-    source_y = numbers[1, 0] * x + numbers[1, 1] * y + numbers[1, 2]
+    source_x = matrix[0, 0] * x + matrix[0, 1] * y + matrix[0, 2]  # (H, W, 1)
+    source_y = matrix[1, 0] * x + matrix[1, 1] * y + matrix[1, 2]
     # Which pixel DALI takes for the second of the four is asked of DALI: its rounding is not ours.
     grid = np.stack(np.meshgrid(index, index), axis=-1)  # (H, W, 2): column, row
     second = _tap(types.Constant(grid, device=images.device, layout="HWC"), matrix, 1, 1)
@@ -189,13 +189,12 @@ def _equalize(images: DataNode) -> DataNode:
 
 
 def _inverse(images: DataNode) -> DataNode:
-    return _constant(255, images) - images
+    return _level(255) - images
 
 
 def _posterize(images: DataNode, bits: DataNode) -> DataNode:
     """Keep the ``bits`` highest bits."""
     step = fn.cast(math.pow(2.0, 8 - bits), dtype=types.INT32)  # 256 for no bits: everything is black
-    step = _beside(step, images)
     return fn.cast(images // step * step, dtype=types.UINT8)
 
 
@@ -211,7 +210,7 @@ def _sharpness(images: DataNode, factor: DataNode, image_size: int) -> DataNode:
     smooth = math.floor(fn.filter(images, _constant(kernel, images), dtype=types.FLOAT) + 0.5)
     border = np.ones((image_size, image_size, 1), dtype=np.uint8)
     border[1:-1, 1:-1] = 0
-    blended = _blend(smooth, images, _beside(factor, images))
+    blended = _blend(smooth, images, factor)
     return _where(_constant(border, images) > 0, images, blended)
 
 
@@ -232,16 +231,13 @@ def _to_level(values: DataNode) -> DataNode:
 def _where(condition: DataNode, yes: DataNode, no: DataNode) -> DataNode:
     """Elementwise choice between uint8 images; DALI has no operator for it."""
     chosen = fn.cast(condition, dtype=types.UINT8)
-    return chosen * yes + (_constant(1, chosen) - chosen) * no
+    return chosen * yes + (_level(1) - chosen) * no
 
 
-def _constant(value: int | np.ndarray, like: DataNode) -> DataNode:
-    """``value`` on the device of ``like``; a plain number is a uint8."""
-    if isinstance(value, int):
-        return types.Constant(value, dtype=types.UINT8)
-    return types.Constant(value, device=like.device)
+def _level(value: int) -> types.ScalarConstant:
+    return types.Constant(value, dtype=types.UINT8)
 
 
-def _beside(number: DataNode, images: DataNode) -> DataNode:
-    """``number``, which was fed on the CPU, on the device of ``images``: arithmetic does not mix the two."""
-    return number.gpu() if images.device == "gpu" else number
+def _constant(values: np.ndarray, like: DataNode) -> DataNode:
+    """``values`` on the device of ``like``."""
+    return types.Constant(values, device=like.device)
