@@ -1,9 +1,8 @@
 """RandAugment's pixels inside a DALI graph, where the images are on the GPU already (the same graph runs on the CPU).
 
-Which operation, how much of it: numbers that are fed in, one row per image; DALI splits the batch by operation. Every
-operation follows Pillow's arithmetic; where an image and a fed number meet in it, DALI takes the number to the image's
-device. What differs, by a level or two of 255: equalize (DALI has its own formula) and
-pixels whose value lies within float32's reach of the next level.
+Which operation, how much of it: numbers that are fed in, one row per image; DALI splits the batch by operation, and
+takes a number to the device of the image it meets. Every operation follows Pillow's arithmetic. What differs, by a level
+or two of 255: equalize (DALI has its own formula) and, in geometry, values within float32's reach of the next level.
 """
 
 from __future__ import annotations
