@@ -18,7 +18,7 @@ from PIL import Image
 
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
-from pipeline.data.shards import SAMPLE_DTYPE, Manifest, ShardSet, file_sha256
+from pipeline.data.shards import SAMPLE_DTYPE, DamagedSample, Manifest, ShardSet, file_sha256
 from pipeline.errors import UserError
 
 SHARDER = "data_prep/shard_imagenet.py"
@@ -192,5 +192,5 @@ def test_a_tar_truncated_after_opening_is_an_error_not_a_crash(copied_shards: Pa
     shards = ShardSet(copied_shards, "train")
     (copied_shards / "train-000000.tar").write_bytes(b"x" * 2000)
     index = np.flatnonzero(shards.samples["shard"] == 0)[-1]
-    with pytest.raises(UserError, match=r"train-000000.tar gave 0 of the \d+ bytes of sample 000000-000399"):
+    with pytest.raises(DamagedSample, match=r"train-000000.tar: sample 000000-000399 is cut off: 0 of its \d+ bytes are there"):
         shards.read_jpegs([index])

@@ -1,0 +1,196 @@
+"""The loader against what others use and against the limit, interleaved in one run on the same images.
+
+    python benchmarks/loader.py --images FOLDER [--rounds 5] [--only ours,pillow] [--json FILE]
+        [--timm FOLDER] [--ffcv-python PYTHON]
+
+FOLDER is a tree <class>/*.JPEG. Every contestant is a process of its own (loader_peers.py). Its turn is a number of
+batches; between turns it waits with full queues and uses nothing. The order rotates from round to round. What counts is
+CPU time per image (user and system, of the process and all its children): unlike images/s it does not depend on who else
+uses the machine's cores. The goals are ratios of its medians.
+
+A contestant that is not installed is skipped and named. benchmarks/RESULTS.md says how to install them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from loader_data import StoredImages, prepare
+from loader_process import ContestantProcess, Turn, start_limit, start_peer
+from loader_report import Goal, Row, print_report, write_json
+from loader_settings import Unavailable
+from tqdm import tqdm
+
+from pipeline.errors import UserError, check_writable, run_command
+
+QUEUE = 8  # batches at most that a contestant holds ready
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A row of the table.
+
+    Attributes:
+        name: how the report calls it.
+        peer: its name in loader_peers.py; None: the libjpeg-turbo limit.
+        stored: which form of the images it reads, a key of what :func:`loader_data.prepare` returns.
+        reads: the part of that form it reads: "shards", "folder" or "listing".
+    """
+
+    name: str
+    peer: str | None
+    stored: str
+    reads: str
+    what: str
+
+    @property
+    def reference(self) -> str:
+        """Whose CPU time is 1 in this one's table: crop-flip and full recipe are compared apart."""
+        return "ours_full" if self.name.endswith("_full") else "ours"
+
+    @property
+    def limit(self) -> str:
+        """The limit on the images that this contestant reads."""
+        return {"originals": "limit", "short_side_256": "limit_256", "at_most_500": "limit_500"}[self.stored]
+
+
+CONTESTANTS = [
+    Contestant("limit", None, "originals", "listing", "libjpeg-turbo decodes the crops, nothing else"),
+    Contestant("ours", "ours", "originals", "shards", "this loader, bicubic"),
+    Contestant("dali_native", "dali_native", "originals", "shards", "DALI readers.webdataset, bicubic"),
+    Contestant("dali_native_linear", "dali_native_linear", "originals", "shards", "DALI readers.webdataset, linear"),
+    Contestant("pillow", "pillow", "originals", "folder", "Pillow + torch DataLoader, bicubic"),
+    Contestant("webdataset", "webdataset", "originals", "shards", "webdataset + Pillow, bicubic"),
+    Contestant("limit_500", None, "at_most_500", "listing", "libjpeg-turbo, long side at most 500 px"),
+    Contestant("ours_500", "ours", "at_most_500", "shards", "this loader, long side at most 500 px"),
+    Contestant("ffcv", "ffcv", "at_most_500", "listing", "FFCV JPEG mode, the same JPEGs, area"),
+    Contestant("limit_256", None, "short_side_256", "listing", "libjpeg-turbo, short side 256 px"),
+    Contestant("ours_256", "ours", "short_side_256", "shards", "this loader, short side 256 px"),
+    Contestant("ours_full", "ours_full", "originals", "shards", "this loader, full recipe"),
+    Contestant("pillow_full", "pillow_full", "originals", "folder", "Pillow + DataLoader, full recipe by timm"),
+]
+
+GOALS = [
+    Goal("crop-flip against Pillow + DataLoader", "ours", "pillow", 0.45),
+    Goal("crop-flip against DALI's own reader at bicubic", "ours", "dali_native", 0.6),
+    Goal("crop-flip against FFCV's JPEG mode on the same JPEGs", "ours_500", "ffcv", 0.9),
+    Goal("full recipe against Pillow + timm", "ours_full", "pillow_full", 0.6),
+    Goal("short side 256 against Pillow on originals", "ours_256", "pillow", 0.3),
+]
+
+
+def start_all(
+    contestants: list[Contestant], stored: dict[str, StoredImages], work: Path, args: argparse.Namespace
+) -> tuple[dict[str, ContestantProcess], dict[str, str]]:
+    """Start the contestants one after the other, each left alone until it rests.
+
+    Returns:
+        The processes by name, and the reasons of those that cannot run here.
+    """
+    processes, skipped = {}, {}
+    for contestant in tqdm(contestants, desc="starting", disable=None):
+        data = getattr(stored[contestant.stored], contestant.reads)
+        log = work / f"{contestant.name}.log"
+        try:
+            if contestant.peer is None:
+                process = start_limit(data, args.workers, args.batch_size, log)
+            else:
+                python = args.ffcv_python if contestant.peer == "ffcv" else sys.executable
+                process = start_peer(contestant.peer, python, data, args.workers, args.batch_size, args.timm, log)
+            processes[contestant.name] = process
+        except Unavailable as error:
+            skipped[contestant.name] = str(error)
+    return processes, skipped
+
+
+def measure(processes: dict[str, ContestantProcess], rounds: int, batches: int) -> dict[str, list[Turn]]:
+    """A warm-up turn for everyone, then ``rounds`` turns each; who begins changes from round to round."""
+    names = list(processes)
+    turns: dict[str, list[Turn]] = {name: [] for name in names}
+    for name in tqdm(names, desc="warming up", disable=None):
+        processes[name].turn(batches, QUEUE)
+    progress = tqdm(total=rounds * len(names), desc="measuring", disable=None)
+    for round_ in range(rounds):
+        first = round_ * len(names) // rounds
+        for name in names[first:] + names[:first]:
+            turns[name].append(processes[name].turn(batches, QUEUE))
+            progress.update()
+    progress.close()
+    return turns
+
+
+def selected(only: str | None) -> list[Contestant]:
+    """The contestants that ``--only`` names, all without it.
+
+    Raises:
+        UserError: a name that nobody has.
+    """
+    if only is None:
+        return CONTESTANTS
+    known = [contestant.name for contestant in CONTESTANTS]
+    for name in only.split(","):
+        if name not in known:
+            raise UserError(f"--only names {name!r}, some of {', '.join(known)} needed: correct the name.")
+    return [contestant for contestant in CONTESTANTS if contestant.name in only.split(",")]
+
+
+def check_positive(args: argparse.Namespace, options: Iterable[str]) -> None:
+    """Refuse a number below 1 under any of these options."""
+    for option in options:
+        if getattr(args, option) < 1:
+            name = option.replace("_", "-")
+            raise UserError(f"--{name} is {getattr(args, option)}, at least 1 needed: pass a positive number.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=Path, required=True, help="folder <class>/*.JPEG")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default: 5)")
+    parser.add_argument("--batches", type=int, default=24, help=f"batches per turn, the first {QUEUE} untimed (default: 24)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per batch (default: 64)")
+    parser.add_argument("--workers", type=int, default=2, help="threads or processes that decode (default: 2)")
+    parser.add_argument("--only", help="names of contestants, comma-separated (default: all)")
+    parser.add_argument("--timm", type=Path, help="folder that holds the package timm (pip install --no-deps --target)")
+    parser.add_argument("--ffcv-python", default=sys.executable, help="Python of the virtual environment that has FFCV")
+    parser.add_argument("--json", type=Path, help="also write every turn's figures to this file")
+    args = parser.parse_args()
+    check_positive(args, ("rounds", "batches", "batch_size", "workers"))
+    if args.batches <= QUEUE:
+        raise UserError(f"--batches is {args.batches}, more than {QUEUE} needed, for the first are untimed: pass 24.")
+    if args.json:
+        check_writable(args.json)
+    contestants = selected(args.only)
+
+    with tempfile.TemporaryDirectory(prefix="loader-benchmark-") as folder:
+        stored = prepare(args.images, Path(folder), {contestant.stored for contestant in contestants}, args.workers)
+        processes, skipped = start_all(contestants, stored, Path(folder), args)
+        try:
+            turns = measure(processes, args.rounds, args.batches)
+        finally:
+            for process in processes.values():
+                process.close()
+    images = args.batches * args.batch_size
+    timed = images - QUEUE * args.batch_size
+    rows = [
+        Row(c.name, c.what, c.reference, c.limit, skipped.get(c.name), *_figures(turns.get(c.name, []), images, timed))
+        for c in contestants
+    ]
+    settings = f"{args.rounds} rounds of {images} images, {args.workers} workers, batch {args.batch_size}"
+    print_report(rows, GOALS, f"{settings}, {os.cpu_count()} cores")
+    if args.json:
+        write_json(args.json, rows, GOALS, settings)
+
+
+def _figures(turns: list[Turn], images: int, timed: int) -> tuple[list[float], list[float]]:
+    """(images per second, CPU milliseconds per image), a value per turn."""
+    return [timed / turn.wall for turn in turns], [1000 * turn.cpu / images for turn in turns]
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,123 @@
+"""One contestant of ``benchmarks/loader.py``: a process that makes batches when it is told to.
+
+    python benchmarks/loader_peers.py NAME --data PATH [--workers 2] [--batch-size 64] [--timm FOLDER]
+
+Every contestant yields an endless stream of image batches: float32 (B, 3, 224, 224), normalized, in ordinary memory. All
+draw random crops of the same distribution (area 0.08-1, ratio 3/4-4/3, ten attempts), flip half of them and resize to
+224 pixels; each with its own random numbers.
+
+The process prints ``ready`` once its first batch is made, or ``skipped: REASON``. Then, for each line ``TOTAL UNTIMED`` on
+stdin, it takes TOTAL batches and prints the wall seconds of all but the first UNTIMED: these lay ready in its queue, and
+the clock starts when the queue is in its steady state. CPU time is the parent's to measure.
+
+This file imports nothing but PyTorch at the top: a contestant may live in a virtual environment without our dependencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from loader_settings import IMAGE_SIZE, Settings, Unavailable
+from torch import Tensor
+
+
+def _ours(settings: Settings, full: bool) -> Iterator[Tensor]:
+    from loader_peers_dali import our_batches
+
+    return our_batches(settings, full)
+
+
+def _pillow(settings: Settings, full: bool) -> Iterator[Tensor]:
+    from loader_peers_pillow import folder_batches
+
+    return folder_batches(settings, full)
+
+
+def _webdataset(settings: Settings) -> Iterator[Tensor]:
+    from loader_peers_pillow import webdataset_batches
+
+    return webdataset_batches(settings)
+
+
+def _dali_native(settings: Settings, cubic: bool) -> Iterator[Tensor]:
+    from loader_peers_dali import native_batches
+
+    return native_batches(settings, cubic)
+
+
+def _ffcv(settings: Settings) -> Iterator[Tensor]:
+    from loader_peers_ffcv import ffcv_batches
+
+    return ffcv_batches(settings)
+
+
+PEERS: dict[str, Callable[[Settings], Iterator[Tensor]]] = {
+    "ours": lambda settings: _ours(settings, full=False),
+    "ours_full": lambda settings: _ours(settings, full=True),
+    "pillow": lambda settings: _pillow(settings, full=False),
+    "pillow_full": lambda settings: _pillow(settings, full=True),
+    "webdataset": _webdataset,
+    "dali_native": lambda settings: _dali_native(settings, cubic=True),
+    "dali_native_linear": lambda settings: _dali_native(settings, cubic=False),
+    "ffcv": _ffcv,
+}
+
+
+def check(images: Tensor, batch_size: int) -> None:
+    """See that a contestant delivers what all others do.
+
+    Raises:
+        ValueError: another shape or type, or pixels that were not normalized.
+    """
+    wanted = (batch_size, 3, IMAGE_SIZE, IMAGE_SIZE)
+    if tuple(images.shape) != wanted or images.dtype != torch.float32:
+        raise ValueError(f"a batch of {tuple(images.shape)} {images.dtype}, {wanted} torch.float32 needed")
+    # Normalized natural images: mean near 0, deviation near 1. Those on [0, 1] deviate by 0.3, those on [0, 255] by 70.
+    if not (images.mean().abs() < 1 and 0.6 < images.std() < 1.7):
+        raise ValueError(f"pixels of mean {images.mean():.2f} and deviation {images.std():.2f}, normalized ones needed")
+
+
+def serve(batches: Iterator[Tensor], requests: Iterator[str], answer: Callable[[str], None]) -> None:
+    """Take batches as the parent asks for them."""
+    for line in requests:
+        total, untimed = map(int, line.split())
+        for _ in range(untimed):
+            next(batches)
+        started = time.perf_counter()
+        for _ in range(total - untimed):
+            next(batches)
+        answer(f"{time.perf_counter() - started:.6f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=PEERS)
+    parser.add_argument("--data", type=Path, required=True, help="shard set, folder or list, as the contestant needs")
+    parser.add_argument("--workers", type=int, default=2, help="threads or processes that decode (default: 2)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per batch (default: 64)")
+    parser.add_argument("--timm", type=Path, help="folder that holds the package timm")
+    args = parser.parse_args()
+
+    # Answers go to the real stdout; whatever a library prints goes to stderr, lest the parent takes it for an answer.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    torch.set_num_threads(args.workers)
+    settings = Settings(args.data, args.workers, args.batch_size, args.timm)
+    try:
+        batches = PEERS[args.name](settings)
+        check(next(batches), args.batch_size)
+    except (Unavailable, ImportError) as error:
+        print(f"skipped: {error}", file=answers)
+        return
+    print("ready", file=answers)
+    serve(batches, iter(sys.stdin.readline, ""), lambda text: print(text, file=answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""A contestant's process, seen from the benchmark: starting it, giving it a turn, and what the turn cost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from loader_settings import Unavailable
+
+from pipeline.errors import UserError
+
+HERE = Path(__file__).parent
+TICK = 1 / os.sysconf("SC_CLK_TCK")  # resolution of a process's CPU time, seconds
+REST = 0.4  # seconds without CPU time after which a contestant counts as resting
+PATIENCE = 120  # seconds to come to rest
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a turn took."""
+
+    wall: float  # seconds, of the timed batches
+    cpu: float  # seconds, of all batches: from rest to rest, so that each image was paid for once
+
+
+class ContestantProcess:
+    """A running contestant that waits for its turns.
+
+    Args:
+        name: for messages.
+        command: what to run; it speaks the protocol of loader_peers.py.
+        threads: for OpenMP.
+        log: file for its error output.
+
+    Raises:
+        Unavailable: it says that it cannot run here, or ends before it is ready.
+    """
+
+    def __init__(self, name: str, command: list[str], threads: int, log: Path) -> None:
+        self.name = name
+        self._log = log
+        # Threads that spin while they wait would be counted as work; and no contestant gets more threads than another.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE.parent)}
+        with open(log, "w") as errors:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, **environment},
+            )
+        answer = self._process.stdout.readline().strip()
+        if answer != "ready":
+            self.close()
+            raise Unavailable(answer.removeprefix("skipped: ") or self._last_words())
+        self._rest()
+
+    def turn(self, batches: int, untimed: int) -> Turn:
+        """Let it make ``batches`` batches and refill its queues; the clock starts after the first ``untimed``.
+
+        Raises:
+            UserError: it ended instead, or does not come to rest.
+        """
+        before = self._rest()
+        self._process.stdin.write(f"{batches} {untimed}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline().strip()
+        if not answer:
+            self.close()
+            raise UserError(
+                f"contestant {self.name} stopped in its turn ({self._last_words()}), {batches} batches needed: mend it, or leave "
+                f"it out with --only."
+            )
+        return Turn(wall=float(answer), cpu=self._rest() - before)
+
+    def close(self) -> None:
+        """End the process and its children."""
+        try:
+            family = [self._root(), *self._root().children(recursive=True)]
+        except psutil.NoSuchProcess:
+            family = []
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass  # it ended by itself
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _rest(self) -> float:
+        """Wait until its CPU time stands still. Returns that time."""
+        deadline = time.monotonic() + PATIENCE
+        seen, since = self._cpu_time(), time.monotonic()
+        while time.monotonic() - since < REST:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"contestant {self.name} still computes {PATIENCE} s after its turn, rest needed to measure the others: "
+                    f"leave it out with --only."
+                )
+            time.sleep(REST / 4)
+            now = self._cpu_time()
+            if now > seen + TICK:  # a single tick may be a thread that looked up from its sleep
+                seen, since = now, time.monotonic()
+        return self._cpu_time()
+
+    def _cpu_time(self) -> float:
+        """User and system seconds so far, of the process and all its children, those that ended included."""
+        try:
+            family = [self._root(), *self._root().children(recursive=True)]
+            return sum(sum(process.cpu_times()[:4]) for process in family)  # user, system, and both of ended children
+        except psutil.NoSuchProcess:
+            return 0.0  # it has just ended: whoever reads its answer says so
+
+    def _root(self) -> psutil.Process:
+        return psutil.Process(self._process.pid)
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text().strip().splitlines()
+        return lines[-1].strip() if lines else f"it ended with code {self._process.returncode} and no message"
+
+
+def start_peer(
+    name: str, python: str, data: Path, workers: int, batch_size: int, timm: Path | None, log: Path
+) -> ContestantProcess:
+    """Start a contestant of loader_peers.py with the interpreter ``python``."""
+    command = [python, str(HERE / "loader_peers.py"), name, "--data", str(data)]
+    command += ["--workers", str(workers), "--batch-size", str(batch_size)]
+    if timm:
+        command += ["--timm", str(timm)]
+    if not shutil.which(python):
+        raise Unavailable(f"{python} is no Python interpreter")
+    return ContestantProcess(name, command, workers, log)
+
+
+def start_limit(listing: Path, workers: int, batch_size: int, log: Path) -> ContestantProcess:
+    """Compile jpeg_limit.c beside ``log`` and start it on the JPEGs of ``listing``.
+
+    Raises:
+        Unavailable: no C compiler, or no libjpeg-turbo to compile with.
+    """
+    program, source = log.with_suffix(""), HERE / "jpeg_limit.c"
+    try:
+        compiled = subprocess.run(
+            ["cc", "-O2", "-o", program, source, "-ljpeg", "-lm", "-lpthread"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        raise Unavailable("no C compiler `cc`") from None
+    if compiled.returncode:
+        first_error = next((line for line in compiled.stderr.splitlines() if "error" in line), "cc failed")
+        raise Unavailable(f"jpeg_limit.c cannot be compiled: {first_error} (needs apt-get install libjpeg-dev)")
+    return ContestantProcess("limit", [str(program), str(listing), str(workers), str(batch_size)], workers, log)
