@@ -113,8 +113,8 @@ def _why_not_as_it_is(frame: FrameHeader) -> str | None:
 
 def _encode_anew(data: bytes, rules: ImageRules, reason: str | None) -> StoredImage:
     image = _open(data)
-    if reason == "not a JPEG":
-        reason = f"{image.format} under a JPEG's name"
+    if image.format not in ("JPEG", "MPO"):  # MPO: a JPEG with further pictures behind it
+        reason = f"{image.format}, not a JPEG"
     image = _to_gray_or_rgb(image)
     quality, subsampling = REENCODED_QUALITY, "4:4:4"
     target = rules.resize_short_side

@@ -9,9 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from multiprocessing import connection, parent_process
 from multiprocessing.sharedctypes import Synchronized
 from typing import TypeVar
@@ -59,23 +57,20 @@ def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers
     before = bar.n
     with ProcessPoolExecutor(workers, context, _start_worker, (progress,)) as pool:
         try:
-            tasks = iter(tasks)
-            with _interrupts_held():  # the first task starts the workers, which inherit this: Ctrl-C is the parent's business
-                pending: set[Future] = {pool.submit(function, task) for task in islice(tasks, 1)}
-            pending |= {pool.submit(function, task) for task in tasks}
+            pending = {_submit(pool, function, task) for task in tasks}
             while pending:
                 done, pending = wait(pending, BAR_SECONDS, FIRST_COMPLETED)
                 bar.update(before + progress.images.value - bar.n)
                 yield from (future.result() for future in done)
-        except (BrokenProcessPool, MemoryError):
-            raise UserError(
-                f"a worker process was killed or ran out of memory, all {workers} needed: give them more memory or pass fewer --workers, then run "
-                f"the same command again."
-            ) from None
-        except BaseException:
+        except BaseException as error:
             progress.stop.value = 1
             pool.shutdown(cancel_futures=True)
-            raise
+            if not isinstance(error, (BrokenProcessPool, MemoryError)):
+                raise
+            raise UserError(
+                f"a worker process was killed or ran out of memory, all {workers} needed: give them more memory or pass fewer "
+                f"--workers, then run the same command again."
+            ) from None
 
 
 def count_image() -> None:
@@ -92,12 +87,11 @@ def count_image() -> None:
         raise Stopped
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until the end of the block."""
+def _submit(pool: ProcessPoolExecutor, function: Callable, task: object) -> Future:
+    """Submit with Ctrl-C held back: this may start a worker, which inherits that. Interrupts are the parent's business."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        return pool.submit(function, task)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

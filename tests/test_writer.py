@@ -326,6 +326,18 @@ def test_ctrl_c_is_one_line_and_keeps_what_is_finished(digits_images: Path, tmp_
     assert list(output.glob(".*.finished.npz")) and not list(output.glob(".*.tmp"))
 
 
+def test_a_killed_worker_is_one_line(digits_images: Path, tmp_path: Path) -> None:
+    """Guards against a run that waits for ever for a worker that the system killed for its memory, and against a traceback."""
+    output = tmp_path / "shards"
+    arguments = [SHARDER, "--source", digits_images, "--output", output, "--split", "train", "--samples-per-shard", 20]
+    process = _started(arguments, output, finished=1)
+    workers = [pid for pid in _session_members(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(workers[0], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2 and stderr.count("\n") == 1, stderr
+    assert "a worker process was killed or ran out of memory, all 2 needed" in stderr
+
+
 def _started(arguments: list, output: Path, finished: int) -> subprocess.Popen:
     """The sharder in a session of its own, once it has finished that many shards."""
     process = subprocess.Popen(
