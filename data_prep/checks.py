@@ -1,9 +1,9 @@
 """Looks at every image before it is stored: kept as it is, encoded anew, or rejected with the reason.
 
 A JPEG that every decoder takes (Huffman-coded baseline, extended or progressive, 8 bits, gray or three components) is
-kept byte for byte. Whatever else Pillow can read is encoded anew as an RGB JPEG, because DALI's decoders, the GPU's
-above all, do not take it: CMYK and YCCK JPEGs (ImageNet has 22), PNGs and other files under a JPEG's name (ImageNet has
-one), arithmetic and lossless coding. What nothing can decode is rejected. EXIF is never read, so it may be broken:
+kept byte for byte. DALI's decoders, the GPU's above all, do not take everything else: CMYK and YCCK JPEGs (ImageNet has 22),
+arithmetic and lossless coding, PNGs (ImageNet has one under a JPEG's name), GIF, BMP, WebP, TIFF, PPM. What Pillow can read
+of these is encoded anew as an RGB JPEG; what nothing can decode is rejected. EXIF is never read, so it may be broken:
 orientation is ignored when shards are written as it is when they are read.
 """
 
@@ -20,6 +20,7 @@ from pipeline.data.jpeg import CutOff, FrameHeader, frame_header
 
 REENCODED_QUALITY = 95  # with full chroma: so few images that their size does not matter
 _HUFFMAN_CODED = (0xC0, 0xC1, 0xC2)  # baseline, extended sequential, progressive
+_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")  # no EPS: Pillow would start a PostScript interpreter
 _LONGEST_SIDE = 65_500  # pixels, libjpeg's limit
 
 # The size of a picture is no news to whoever shards it. Beyond twice Pillow's limit (179 million pixels) it still refuses.
@@ -133,7 +134,7 @@ def _encode_anew(data: bytes, rules: ImageRules, reason: str | None) -> StoredIm
 def _open(data: bytes, eighth: bool = False) -> Image.Image:
     """Decode with Pillow."""
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
         if eighth:
             image.draft(None, (1, 1))
         image.load()
