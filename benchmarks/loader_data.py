@@ -6,9 +6,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
+from loader_settings import StoredImages, jpegs_of
 from PIL import Image
 
 from pipeline.data.shards import ShardSet
@@ -19,37 +20,45 @@ SHORT_SIDE, LONG_SIDE = 256, 500  # pixels
 SHARDER = Path(__file__).parent.parent / "data_prep" / "shard_imagenet.py"
 
 
-@dataclass(frozen=True)
-class StoredImages:
-    """One form of the images."""
+class Form(Enum):
+    """How the images are stored. Re-encoded ones have quality 90 and 4:2:0."""
 
-    folder: Path  # <class>/*.JPEG
-    shards: Path  # a shard set, split train
-    listing: Path  # lines "path <tab> offset <tab> bytes <tab> width <tab> height": the JPEGs within the shards
+    ORIGINALS = "originals"
+    SHORT_SIDE_256 = "short_side_256"  # larger ones reduced to that, the others as they are
+    LONG_SIDE_500 = "long_side_500"  # all re-encoded, larger ones reduced: FFCV's writer with max_resolution=500
 
 
-def prepare(images: Path, work: Path, forms: set[str], workers: int) -> dict[str, StoredImages]:
+def prepare(images: Path, work: Path, forms: set[Form], workers: int) -> dict[Form, StoredImages]:
     """Store the images in each of some forms.
 
     Args:
         images: folder ``<class>/*.JPEG``.
         work: folder for the results.
-        forms: some of "originals"; "short_side_256": larger ones reduced to that; "at_most_500": every image
-            re-encoded, larger ones reduced, as FFCV's writer does with ``max_resolution=500``.
+        forms: the forms to make.
         workers: shards are made for so many readers at least.
 
     Raises:
         UserError: no images there.
     """
-    count = sum(path.suffix.lower() in (".jpeg", ".jpg") for path in images.glob("*/*"))
+    count = len(all_jpegs(images))
     if count == 0:
         raise UserError(f"{images} has 0 images, a folder <class>/*.JPEG needed: pass one with --images.")
     folders = {
-        "originals": lambda: images,
-        "short_side_256": lambda: reencode(images, work / "short_side_256", reduce_short_side, keep_small=True),
-        "at_most_500": lambda: reencode(images, work / "at_most_500", reduce_long_side, keep_small=False),
+        Form.ORIGINALS: lambda target: images,
+        Form.SHORT_SIDE_256: lambda target: reencode(images, target, reduce_short_side, keep_small=True),
+        Form.LONG_SIDE_500: lambda target: reencode(images, target, reduce_long_side, keep_small=False),
     }
-    return {form: _shard(folders[form](), work / f"{form}_shards", count // (2 * workers) + 1) for form in sorted(forms)}
+    return {
+        form: _shard(folders[form](work / form.value), work / f"{form.value}_shards", count // (2 * workers) + 1)
+        for form in forms
+    }
+
+
+def all_jpegs(images: Path) -> list[Path]:
+    """The JPEGs of a folder ``<class>/*.JPEG``."""
+    if not images.is_dir():
+        return []
+    return [path for folder in sorted(images.iterdir()) if folder.is_dir() for path in jpegs_of(folder)]
 
 
 def reduce_short_side(image: Image.Image) -> Image.Image:
@@ -70,9 +79,7 @@ def reencode(images: Path, target: Path, reduce: Callable[[Image.Image], Image.I
     Args:
         keep_small: images that are not reduced stay byte for byte as they are.
     """
-    for path in sorted(images.glob("*/*")):
-        if path.suffix.lower() not in (".jpeg", ".jpg"):
-            continue
+    for path in all_jpegs(images):
         copy = target / path.relative_to(images)
         copy.parent.mkdir(parents=True, exist_ok=True)
         with Image.open(path) as image:

@@ -18,7 +18,6 @@ def our_loader(settings: Settings, full: bool) -> Loader:
     """Our loader as ``pipeline.train`` builds it. The one place that knows its interface.
 
     Args:
-        settings: ``data`` is a shard set.
         full: the full recipe.
 
     Raises:
@@ -27,10 +26,10 @@ def our_loader(settings: Settings, full: bool) -> Loader:
     if full:
         raise Unavailable("this release's loader has no RandAugment, random erasing, Mixup and CutMix")
     config = DataConfig(
-        path=str(settings.data), num_threads=settings.workers, crop_scale=CROP_SCALE, crop_ratio=CROP_RATIO, flip=FLIP
+        path=str(settings.images.shards), num_threads=settings.workers, crop_scale=CROP_SCALE, crop_ratio=CROP_RATIO, flip=FLIP
     )
     plan = TrainPlan(
-        ShardSet(settings.data, "train"),
+        ShardSet(settings.images.shards, "train"),
         seed=0,
         image_size=IMAGE_SIZE,
         global_batch_size=settings.batch_size,
@@ -54,12 +53,11 @@ def native_batches(settings: Settings, cubic: bool) -> Iterator[Tensor]:
     """Batches (B, 3, 224, 224) of DALI's ``readers.webdataset`` and ``decoders.image_random_crop``.
 
     Args:
-        settings: ``data`` is a shard set: tars with their indexes.
         cubic: antialiased bicubic; else antialiased linear, DALI's default.
     """
     from nvidia.dali import fn, pipeline_def, types
 
-    tars = sorted(map(str, settings.data.glob("*.tar")))
+    tars = sorted(map(str, settings.images.shards.glob("*.tar")))
 
     @pipeline_def(batch_size=settings.batch_size, num_threads=settings.workers, device_id=None, seed=0)
     def graph():
