@@ -90,7 +90,8 @@ def main() -> None:
     times = {form: {"step": [], "phi": []} for form in forms}
     for round_ in range(args.rounds + 1):
         for form, model in models.items():
-            phi_ms, step_ms = milliseconds(lambda: phi(model), device), milliseconds(lambda: step(model), device)
+            phi_ms = milliseconds(lambda model=model: phi(model), device)
+            step_ms = milliseconds(lambda model=model: step(model), device)
             if round_ > 0:  # the first is a warm-up
                 times[form]["phi"].append(phi_ms)
                 times[form]["step"].append(step_ms)

@@ -56,7 +56,17 @@ class DataConfig(Section):
     num_threads: PositiveInt | None = None
     """DALI threads per process; null: the CPU cores shared out among the node's processes."""
     prefetch: PositiveInt = 2
-    """Batches that DALI prepares ahead."""
+    """Batches that are decoded ahead."""
+    read_ahead: PositiveInt = 4
+    """Batches whose files are read ahead; the memory is that many times micro_batch_size encoded images."""
+    order: Literal["full", "block"] = "full"
+    """full: each epoch permutes all samples. block: neighbours on disk stay close in time, for disks that are slow at random reads."""
+    block_size: PositiveInt = 256
+    """Samples that lie side by side in a shard and are read as one block (order block)."""
+    window_blocks: PositiveInt = 64
+    """Blocks whose samples are shuffled together (order block): 64 x 256 samples are about 2 GB of page cache."""
+    max_bad_samples: Annotated[int, Field(ge=0)] = 100
+    """Unreadable or damaged training images that are replaced by a neighbour; one more stops the run."""
     crop_scale: Range = (0.08, 1.0)
     """Area of the random crop, as a share of the image."""
     crop_ratio: Range = (3 / 4, 4 / 3)
@@ -81,9 +91,44 @@ class DataConfig(Section):
         return self
 
 
+class AugmentConfig(Section):
+    """What changes the pixels after the crop. Everything is off by default; the recipes in configs/ turn it on."""
+
+    rand_augment_ops: Annotated[int, Field(ge=0, le=8)] = 0
+    """RandAugment operations per image (the papers' rand-m9-mstd0.5-inc1 has 2); 0: none."""
+    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9
+    """RandAugment: strength, 0 to 10."""
+    rand_augment_std: Annotated[float, Field(ge=0, le=10)] = 0.5
+    """RandAugment: standard deviation of the strength."""
+    erasing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Probability that a rectangle of the image becomes noise."""
+    mixup: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Mixup: alpha of the Beta distribution of the mixing weight; 0: none."""
+    cutmix: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """CutMix: alpha of the Beta distribution of the share of the image that is kept; 0: none."""
+    mix_switch: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Probability of CutMix where both are on."""
+    mix_group: Annotated[int, Field(ge=2)] = 8
+    """Consecutive images that share a mixing weight and are mixed with each other; must divide micro_batch_size."""
+    repeats: PositiveInt = 1
+    """Repeated augmentation: views of each image in a row; an epoch then shows 1/repeats of the images."""
+
+    @model_validator(mode="after")
+    def _partners_are_other_images(self) -> AugmentConfig:
+        if self.mixes and self.mix_group < 2 * self.repeats:
+            raise ValueError(f"mix_group must be at least 2 x repeats = {2 * self.repeats}, not {self.mix_group}")
+        return self
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+
 class TrainConfig(Section):
     epochs: Positive = 300
     """Length of the schedule, in passes over the training set."""
+    scale_epochs: bool = False
+    """Divide epochs by the share that `--subset` kept, so that the number of steps is that of the full set."""
     max_steps: PositiveInt | None = None
     """Stop after this many optimizer steps in all; does not change the schedule. null: run to the end."""
     global_batch_size: PositiveInt = 1024
@@ -151,11 +196,21 @@ class Config(Section):
     """Decides initial weights, sample order and augmentation."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    augment: AugmentConfig = AugmentConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _groups_fill_the_micro_batch(self) -> Config:
+        micro, group = self.train.micro_batch_size, self.augment.mix_group
+        if self.augment.mixes and micro % group:
+            raise ValueError(
+                f"augment.mix_group {group} must divide train.micro_batch_size {micro} ({micro} / {group} = {micro / group:.4g} groups)"
+            )
+        return self
 
 
 def accumulation_steps(train: TrainConfig, world_size: int) -> int:

@@ -26,6 +26,12 @@ class Stream(IntEnum):
     SAMPLE_ORDER = 1  # the order of an epoch
     CROP_AND_FLIP = 2
     STOCHASTIC_DEPTH = 3
+    SUBSET = 4  # which images of a class are kept when the shards are written
+    RAND_AUGMENT = 5
+    ERASING = 6
+    MIXING = 7  # of a group of samples: its number stands for the position
+    BLOCK_ORDER = 8
+    WINDOW_ORDER = 9
 
 
 def philox4x32(counter: np.ndarray, seed: int) -> np.ndarray:

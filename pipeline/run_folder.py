@@ -18,6 +18,8 @@ _FREE_KEYS = (
     "data.path",
     "data.num_threads",
     "data.prefetch",
+    "data.read_ahead",
+    "data.max_bad_samples",
     "train.max_steps",
     "train.activation_checkpointing",
 )

@@ -45,6 +45,8 @@ class StepRecord:
     loss: Tensor  # (), on the device: fetched only when the log is written, and so is
     grad_norm: Tensor | float
     data_seconds: float  # spent waiting for batches
+    replaced: int = 0  # images of this process's share that stood in for bad ones
+    bad_samples: int = 0  # that this process has met since it started
 
 
 class RunLog:
@@ -89,12 +91,13 @@ class RunLog:
         """Write the noted steps; every process must call at the same step.
 
         Raises:
-            UserError: a loss or gradient norm is not finite.
+            UserError: a loss or gradient norm is not finite, or the processes together met too many bad samples.
         """
         if not self._pending:
             return
         losses = self._world.sum(torch.stack([r.loss.detach().double() for r in self._pending])) / self._world.size
         losses = losses.tolist()  # waits for the device
+        replaced, bad_samples = self._count_bad_samples()
         norms = [float(r.grad_norm) for r in self._pending]
         seconds = time.perf_counter() - self._since
         images = len(self._pending) * self._config.train.global_batch_size
@@ -108,19 +111,32 @@ class RunLog:
             "peak_memory_gib": peak_memory,
         }
         if self._world.is_main:
-            for record, loss, norm in zip(self._pending, losses, norms):
+            for record, loss, norm, count in zip(self._pending, losses, norms, replaced):
                 row = {"step": record.step, "epoch": record.epoch, "samples": record.samples, "loss": loss}
-                self._write({**row, "lr": record.lr, "grad_norm": norm, **speed}, group="train")
+                row = {**row, "lr": record.lr, "grad_norm": norm, **speed, "replaced": count, "bad_samples": bad_samples}
+                self._write(row, group="train")
             self._show(self._pending[-1], losses[-1], norms[-1], speed)
         finite = [math.isfinite(loss) and math.isfinite(norm) for loss, norm in zip(losses, norms)]
         bad = [(r.step, loss, norm) for r, loss, norm, ok in zip(self._pending, losses, norms, finite) if not ok]
         self._pending.clear()
         self._since = time.perf_counter()
+        limit = self._config.data.max_bad_samples
+        if bad_samples > limit:
+            raise UserError(
+                f"{bad_samples} training samples cannot be used, counted over {self._world.size} processes, data.max_bad_samples allows "
+                f"{limit}: the warnings above name them; restore the files, or raise data.max_bad_samples."
+            )
         if bad:
             raise UserError(
                 f"at step {bad[0][0]} the loss is {bad[0][1]} and the gradient norm {bad[0][2]}, finite numbers needed: lower optim.lr, "
                 f"raise optim.warmup_epochs or set optim.clip_grad_norm, with another output_dir; checkpoints from before are unharmed."
             )
+
+    def _count_bad_samples(self) -> tuple[list[int], int]:
+        """Over all processes: images replaced in each noted step, and bad samples met so far."""
+        counts = [float(r.replaced) for r in self._pending] + [float(self._pending[-1].bad_samples)]
+        *replaced, bad_samples = self._world.sum(torch.tensor(counts, dtype=torch.float64, device=self._world.device)).tolist()
+        return [int(count) for count in replaced], int(bad_samples)
 
     def evaluation(self, step: int, epoch: float, samples: int, results: dict[str, dict[str, float]]) -> None:
         """Write an evaluation's results, by name of the weights (``model``, ``ema``)."""

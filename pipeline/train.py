@@ -23,7 +23,7 @@ from pipeline import checkpoint, flops, pictures
 from pipeline.batchnorm import averaged_statistics
 from pipeline.config import Config, accumulation_steps, load_config
 from pipeline.data.loader import Batch, Loader
-from pipeline.data.plan import TrainPlan
+from pipeline.data.plan import TrainPlan, epoch_length
 from pipeline.data.shards import ShardSet
 from pipeline.distributed import World, disconnect, init_world
 from pipeline.ema import WeightAverage
@@ -41,7 +41,7 @@ from pipeline.run_log import RunLog, StepRecord, write_run_files
 class Schedule:
     """Where the run stands at a step. Epochs follow each other without a gap, so their ends need not fall on a step."""
 
-    images: int  # in the training set
+    images: int  # that an epoch shows
     global_batch_size: int
     epochs: float
     max_steps: int | None
@@ -72,6 +72,15 @@ class Schedule:
         return self.samples(step) // every_samples > self.samples(step - 1) // every_samples
 
 
+def make_schedule(config: Config, train_set: ShardSet) -> Schedule:
+    """The run's schedule; with ``train.scale_epochs`` the epochs of a subset are as many steps as those of the full set."""
+    images = epoch_length(len(train_set), config.augment.repeats)
+    epochs = config.train.epochs
+    if config.train.scale_epochs:
+        epochs /= train_set.subset
+    return Schedule(images, config.train.global_batch_size, epochs, config.train.max_steps)
+
+
 def train(config: Config, world: World) -> None:
     """Train to the end of the schedule, from the newest checkpoint if there is one.
 
@@ -86,7 +95,7 @@ def train(config: Config, world: World) -> None:
     check_classes(config, train_set)
     check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
     accumulation = accumulation_steps(config.train, world.size)
-    schedule = Schedule(len(train_set), config.train.global_batch_size, config.train.epochs, config.train.max_steps)
+    schedule = make_schedule(config, train_set)
     run_dir = check_same_run(config, world)
     first_step = world.gather(checkpoint.latest_step(run_dir) or 0)[0]  # rank 0's word: network disks may lag elsewhere
     if first_step >= schedule.last_step:
@@ -119,9 +128,9 @@ def train(config: Config, world: World) -> None:
     loader = training_loader(train_set, config, world, first_step)
     val_loader = evaluation_loader(val_set, config, world)
     log = RunLog(config, world, first_step, schedule.last_step, cost.training_flops_per_image(config.train.micro_batch_size))
-    if config.optim.warmup_epochs >= config.train.epochs:
+    if config.optim.warmup_epochs >= schedule.epochs:
         log.say(
-            f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {config.train.epochs:g}: the run ends within the warm-up"
+            f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"
         )
     log.say(
         f"{config.model.name} on {world.device}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {config.train.global_batch_size} = "
@@ -130,25 +139,24 @@ def train(config: Config, world: World) -> None:
     )
 
     for step in range(first_step + 1, schedule.last_step + 1):  # step: its number, once it is done
-        lr = learning_rate(
-            step - 1, schedule.steps_per_epoch, config.train.epochs, config.train.global_batch_size, config.optim
-        )
+        lr = learning_rate(step - 1, schedule.steps_per_epoch, schedule.epochs, config.train.global_batch_size, config.optim)
         set_learning_rate(engine, lr)
-        loss_sum, data_seconds = torch.zeros((), device=world.device), 0.0
+        loss_sum, data_seconds, replaced = torch.zeros((), device=world.device), 0.0, 0
         for _ in range(accumulation):
             started = time.perf_counter()
             batch = next(loader)
             data_seconds += time.perf_counter() - started
+            replaced += batch.replaced
             scores = engine(batch.images, sample_noise(engine.module, batch, config.seed))
-            loss = F.cross_entropy(scores.float(), batch.labels, label_smoothing=config.train.label_smoothing)
+            loss = mixed_cross_entropy(scores, batch, config.train.label_smoothing)
             engine.backward(loss)
             grad_norm = optimizer_step(engine)
             loss_sum += loss.detach()
         if ema:
             ema.update()
-        log.step(
-            StepRecord(step, schedule.epoch(step), schedule.samples(step), lr, loss_sum / accumulation, grad_norm, data_seconds)
-        )
+        loss_mean = loss_sum / accumulation
+        where = (step, schedule.epoch(step), schedule.samples(step))
+        log.step(StepRecord(*where, lr, loss_mean, grad_norm, data_seconds, replaced, bad_samples=len(loader.bad)))
 
         if step == first_step + 1:
             log.images("train/images", pictures.image_grid(batch.images, config.data.mean, config.data.std), step)
@@ -177,11 +185,28 @@ def training_loader(shards: ShardSet, config: Config, world: World, first_step: 
         micro_batch_size=config.train.micro_batch_size,
         rank=world.rank,
         world_size=world.size,
-        crop_scale=config.data.crop_scale,
-        crop_ratio=config.data.crop_ratio,
-        flip=config.data.flip,
+        data=config.data,
+        augment=config.augment,
     )
     return Loader(plan, config.data, world.device, world.cpu_threads, start=first_step * plan.batches_per_step)
+
+
+def mixed_cross_entropy(scores: Tensor, batch: Batch, label_smoothing: float) -> Tensor:
+    """Mean cross entropy of images that are mixtures of two labels.
+
+    Cross entropy is linear in the target, so mixing two losses is what mixing the two smoothed one-hot vectors is
+    (Mixup's equation for the target).
+
+    Args:
+        scores: (B, classes), any floating type.
+        batch: with ``labels``, ``other_labels`` and ``weight``.
+        label_smoothing: share of each target spread over all classes.
+    """
+    own, other = (
+        F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing, reduction="none")  # (B,)
+        for labels in (batch.labels, batch.other_labels)
+    )
+    return (batch.weight * own + (1 - batch.weight) * other).mean()
 
 
 def sample_noise(model: nn.Module, batch: Batch, seed: int) -> Tensor | None:

@@ -126,6 +126,7 @@ def small_run(digits_shards: Path, tmp_path: Path) -> Path:
         "output_dir": str(tmp_path / "run"),
         "model": {"name": "pervit_t", "image_size": 32, "num_classes": 10, "drop_path": 0.1},
         "data": {"path": str(digits_shards), "num_threads": 1},
+        "augment": {"rand_augment_ops": 2, "erasing": 0.25, "mixup": 0.8, "cutmix": 1.0, "mix_group": 4},
         "train": {"epochs": 10, "global_batch_size": 16, "micro_batch_size": 4, "precision": "fp32"},
         "optim": {"warmup_epochs": 0.1},
         "eval": {"every_epochs": None},

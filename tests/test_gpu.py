@@ -10,7 +10,7 @@ import torch
 from conftest import run_module, step_rows
 
 from pipeline.checkpoint import read_weights
-from pipeline.config import DataConfig
+from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.loader import Loader
 from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
@@ -25,7 +25,7 @@ def test_gpu_decoding_agrees_with_cpu_decoding(kind: str, digits_shards: Path) -
     """Guards against a GPU graph that crops, flips or resizes differently; the decoders differ by a few of 255 levels."""
     shards = ShardSet(digits_shards, "train")
     if kind == "train":
-        plan = TrainPlan(shards, 1, 64, 32, 32, 0, 1, (0.08, 1.0), (3 / 4, 4 / 3), 0.5)
+        plan = TrainPlan(shards, 1, 64, 32, 32, 0, 1, DataConfig(), AugmentConfig(rand_augment_ops=2, mixup=0.8, cutmix=1.0))
     else:
         plan = EvalPlan(shards, 64, 32, 0, 1, 0.875)
     on_cpu, on_gpu = (Loader(plan, DataConfig(), device) for device in (CPU, GPU))

@@ -7,26 +7,53 @@ here; it decodes to wrong pixels or to an error that DALI survives.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 _SOI, _EOI, _SOS = b"\xff\xd8", b"\xff\xd9", 0xDA
 _SIZE_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15 without DHT, JPG, DAC
 _PNG = b"\x89PNG\r\n\x1a\n"  # one image of ImageNet is a PNG under a JPEG's name
 
 
+class CutOff(ValueError):
+    """An image that ends before it should: nothing can restore it."""
+
+
+class FrameHeader(NamedTuple):
+    """What a JPEG's frame header says (ITU-T T.81, B.2.2)."""
+
+    coding: int  # second byte of the SOFn marker: 0xC0 baseline, 0xC1 extended sequential, 0xC2 progressive, ...
+    precision: int  # bits per sample
+    width: int  # pixels, as stored
+    height: int
+    components: int  # 1 grayscale, 3 YCbCr or RGB, 4 CMYK or YCCK
+
+
 def image_size(data: bytes) -> tuple[int, int]:
-    """(width, height) in pixels, as stored, of a complete JPEG (ITU-T T.81, Annex B) or PNG.
+    """(width, height) in pixels, as stored, of a complete JPEG or PNG.
 
     Raises:
         ValueError: neither, or cut off; the message says which.
     """
     if data[:8] == _PNG:
         if data[-12:-4] != b"\0\0\0\0IEND":
-            raise ValueError("a PNG that is cut off")
+            raise CutOff("a PNG that is cut off")
         if any(data[16:18] + data[20:22]):
             raise ValueError("a PNG of more than 65,535 pixels a side")
         return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    frame = frame_header(data)
+    return frame.width, frame.height
+
+
+def frame_header(data: bytes) -> FrameHeader:
+    """The frame header of a complete JPEG (ITU-T T.81, Annex B).
+
+    Raises:
+        ValueError: not a JPEG, or one with a damaged header.
+        CutOff: a JPEG whose end is missing.
+    """
     if data[:2] != _SOI:
         raise ValueError("not a JPEG")
-    size, place = None, 2
+    frame, place = None, 2
     while place + 4 <= len(data):
         if data[place] != 0xFF:
             raise ValueError("a JPEG with a damaged header")
@@ -34,14 +61,18 @@ def image_size(data: bytes) -> tuple[int, int]:
         if marker == 0xFF:  # fill byte
             place += 1
             continue
-        if marker in _SIZE_MARKERS:
-            size = int.from_bytes(data[place + 7 : place + 9], "big"), int.from_bytes(data[place + 5 : place + 7], "big")
+        if marker in _SIZE_MARKERS and place + 10 <= len(data):
+            height, width = (
+                int.from_bytes(data[place + 5 : place + 7], "big"),
+                int.from_bytes(data[place + 7 : place + 9], "big"),
+            )
+            frame = FrameHeader(marker, data[place + 4], width, height, data[place + 9])
         if marker == _SOS:
             # Compressed data never contains the end marker, so finding it means that the data is all there.
-            if size is None or 0 in size:
+            if frame is None or 0 in (frame.width, frame.height):
                 raise ValueError("a JPEG without a size")
             if data.rfind(_EOI, place) < 0:
-                raise ValueError("a JPEG that is cut off")
-            return size
+                raise CutOff("a JPEG that is cut off")
+            return frame
         place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
-    raise ValueError("a JPEG that is cut off")
+    raise CutOff("a JPEG that is cut off")

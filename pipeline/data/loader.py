@@ -1,44 +1,70 @@
-"""The loader: runs a plan through the DALI graph and hands out PyTorch tensors."""
+"""The loader: runs a plan through reading, decoding and augmentation, and hands out PyTorch tensors.
+
+::
+
+    plan.request(i)  ->  shards.read, ahead in threads  ->  DALI  ->  (CPU: finish.py)  ->  erasing, mixing  ->  Batch
+"""
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from nvidia.dali import Pipeline
 from torch import Tensor
 
 from pipeline.config import DataConfig
-from pipeline.data.graph import build_pipeline
+from pipeline.data import graph
+from pipeline.data.ahead import Ahead
+from pipeline.data.bad_samples import BadSamples, read_sound, undecodable
+from pipeline.data.erasing import erase_
+from pipeline.data.finish import Finisher
+from pipeline.data.mixing import mix_, mixed_labels
 from pipeline.data.plan import BatchRequest, EvalPlan, TrainPlan
-from pipeline.errors import UserError
+
+_READERS = 4  # threads that wait for the disk
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of one process."""
+    """One batch of one process. Image i is a mixture: ``weight[i]`` of it is ``labels[i]``, the rest ``other_labels[i]``."""
 
     images: Tensor  # (B, 3, image_size, image_size) float32, normalized, on the device
     labels: Tensor  # (B,) int64, on the device
+    other_labels: Tensor  # (B,) int64, on the device
+    weight: Tensor  # (B,) float32 in [0, 1], on the device; 1 without Mixup and CutMix
     valid: Tensor  # (B,) bool, on the device; False marks padding
     request: BatchRequest  # which samples they are: NumPy arrays on the CPU
+    replaced: int  # samples of this batch that stand in for bad ones
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """A batch as it comes from the disk."""
+
+    number: int
+    request: BatchRequest
+    images: list[np.ndarray]  # B of (bytes,) uint8
 
 
 class Loader:
     """Batches ``start``, ``start + 1``, ... of a plan, endlessly.
 
     All state is the number of the next batch. A loader that starts at batch i yields exactly what another one yields
-    after i batches.
+    after i batches. The tensors of a batch belong to whoever holds them; memory is used again when nobody does.
 
     Args:
         plan: what to read.
-        config: normalization, threads, prefetch.
+        config: normalization, threads, how much is done ahead, how many bad samples are borne.
         device: where the batches end up; decoding runs there too.
         cpu_threads: this process's share of the node's cores; used where the config does not say.
         start: number of the first batch.
+
+    Attributes:
+        bad: the samples that could not be used so far.
     """
 
     def __init__(
@@ -46,18 +72,17 @@ class Loader:
     ) -> None:
         self.plan = plan
         self.device = device
-        self._next = start
-        self._requested: deque[BatchRequest] = deque()  # DALI asks ahead; its results come back in the same order
-        self._pipeline = build_pipeline(
-            source=self._supply,
-            batch_size=plan.batch_size,
-            image_size=plan.image_size,
-            mean=config.mean,
-            std=config.std,
-            device_id=device.index if device.type == "cuda" else None,
-            num_threads=config.num_threads or cpu_threads,
-            prefetch=config.prefetch,
-        )
+        self.bad = BadSamples(plan.shards, config.max_bad_samples)
+        self._config = config
+        self._threads = config.num_threads or cpu_threads
+        self._reading = Ahead(self._read, start, config.read_ahead, _READERS, "read")
+        self._in_dali: deque[_Encoded] = deque()  # its results come back in the order of its inputs
+        self._repeat: deque[_Encoded] = deque()  # to be given to DALI once more
+        self._dali = self._build()
+        self._finisher = self._finished = None
+        if device.type == "cpu":
+            self._finisher = Finisher(plan.batch_size, plan.image_size, config.mean, config.std, self._threads)
+            self._finished = Ahead(lambda _: self._make(), start, config.prefetch, 1, "finish")
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -66,39 +91,93 @@ class Loader:
         """The next batch.
 
         Raises:
-            UserError: a sample could not be read or decoded.
+            UserError: more samples than ``data.max_bad_samples`` cannot be read or decoded.
         """
-        try:
-            (output,) = self._pipeline.run()
-        except RuntimeError as error:
-            self._raise_if_undecodable(error)
-            raise
-        request = self._requested.popleft()
-        images = torch.from_dlpack(output.as_tensor())
-        return Batch(images, self._to_device(request.label), self._to_device(request.valid), request)
+        return self._finished.next() if self._finished else self._make()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        for part in (self._finished, self._reading, self._finisher):
+            if part:
+                part.close()
+
+    def _read(self, number: int) -> _Encoded:
+        """Read batch ``number``, with neighbours in the place of bad samples. Several threads at once."""
+        self.plan.shards.will_need(self.plan.coming_blocks(number))
+        while True:
+            request = self.plan.request(number, self.bad.replacement)
+            images = read_sound(self.plan.shards, request.index, self.bad)
+            if images is not None:
+                return _Encoded(number, request, images)
+
+    def _make(self) -> Batch:
+        encoded, output = self._decode()
+        request = encoded.request
+        if self._finisher:
+            images = self._finisher.finish([torch.from_dlpack(image) for image in output], request)
+        else:
+            images = torch.from_dlpack(output.as_tensor())
+        if request.erasing is not None:
+            erase_(images, request.erasing)
+        labels = other_labels = request.label
+        weight = np.ones(len(labels), dtype=np.float32)
+        if request.mixing is not None:
+            mix_(images, request.mixing)
+            other_labels, weight = mixed_labels(labels, request.mixing)
+        tensors = (self._to_device(values) for values in (labels, other_labels, weight, request.valid))
+        return Batch(images, *tensors, request, replaced=self._count_replaced(encoded))
+
+    def _decode(self) -> tuple[_Encoded, object]:
+        """The next batch out of DALI; one that it fails on goes in again, without the samples that it failed on."""
+        while True:
+            try:
+                (output,) = self._dali.run()
+                return self._in_dali.popleft(), output
+            except RuntimeError as error:
+                failed = self._in_dali[0]
+                damages = undecodable(self.plan.shards, failed.request.index, failed.images, str(error))
+                if not damages:
+                    raise
+                for damage in damages:
+                    self.bad.add(damage)
+                # What the failed pipeline held is read anew, and a new pipeline built: DALI calls the old one invalid.
+                again = [self._read(encoded.number) for encoded in self._in_dali]
+                self._repeat = deque([*again, *self._repeat])
+                self._in_dali.clear()
+                self._dali = self._build()
+
+    def _build(self) -> Pipeline:
+        plan, config = self.plan, self._config
+        if self.device.type == "cpu":
+            return graph.decoding_graph(self._supply, plan.batch_size, self._threads, config.prefetch)
+        return graph.full_graph(
+            self._supply,
+            plan.batch_size,
+            plan.image_size,
+            config.mean,
+            config.std,
+            self.device.index,
+            self._threads,
+            config.prefetch,
+            plan.rand_augment_ops,
+        )
+
+    def _supply(self) -> tuple:
+        """DALI's callback: the inputs of the next batch."""
+        encoded = self._repeat.popleft() if self._repeat else self._reading.next()
+        self._in_dali.append(encoded)
+        if self.device.type == "cpu":
+            return graph.window_inputs(encoded.images, encoded.request)
+        return graph.full_inputs(encoded.images, encoded.request, self.plan.image_size)
+
+    def _count_replaced(self, encoded: _Encoded) -> int:
+        if not self.bad.replacement:
+            return 0
+        asked_for = self.plan.request(encoded.number).index
+        return int((asked_for != encoded.request.index).sum())
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(values)
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)  # from pageable memory it would wait for the GPU
-
-    def _supply(self) -> tuple:
-        """DALI's callback: the inputs of the next batch."""
-        request = self.plan.request(self._next)
-        self._next += 1
-        jpegs = self.plan.shards.read_jpegs(request.index)
-        self._requested.append(request)
-        geometry = request.geometry
-        return jpegs, geometry.start, geometry.shape, geometry.resize, *geometry.crop.T.copy(), geometry.flip
-
-    def _raise_if_undecodable(self, error: RuntimeError) -> None:
-        """Turn DALI's report of a decoding failure, which counts samples within a batch, into one that names the sample."""
-        failed = re.search(r"decode sample #(\d+)", str(error))
-        if failed:
-            shards, index = self.plan.shards, self._requested[0].index[int(failed[1])]
-            file = shards.info.shards[shards.samples["shard"][index]].file
-            raise UserError(
-                f"{shards.folder / file}: sample {shards.key(index)} cannot be decoded, a sound JPEG needed: copy the file again, or "
-                f"mend the image in the source and shard again."
-            ) from None

@@ -1,9 +1,9 @@
-"""Which samples a process reads in its i-th batch, and how they are augmented: arithmetic, no state.
+"""Which samples, with which augmentation, make up each batch of each process: arithmetic, without state.
 
-The training stream is endless: epochs follow each other without a gap, each a new permutation of the whole set.
-Number the stream's images 0, 1, 2, ...: image s belongs to epoch s // n at position s % n. Optimizer step t takes
-images [t * global_batch, (t + 1) * global_batch); a process takes its slice of them. So every image is seen once
-per epoch whatever the batch size, nothing is dropped at an epoch's end, and the only state is the step.
+A training run is one endless stream of samples, epoch after epoch without a gap. Step ``s`` takes the samples
+``s * global_batch_size`` to ``(s + 1) * global_batch_size`` of the stream, micro-batch by micro-batch, and within each
+pass process by process. The stream does not depend on the number of processes, nor does anything that is drawn
+for a sample. An epoch's length need not divide by anything: its remainder and the next epoch's beginning share a step.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.data.augment import UNIFORMS_PER_SAMPLE, Geometry, eval_geometry, train_geometry
-from pipeline.data.order import sample_at
+from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data import augment, erasing, mixing, randaugment
+from pipeline.data.augment import Geometry, eval_geometry, train_geometry
+from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
 from pipeline.data.shards import ShardSet
 from pipeline.philox import Stream, uniforms
+
+_EPOCH_UNIT = 256  # repeated augmentation rounds an epoch down to a multiple of this, as its reference does
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,9 @@ class BatchRequest:
     position: np.ndarray  # (B,) int64: place in the epoch
     valid: np.ndarray  # (B,) bool: False marks padding
     geometry: Geometry
+    ops: randaugment.Ops | None = None  # None: not asked for; likewise
+    erasing: erasing.Erasing | None = None
+    mixing: mixing.Mixing | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ class TrainPlan:
         global_batch_size: images per optimizer step over all processes.
         micro_batch_size: images per forward pass of one process.
         rank, world_size: this process among all.
-        crop_scale, crop_ratio, flip: see :func:`train_geometry`.
+        data: order, crop and flip.
+        augment: everything that follows.
     """
 
     shards: ShardSet
@@ -51,32 +59,116 @@ class TrainPlan:
     micro_batch_size: int
     rank: int
     world_size: int
-    crop_scale: tuple[float, float]
-    crop_ratio: tuple[float, float]
-    flip: float
+    data: DataConfig
+    augment: AugmentConfig
 
     @property
     def batch_size(self) -> int:
         return self.micro_batch_size
 
     @property
+    def rand_augment_ops(self) -> int:
+        return self.augment.rand_augment_ops
+
+    @property
+    def epoch_length(self) -> int:
+        """Images that an epoch shows; see :func:`epoch_length`."""
+        return epoch_length(len(self.shards), self.augment.repeats)
+
+    @property
     def batches_per_step(self) -> int:
         """Micro-batches of this process in one optimizer step."""
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
-    def request(self, i: int) -> BatchRequest:
-        """The i-th micro-batch of this process since the beginning of the run."""
-        step, part = divmod(i, self.batches_per_step)
-        first = step * self.global_batch_size + (part * self.world_size + self.rank) * self.micro_batch_size
-        epoch, position = np.divmod(np.arange(first, first + self.micro_batch_size, dtype=np.int64), len(self.shards))
-        index = sample_at(position, epoch, len(self.shards), self.seed)
+    def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
+        """The i-th micro-batch of this process since the beginning of the run.
+
+        Args:
+            i: its number.
+            replacement: bad sample -> the one to take instead. The draws stay those of the place.
+        """
+        stream = self._first(i) + np.arange(self.micro_batch_size, dtype=np.int64)
+        epoch, position = np.divmod(stream, self.epoch_length)
+        index = self._sample_at(position, epoch)
+        if replacement:
+            index = np.array([replacement.get(sample, sample) for sample in index.tolist()])
         samples = self.shards.samples[index]
-        draws = uniforms(Stream.CROP_AND_FLIP, self.seed, epoch, position, UNIFORMS_PER_SAMPLE)
+
+        def draw(use: Stream, count: int) -> np.ndarray:
+            return uniforms(use, self.seed, epoch, position, count)  # (B, count)
+
+        data, chosen = self.data, self.augment
         geometry = train_geometry(
-            samples["height"], samples["width"], draws, self.image_size, self.crop_scale, self.crop_ratio, self.flip
+            samples["height"],
+            samples["width"],
+            draw(Stream.CROP_AND_FLIP, augment.UNIFORMS_PER_SAMPLE),
+            self.image_size,
+            data.crop_scale,
+            data.crop_ratio,
+            data.flip,
         )
+        ops = boxes = None
+        if chosen.rand_augment_ops:
+            settings = randaugment.RandAugment(chosen.rand_augment_ops, chosen.rand_augment_magnitude, chosen.rand_augment_std)
+            numbers = draw(Stream.RAND_AUGMENT, settings.layers * randaugment.UNIFORMS_PER_LAYER)
+            ops = randaugment.draw_ops(numbers, settings, self.image_size)
+        if chosen.erasing:
+            numbers = draw(Stream.ERASING, erasing.UNIFORMS_PER_SAMPLE)
+            boxes = erasing.draw_erasing(numbers, self.image_size, chosen.erasing)
         valid = np.ones(len(index), dtype=bool)
-        return BatchRequest(index, samples["label"].astype(np.int64), epoch, position, valid, geometry)
+        label = samples["label"].astype(np.int64)
+        return BatchRequest(index, label, epoch, position, valid, geometry, ops, boxes, self._mixing(stream))
+
+    def coming_blocks(self, i: int) -> list[tuple[int, int]]:
+        """Block order: when batch i enters a window, the (first sample, samples) of what the next window will read."""
+        if self.data.order != "block":
+            return []
+        blocks, size = Blocks(self.data.block_size, self.data.window_blocks), len(self.shards)
+        windows = count_windows(size, blocks)
+
+        def where(batch: int) -> tuple[int, int]:  # (epoch, window) of its first sample
+            epoch, position = divmod(self._first(batch), self.epoch_length)
+            return epoch, min(position // self.augment.repeats // blocks.window_samples, windows - 1)
+
+        epoch, window = where(i)
+        if i > 0 and where(i - 1) == (epoch, window):
+            return []
+        last_place = (self.epoch_length - 1) // self.augment.repeats  # repeated augmentation ends its epochs early
+        if window == min(last_place // blocks.window_samples, windows - 1):
+            epoch, window = epoch + 1, -1
+        return blocks_of_window(window + 1, epoch, size, self.seed, blocks)
+
+    def _first(self, i: int) -> int:
+        """Place in the stream of the i-th micro-batch's first sample."""
+        step, part = divmod(i, self.batches_per_step)
+        return step * self.global_batch_size + (part * self.world_size + self.rank) * self.micro_batch_size
+
+    def _sample_at(self, position: np.ndarray, epoch: np.ndarray) -> np.ndarray:
+        place = position // self.augment.repeats
+        if self.data.order == "full":
+            return sample_at(place, epoch, len(self.shards), self.seed)
+        blocks = Blocks(self.data.block_size, self.data.window_blocks)
+        return block_sample_at(place, epoch, len(self.shards), self.seed, blocks)
+
+    def _mixing(self, stream: np.ndarray) -> mixing.Mixing | None:
+        chosen = self.augment
+        if not chosen.mixes:
+            return None
+        group = stream[:: chosen.mix_group] // chosen.mix_group  # its number in the run
+        draws = uniforms(Stream.MIXING, self.seed, np.zeros_like(group), group, mixing.UNIFORMS_PER_GROUP)
+        return mixing.draw_mixing(
+            draws, chosen.mix_group, self.image_size, chosen.mixup, chosen.cutmix, chosen.mix_switch, chosen.repeats
+        )
+
+
+def epoch_length(images: int, repeats: int) -> int:
+    """Images that an epoch shows.
+
+    Without repeated augmentation every image once. With it (Hoffer et al., CVPR 2020; DeiT's ``RASampler``) the first
+    ``length / repeats`` images of the epoch's order, each ``repeats`` times in a row, the length being that of the set
+    rounded down to a multiple of 256.
+    """
+    return images if repeats == 1 else images // _EPOCH_UNIT * _EPOCH_UNIT or images
 
 
 @dataclass(frozen=True)
@@ -101,16 +193,25 @@ class EvalPlan:
     world_size: int
     eval_crop: float
 
+    rand_augment_ops = 0  # evaluation shows the images as they are
+
     def __len__(self) -> int:
         """Batches of each process."""
         return -(-len(self.shards) // (self.batch_size * self.world_size))
 
-    def request(self, i: int) -> BatchRequest:
-        """Batch ``i % len(self)``: one pass follows the other."""
+    def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
+        """Batch ``i % len(self)``: one pass follows the other. A bad sample's place is filled and marked as not valid."""
         first = (i % len(self) * self.world_size + self.rank) * self.batch_size
         position = np.arange(first, first + self.batch_size, dtype=np.int64)
         valid = position < len(self.shards)
         index = np.minimum(position, len(self.shards) - 1)
+        if replacement:
+            valid &= ~np.isin(index, list(replacement))
+            index = np.array([replacement.get(sample, sample) for sample in index.tolist()])
         samples = self.shards.samples[index]
         geometry = eval_geometry(samples["height"], samples["width"], self.image_size, self.eval_crop)
         return BatchRequest(index, samples["label"].astype(np.int64), np.zeros_like(index), position, valid, geometry)
+
+    def coming_blocks(self, i: int) -> list[tuple[int, int]]:
+        """Evaluation reads from beginning to end, which disks see by themselves."""
+        return []

@@ -6,6 +6,8 @@
     DIR/train-000000.tar       WebDataset members KEY.jpg, KEY.cls, KEY.json
     DIR/train-000000.idx       the tar's index, as DALI's readers.webdataset and wds2idx have it
     DIR/train-samples.npy      32 bytes a sample: where its JPEG lies, its checksum, label, width and height
+    DIR/rejected.jsonl         images of the source that nothing can decode, with reasons; not there when there are none
+    DIR/reencoded.jsonl        images that were encoded anew, with reasons; not there when there are none
 
 Ranks of a node share ``*-samples.npy`` and the tars through the page cache: the first is memory-mapped, the
 others are read with ``pread``. (Not mapped: a tar that is truncated under a running job would then end it
@@ -18,16 +20,19 @@ import hashlib
 import json
 import os
 import resource
+import threading
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
-from pipeline.data.jpeg import image_size
 from pipeline.errors import UserError
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+REJECTED, REENCODED = "rejected.jsonl", "reencoded.jsonl"
 
 SAMPLE_DTYPE = np.dtype(
     [
@@ -63,11 +68,13 @@ class SplitInfo:
     bytes: int
     seed: int
     samples_per_shard: int
-    source: dict  # kind, path, fingerprint: which images went in
+    source: dict  # kind, path, fingerprint, subset, how images were stored: which bytes went in
     samples_per_class: list[int]
     samples_file: str
     samples_sha256: str
     shards: list[ShardInfo]
+    rejected: int = 0  # images that were left out, listed in rejected.jsonl
+    reencoded: int = 0  # images that were encoded anew, listed in reencoded.jsonl
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,12 @@ class Manifest:
 _SHARDER = "python data_prep/shard_imagenet.py --source IMAGES --output DIR"
 
 
-_COPY_AGAIN = "the file was changed after it was written; copy it again or shard again"
+class DamagedSample(Exception):
+    """A sample that cannot be had; the message names the tar, the key and what was found."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 def shard_name(split: str, number: int, suffix: str) -> str:
@@ -125,9 +137,9 @@ def shard_name(split: str, number: int, suffix: str) -> str:
     return f"{split}-{number:06d}.{suffix}"
 
 
-def sample_key(sample: int) -> str:
-    """The WebDataset key of the sample that was written as number ``sample`` of its split."""
-    return f"{sample:09d}"
+def sample_key(shard: int, place: int) -> str:
+    """The WebDataset key of the sample at ``place`` of its shard, counted from 0: ``000007-001234``."""
+    return f"{shard:06d}-{place:06d}"
 
 
 def file_sha256(path: Path) -> str:
@@ -169,7 +181,9 @@ class ShardSet:
             self._check_size(shard.file, shard.bytes, "shard again into an empty folder, or copy the file again")
             self._check_size(shard.idx_file, shard.idx_bytes, f"rebuild it with wds2idx {shard.file} {shard.idx_file}")
         self.samples = self._map_samples()
+        self._first_of_shard = [0, *accumulate(shard.samples for shard in self.info.shards)]  # sample numbers
         self._descriptors: dict[int, int] = {}
+        self._opening = threading.Lock()
         _allow_open_files(len(self.info.shards))
 
     def __len__(self) -> int:
@@ -179,52 +193,84 @@ class ShardSet:
         """Plain values that tell this split's content and order from any other's, wherever the files lie."""
         return {"fingerprint": self.info.source["fingerprint"], "samples": len(self), "shard_seed": self.info.seed}
 
+    @property
+    def subset(self) -> float:
+        """Which share of the source's images was written (``--subset``)."""
+        return self.info.source.get("subset", 1.0)
+
     def key(self, index: int) -> str:
         """The WebDataset key of sample ``index``."""
-        return sample_key(int(index))
+        shard = int(self.samples["shard"][index])
+        return sample_key(shard, int(index) - self._first_of_shard[shard])
 
     def read_jpegs(self, indices: np.ndarray) -> list[np.ndarray]:
-        """The encoded JPEGs of some samples.
+        """The encoded images of some samples: :meth:`read` for each."""
+        return [self.read(int(index)) for index in indices]
 
-        Args:
-            indices: (B,) sample numbers.
+    def read(self, index: int) -> np.ndarray:
+        """The encoded image of one sample, exactly as it was written; threads may call this at the same time.
+
+        A failed read is tried once more with the file opened anew: a file that was replaced, or a network disk that came
+        back, is then in order.
 
         Returns:
-            B arrays of uint8.
+            (bytes,) uint8.
 
         Raises:
-            UserError: a tar ended early or could not be read, or the image there is not the one that was written; names
-                the tar, the key and the bytes.
+            DamagedSample: the tar is gone, ends early, cannot be read or holds other bytes there.
         """
-        return [self._read(int(index)) for index in indices]
+        try:
+            return self._read(index)
+        except DamagedSample:
+            self._reopen(int(self.samples["shard"][index]))
+            return self._read(index)
+
+    def will_need(self, runs: list[tuple[int, int]]) -> None:
+        """Ask the system to fetch runs of neighbouring samples into the page cache; returns at once.
+
+        Args:
+            runs: (first sample, number of samples) of each; a run that reaches past the end of the set ends there.
+        """
+        for first, count in runs:
+            samples = self.samples[first : first + count]
+            for shard in np.unique(samples["shard"]):
+                inside = samples[samples["shard"] == shard]
+                begin, end = int(inside["offset"][0]), int(inside["offset"][-1]) + int(inside["bytes"][-1])
+                try:
+                    os.posix_fadvise(self._descriptor(int(shard)), begin, end - begin, os.POSIX_FADV_WILLNEED)
+                except OSError:
+                    pass  # advice only: the read itself will say what is wrong
+
+    def damaged(self, index: int, reason: str) -> DamagedSample:
+        """The error that says what is wrong with a sample."""
+        path = self.folder / self.info.shards[int(self.samples["shard"][index])].file
+        return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}")
 
     def _read(self, index: int) -> np.ndarray:
         sample = self.samples[index]
         size, offset, shard = int(sample["bytes"]), int(sample["offset"]), int(sample["shard"])
-        path = self.folder / self.info.shards[shard].file
         try:
-            if shard not in self._descriptors:
-                self._descriptors[shard] = os.open(path, os.O_RDONLY)
-            data = os.pread(self._descriptors[shard], size, offset)
+            data = os.pread(self._descriptor(shard), size, offset)
         except OSError as error:
-            raise UserError(
-                f"{path} cannot be read ({error.strerror}), sample {self.key(index)} needed: restore the file."
-            ) from None
+            raise self.damaged(index, f"cannot be read ({error.strerror})") from None
         if len(data) != size:
-            raise UserError(
-                f"{path} gave {len(data)} of the {size} bytes of sample {self.key(index)} at offset {offset}: {_COPY_AGAIN}."
-            )
-        try:
-            size = image_size(data)
-        except ValueError as error:
-            raise UserError(
-                f"{path}: sample {self.key(index)} at offset {offset} is {error}, the JPEG of {_pixels(sample)} needed: {_COPY_AGAIN}."
-            ) from None
-        if size != (sample["width"], sample["height"]):
-            raise UserError(
-                f"{path}: sample {self.key(index)} at offset {offset} has {size[0]}x{size[1]} pixels, {_pixels(sample)} needed: {_COPY_AGAIN}."
+            raise self.damaged(index, f"is cut off: {len(data)} of its {size} bytes are there, at offset {offset}")
+        checksum = xxh3_64_intdigest(data)
+        if checksum != sample["checksum"]:
+            raise self.damaged(
+                index, f"was changed after it was written: checksum {checksum:016x}, {int(sample['checksum']):016x} needed"
             )
         return np.frombuffer(data, dtype=np.uint8)
+
+    def _descriptor(self, shard: int) -> int:
+        with self._opening:
+            if shard not in self._descriptors:
+                self._descriptors[shard] = os.open(self.folder / self.info.shards[shard].file, os.O_RDONLY)
+            return self._descriptors[shard]
+
+    def _reopen(self, shard: int) -> None:
+        with self._opening:
+            self._descriptors.pop(shard, None)  # not closed: another thread may be reading from it
 
     def _check_size(self, name: str, expected: int, remedy: str) -> None:
         path = self.folder / name
@@ -254,10 +300,6 @@ class ShardSet:
                 f"{path} lists {len(samples)} samples, {self.info.samples} needed by {MANIFEST}: shard again into an empty folder."
             )
         return samples
-
-
-def _pixels(sample: np.ndarray) -> str:
-    return f"{sample['width']}x{sample['height']} pixels"
 
 
 def _find(folder: Path, split: str) -> Path:

@@ -1,0 +1,111 @@
+"""Does the loader start, and does the order cost, the same whatever the size of the set?
+
+    python benchmarks/scale.py --shards DIR [--samples 1281167]
+
+DIR is any shard set; an index of --samples rows that point into its real tars is written beside it, into a temporary
+folder. Prints: seconds from building the loader to the first batch, memory, and the cost of a batch's order for sets of
+10^3 to 10^9 samples relative to the smallest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data.loader import Loader
+from pipeline.data.order import Blocks, block_sample_at, sample_at
+from pipeline.data.plan import TrainPlan
+from pipeline.data.shards import Manifest, ShardSet, file_sha256
+from pipeline.errors import run_command
+
+BATCH, ROUNDS = 128, 9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", required=True, type=Path, help="a shard set with a train split")
+    parser.add_argument("--samples", type=int, default=1_281_167, help="rows of the synthetic index (default: ImageNet's)")
+    args = parser.parse_args()
+    small = in_its_own_process(args.shards)
+    with tempfile.TemporaryDirectory(dir=args.shards.parent) as folder:
+        enlarge(args.shards, Path(folder), args.samples)
+        large = in_its_own_process(Path(folder))
+    print(
+        "| samples | opening the shards | building the loader to the first batch | memory of the process |\n|---|---|---|---|"
+    )
+    for samples, opening, first, memory in (small, large):
+        print(f"| {samples:,} | {opening:.2f} s | {first:.2f} s | {memory:.0f} MiB |")
+    print(f"ratio of the times to the first batch, opening included: {sum(large[1:3]) / sum(small[1:3]):.2f}\n")
+    print_order_costs()
+
+
+def enlarge(source: Path, target: Path, samples: int) -> None:
+    """A shard set whose index lists the source's samples over and over."""
+    for file in source.iterdir():
+        if file.suffix in (".tar", ".idx"):
+            target.joinpath(file.name).hardlink_to(file)
+    manifest = Manifest.read(source)
+    info = manifest.splits["train"]
+    rows = np.resize(np.load(source / info.samples_file), samples)
+    np.save(target / info.samples_file, rows)
+    info = replace(info, samples=samples, samples_sha256=file_sha256(target / info.samples_file))
+    Manifest(manifest.classes, {"train": info}).write(target)
+
+
+def in_its_own_process(folder: Path) -> tuple[int, float, float, float]:
+    """:func:`first_batch` where nothing else has used memory."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(first_batch, folder).result()
+
+
+def first_batch(folder: Path) -> tuple[int, float, float, float]:
+    """Samples, seconds to open the shards, seconds to the first batch of the whole recipe, MiB of this process."""
+    started = time.perf_counter()
+    shards = ShardSet(folder, "train")
+    opened = time.perf_counter()
+    config = DataConfig()
+    recipe = AugmentConfig(rand_augment_ops=2, erasing=0.25, mixup=0.8, cutmix=1.0, repeats=3)
+    loader = Loader(TrainPlan(shards, 0, 224, BATCH, BATCH, 0, 1, config, recipe), config, torch.device("cpu"), cpu_threads=2)
+    next(loader)
+    done = time.perf_counter()
+    memory = psutil.Process().memory_info().rss / 2**20
+    loader.close()
+    return len(shards), opened - started, done - opened, memory
+
+
+def print_order_costs() -> None:
+    """Cost of a batch's order, interleaved, medians."""
+    blocks = Blocks(256, 64)
+    orders = {
+        "full": lambda position, size: sample_at(position, 0, size, 0),
+        "block": lambda position, size: block_sample_at(position, 0, size, 0, blocks),
+    }
+    sizes = [10**3, 10**6, 10**9]
+    seconds: dict[tuple[str, int], list[float]] = {(name, size): [] for name in orders for size in sizes}
+    for round_ in range(ROUNDS):
+        for (name, size), taken in seconds.items():
+            started = time.perf_counter()
+            for batch in range(20):
+                first = (round_ * 20 + batch) * 7919 * BATCH % (size - BATCH)
+                orders[name](np.arange(first, first + BATCH), size)
+            taken.append((time.perf_counter() - started) / 20)
+    print(f"| order of a batch of {BATCH} | " + " | ".join(f"{size:.0e} samples" for size in sizes) + " |\n|---|---|---|---|")
+    for name in orders:
+        medians = [statistics.median(seconds[name, size]) for size in sizes]
+        cells = [f"{1e3 * m:.2f} ms (x {m / medians[0]:.2f})" for m in medians]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    run_command(main)

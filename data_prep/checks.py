@@ -1,0 +1,157 @@
+"""Looks at every image before it is stored: kept as it is, encoded anew, or rejected with the reason.
+
+A JPEG that every decoder takes (Huffman-coded baseline, extended or progressive, 8 bits, gray or three components) is
+kept byte for byte. Whatever else Pillow can read is encoded anew as an RGB JPEG, because DALI's decoders, the GPU's
+above all, do not take it: CMYK and YCCK JPEGs (ImageNet has 22), PNGs and other files under a JPEG's name (ImageNet has
+one), arithmetic and lossless coding. What nothing can decode is rejected. EXIF is never read, so it may be broken:
+orientation is ignored when shards are written as it is when they are read.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from pipeline.data.jpeg import CutOff, FrameHeader, frame_header
+
+REENCODED_QUALITY = 95  # with full chroma: so few images that their size does not matter
+_HUFFMAN_CODED = (0xC0, 0xC1, 0xC2)  # baseline, extended sequential, progressive
+_LONGEST_SIDE = 65_500  # pixels, libjpeg's limit
+
+# The size of a picture is no news to whoever shards it. Beyond twice Pillow's limit (179 million pixels) it still refuses.
+warnings.filterwarnings("ignore", module="PIL")
+
+
+class Rejected(ValueError):
+    """The image cannot be stored; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """How images are checked and stored.
+
+    Attributes:
+        decode: decode every image, which finds truncation and damage; otherwise only headers are looked at.
+        resize_short_side: in pixels; larger images are stored smaller. None: as they are.
+        quality: of resized images, on libjpeg's scale of 1 to 100.
+    """
+
+    decode: bool = True
+    resize_short_side: int | None = None
+    quality: int = 90
+
+    def description(self) -> dict:
+        """What decides the stored bytes."""
+        quality = self.quality if self.resize_short_side else None
+        return {"decode": self.decode, "resize_short_side": self.resize_short_side, "quality": quality}
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image as it goes into a shard."""
+
+    data: bytes  # JPEG
+    width: int  # pixels
+    height: int
+    reencoded: str | None = None  # why it is not the source's JPEG; resizing alone is no such reason
+
+
+def prepare_image(data: bytes, rules: ImageRules) -> StoredImage:
+    """Check one encoded image and bring it into the form that is stored.
+
+    Args:
+        data: the file's content.
+        rules: what is asked for.
+
+    Raises:
+        Rejected: empty, cut off, or nothing that Pillow can decode.
+    """
+    if not data:
+        raise Rejected("an empty file")
+    try:
+        frame = frame_header(data)
+        reason = _why_not_as_it_is(frame)
+    except CutOff as error:
+        raise Rejected(str(error)) from None
+    except ValueError as error:
+        frame, reason = None, str(error)
+    too_large = rules.resize_short_side is not None and (
+        frame is None or min(frame.width, frame.height) > rules.resize_short_side
+    )
+    if reason is None and not too_large:
+        if rules.decode:
+            check_decodes(data)
+        return StoredImage(data, frame.width, frame.height)
+    return _encode_anew(data, rules, reason)
+
+
+def check_decodes(data: bytes) -> None:
+    """Decode an image to see that it can be done.
+
+    All compressed data are decoded, but a JPEG only to an eighth of its size, which takes a third less time: the saving
+    is in the inverse cosine transform. Damage that leaves valid codes is not found, here as in a full decode.
+
+    Raises:
+        Rejected: it cannot be decoded to its end.
+    """
+    _open(data, eighth=True)
+
+
+def _why_not_as_it_is(frame: FrameHeader) -> str | None:
+    if frame.coding not in _HUFFMAN_CODED:
+        return f"a JPEG with coding SOF{frame.coding - 0xC0} (arithmetic, lossless or hierarchical)"
+    if frame.precision != 8:
+        return f"a JPEG of {frame.precision} bits per sample"
+    if frame.components not in (1, 3):
+        return f"a JPEG of {frame.components} components (CMYK or YCCK)"
+    return None
+
+
+def _encode_anew(data: bytes, rules: ImageRules, reason: str | None) -> StoredImage:
+    image = _open(data)
+    if reason == "not a JPEG":
+        reason = f"{image.format} under a JPEG's name"
+    image = _to_gray_or_rgb(image)
+    quality, subsampling = REENCODED_QUALITY, "4:4:4"
+    target = rules.resize_short_side
+    if target is not None and min(image.size) > target:
+        quality, subsampling = rules.quality, "4:2:0"
+        scale = target / min(image.size)
+        width, height = (max(1, round(side * scale)) for side in image.size)
+        image = image.resize((width, height), Image.Resampling.BICUBIC)  # antialiased
+    if max(image.size) > _LONGEST_SIDE:
+        raise Rejected(f"{image.width}x{image.height} pixels, a JPEG has at most {_LONGEST_SIDE} a side")
+    encoded = io.BytesIO()
+    image.save(encoded, "JPEG", quality=quality, subsampling=subsampling)
+    return StoredImage(encoded.getvalue(), image.width, image.height, reason)
+
+
+def _open(data: bytes, eighth: bool = False) -> Image.Image:
+    """Decode with Pillow."""
+    try:
+        image = Image.open(io.BytesIO(data))
+        if eighth:
+            image.draft(None, (1, 1))
+        image.load()
+    except UnidentifiedImageError:  # its message has a memory address: the lists must not depend on the run
+        raise Rejected("not an image that can be decoded") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's decoders raise nearly anything on damaged input
+        raise Rejected(f"cannot be decoded ({' '.join(str(error).split()) or type(error).__name__})") from None
+    return image
+
+
+def _to_gray_or_rgb(image: Image.Image) -> Image.Image:
+    """Gray stays gray, transparency is dropped as in every image loader, 16 bits become 8 by their upper half."""
+    if image.mode == "L":
+        return image
+    if image.mode.startswith("I"):
+        return Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))  # (H, W)
+    if image.mode in ("1", "LA", "La"):
+        return image.convert("L")
+    return image.convert("RGB")

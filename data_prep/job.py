@@ -1,0 +1,158 @@
+"""What is to be written, and whether the folder is fit for it: another data set's files are never touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.checks import ImageRules
+from data_prep.files import replace_file
+from data_prep.shard_writer import ShardTask, record_file
+from data_prep.sources import Source
+from pipeline.data.order import sample_at
+from pipeline.data.shards import MANIFEST, Manifest, ShardSet, SplitInfo, shard_name
+from pipeline.errors import UserError
+from pipeline.philox import Stream
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One split of a source, on its way into a folder."""
+
+    source: Source
+    folder: Path
+    split: str
+    classes: list[str]  # in index order
+    samples_per_shard: int
+    seed: int
+    rules: ImageRules
+    description: dict  # identifies the content: two jobs with the same description write the same bytes
+
+    @property
+    def shards(self) -> int:
+        return -(-len(self.source) // self.samples_per_shard)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the description."""
+        return hashlib.sha256(json.dumps(self.description, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def in_progress(self) -> Path:
+        """A file that is there from the first shard to the manifest; holds the description."""
+        return self.folder / f".{self.split}-in-progress"
+
+    def task(self, number: int) -> ShardTask:
+        """One shard with only its own samples, in the order of the tar: small enough to send to a worker."""
+        first = number * self.samples_per_shard
+        written = np.arange(first, min(first + self.samples_per_shard, len(self.source)))
+        samples = self.source.select(sample_at(written, 0, len(self.source), self.seed, Stream.SHARD_ORDER))
+        return ShardTask(samples, self.folder, self.split, number, self.classes, self.rules, self.digest)
+
+
+def describe_job(source: Source, folder: Path, split: str, samples_per_shard: int, seed: int, rules: ImageRules) -> ShardJob:
+    """Plan the writing of one split.
+
+    Raises:
+        UserError: the folder lies in the source, or holds shards of other classes.
+    """
+    _refuse_source_folder(source, folder)
+    description = {
+        "kind": source.kind,
+        "fingerprint": source.fingerprint(),
+        "samples": len(source),
+        "subset": source.subset,
+        "samples_per_shard": samples_per_shard,
+        "seed": seed,
+        **rules.description(),
+    }
+    return ShardJob(source, folder, split, _class_list(source, folder), samples_per_shard, seed, rules, description)
+
+
+def already_written(job: ShardJob) -> SplitInfo | None:
+    """The manifest's entry, if the split is there and is the one this job would write.
+
+    Raises:
+        UserError: it is another one, or its files are not whole.
+    """
+    manifest = Manifest.read(job.folder) if (job.folder / MANIFEST).exists() else None
+    if manifest is None or job.split not in manifest.splits:
+        return None
+    found = manifest.splits[job.split]
+    difference = _difference(found.source, job.description)
+    if difference:
+        raise UserError(
+            f"{job.folder / MANIFEST} already holds another {job.split} set ({difference} for this source): "
+            f"pass an empty --output folder."
+        )
+    ShardSet(job.folder, job.split)  # all files there, or an error that says which is not
+    return found
+
+
+def begin(job: ShardJob) -> None:
+    """Enter the folder, or enter it again after an interruption.
+
+    Raises:
+        UserError: it holds shards that this job did not write.
+    """
+    tars = {path.name for path in job.folder.glob(f"{job.split}-*.tar")}
+    if not job.in_progress.exists():
+        if tars:
+            raise UserError(
+                f"{job.folder} already holds {len(tars)} {job.split} shards of another data set ({min(tars)}, ...), "
+                f"0 needed: pass an empty --output folder or remove them."
+            )
+        replace_file(job.in_progress, lambda file: file.write(json.dumps(job.description, indent=1).encode()))
+        return
+    try:
+        difference = _difference(json.loads(job.in_progress.read_text()), job.description)
+    except (ValueError, AttributeError):
+        difference = "its description cannot be read, one by this release needed"
+    if difference:
+        raise UserError(
+            f"{job.folder} holds an unfinished {job.split} set of another run ({difference}): run the command that began it, "
+            f"or pass an empty --output folder."
+        )
+    foreign = tars - {shard_name(job.split, number, "tar") for number in range(job.shards)}
+    if foreign:
+        raise UserError(f"{job.folder} holds {min(foreign)}, which is none of this set's {job.shards} shards: remove it.")
+
+
+def remove_traces(job: ShardJob) -> None:
+    """Once the manifest lists the split: its records and what killed runs left are needed no longer."""
+    for number in range(job.shards):
+        record_file(job.folder, job.split, number).unlink(missing_ok=True)
+    for temporary in job.folder.glob(f".{job.split}-*.tmp"):
+        temporary.unlink(missing_ok=True)
+    job.in_progress.unlink(missing_ok=True)
+
+
+def _difference(found: dict, wanted: dict) -> str:
+    """The last key that differs, in words; empty if none does."""
+    differing = [key for key, value in wanted.items() if found.get(key) != value]
+    return f"{differing[-1]} is {found.get(differing[-1])}, {wanted[differing[-1]]} needed" if differing else ""
+
+
+def _refuse_source_folder(source: Source, folder: Path) -> None:
+    """The next run would take shards in a class tree for images of the source."""
+    images, output = Path(source.path).resolve(), folder.resolve()
+    if images.is_dir() and (output == images or images in output.parents):
+        raise UserError(f"--output {folder} lies in the source {source.path}, a folder outside of it needed: pass another one.")
+
+
+def _class_list(source: Source, folder: Path) -> list[str]:
+    """The classes in index order: those of the shard set if it exists, so that its splits agree."""
+    if not (folder / MANIFEST).exists():
+        return source.class_names
+    classes = Manifest.read(folder).classes
+    foreign = sorted(set(source.class_names) - set(classes))
+    if foreign:
+        raise UserError(
+            f"{folder / MANIFEST} holds another data set: its {len(classes)} classes lack {len(foreign)} of the source's "
+            f"{len(source.class_names)} ({', '.join(foreign[:3])}, ...): pass an empty --output folder."
+        )
+    return classes

@@ -1,0 +1,161 @@
+"""Writes one shard in a worker process: its tar, its index, and a record that says it is finished.
+
+The record ``.train-000007.finished.npz`` is written last. It holds all that the manifest needs of the shard, so whichever
+process writes the manifest, after whatever interruption, never opens the tars again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from data_prep.checks import ImageRules, Rejected, StoredImage, prepare_image
+from data_prep.files import replace_file
+from data_prep.sources import Source, SourceImage
+from data_prep.tar_writer import TarWriter
+from data_prep.workers import count_image
+from pipeline.data.shards import SAMPLE_DTYPE, ShardInfo, sample_key, shard_name
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """All that a worker needs to write one shard.
+
+    Attributes:
+        source: the shard's samples alone, in the order of the tar.
+        folder: the shard set.
+        split: ``train`` or ``val``.
+        number: of the shard.
+        classes: class names in index order.
+        rules: how images are checked and stored.
+        job: digest of the job's description; a record with another one is of another job.
+    """
+
+    source: Source
+    folder: Path
+    split: str
+    number: int
+    classes: list[str]
+    rules: ImageRules
+    job: str
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    """What the manifest and the lists need of a shard.
+
+    Attributes:
+        rows: (samples,) of ``SAMPLE_DTYPE``.
+        info: the manifest's entry.
+        rejected: images that were left out, a line of ``rejected.jsonl`` each.
+        reencoded: images that were encoded anew, a line of ``reencoded.jsonl`` each.
+    """
+
+    rows: np.ndarray
+    info: ShardInfo
+    rejected: list[dict] = field(default_factory=list)
+    reencoded: list[dict] = field(default_factory=list)
+
+
+def write_shard(task: ShardTask) -> list[dict]:
+    """Write one tar, its index and its record, each under a temporary name first.
+
+    Returns:
+        The images that were left out.
+
+    Raises:
+        Stopped: the parent asked for it; nothing of the shard stays.
+    """
+    label_of = {name: label for label, name in enumerate(task.classes)}
+    rows = np.zeros(len(task.source), dtype=SAMPLE_DTYPE)
+    lines: list[str] = []  # of the index
+    rejected: list[dict] = []
+    reencoded: list[dict] = []
+    digests: list[str] = []
+
+    def write_tar(file: io.BufferedWriter) -> None:
+        tar = TarWriter(file)
+        for number in range(len(task.source)):
+            original = task.source.read(number)
+            try:
+                image = prepare_image(original.data, task.rules)
+            except Rejected as error:
+                rejected.append(_listed(task, original, reason=str(error), bytes=len(original.data)))
+            else:
+                key = sample_key(task.number, len(lines))
+                label = label_of[original.class_name]
+                if image.reencoded:
+                    reencoded.append(_listed(task, original, reason=image.reencoded, key=key))
+                offset, line = _add_sample(tar, key, image, original, label)
+                checksum = xxh3_64_intdigest(image.data)
+                rows[len(lines)] = (offset, checksum, len(image.data), task.number, label, image.width, image.height)
+                lines.append(line)
+            count_image()
+        digests.append(tar.close())
+
+    path = task.folder / shard_name(task.split, task.number, "tar")
+    replace_file(path, write_tar)
+    index_path = task.folder / shard_name(task.split, task.number, "idx")
+    index = "\n".join([f"v1.2 {len(lines)}", *lines, ""]).encode()
+    replace_file(index_path, lambda file: file.write(index))
+    info = ShardInfo(
+        file=path.name,
+        samples=len(lines),
+        bytes=path.stat().st_size,
+        sha256=digests[0],
+        idx_file=index_path.name,
+        idx_bytes=len(index),
+        idx_sha256=hashlib.sha256(index).hexdigest(),
+    )
+    _write_record(task, FinishedShard(rows[: len(lines)], info, rejected, reencoded))
+    return rejected
+
+
+def record_file(folder: Path, split: str, number: int) -> Path:
+    """Where the record of a finished shard lies until the manifest is written."""
+    return folder / f".{shard_name(split, number, 'finished.npz')}"
+
+
+def read_record(folder: Path, split: str, number: int, job: str) -> FinishedShard | None:
+    """The record of a shard that this job finished earlier; None if there is none or its tar or index is not whole."""
+    try:
+        with np.load(record_file(folder, split, number)) as record:
+            about, rows = json.loads(record["about"].tobytes()), record["rows"]
+        info = ShardInfo(**about["info"])
+        sizes = [(folder / name).stat().st_size for name in (info.file, info.idx_file)]
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
+    if about["job"] != job or sizes != [info.bytes, info.idx_bytes]:
+        return None
+    return FinishedShard(rows, info, about["rejected"], about["reencoded"])
+
+
+def _write_record(task: ShardTask, shard: FinishedShard) -> None:
+    about = {"job": task.job, "info": asdict(shard.info), "rejected": shard.rejected, "reencoded": shard.reencoded}
+    encoded = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
+    path = record_file(task.folder, task.split, task.number)
+    replace_file(path, lambda file: np.savez(file, rows=shard.rows, about=encoded))
+
+
+def _add_sample(tar: TarWriter, key: str, image: StoredImage, original: SourceImage, label: int) -> tuple[int, str]:
+    """Append the sample's members.
+
+    Returns:
+        Offset of the JPEG, and the sample's line of the index.
+    """
+    about = {"file": original.name, "wnid": original.class_name, "width": image.width, "height": image.height}
+    members = {"jpg": image.data, "cls": str(label).encode(), "json": json.dumps(about).encode()}
+    offsets = tar.add([(f"{key}.{suffix}", data) for suffix, data in members.items()])
+    entries = [f"{suffix} {offset} {len(data)} {key}.{suffix}" for offset, (suffix, data) in zip(offsets, members.items())]
+    return offsets[0], " ".join(entries)
+
+
+def _listed(task: ShardTask, image: SourceImage, **details: object) -> dict:
+    return {"split": task.split, "file": image.name, "wnid": image.class_name, **details}

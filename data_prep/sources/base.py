@@ -1,0 +1,126 @@
+"""What the writer needs of a source of images, and what all sources have in common: a list of images in a fixed order."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+SPLITS = ("train", "val")
+# The names that a split's folder may have; the first that is there counts. CIFAR's trees say test, and in ImageNet's, where
+# both are there, test has no labels.
+SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "test")}
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
+
+
+@dataclass(frozen=True)
+class SourceImage:
+    """One image as the source has it."""
+
+    name: str  # for humans: the file's path within the source
+    class_name: str  # wnid for ImageNet
+    data: bytes  # the encoded JPEG or PNG; empty when the file is empty
+
+
+class Source(Protocol):
+    """What the writer needs of a source. ``len`` is the number of images; a selection is sent to other processes."""
+
+    kind: str
+    path: str
+    ignored: int  # files that do not have an image's name
+    class_names: list[str]  # in index order; every class that occurs in any split of the source
+    labels: np.ndarray  # (n,) int32: the place of each image's class in class_names
+    subset: float  # the share of each class that is left; 1.0: all
+
+    def __len__(self) -> int: ...
+
+    def read(self, sample: int) -> SourceImage: ...
+
+    def select(self, samples: Sequence[int] | np.ndarray) -> Source:
+        """A source of these samples alone, in this order: what a worker needs to write one shard."""
+
+    def fingerprint(self) -> str:
+        """Changes when an image is added, removed, renamed or resized; stays when only its path on disk does."""
+
+    def total_bytes(self) -> int:
+        """The encoded images together: about what the shards will take."""
+
+
+class Entry(NamedTuple):
+    """One image of a source's list."""
+
+    class_name: str
+    name: str
+    size: int  # bytes
+    place: int = 0  # where a source finds it again, when its name is not enough: an offset or a row
+
+
+class ListedSource(ABC):
+    """A source whose images are all listed when it is opened. The order is that of the classes and, in a class, of names.
+
+    The list is kept in columns: ImageNet's 1.28 million entries take about 150 MB, and a selection is a slice.
+
+    Args:
+        path: where the images lie, for the manifest and for messages.
+        class_names: in index order.
+        entries: the images, in any order.
+        ignored: files that do not have an image's name.
+    """
+
+    kind: str
+    subset = 1.0
+
+    def __init__(self, path: str | Path, class_names: list[str], entries: Iterable[Entry], ignored: int = 0) -> None:
+        self.path = str(path)
+        self.class_names = class_names
+        self.ignored = ignored
+        label_of = {class_name: label for label, class_name in enumerate(class_names)}
+        entries = sorted(entries, key=lambda entry: (label_of[entry.class_name], entry.name))
+        self.labels = np.array([label_of[entry.class_name] for entry in entries], dtype=np.int32)  # (n,)
+        self._names = [entry.name for entry in entries]
+        self._sizes = np.array([entry.size for entry in entries], dtype=np.int64)  # (n,)
+        self._places = np.array([entry.place for entry in entries], dtype=np.int64)  # (n,)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def read(self, sample: int) -> SourceImage:
+        """One image.
+
+        Raises:
+            UserError: the source was cut off or damaged since it was listed.
+            OSError: the file system refuses.
+        """
+        return SourceImage(self._names[sample], self.class_names[self.labels[sample]], self._bytes(sample))
+
+    @abstractmethod
+    def _bytes(self, sample: int) -> bytes:
+        """The encoded image."""
+
+    def select(self, samples: Sequence[int] | np.ndarray) -> ListedSource:
+        chosen = np.asarray(samples, dtype=np.int64)  # (m,)
+        selection = copy.copy(self)
+        selection._names = [self._names[sample] for sample in chosen]
+        selection.labels, selection._sizes, selection._places = (c[chosen] for c in (self.labels, self._sizes, self._places))
+        return selection
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for label, name, size in zip(self.labels, self._names, self._sizes):
+            file_name = name.rpartition("/")[2]
+            digest.update(f"{self.class_names[label]}/{file_name}\t{size}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    def total_bytes(self) -> int:
+        return int(self._sizes.sum())
+
+
+def is_image(name: str) -> bool:
+    """Whether a file of this name (its last part) is taken for an image."""
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")

@@ -1,0 +1,150 @@
+"""CIFAR-10 and CIFAR-100 as they are downloaded: ``cifar-10-python.tar.gz`` and ``cifar-100-python.tar.gz``.
+
+Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The archives hold Python pickles of pixel
+arrays. Images are handed on as PNG, which loses nothing: the only lossy step is the writer's JPEG encoder.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import tarfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy._core import multiarray  # its old name, numpy.core, is what the pickles say
+from PIL import Image
+
+from data_prep.sources.base import Entry, ListedSource
+from pipeline.errors import UserError
+
+SIDE = 32  # pixels
+_PIXELS = 3 * SIDE * SIDE  # values per image
+_DOWNLOAD = "download it again"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where a data set's archive has what. Member names are those at the end of the path."""
+
+    batches: dict[str, tuple[str, ...]]  # split: members
+    meta: str  # member with the class names
+    labels_key: bytes
+    names_key: bytes
+
+
+_CIFAR10 = _Layout(
+    {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "val": ("test_batch",)},
+    "batches.meta",
+    b"labels",
+    b"label_names",
+)
+_CIFAR100 = _Layout({"train": ("train",), "val": ("test",)}, "meta", b"fine_labels", b"fine_label_names")
+
+
+class Cifar(ListedSource):
+    """CIFAR-10, or CIFAR-100 with its 100 fine classes; the test batch is the val split.
+
+    All pixels of the split are in memory (150 MB for train), and those of a selection go with it to the worker.
+
+    ``total_bytes`` counts the pixels: the size of a file is known only when it is written.
+
+    Args:
+        path: the archive.
+        split: ``train`` or ``val``.
+
+    Raises:
+        UserError: damaged, or not one of the two archives.
+    """
+
+    kind = "cifar"
+
+    def __init__(self, path: str | Path, split: str) -> None:
+        meta, batches, layout = _load(Path(path), split)
+        try:
+            class_names = [name.decode() for name in meta[layout.names_key]]
+            labels = [label for batch in batches for label in batch[layout.labels_key]]
+            file_names = [name.decode() for batch in batches for name in batch[b"filenames"]]
+            self._pixels = np.concatenate(
+                [batch[b"data"] for batch in batches]
+            )  # (n, 3072): an image's red, green, blue values
+            entries = [
+                Entry(class_names[label], f"{class_names[label]}/{name}", _PIXELS, row)
+                for row, (label, name) in enumerate(zip(labels, file_names, strict=True))
+            ]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{path} does not hold what CIFAR's archive does ({error!r}), a whole one needed: {_DOWNLOAD}."
+            ) from None
+        if self._pixels.shape != (len(entries), _PIXELS) or self._pixels.dtype != np.uint8:
+            raise UserError(
+                f"{path} has pixels of shape {self._pixels.shape} and type {self._pixels.dtype}, ({len(entries)}, {_PIXELS}) "
+                f"of uint8 needed for its {len(entries)} labels: {_DOWNLOAD}."
+            )
+        super().__init__(path, class_names, entries)
+
+    def _bytes(self, sample: int) -> bytes:
+        pixels = self._pixels[self._places[sample]].reshape(3, SIDE, SIDE).transpose(1, 2, 0)  # (H, W, 3)
+        file = io.BytesIO()
+        Image.fromarray(np.ascontiguousarray(pixels)).save(file, "PNG")
+        return file.getvalue()
+
+    def select(self, samples: Sequence[int] | np.ndarray) -> Cifar:
+        selection = super().select(samples)
+        selection._pixels = self._pixels[selection._places]  # (m, 3072)
+        selection._places = np.arange(len(selection))
+        return selection
+
+
+def _load(path: Path, split: str) -> tuple[dict, list[dict], _Layout]:
+    """The class names' dict and the split's batches, and where in them is what."""
+    members = _read_members(path)
+    layout = _CIFAR10 if _CIFAR10.meta in members else _CIFAR100
+    names = (layout.meta, *layout.batches[split])
+    missing = [name for name in names if name not in members]
+    if missing:
+        raise UserError(
+            f"{path} has no member {missing[0]}, CIFAR's archive of Python pickles needed: "
+            f"pass cifar-10-python.tar.gz or cifar-100-python.tar.gz."
+        )
+    meta, *batches = (_unpickle(members[name], f"{path}: {name}") for name in names)
+    return meta, batches, layout
+
+
+def _read_members(path: Path) -> dict[str, bytes]:
+    """The archive's files by the last part of their name."""
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            return {m.name.rpartition("/")[2]: archive.extractfile(m).read() for m in archive if m.isfile()}
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is not a whole tar.gz ({error}), CIFAR's archive needed: {_DOWNLOAD}.") from None
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads plain values and NumPy arrays. A pickle can name any function to be called; these four are all that CIFAR needs."""
+
+    _ALLOWED = {
+        ("numpy.core.multiarray", "_reconstruct"): multiarray._reconstruct,
+        ("numpy._core.multiarray", "_reconstruct"): multiarray._reconstruct,
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+    }
+
+    def find_class(self, module: str, name: str):
+        if (module, name) not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no plain value or array")
+        return self._ALLOWED[module, name]
+
+
+def _unpickle(data: bytes, name: str) -> dict:
+    try:
+        batch = _ArraysOnly(io.BytesIO(data), encoding="bytes").load()
+    except Exception as error:  # a damaged pickle can fail with anything
+        raise UserError(f"{name} is not a pickle of plain values and arrays ({error}), CIFAR's needed: {_DOWNLOAD}.") from None
+    if not isinstance(batch, dict):
+        raise UserError(f"{name} holds a {type(batch).__name__}, a dict needed: {_DOWNLOAD}.")
+    return batch

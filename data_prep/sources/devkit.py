@@ -1,0 +1,103 @@
+"""``ILSVRC2012_devkit_t12.tar.gz``: which class each of ImageNet's validation images shows.
+
+The ground truth gives each image an ``ILSVRC2012_ID`` from 1 to 1000; ``meta.mat`` gives each id a wnid. The index that
+models are trained with is another one: the place of the wnid in alphabetical order.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+from scipy.io import loadmat
+
+from pipeline.errors import UserError
+
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+_META = "data/meta.mat"
+_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+_DOWNLOAD = f"download {DEVKIT} again"
+
+
+class Devkit:
+    """The labels of the validation images.
+
+    Args:
+        path: the archive.
+
+    Attributes:
+        wnids: of the classes with the ids 1, 2, ..., in this order.
+        truth: the id of each validation image, in the order of the images' numbers.
+
+    Raises:
+        UserError: missing, damaged, or ids that do not fit together.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        members = _read_members(path, (_META, _TRUTH))
+        self.wnids = _wnids(members[_META], path)
+        self.truth = _truth(members[_TRUTH], len(self.wnids), path)
+
+    def wnid(self, number: int) -> str:
+        """The class of the image ``ILSVRC2012_val_<number>.JPEG``; numbers begin at 1.
+
+        Raises:
+            UserError: no such image.
+        """
+        if not 1 <= number <= len(self.truth):
+            raise UserError(
+                f"{self.path} has the ground truth of {len(self.truth)} images, that of ILSVRC2012_val_{number:08d}.JPEG needed: {_DOWNLOAD}."
+            )
+        return self.wnids[self.truth[number - 1] - 1]
+
+
+def _read_members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+    """The contents of the members whose names end like this."""
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            for member in archive:
+                for name in names:
+                    if member.isfile() and member.name.endswith(name):
+                        found[name] = archive.extractfile(member).read()
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing, the labels of ImageNet's val split needed: put it there or pass --devkit PATH."
+        ) from None
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is not a whole tar.gz ({error}), the devkit needed: {_DOWNLOAD}.") from None
+    for name in names:
+        if name not in found:
+            raise UserError(f"{path} has no {name}, one needed: {_DOWNLOAD}.")
+    return found
+
+
+def _wnids(data: bytes, path: Path) -> list[str]:
+    """The wnids by id, from ``meta.mat``: a struct array ``synsets`` of which the nodes without children are classes."""
+    try:
+        synsets = np.atleast_1d(loadmat(io.BytesIO(data), squeeze_me=True)["synsets"])  # (nodes,) of structs
+        classes = {int(node["ILSVRC2012_ID"]): str(node["WNID"]) for node in synsets if int(node["num_children"]) == 0}
+    except Exception as error:  # a damaged file can fail anywhere in SciPy's parser
+        raise UserError(
+            f"{path}: {_META} cannot be read ({error!r}), the struct array 'synsets' needed: {_DOWNLOAD}."
+        ) from None
+    if sorted(classes) != list(range(1, len(classes) + 1)):
+        raise UserError(
+            f"{path}: {_META} has {len(classes)} classes with the ids {min(classes, default=0)} to {max(classes, default=0)}, "
+            f"each of 1 to {len(classes)} once needed: {_DOWNLOAD}."
+        )
+    return [classes[number] for number in sorted(classes)]
+
+
+def _truth(data: bytes, classes: int, path: Path) -> list[int]:
+    """The ids, one a line."""
+    lines = data.decode(errors="replace").split()
+    for number, line in enumerate(lines, start=1):
+        if not (line.isdecimal() and 1 <= int(line) <= classes):
+            raise UserError(f"{path}: {_TRUTH} has {line!r} in line {number}, an id from 1 to {classes} needed: {_DOWNLOAD}.")
+    return [int(line) for line in lines]

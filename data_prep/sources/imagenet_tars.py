@@ -1,0 +1,197 @@
+"""ImageNet-1k as it is downloaded: ``ILSVRC2012_img_train.tar`` and ``ILSVRC2012_img_val.tar``, read where they are.
+
+The tars are not compressed, so an image is a range of bytes: their headers are walked once, and after that any process
+reads any image with one ``pread``. Nothing is unpacked. Images get the names that they have in the usual unpacked tree
+(``<wnid>/<file>``), so the tars and that tree give the same shards, byte for byte.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tarfile
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data_prep.sources.base import Entry, ListedSource, is_image
+from data_prep.sources.devkit import Devkit
+from pipeline.errors import UserError
+
+TRAIN_TAR = "ILSVRC2012_img_train.tar"
+VAL_TAR = "ILSVRC2012_img_val.tar"
+_VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
+_CLASS_TAR = re.compile(r"(n\d{8})\.tar")
+_DOWNLOAD = "download it again and compare its size or MD5 with image-net.org's"
+_BLOCK = 512  # bytes; a tar is made of such blocks
+
+
+class ImageNetTar(ListedSource):
+    """Images that lie in a tar without compression. Use :func:`train_source` and :func:`val_source`."""
+
+    kind = "imagenet-tar"
+
+    def _bytes(self, sample: int) -> bytes:
+        size, offset = int(self._sizes[sample]), int(self._places[sample])
+        data = os.pread(_opened(self.path).fileno(), size, offset)
+        if len(data) != size:
+            raise UserError(
+                f"{self.path} gave {len(data)} of the {size} bytes of {self._names[sample]} at offset {offset}: {_DOWNLOAD}."
+            )
+        return data
+
+
+def train_source(path: Path, more_classes: Iterable[str] = ()) -> ImageNetTar:
+    """The train split, from a tar of one tar per class.
+
+    Args:
+        path: the outer tar.
+        more_classes: wnids of the val split, so that both splits number their classes alike.
+
+    Raises:
+        UserError: cut off, damaged, or not such a tar.
+    """
+    wnids: list[str] = []
+    entries: list[Entry] = []
+    ignored = 0
+    with tqdm(
+        total=path.stat().st_size, desc=f"reading the headers of {path.name}", unit="B", unit_scale=True, disable=None
+    ) as bar:
+        for wnid, place, size in _class_tars(path):
+            members = [(m.name.rpartition("/")[2], m) for m in _walk(path, f"{path}: {wnid}.tar", place, size) if not m.isdir()]
+            images = [(name, m) for name, m in members if m.isfile() and is_image(name)]
+            wnids.append(wnid)
+            entries += [Entry(wnid, f"{wnid}/{name}", m.size, place + m.offset_data) for name, m in images]
+            ignored += len(members) - len(images)
+            bar.update(size)
+    if not entries:
+        raise UserError(f"{path} holds 0 images, at least 1 needed: {_DOWNLOAD}.")
+    return ImageNetTar(path, sorted({*wnids, *more_classes}), entries, ignored)
+
+
+def val_source(path: Path, devkit: Devkit, more_classes: Iterable[str] = ()) -> ImageNetTar:
+    """The val split, from a tar of images whose labels the devkit has.
+
+    Args:
+        path: the tar.
+        devkit: from ``ILSVRC2012_devkit_t12.tar.gz``.
+        more_classes: wnids of the train split, so that both splits number their classes alike.
+
+    Raises:
+        UserError: cut off, damaged, not such a tar, or not as many images as the devkit has labels.
+    """
+    entries = []
+    for member in _walk(path, str(path), 0, path.stat().st_size):
+        file_name = member.name.rpartition("/")[2]
+        number = _VAL_NAME.fullmatch(file_name)
+        if member.isdir():
+            continue
+        if not (number and member.isfile()):
+            raise UserError(
+                f"{path}: member {member.name} is not one of ILSVRC2012_val_*.JPEG: pass {VAL_TAR} as it was downloaded."
+            )
+        wnid = devkit.wnid(int(number[1]))
+        entries.append(Entry(wnid, f"{wnid}/{file_name}", member.size, member.offset_data))
+    numbers = {entry.name.rpartition("/")[2] for entry in entries}
+    if not len(entries) == len(numbers) == len(devkit.truth):
+        raise UserError(
+            f"{path} holds {len(numbers)} images, {len(devkit.truth)} needed by the ground truth of {devkit.path}: {_DOWNLOAD}."
+        )
+    return ImageNetTar(path, sorted({*devkit.wnids, *more_classes}), entries)
+
+
+def train_classes(path: Path) -> list[str]:
+    """The wnids of the train tar's class tars: a look at a thousand headers.
+
+    Raises:
+        UserError: cut off, damaged, or not a tar of class tars.
+    """
+    return sorted(wnid for wnid, _, _ in _class_tars(path))
+
+
+def tar_split(path: Path) -> str:
+    """Which split a tar holds, by its first member.
+
+    Raises:
+        UserError: neither of ImageNet's two tars.
+    """
+    first = next((member.name for member in _walk(path, str(path), 0, path.stat().st_size) if not member.isdir()), "nothing")
+    name = first.rpartition("/")[2]
+    if not (_CLASS_TAR.fullmatch(name) or _VAL_NAME.fullmatch(name)):
+        raise UserError(
+            f"{path} begins with {first}, a class's tar (nXXXXXXXX.tar) or ILSVRC2012_val_*.JPEG needed: "
+            f"pass {TRAIN_TAR} or {VAL_TAR}."
+        )
+    return "train" if _CLASS_TAR.fullmatch(name) else "val"
+
+
+def _class_tars(path: Path) -> Iterator[tuple[str, int, int]]:
+    """(wnid, offset, bytes) of each class's tar."""
+    for member in _walk(path, str(path), 0, path.stat().st_size):
+        name = _CLASS_TAR.fullmatch(member.name.rpartition("/")[2])
+        if member.isdir():
+            continue
+        if not (name and member.isfile()):
+            raise UserError(
+                f"{path}: member {member.name} is not a class's tar (nXXXXXXXX.tar): pass {TRAIN_TAR} as it was downloaded."
+            )
+        yield name[1], member.offset_data, member.size
+
+
+def _walk(path: Path, name: str, place: int, size: int) -> Iterator[tarfile.TarInfo]:
+    """The members of the tar at ``place`` in a file; their offsets count from there.
+
+    ``tarfile`` takes a damaged header, or a file that ends between two members, for the end; so the block of zeros that
+    marks the end is looked for.
+
+    Raises:
+        UserError: cut off, damaged or not a tar; says so of ``name``.
+    """
+    with open(path, "rb", buffering=0) as file:
+        try:
+            with tarfile.open(fileobj=_Part(file.fileno(), place, size), mode="r:") as archive:
+                yield from archive
+                end = archive.offset
+        except tarfile.TarError as error:
+            raise UserError(
+                f"{name} ({size} bytes) is cut off or not a tar ({error}), a whole one needed: {_DOWNLOAD}."
+            ) from None
+        if os.pread(file.fileno(), max(0, min(_BLOCK, size - end)), place + end) != bytes(_BLOCK):
+            raise UserError(f"{name} ({size} bytes) is cut off or damaged at byte {end}, a whole tar needed: {_DOWNLOAD}.")
+
+
+class _Part(io.RawIOBase):
+    """A range of a file as a file of its own."""
+
+    def __init__(self, descriptor: int, start: int, size: int) -> None:
+        super().__init__()
+        self._descriptor, self._start, self._size, self._position = descriptor, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: bytearray) -> int:
+        wanted = max(0, min(len(buffer), self._size - self._position))
+        data = os.pread(self._descriptor, wanted, self._start + self._position)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+# Kept open, because a worker reads many shards' images.
+@lru_cache(maxsize=2)
+def _opened(path: str) -> io.FileIO:
+    return open(path, "rb", buffering=0)

@@ -1,0 +1,96 @@
+"""iNaturalist's competition data: images in nested folders, labels in annotation files like COCO's.
+
+``train2019.json`` and ``val2019.json`` (any year, or none) list ``images`` with their path in the folder,
+``categories``, and in ``annotations`` the category of each image.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from data_prep.sources.base import SPLITS, Entry, ListedSource
+from pipeline.errors import UserError
+
+
+class INaturalist(ListedSource):
+    """Images and labels by the annotation file. The classes are numbered in the order of their category ids.
+
+    Args:
+        folder: holds the annotation files and, below it, the images.
+        split: ``train`` or ``val``.
+
+    Raises:
+        UserError: annotations that cannot be read or do not fit together, or images that are missing.
+    """
+
+    kind = "inaturalist"
+
+    def __init__(self, folder: str | Path, split: str) -> None:
+        self._folder = Path(folder)
+        annotations = {name: _read(path) for name, path in annotation_files(self._folder).items()}
+        path = annotation_files(self._folder)[split]
+        names = _class_names([tree["categories"] for tree in annotations.values()], path)
+        category_of = {row["image_id"]: row["category_id"] for row in annotations[split]["annotations"]}
+        unlabelled = [row["file_name"] for row in annotations[split]["images"] if category_of.get(row["id"]) not in names]
+        if unlabelled:
+            raise UserError(
+                f"{path} has {len(unlabelled)} images without one of its {len(names)} categories ({unlabelled[0]}, ...), "
+                f"0 needed: download it again."
+            )
+        files = {row["file_name"]: names[category_of[row["id"]]] for row in annotations[split]["images"]}
+        missing = [name for name in files if not (self._folder / name).is_file()]
+        if missing or not files:
+            raise UserError(
+                f"{path} lists {len(files)} images and {len(missing)} of them are not below {folder} "
+                f"({missing[0] if missing else 'none'}, ...), 0 missing and at least 1 listed needed: unpack the images there."
+            )
+        entries = [Entry(class_name, name, (self._folder / name).stat().st_size) for name, class_name in files.items()]
+        super().__init__(folder, [names[number] for number in sorted(names)], entries)
+
+    def _bytes(self, sample: int) -> bytes:
+        return (self._folder / self._names[sample]).read_bytes()
+
+
+def annotation_files(folder: Path) -> dict[str, Path]:
+    """The annotation file of each split that has one.
+
+    Raises:
+        UserError: several years in one folder.
+    """
+    found: dict[str, Path] = {}
+    for split in SPLITS:
+        files = [path for path in sorted(folder.glob(f"{split}*.json")) if re.fullmatch(rf"{split}(\d{{4}})?\.json", path.name)]
+        if len(files) > 1:
+            raise UserError(
+                f"{folder} has {len(files)} annotation files for {split} ({files[0].name}, {files[1].name}), 1 needed: "
+                f"move those of the other years away."
+            )
+        if files:
+            found[split] = files[0]
+    return found
+
+
+def _read(path: Path) -> dict[str, list[dict]]:
+    """The three lists of an annotation file, each row with the keys that are needed."""
+    needed = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id", "name")}
+    try:
+        tree = json.loads(path.read_bytes())
+        return {table: [{key: row[key] for key in keys} for row in tree[table]] for table, keys in needed.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error!r}), images, annotations and categories as in iNaturalist's files needed: download it again."
+        ) from None
+
+
+def _class_names(tables: list[list[dict]], path: Path) -> dict[int, str]:
+    """Category id to class name, over all splits. Where a name is used twice, all names get their id."""
+    names = {row["id"]: str(row["name"]) for table in tables for row in table}
+    rows = {(row["id"], str(row["name"])) for table in tables for row in table}
+    if len(rows) != len(names):
+        raise UserError(
+            f"{path} and the other split's file give {len(rows) - len(names)} categories two names, 0 needed: take both files of one year."
+        )
+    unique = len(set(names.values())) == len(names)
+    return names if unique else {number: f"{name} ({number})" for number, name in names.items()}

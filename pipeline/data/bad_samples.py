@@ -1,0 +1,101 @@
+"""Samples that cannot be read or decoded: remembered, reported once, replaced by a neighbour, limited in number."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+
+import numpy as np
+from PIL import Image
+
+from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.errors import UserError
+
+
+class BadSamples:
+    """The bad samples that this process has met; threads may call every method.
+
+    A bad sample is replaced by the next one in the set that is not known as bad, with that one's label: on the same disk
+    always the same.
+
+    Args:
+        shards: the set.
+        limit: how many may be met; one more is an error.
+
+    Attributes:
+        replacement: bad sample -> the one to take instead.
+    """
+
+    def __init__(self, shards: ShardSet, limit: int) -> None:
+        self._shards, self._limit = shards, limit
+        self._lock = threading.Lock()
+        self.replacement: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.replacement)
+
+    def add(self, damage: DamagedSample) -> None:
+        """Note a bad sample and say so on standard error, once.
+
+        Raises:
+            UserError: there are more than the limit, or no good sample is left.
+        """
+        with self._lock:
+            if damage.index in self.replacement:
+                return
+            bad = [*self.replacement, damage.index]
+            self.replacement = {sample: self._neighbour(sample, bad) for sample in bad}  # replaced whole: readers need no lock
+            if len(bad) > self._limit:
+                raise UserError(
+                    f"{len(bad)} samples of {self._shards.folder} cannot be used, data.max_bad_samples allows {self._limit}; the last "
+                    f"one: {damage}: restore the files, or raise data.max_bad_samples."
+                )
+            substitute = self._shards.key(self.replacement[damage.index])
+            print(f"warning: {damage}; sample {substitute} takes its place", file=sys.stderr, flush=True)
+
+    def _neighbour(self, sample: int, bad: list[int]) -> int:
+        for step in range(1, min(len(bad), len(self._shards) - 1) + 1):
+            candidate = (sample + step) % len(self._shards)
+            if candidate not in bad:
+                return candidate
+        raise UserError(
+            f"none of the {len(self._shards)} samples of {self._shards.folder} can be used, at least 1 needed: restore the files."
+        )
+
+
+def read_sound(shards: ShardSet, indices: np.ndarray, bad: BadSamples) -> list[np.ndarray] | None:
+    """The encoded images, or None after some of them were added to ``bad``: then ask again for the replaced ones."""
+    images, sound = [], True
+    for index in indices.tolist():
+        try:
+            images.append(shards.read(index))
+        except DamagedSample as damage:
+            bad.add(damage)
+            sound = False
+    return images if sound else None
+
+
+def undecodable(shards: ShardSet, indices: np.ndarray, images: list[np.ndarray], report: str) -> list[DamagedSample]:
+    """Which images of a batch DALI failed on.
+
+    Args:
+        indices: (B,) sample numbers.
+        images: B encoded images.
+        report: DALI's error. It names a sample by its place in the batch, or none; then Pillow tries each.
+    """
+    named = re.search(r"decode sample #(\d+)", report)
+    if named:
+        places = {int(named[1]): "DALI's decoder gave up"}
+    else:
+        places = {place: reason for place, image in enumerate(images) if (reason := _decoding_error(image))}
+    return [shards.damaged(int(indices[place]), f"cannot be decoded ({reason})") for place, reason in places.items()]
+
+
+def _decoding_error(image: np.ndarray) -> str | None:
+    try:
+        Image.open(io.BytesIO(image.tobytes())).convert("RGB")
+    except Exception as error:  # Pillow raises whatever its plugins raise
+        return f"{type(error).__name__}: {error}"
+    return None

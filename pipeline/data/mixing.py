@@ -1,0 +1,104 @@
+"""Mixup (Zhang et al., ICLR 2018) and CutMix (Yun et al., ICCV 2019) among neighbours of the global batch.
+
+The stream of training images is cut into groups of fixed size. One group draws one mixing weight, one method and one
+distance, and each of its images is mixed with the one that stands so far behind it in the group, around in a circle. A group
+never spans two processes, so the mixed batch is the same on any number of them.
+
+The reference code mixes image i with image B-1-i of a process's batch. A circular distance of at least ``repeats`` has the
+same effect and never pairs two views of one image under repeated augmentation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+BETA_ATTEMPTS = 64  # each succeeds with a probability of at least one half for alpha <= 1, one sixth for alpha = 2
+UNIFORMS_PER_GROUP = 2 * BETA_ATTEMPTS + 4  # Beta; method, distance, centre row, centre column
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How the groups of a batch are mixed; all arrays have B / group entries."""
+
+    group: int  # images per group
+    distance: np.ndarray  # (G,) int64: image i meets image (i + distance) % group
+    weight: np.ndarray  # (G,) float32: of an image's own label
+    box: np.ndarray  # (G, 4) int64, CutMix: top, left, height, width that comes from the other image; height 0: Mixup
+    blend: np.ndarray  # (G,) bool: Mixup (False: CutMix, whose box may be empty)
+
+
+def draw_mixing(
+    uniforms: np.ndarray, group: int, image_size: int, mixup: float, cutmix: float, switch: float, repeats: int
+) -> Mixing:
+    """Decide how each group is mixed.
+
+    Args:
+        uniforms: (G, UNIFORMS_PER_GROUP) in [0, 1).
+        group: images per group, at least 2 * repeats.
+        image_size: side of the images in pixels.
+        mixup, cutmix: alpha of the Beta distributions; 0 turns the method off (not both).
+        switch: probability of CutMix where both are on.
+        repeats: views of an image that may stand side by side.
+    """
+    method, distance, row, column = uniforms[:, 2 * BETA_ATTEMPTS :].T
+    cut = method < (switch if mixup and cutmix else float(bool(cutmix)))
+    alpha = np.where(cut, cutmix, mixup)
+    weight = _beta(uniforms[:, : 2 * BETA_ATTEMPTS], alpha)
+
+    side = (image_size * np.sqrt(1 - weight)).astype(np.int64)  # CutMix, algorithm 1: rows and columns cut out
+    row, column = (row * image_size).astype(np.int64), (column * image_size).astype(np.int64)
+    top, left = np.maximum(row - side // 2, 0), np.maximum(column - side // 2, 0)
+    bottom, right = np.minimum(row + side // 2, image_size), np.minimum(column + side // 2, image_size)
+    box = np.where(cut[:, None], np.stack([top, left, bottom - top, right - left], axis=1), 0)
+    kept = 1 - box[:, 2] * box[:, 3] / image_size**2  # the border clips the box: the label follows what is really there
+    return Mixing(
+        group=group,
+        distance=repeats + (distance * (group - 2 * repeats + 1)).astype(np.int64),
+        weight=np.where(cut, kept, weight).astype(np.float32),
+        box=box,
+        blend=~cut,
+    )
+
+
+def mix_(images: Tensor, mixing: Mixing) -> None:
+    """Mix the images of each group, in place.
+
+    Args:
+        images: (B, 3, H, W) float32.
+    """
+    for g, members in enumerate(images.split(mixing.group)):  # members: (group, 3, H, W), a view
+        shift = -int(mixing.distance[g])
+        if mixing.blend[g]:
+            members.lerp_(members.roll(shift, 0), 1 - float(mixing.weight[g]))
+        elif mixing.box[g, 2:].all():
+            top, left, height, width = mixing.box[g].tolist()
+            window = members[:, :, top : top + height, left : left + width]
+            window.copy_(window.roll(shift, 0))
+
+
+def mixed_labels(labels: np.ndarray, mixing: Mixing) -> tuple[np.ndarray, np.ndarray]:
+    """The label of each image's partner and the weight of its own.
+
+    Args:
+        labels: (B,) int64.
+
+    Returns:
+        (B,) int64 and (B,) float32.
+    """
+    place = np.arange(mixing.group)
+    partner = (place + mixing.distance[:, None]) % mixing.group  # (G, group)
+    other = np.take_along_axis(labels.reshape(-1, mixing.group), partner, axis=1)
+    return other.reshape(-1), np.repeat(mixing.weight, mixing.group)
+
+
+def _beta(uniforms: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    """Beta(alpha, alpha) by rejection (Johnk, Metrika 1964), vectorized: (G, 2 * BETA_ATTEMPTS), (G,) -> (G,)."""
+    log_x, log_y = (np.log1p(-draw) / alpha[:, None] for draw in np.split(uniforms, 2, axis=1))  # (G, attempts); 1-u is > 0
+    accepted = np.logaddexp(log_x, log_y) <= 0  # x + y <= 1, without underflow for a small alpha
+    first = accepted.argmax(axis=1)
+    rows = np.arange(len(alpha))
+    weight = np.exp(log_x - np.logaddexp(log_x, log_y))[rows, first]
+    return np.where(accepted.any(axis=1), weight, 0.5)
