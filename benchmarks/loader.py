@@ -5,7 +5,7 @@
 
 FOLDER is a tree <class>/*.JPEG. Every contestant is a process of its own (loader_peers.py). Its turn is a number of
 batches; between turns it waits with full queues and uses nothing. The order rotates from round to round. What counts is
-CPU time per image (user and system, of the process and all its children): unlike images/s it does not depend on who else
+CPU time per image (user and system, of the process and all its children): unlike images/s it hardly depends on who else
 uses the machine's cores. The goals are ratios of its medians.
 
 A contestant that is not installed is skipped and named. benchmarks/RESULTS.md says how to install them.
