@@ -100,14 +100,14 @@ def begin(job: ShardJob) -> None:
         UserError: it holds shards that this job did not write.
     """
     tars = {path.name for path in job.folder.glob(f"{job.split}-*.tar")}
-    if not job.in_progress.exists():
-        if tars:
-            raise UserError(
-                f"{job.folder} already holds {len(tars)} {job.split} shards of another data set ({min(tars)}, ...), "
-                f"0 needed: pass an empty --output folder or remove them."
-            )
+    if not tars:  # a run that finished no shard, of whatever job, left nothing to lose
         replace_file(job.in_progress, lambda file: file.write(json.dumps(job.description, indent=1).encode()))
         return
+    if not job.in_progress.exists():
+        raise UserError(
+            f"{job.folder} already holds {len(tars)} {job.split} shards of another data set ({min(tars)}, ...), "
+            f"0 needed: pass an empty --output folder or remove them."
+        )
     try:
         difference = _difference(json.loads(job.in_progress.read_text()), job.description)
     except (ValueError, AttributeError):

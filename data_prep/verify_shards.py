@@ -68,7 +68,7 @@ def verify(folder: Path, manifest: Manifest, workers: int = 1, decode: bool = Fa
             )
     total = sum(task.info.samples for task in tasks)
     with tqdm(total=total, desc="verifying", unit=" images", disable=None) as bar:
-        with closing(run_tasks(check_shard, tasks, workers, bar)) as results:
+        with closing(run_tasks(check_shard, tasks, min(workers, len(tasks) or 1), bar)) as results:
             for wrong in results:
                 findings += wrong
     return sorted(findings, key=lambda finding: finding.file)  # stable: in the order of checking within a file

@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import connection, parent_process
 from multiprocessing.sharedctypes import Synchronized
 from typing import TypeVar
@@ -44,7 +46,7 @@ def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers
 
     Args:
         function: of a module; calls :func:`count_image`.
-        tasks: sent to other processes.
+        tasks: sent to other processes; may be made while the first ones are worked on.
         workers: processes.
         bar: moves on by one for each image.
 
@@ -55,17 +57,19 @@ def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers
     context = multiprocessing.get_context("spawn")
     progress = Progress(context.Value("q", 0), context.Value("b", 0))
     before = bar.n
-    tasks = list(tasks)
-    with ProcessPoolExecutor(max(1, min(workers, len(tasks))), context, _start_worker, (progress,)) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (progress,)) as pool:
         try:
-            pending: set[Future] = {pool.submit(function, task) for task in tasks}
+            tasks = iter(tasks)
+            with _interrupts_held():  # the first task starts the workers, which inherit this: Ctrl-C is the parent's business
+                pending: set[Future] = {pool.submit(function, task) for task in islice(tasks, 1)}
+            pending |= {pool.submit(function, task) for task in tasks}
             while pending:
                 done, pending = wait(pending, BAR_SECONDS, FIRST_COMPLETED)
                 bar.update(before + progress.images.value - bar.n)
                 yield from (future.result() for future in done)
-        except BrokenProcessPool:
+        except (BrokenProcessPool, MemoryError):
             raise UserError(
-                f"a worker process was killed, all {workers} needed: look for a lack of memory (fewer --workers take less) and run "
+                f"a worker process was killed or ran out of memory, all {workers} needed: give them more memory or pass fewer --workers, then run "
                 f"the same command again."
             ) from None
         except BaseException:
@@ -88,10 +92,19 @@ def count_image() -> None:
         raise Stopped
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(progress: Progress) -> None:
     global _progress
     _progress = progress
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group of processes; the parent decides
     parent = parent_process()
 
     def die_with_parent() -> None:  # also if that is killed: a pool's workers would wait for tasks for ever

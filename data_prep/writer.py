@@ -102,7 +102,7 @@ def _write_missing(job: ShardJob, lock: FolderLock, numbers: range, workers: int
     bar = tqdm(total=sum(sizes.values()), initial=done, desc=f"sharding {job.split}", unit=" images", disable=None)
     try:
         _stop_at_too_many(job, rejected, max_rejected)
-        with bar, closing(run_tasks(write_shard, map(job.task, missing), workers, bar)) as results:
+        with bar, closing(run_tasks(write_shard, map(job.task, missing), min(workers, len(missing) or 1), bar)) as results:
             for rejected_of_shard in results:
                 rejected += rejected_of_shard
                 _stop_at_too_many(job, rejected, max_rejected)
@@ -117,7 +117,7 @@ class TooManyRejected(UserError):
 
 
 def _stop_at_too_many(job: ShardJob, rejected: list[dict], max_rejected: float) -> None:
-    allowed = int(max_rejected * len(job.source))
+    allowed = int(max_rejected * len(job.source) + 1e-9)  # 0.29 x 100 is 28.999999999999996
     if len(rejected) > allowed:
         first = "; ".join(f"{line['file']}: {line['reason']}" for line in rejected[:3])
         raise TooManyRejected(

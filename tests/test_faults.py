@@ -13,6 +13,7 @@ import torch
 from conftest import evaluation_rows, run_module, step_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from data_prep.checks import ImageRules
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
 from pipeline.config import AugmentConfig, DataConfig
@@ -100,7 +101,7 @@ def test_an_image_that_dali_cannot_decode_is_replaced(digits_images: Path, tmp_p
         (images / "train" / "3" / path.name).write_bytes(
             jpeg.replace(b"\xff\xda\x00\x0c\x03", b"\xff\xda\x00\x0c\x09") if broken else jpeg
         )
-    write_shards(ImageFolder(images, "train"), tmp_path / "shards", "train")
+    write_shards(ImageFolder(images, "train"), tmp_path / "shards", "train", rules=ImageRules(decode=False))
     loader = loader_of(tmp_path / "shards", read_ahead=4)
     batches = [next(loader) for _ in range(6)]
     assert len(loader.bad) == 2 and sum(batch.replaced for batch in batches) == 6  # both, in each of three epochs

@@ -59,7 +59,7 @@ def test_the_official_tars_give_the_shards_of_the_unpacked_tree(tmp_path: Path) 
             assert source.total_bytes() == sum(len(source.read(i).data) for i in range(len(source)))
             write_shards(source, tmp_path / f"{form}-shards", split, samples_per_shard=9)
         shards = tmp_path / f"{form}-shards"
-        digests[form] = {file.name: file_sha256(file) for file in shards.iterdir() if file.name != "manifest.json"}
+        digests[form] = {file.name: file_sha256(file) for file in shards.glob("[!.]*") if file.name != "manifest.json"}
     assert len(digests["tree"]) == 3 * 2 + 1 * 2 + 2  # tars and indexes, samples
     assert digests["official"] == digests["tree"]
     manifest = Manifest.read(tmp_path / "official-shards")

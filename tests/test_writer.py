@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import nvidia.dali.fn as fn
 import pytest
 from conftest import REPOSITORY, clean_environment, run_script
+from nvidia.dali import pipeline_def, types
 from PIL import Image
 
 from data_prep.checks import ImageRules, Rejected, check_decodes, prepare_image
@@ -168,6 +170,33 @@ def test_every_kind_of_image_ends_as_a_jpeg_with_the_same_pixels(kind: str, mode
     assert np.abs(np.asarray(decoded.convert("L"), dtype=int) - expected).mean() < 5
 
 
+def test_dali_decodes_whatever_is_stored() -> None:
+    """Guards against rules that are right by Pillow and fail in training: DALI's decoders are others."""
+    colours = picture()
+    originals = [
+        encoded(colours),
+        encoded(colours, progressive=True),
+        encoded(colours.convert("L")),
+        encoded(colours.convert("CMYK")),
+        encoded(colours.convert("RGBA"), "PNG"),
+        encoded(colours, "WEBP", lossless=True),
+    ]
+    stored = [np.frombuffer(prepare_image(data, ImageRules()).data, dtype=np.uint8) for data in originals]
+
+    @pipeline_def(batch_size=len(stored), num_threads=1, device_id=None)
+    def graph():
+        return fn.decoders.image(fn.external_source(lambda: stored, batch=True), output_type=types.RGB)
+
+    pipeline = graph()
+    pipeline.build()
+    (decoded,) = pipeline.run()
+    for i, data in enumerate(stored):
+        expected = Image.open(io.BytesIO(data.tobytes())).convert("RGB")  # (H, W, 3)
+        assert np.array_equal(decoded.at(i), np.asarray(expected))
+        difference = np.abs(decoded.at(i).astype(int) - np.asarray(colours)).mean()
+        assert difference < (60 if i == 2 else 5), "only gray loses its colours"
+
+
 def test_progressive_jpegs_are_kept() -> None:
     """Guards against encoding anew what every decoder takes: it would cost quality for nothing."""
     data = encoded(picture(), progressive=True)
@@ -284,6 +313,34 @@ def test_a_killed_run_is_finished_without_writing_a_shard_twice(digits_images: P
     assert times == {name: (output / name).stat().st_mtime_ns for name in times}
     write_shards(ImageFolder(digits_images, "train"), whole, "train", 20, workers=1)
     assert digests(output) == digests(whole)
+
+
+def test_ctrl_c_is_one_line_and_keeps_what_is_finished(digits_images: Path, tmp_path: Path) -> None:
+    """Guards against a screen full of the workers' tracebacks, and against half-written files that stay."""
+    output = tmp_path / "shards"
+    arguments = [SHARDER, "--source", digits_images, "--output", output, "--split", "train", "--samples-per-shard", 20]
+    process = _started(arguments, output, finished=1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "stopped; the same command goes on from what is saved\n")
+    assert list(output.glob(".*.finished.npz")) and not list(output.glob(".*.tmp"))
+
+
+def _started(arguments: list, output: Path, finished: int) -> subprocess.Popen:
+    """The sharder in a session of its own, once it has finished that many shards."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, arguments), "--workers", "2"],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(list(output.glob(".*.finished.npz"))) < finished:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    return process
 
 
 def _session_members(session: int) -> list[int]:

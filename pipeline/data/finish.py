@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from pipeline.data import randaugment_cpu
 from pipeline.data.buffers import TensorPool
 from pipeline.data.plan import BatchRequest
+from pipeline.data.randaugment import fill_color
 
 
 class Finisher:
@@ -39,7 +40,7 @@ class Finisher:
         self._size = image_size
         self._scale = np.array([1 / (255 * s) for s in std], dtype=np.float32)[:, None, None]  # (3, 1, 1)
         self._shift = np.array([-m / s for m, s in zip(mean, std)], dtype=np.float32)[:, None, None]
-        self._fill = tuple(min(255, round(255 * m)) for m in mean)  # what RandAugment shows beyond an image's border
+        self._fill = fill_color(mean)  # what RandAugment shows beyond an image's border
         self._memory = TensorPool((batch_size, 3, image_size, image_size))
         self._threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="finish")

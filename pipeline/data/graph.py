@@ -14,6 +14,7 @@ from nvidia.dali import Pipeline, pipeline_def
 
 from pipeline.data import randaugment_graph
 from pipeline.data.plan import BatchRequest
+from pipeline.data.randaugment import fill_color
 
 Source = Callable[[], tuple]
 _WINDOW_TYPES = [types.UINT8, types.INT32, types.INT32]  # jpegs, start, shape
@@ -84,7 +85,6 @@ def full_graph(
     Returns:
         A built pipeline with one output: float32 (B, 3, image_size, image_size) on the device.
     """
-    fill = tuple(min(255, round(255 * value)) for value in mean)
     op_types, op_dims = (_OP_TYPES, [1, 1, 3]) if rand_augment_ops else ([], [])
 
     @pipeline_def(
@@ -107,7 +107,7 @@ def full_graph(
         images = fn.crop(images, crop=(image_size, image_size), crop_pos_y=crop_y, crop_pos_x=crop_x)
         images = fn.flip(images, horizontal=flip)
         if rand_augment_ops:
-            images = randaugment_graph.augment(images, *ops, rand_augment_ops, image_size, fill)
+            images = randaugment_graph.augment(images, *ops, rand_augment_ops, image_size, fill_color(mean))
         return fn.crop_mirror_normalize(
             images,
             mean=[255 * value for value in mean],
