@@ -185,8 +185,13 @@ def _write_lists(job: ShardJob, shards: list[FinishedShard]) -> None:
     }
     for name, new in lines.items():
         path = job.folder / name
-        old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        kept = [line for line in old if line["split"] != job.split]
+        try:
+            old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            kept = [line for line in old if line["split"] != job.split]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{path} is damaged, a JSON object with a split on each line needed: remove it and run again."
+            ) from None
         both = sorted(kept + new, key=lambda line: line["split"])  # stable: within a split in the order of the shards
         content = "".join(json.dumps(line) + "\n" for line in both).encode()
         if content:
