@@ -38,7 +38,8 @@ static Jpeg *jpegs;
 static long jpeg_count;
 static atomic_long next_image; /* of this turn; the threads take one after the other */
 static long last_image;
-static long drawn; /* images of all turns before: no turn repeats the crops of another */
+static long first_image; /* where in the list this turn begins: each goes on from the last one */
+static unsigned short stream; /* a new stream of random numbers for each thread of each turn */
 
 static void fail(const char *what, const char *detail) {
     fprintf(stderr, "jpeg_limit: %s: %s\n", what, detail);
@@ -126,8 +127,7 @@ static void decode_crop(j_decompress_ptr decoder, const Jpeg *jpeg, unsigned sho
     jpeg_abort_decompress(decoder); /* the rows below are not looked at */
 }
 
-static void *work(void *unused) {
-    (void)unused;
+static void *work(void *state) {
     struct jpeg_error_mgr errors;
     struct jpeg_decompress_struct decoder;
     decoder.err = jpeg_std_error(&errors);
@@ -137,12 +137,8 @@ static void *work(void *unused) {
     JSAMPLE *pixels = NULL;
     size_t room = 0;
     long image;
-    while ((image = atomic_fetch_add(&next_image, 1)) < last_image) {
-        long draw = drawn + image;
-        unsigned short state[3] = {draw, draw >> 16, 0x330e};
-        erand48(state); /* the first number hardly differs between neighbouring states */
-        decode_crop(&decoder, &jpegs[draw % jpeg_count], state, &pixels, &room);
-    }
+    while ((image = atomic_fetch_add(&next_image, 1)) < last_image)
+        decode_crop(&decoder, &jpegs[(first_image + image) % jpeg_count], state, &pixels, &room);
     jpeg_destroy_decompress(&decoder);
     free(pixels);
     return NULL;
@@ -151,14 +147,18 @@ static void *work(void *unused) {
 static double decode_images(long images, int threads) {
     struct timespec begin, end;
     pthread_t pool[threads];
+    unsigned short states[threads][3];
     clock_gettime(CLOCK_MONOTONIC, &begin);
     atomic_store(&next_image, 0);
     last_image = images;
-    for (int i = 0; i < threads; i++)
-        if (pthread_create(&pool[i], NULL, work, NULL)) fail("cannot start", "a thread");
+    for (int i = 0; i < threads; i++) {
+        memcpy(states[i], (unsigned short[3]){0x330e, stream * 40503u, stream}, sizeof states[i]);
+        stream++;
+        if (pthread_create(&pool[i], NULL, work, states[i])) fail("cannot start", "a thread");
+    }
     for (int i = 0; i < threads; i++) pthread_join(pool[i], NULL);
     clock_gettime(CLOCK_MONOTONIC, &end);
-    drawn += images;
+    first_image += images;
     return end.tv_sec - begin.tv_sec + 1e-9 * (end.tv_nsec - begin.tv_nsec);
 }
 

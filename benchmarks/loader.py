@@ -5,7 +5,7 @@
 
 FOLDER is a tree <class>/*.JPEG. Every contestant is a process of its own (loader_peers.py). Its turn is a number of
 batches; between turns it waits with full queues and uses nothing. The order rotates from round to round. What counts is
-CPU time per image (user and system, of the process and all its children): unlike images/s it does not depend on who else
+CPU time per image (user and system, of the process and all its children): unlike images/s it hardly depends on who else
 uses the machine's cores. The goals are ratios of its medians.
 
 A contestant that is not installed is skipped and named. benchmarks/RESULTS.md says how to install them.
@@ -21,10 +21,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from loader_data import StoredImages, prepare
+from loader_data import Form, prepare
 from loader_process import ContestantProcess, Turn, start_limit, start_peer
 from loader_report import Goal, Row, print_report, write_json
-from loader_settings import Unavailable
+from loader_settings import Settings, StoredImages, Unavailable
 from tqdm import tqdm
 
 from pipeline.errors import UserError, check_writable, run_command
@@ -39,14 +39,13 @@ class Contestant:
     Attributes:
         name: how the report calls it.
         peer: its name in loader_peers.py; None: the libjpeg-turbo limit.
-        stored: which form of the images it reads, a key of what :func:`loader_data.prepare` returns.
-        reads: the part of that form it reads: "shards", "folder" or "listing".
+        form: how the images that it reads are stored.
+        what: a description for the table.
     """
 
     name: str
     peer: str | None
-    stored: str
-    reads: str
+    form: Form
     what: str
 
     @property
@@ -57,23 +56,23 @@ class Contestant:
     @property
     def limit(self) -> str:
         """The limit on the images that this contestant reads."""
-        return {"originals": "limit", "short_side_256": "limit_256", "at_most_500": "limit_500"}[self.stored]
+        return next(other.name for other in CONTESTANTS if other.peer is None and other.form is self.form)
 
 
 CONTESTANTS = [
-    Contestant("limit", None, "originals", "listing", "libjpeg-turbo decodes the crops, nothing else"),
-    Contestant("ours", "ours", "originals", "shards", "this loader, bicubic"),
-    Contestant("dali_native", "dali_native", "originals", "shards", "DALI readers.webdataset, bicubic"),
-    Contestant("dali_native_linear", "dali_native_linear", "originals", "shards", "DALI readers.webdataset, linear"),
-    Contestant("pillow", "pillow", "originals", "folder", "Pillow + torch DataLoader, bicubic"),
-    Contestant("webdataset", "webdataset", "originals", "shards", "webdataset + Pillow, bicubic"),
-    Contestant("limit_500", None, "at_most_500", "listing", "libjpeg-turbo, long side at most 500 px"),
-    Contestant("ours_500", "ours", "at_most_500", "shards", "this loader, long side at most 500 px"),
-    Contestant("ffcv", "ffcv", "at_most_500", "listing", "FFCV JPEG mode, the same JPEGs, area"),
-    Contestant("limit_256", None, "short_side_256", "listing", "libjpeg-turbo, short side 256 px"),
-    Contestant("ours_256", "ours", "short_side_256", "shards", "this loader, short side 256 px"),
-    Contestant("ours_full", "ours_full", "originals", "shards", "this loader, full recipe"),
-    Contestant("pillow_full", "pillow_full", "originals", "folder", "Pillow + DataLoader, full recipe by timm"),
+    Contestant("limit", None, Form.ORIGINALS, "libjpeg-turbo decodes the crops, nothing else"),
+    Contestant("ours", "ours", Form.ORIGINALS, "this loader, bicubic"),
+    Contestant("dali_native", "dali_native", Form.ORIGINALS, "DALI readers.webdataset, bicubic"),
+    Contestant("dali_native_linear", "dali_native_linear", Form.ORIGINALS, "DALI readers.webdataset, linear"),
+    Contestant("pillow", "pillow", Form.ORIGINALS, "Pillow + torch DataLoader, bicubic"),
+    Contestant("webdataset", "webdataset", Form.ORIGINALS, "webdataset + Pillow, bicubic"),
+    Contestant("limit_500", None, Form.LONG_SIDE_500, "libjpeg-turbo, long side at most 500 px"),
+    Contestant("ours_500", "ours", Form.LONG_SIDE_500, "this loader, long side at most 500 px"),
+    Contestant("ffcv", "ffcv", Form.LONG_SIDE_500, "FFCV JPEG mode, the same JPEGs, area"),
+    Contestant("limit_256", None, Form.SHORT_SIDE_256, "libjpeg-turbo, short side 256 px"),
+    Contestant("ours_256", "ours", Form.SHORT_SIDE_256, "this loader, short side 256 px"),
+    Contestant("ours_full", "ours_full", Form.ORIGINALS, "this loader, full recipe"),
+    Contestant("pillow_full", "pillow_full", Form.ORIGINALS, "Pillow + DataLoader, full recipe by timm"),
 ]
 
 GOALS = [
@@ -86,7 +85,7 @@ GOALS = [
 
 
 def start_all(
-    contestants: list[Contestant], stored: dict[str, StoredImages], work: Path, args: argparse.Namespace
+    contestants: list[Contestant], stored: dict[Form, StoredImages], work: Path, args: argparse.Namespace
 ) -> tuple[dict[str, ContestantProcess], dict[str, str]]:
     """Start the contestants one after the other, each left alone until it rests.
 
@@ -95,14 +94,14 @@ def start_all(
     """
     processes, skipped = {}, {}
     for contestant in tqdm(contestants, desc="starting", disable=None):
-        data = getattr(stored[contestant.stored], contestant.reads)
+        settings = Settings(stored[contestant.form], args.workers, args.batch_size, args.timm)
         log = work / f"{contestant.name}.log"
         try:
             if contestant.peer is None:
-                process = start_limit(data, args.workers, args.batch_size, log)
+                process = start_limit(settings, log)
             else:
                 python = args.ffcv_python if contestant.peer == "ffcv" else sys.executable
-                process = start_peer(contestant.peer, python, data, args.workers, args.batch_size, args.timm, log)
+                process = start_peer(contestant.peer, python, settings, log)
             processes[contestant.name] = process
         except Unavailable as error:
             skipped[contestant.name] = str(error)
@@ -168,7 +167,7 @@ def main() -> None:
     contestants = selected(args.only)
 
     with tempfile.TemporaryDirectory(prefix="loader-benchmark-") as folder:
-        stored = prepare(args.images, Path(folder), {contestant.stored for contestant in contestants}, args.workers)
+        stored = prepare(args.images, Path(folder), {contestant.form for contestant in contestants}, args.workers)
         processes, skipped = start_all(contestants, stored, Path(folder), args)
         try:
             turns = measure(processes, args.rounds, args.batches)

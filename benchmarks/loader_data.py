@@ -1,92 +1,82 @@
-"""The same images in the forms that contestants read: as they are, and re-encoded smaller; as folder, shards and list."""
+"""The same images in the forms that contestants read: as they are and smaller; as folder, shards and list."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
+from loader_settings import StoredImages, jpegs_of
 from PIL import Image
 
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 
 QUALITY = 90
-SHORT_SIDE, LONG_SIDE = 256, 500  # pixels
+LONG_SIDE = 500  # pixels
 SHARDER = Path(__file__).parent.parent / "data_prep" / "shard_imagenet.py"
 
 
-@dataclass(frozen=True)
-class StoredImages:
-    """One form of the images."""
+class Form(Enum):
+    """How the images are stored. Those encoded anew have quality 90 and 4:2:0."""
 
-    folder: Path  # <class>/*.JPEG
-    shards: Path  # a shard set, split train
-    listing: Path  # lines "path <tab> offset <tab> bytes <tab> width <tab> height": the JPEGs within the shards
+    ORIGINALS = "originals"
+    SHORT_SIDE_256 = "short_side_256"  # shard_imagenet.py --resize-short-side: larger ones reduced, the others as they are
+    LONG_SIDE_500 = "long_side_500"  # all encoded anew, larger ones reduced: FFCV's writer with max_resolution=500
 
 
-def prepare(images: Path, work: Path, forms: set[str], workers: int) -> dict[str, StoredImages]:
+def prepare(images: Path, work: Path, forms: set[Form], workers: int) -> dict[Form, StoredImages]:
     """Store the images in each of some forms.
 
     Args:
         images: folder ``<class>/*.JPEG``.
         work: folder for the results.
-        forms: some of "originals"; "short_side_256": larger ones reduced to that; "at_most_500": every image
-            re-encoded, larger ones reduced, as FFCV's writer does with ``max_resolution=500``.
+        forms: the forms to make.
         workers: shards are made for so many readers at least.
 
     Raises:
         UserError: no images there.
     """
-    count = sum(path.suffix.lower() in (".jpeg", ".jpg") for path in images.glob("*/*"))
+    count = len(all_jpegs(images))
     if count == 0:
         raise UserError(f"{images} has 0 images, a folder <class>/*.JPEG needed: pass one with --images.")
-    folders = {
-        "originals": lambda: images,
-        "short_side_256": lambda: reencode(images, work / "short_side_256", reduce_short_side, keep_small=True),
-        "at_most_500": lambda: reencode(images, work / "at_most_500", reduce_long_side, keep_small=False),
-    }
-    return {form: _shard(folders[form](), work / f"{form}_shards", count // (2 * workers) + 1) for form in sorted(forms)}
+    samples_per_shard = count // (2 * workers) + 1
+    stored = {}
+    for form in forms:
+        folder, options = images, []
+        if form is Form.SHORT_SIDE_256:
+            options = ["--resize-short-side", "256", "--quality", str(QUALITY)]
+        elif form is Form.LONG_SIDE_500:
+            folder = reduce_long_sides(images, work / form.value)
+        stored[form] = _shard(folder, work / f"{form.value}_shards", samples_per_shard, options)
+    return stored
 
 
-def reduce_short_side(image: Image.Image) -> Image.Image:
-    """Antialiased bicubic, as ``shard_imagenet.py --resize-short-side`` does."""
-    factor = SHORT_SIDE / min(image.size)
-    return image if factor >= 1 else image.resize([round(side * factor) for side in image.size], Image.Resampling.BICUBIC)
+def all_jpegs(images: Path) -> list[Path]:
+    """The JPEGs of a folder ``<class>/*.JPEG``."""
+    if not images.is_dir():
+        return []
+    return [path for folder in sorted(images.iterdir()) if folder.is_dir() for path in jpegs_of(folder)]
 
 
-def reduce_long_side(image: Image.Image) -> Image.Image:
-    """Averaged areas and sides rounded down, as FFCV's writer does."""
-    factor = LONG_SIDE / max(image.size)
-    return image if factor >= 1 else image.resize([int(side * factor) for side in image.size], Image.Resampling.BOX)
-
-
-def reencode(images: Path, target: Path, reduce: Callable[[Image.Image], Image.Image], keep_small: bool) -> Path:
-    """A copy of the folder with its images reduced, as JPEGs of quality 90 and 4:2:0.
-
-    Args:
-        keep_small: images that are not reduced stay byte for byte as they are.
-    """
-    for path in sorted(images.glob("*/*")):
-        if path.suffix.lower() not in (".jpeg", ".jpg"):
-            continue
+def reduce_long_sides(images: Path, target: Path) -> Path:
+    """A copy of the folder, encoded anew as FFCV's writer does: averaged areas, sides rounded down, 4:2:0."""
+    for path in all_jpegs(images):
         copy = target / path.relative_to(images)
         copy.parent.mkdir(parents=True, exist_ok=True)
         with Image.open(path) as image:
-            smaller = reduce(image.convert("RGB"))
-            if keep_small and smaller.size == image.size:
-                shutil.copyfile(path, copy)
-            else:
-                smaller.save(copy, "JPEG", quality=QUALITY, subsampling="4:2:0")
+            pixels = image.convert("RGB")
+        factor = LONG_SIDE / max(pixels.size)
+        if factor < 1:
+            pixels = pixels.resize([int(side * factor) for side in pixels.size], Image.Resampling.BOX)
+        pixels.save(copy, "JPEG", quality=QUALITY, subsampling="4:2:0")
     return target
 
 
-def _shard(folder: Path, shards: Path, samples_per_shard: int) -> StoredImages:
+def _shard(folder: Path, shards: Path, samples_per_shard: int, options: list[str]) -> StoredImages:
     command = [sys.executable, SHARDER, "--source", folder, "--output", shards, "--split", "train"]
-    command += ["--samples-per-shard", str(samples_per_shard)]
+    command += ["--samples-per-shard", str(samples_per_shard), *options]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise UserError(f"{folder} cannot be sharded: {result.stderr.strip().splitlines()[-1].removeprefix('error: ')}")

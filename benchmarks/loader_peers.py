@@ -1,6 +1,7 @@
 """One contestant of ``benchmarks/loader.py``: a process that makes batches when it is told to.
 
-    python benchmarks/loader_peers.py NAME --data PATH [--workers 2] [--batch-size 64] [--timm FOLDER]
+    python benchmarks/loader_peers.py NAME --folder FOLDER --shards FOLDER --listing FILE
+        [--workers 2] [--batch-size 64] [--timm FOLDER]
 
 Every contestant yields an endless stream of image batches: float32 (B, 3, 224, 224), normalized, in ordinary memory. All
 draw random crops of the same distribution (area 0.08-1, ratio 3/4-4/3, ten attempts), flip half of them and resize to
@@ -20,10 +21,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from loader_settings import IMAGE_SIZE, Settings, Unavailable
+from loader_settings import IMAGE_SIZE, Settings, StoredImages, Unavailable
 from torch import Tensor
 
 
@@ -58,13 +60,13 @@ def _ffcv(settings: Settings) -> Iterator[Tensor]:
 
 
 PEERS: dict[str, Callable[[Settings], Iterator[Tensor]]] = {
-    "ours": lambda settings: _ours(settings, full=False),
-    "ours_full": lambda settings: _ours(settings, full=True),
-    "pillow": lambda settings: _pillow(settings, full=False),
-    "pillow_full": lambda settings: _pillow(settings, full=True),
+    "ours": partial(_ours, full=False),
+    "ours_full": partial(_ours, full=True),
+    "pillow": partial(_pillow, full=False),
+    "pillow_full": partial(_pillow, full=True),
     "webdataset": _webdataset,
-    "dali_native": lambda settings: _dali_native(settings, cubic=True),
-    "dali_native_linear": lambda settings: _dali_native(settings, cubic=False),
+    "dali_native": partial(_dali_native, cubic=True),
+    "dali_native_linear": partial(_dali_native, cubic=False),
     "ffcv": _ffcv,
 }
 
@@ -98,7 +100,9 @@ def serve(batches: Iterator[Tensor], requests: Iterator[str], answer: Callable[[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=PEERS)
-    parser.add_argument("--data", type=Path, required=True, help="shard set, folder or list, as the contestant needs")
+    parser.add_argument("--folder", type=Path, required=True, help="the images as <class>/*.JPEG")
+    parser.add_argument("--shards", type=Path, required=True, help="the images as a shard set")
+    parser.add_argument("--listing", type=Path, required=True, help="the images as a list of JPEGs within files")
     parser.add_argument("--workers", type=int, default=2, help="threads or processes that decode (default: 2)")
     parser.add_argument("--batch-size", type=int, default=64, help="images per batch (default: 64)")
     parser.add_argument("--timm", type=Path, help="folder that holds the package timm")
@@ -108,7 +112,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     torch.set_num_threads(args.workers)
-    settings = Settings(args.data, args.workers, args.batch_size, args.timm)
+    settings = Settings(StoredImages(args.folder, args.shards, args.listing), args.workers, args.batch_size, args.timm)
     try:
         batches = PEERS[args.name](settings)
         check(next(batches), args.batch_size)

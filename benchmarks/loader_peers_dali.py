@@ -5,41 +5,46 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from loader_settings import CROP_RATIO, CROP_SCALE, FLIP, IMAGE_SIZE, MEAN, STD, Settings, Unavailable
+from loader_settings import CROP_RATIO, CROP_SCALE, FLIP, IMAGE_SIZE, MEAN, STD, Settings
 from torch import Tensor
 
-from pipeline.config import DataConfig
+from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.loader import Loader
 from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
+
+# DeiT's recipe after the crop, which the papers use: what timm does in `pillow_full`.
+FULL_RECIPE = AugmentConfig(
+    rand_augment_ops=2, rand_augment_magnitude=9, rand_augment_std=0.5, erasing=0.25, mixup=0.8, cutmix=1.0, mix_switch=0.5
+)
 
 
 def our_loader(settings: Settings, full: bool) -> Loader:
     """Our loader as ``pipeline.train`` builds it. The one place that knows its interface.
 
     Args:
-        settings: ``data`` is a shard set.
+        settings: what to read.
         full: the full recipe.
-
-    Raises:
-        Unavailable: the loader has no such recipe.
     """
-    if full:
-        raise Unavailable("this release's loader has no RandAugment, random erasing, Mixup and CutMix")
     config = DataConfig(
-        path=str(settings.data), num_threads=settings.workers, crop_scale=CROP_SCALE, crop_ratio=CROP_RATIO, flip=FLIP
+        path=str(settings.images.shards),
+        num_threads=settings.workers,
+        crop_scale=CROP_SCALE,
+        crop_ratio=CROP_RATIO,
+        flip=FLIP,
+        mean=MEAN,
+        std=STD,
     )
     plan = TrainPlan(
-        ShardSet(settings.data, "train"),
+        ShardSet(settings.images.shards, "train"),
         seed=0,
         image_size=IMAGE_SIZE,
         global_batch_size=settings.batch_size,
         micro_batch_size=settings.batch_size,
         rank=0,
         world_size=1,
-        crop_scale=CROP_SCALE,
-        crop_ratio=CROP_RATIO,
-        flip=FLIP,
+        data=config,
+        augment=FULL_RECIPE if full else AugmentConfig(),
     )
     return Loader(plan, config, torch.device("cpu"))
 
@@ -54,12 +59,11 @@ def native_batches(settings: Settings, cubic: bool) -> Iterator[Tensor]:
     """Batches (B, 3, 224, 224) of DALI's ``readers.webdataset`` and ``decoders.image_random_crop``.
 
     Args:
-        settings: ``data`` is a shard set: tars with their indexes.
         cubic: antialiased bicubic; else antialiased linear, DALI's default.
     """
     from nvidia.dali import fn, pipeline_def, types
 
-    tars = sorted(map(str, settings.data.glob("*.tar")))
+    tars = sorted(map(str, settings.images.shards.glob("*.tar")))
 
     @pipeline_def(batch_size=settings.batch_size, num_threads=settings.workers, device_id=None, seed=0)
     def graph():

@@ -23,7 +23,7 @@ EPOCH = 200_000  # images: one epoch outlasts the benchmark, for FFCV drains its
 
 
 class StoredJpegs:
-    """The JPEGs of a list with lines ``path <tab> offset <tab> bytes <tab> width <tab> height``."""
+    """The JPEGs of a listing (:class:`~loader_settings.StoredImages`)."""
 
     def __init__(self, listing: Path) -> None:
         self.rows = [line.split("\t") for line in listing.read_text().splitlines()]
@@ -48,14 +48,10 @@ class StoredJpegField(RGBImageField):
 
 
 def ffcv_batches(settings: Settings) -> Iterator[Tensor]:
-    """Batches (B, 3, 224, 224) of FFCV's loader.
-
-    Args:
-        settings: ``data`` is the list of JPEGs.
-    """
+    """Batches (B, 3, 224, 224) of FFCV's loader."""
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "images.beton")
-        jpegs = StoredJpegs(settings.data)
+        jpegs = StoredJpegs(settings.images.listing)
         DatasetWriter(file, {"image": StoredJpegField()}, num_workers=1).from_indexed_dataset(jpegs)
         scale255 = 255 * np.array(MEAN), 255 * np.array(STD)
         loader = Loader(

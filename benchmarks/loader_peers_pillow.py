@@ -17,7 +17,7 @@ from types import ModuleType
 
 import numpy as np
 import torch
-from loader_settings import CROP_RATIO, CROP_SCALE, FLIP, IMAGE_SIZE, MEAN, STD, Settings, Unavailable
+from loader_settings import CROP_RATIO, CROP_SCALE, FLIP, IMAGE_SIZE, MEAN, STD, Settings, Unavailable, jpegs_of
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
@@ -65,11 +65,11 @@ class CropFlip:
 
 
 class Folder(Dataset):
-    """The images ``<class>/*`` of a folder, as torchvision's ``ImageFolder`` opens them."""
+    """The images ``<class>/*.JPEG`` of a folder, as torchvision's ``ImageFolder`` opens them."""
 
     def __init__(self, folder: Path, transform: Callable[[Image.Image], Tensor]) -> None:
         classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-        self.items = [(str(path), label) for label, name in enumerate(classes) for path in sorted((folder / name).iterdir())]
+        self.items = [(str(path), label) for label, name in enumerate(classes) for path in jpegs_of(folder / name)]
         self.transform = transform
 
     def __len__(self) -> int:
@@ -85,14 +85,13 @@ def folder_batches(settings: Settings, full: bool) -> Iterator[Tensor]:
     """Batches (B, 3, 224, 224) of a folder, through torch's DataLoader.
 
     Args:
-        settings: ``data`` is the folder.
         full: RandAugment, random erasing, Mixup and CutMix as well, as timm does them without its GPU prefetcher.
 
     Raises:
         Unavailable: the full recipe needs timm, which is not there.
     """
     transform, mixup = _full_recipe(settings.timm) if full else (CropFlip(augment=None, erase=None), None)
-    dataset = Folder(settings.data, transform)
+    dataset = Folder(settings.images.folder, transform)
     sampler = RandomSampler(dataset, num_samples=ENDLESS // len(dataset) * len(dataset))
     loader = DataLoader(
         dataset, settings.batch_size, sampler=sampler, num_workers=settings.workers, worker_init_fn=_seed, drop_last=True
@@ -102,14 +101,10 @@ def folder_batches(settings: Settings, full: bool) -> Iterator[Tensor]:
 
 
 def webdataset_batches(settings: Settings) -> Iterator[Tensor]:
-    """Batches (B, 3, 224, 224) of tars, through webdataset and its loader.
-
-    Args:
-        settings: ``data`` is a folder of tars.
-    """
+    """Batches (B, 3, 224, 224) of tars, through webdataset and its loader."""
     import webdataset
 
-    tars = sorted(map(str, settings.data.glob("*.tar")))
+    tars = sorted(map(str, settings.images.shards.glob("*.tar")))
     dataset = (
         webdataset.WebDataset(tars, resampled=True, shardshuffle=False)  # resampled: an endless stream, no worker restarts
         .shuffle(SHUFFLE_BUFFER)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from loader_settings import Unavailable
+from loader_settings import Settings, Unavailable
 
 from pipeline.errors import UserError
 
@@ -81,11 +81,7 @@ class ContestantProcess:
 
     def close(self) -> None:
         """End the process and its children."""
-        try:
-            family = [self._root(), *self._root().children(recursive=True)]
-        except psutil.NoSuchProcess:
-            family = []
-        for process in family:
+        for process in self._family():
             try:
                 process.kill()
             except psutil.NoSuchProcess:
@@ -106,41 +102,47 @@ class ContestantProcess:
                 )
             time.sleep(REST / 4)
             now = self._cpu_time()
-            if now > seen + TICK:  # a single tick may be a thread that looked up from its sleep
+            if now > seen + 1.5 * TICK:  # a single tick may be a thread that looked up from its sleep
                 seen, since = now, time.monotonic()
         return self._cpu_time()
 
     def _cpu_time(self) -> float:
         """User and system seconds so far, of the process and all its children, those that ended included."""
-        try:
-            family = [self._root(), *self._root().children(recursive=True)]
-            return sum(sum(process.cpu_times()[:4]) for process in family)  # user, system, and both of ended children
-        except psutil.NoSuchProcess:
-            return 0.0  # it has just ended: whoever reads its answer says so
+        seconds = 0.0
+        for process in self._family():
+            try:
+                seconds += sum(process.cpu_times()[:4])  # user, system, and both of the children that ended
+            except psutil.NoSuchProcess:
+                pass  # it ended just now: a child's time is in its parent's from now on
+        return seconds
 
-    def _root(self) -> psutil.Process:
-        return psutil.Process(self._process.pid)
+    def _family(self) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []  # it has ended: whoever waits for its answer says so
 
     def _last_words(self) -> str:
         lines = self._log.read_text().strip().splitlines()
         return lines[-1].strip() if lines else f"it ended with code {self._process.returncode} and no message"
 
 
-def start_peer(
-    name: str, python: str, data: Path, workers: int, batch_size: int, timm: Path | None, log: Path
-) -> ContestantProcess:
+def start_peer(name: str, python: str, settings: Settings, log: Path) -> ContestantProcess:
     """Start a contestant of loader_peers.py with the interpreter ``python``."""
-    command = [python, str(HERE / "loader_peers.py"), name, "--data", str(data)]
-    command += ["--workers", str(workers), "--batch-size", str(batch_size)]
-    if timm:
-        command += ["--timm", str(timm)]
+    command = [python, str(HERE / "loader_peers.py"), name]
+    images = settings.images
+    command += ["--folder", str(images.folder), "--shards", str(images.shards), "--listing", str(images.listing)]
+    command += ["--workers", str(settings.workers), "--batch-size", str(settings.batch_size)]
+    if settings.timm:
+        command += ["--timm", str(settings.timm)]
     if not shutil.which(python):
         raise Unavailable(f"{python} is no Python interpreter")
-    return ContestantProcess(name, command, workers, log)
+    return ContestantProcess(name, command, settings.workers, log)
 
 
-def start_limit(listing: Path, workers: int, batch_size: int, log: Path) -> ContestantProcess:
-    """Compile jpeg_limit.c beside ``log`` and start it on the JPEGs of ``listing``.
+def start_limit(settings: Settings, log: Path) -> ContestantProcess:
+    """Compile jpeg_limit.c beside ``log`` and start it on the listed JPEGs.
 
     Raises:
         Unavailable: no C compiler, or no libjpeg-turbo to compile with.
@@ -155,4 +157,5 @@ def start_limit(listing: Path, workers: int, batch_size: int, log: Path) -> Cont
     if compiled.returncode:
         first_error = next((line for line in compiled.stderr.splitlines() if "error" in line), "cc failed")
         raise Unavailable(f"jpeg_limit.c cannot be compiled: {first_error} (needs apt-get install libjpeg-dev)")
-    return ContestantProcess("limit", [str(program), str(listing), str(workers), str(batch_size)], workers, log)
+    command = [str(program), *map(str, (settings.images.listing, settings.workers, settings.batch_size))]
+    return ContestantProcess("limit", command, settings.workers, log)

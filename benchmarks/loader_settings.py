@@ -15,17 +15,37 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True)
+class StoredImages:
+    """The same images in the three ways that contestants read them.
+
+    Attributes:
+        folder: ``<class>/*.JPEG``.
+        shards: a shard set, split train.
+        listing: a file with a line ``path <tab> offset <tab> bytes <tab> width <tab> height`` per JPEG within the shards.
+    """
+
+    folder: Path
+    shards: Path
+    listing: Path
+
+
+def jpegs_of(folder: Path) -> list[Path]:
+    """The JPEG files of a class folder, by name."""
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpeg", ".jpg"))
+
+
+@dataclass(frozen=True)
 class Settings:
     """What every contestant is given.
 
     Attributes:
-        data: the images: a shard set, a folder ``<class>/*.JPEG`` (Pillow), or a list of JPEGs (FFCV).
+        images: what to read.
         workers: threads or processes that decode.
         batch_size: B.
         timm: folder that holds the package ``timm``; None: it is looked for among the installed packages.
     """
 
-    data: Path
+    images: StoredImages
     workers: int
     batch_size: int
     timm: Path | None
