@@ -24,9 +24,10 @@ import torch
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.loader import Loader
+from pipeline.data.manifest import Manifest, file_sha256
 from pipeline.data.order import Blocks, block_sample_at, sample_at
 from pipeline.data.plan import TrainPlan
-from pipeline.data.shards import Manifest, ShardSet, file_sha256
+from pipeline.data.shards import ShardSet
 from pipeline.errors import run_command
 
 BATCH, ROUNDS = 128, 9

@@ -19,7 +19,7 @@ from data_prep.checks import Rejected, check_decodes
 from data_prep.tar_writer import BLOCK
 from data_prep.workers import count_image
 from pipeline.data.jpeg import image_size
-from pipeline.data.shards import ShardInfo, sample_key
+from pipeline.data.manifest import ShardInfo, sample_key
 
 MEMBERS = ("jpg", "cls", "json")
 _MOST_OF_A_KIND = 5  # findings of one check and shard that are told one by one

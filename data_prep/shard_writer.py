@@ -21,7 +21,7 @@ from data_prep.files import replace_file
 from data_prep.sources import Source, SourceImage
 from data_prep.tar_writer import TarWriter
 from data_prep.workers import count_image
-from pipeline.data.shards import SAMPLE_DTYPE, ShardInfo, sample_key, shard_name
+from pipeline.data.manifest import SAMPLE_DTYPE, ShardInfo, sample_key, shard_name
 
 
 @dataclass(frozen=True)

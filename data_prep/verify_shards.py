@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from data_prep.shard_checks import Finding, Findings, ShardCheck, check_shard
 from data_prep.workers import run_tasks
-from pipeline.data.shards import MANIFEST, REENCODED, REJECTED, SAMPLE_DTYPE, Manifest, SplitInfo, file_sha256
+from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, SAMPLE_DTYPE, Manifest, SplitInfo, file_sha256
 from pipeline.errors import UserError, run_command
 
 

@@ -25,7 +25,7 @@ from data_prep.shard_writer import FinishedShard, read_record, record_file, writ
 from data_prep.sources import Source
 from data_prep.space import check_space, needed_bytes
 from data_prep.workers import run_tasks
-from pipeline.data.shards import MANIFEST, REENCODED, REJECTED, Manifest, SplitInfo, file_sha256, shard_name
+from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, Manifest, SplitInfo, file_sha256, shard_name
 from pipeline.errors import UserError
 
 MAX_REJECTED = 0.001  # of the samples

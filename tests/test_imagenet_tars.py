@@ -25,7 +25,7 @@ from official_files import (
 
 from data_prep.sources import ImageFolder, open_sources, take_subset
 from data_prep.writer import write_shards
-from pipeline.data.shards import Manifest, file_sha256
+from pipeline.data.manifest import Manifest, file_sha256
 from pipeline.errors import UserError
 
 WNIDS = ["n01440764", "n02119789", "n03888257", "n15075141"]  # of write_official_imagenet, sorted

@@ -18,7 +18,8 @@ from PIL import Image
 
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
-from pipeline.data.shards import SAMPLE_DTYPE, DamagedSample, Manifest, ShardSet, file_sha256
+from pipeline.data.manifest import SAMPLE_DTYPE, Manifest, file_sha256
+from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 
 SHARDER = "data_prep/shard_imagenet.py"

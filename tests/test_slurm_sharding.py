@@ -14,7 +14,7 @@ from test_slurm import ENDED, Cluster
 
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
-from pipeline.data.shards import file_sha256
+from pipeline.data.manifest import file_sha256
 
 pytestmark = pytest.mark.slurm
 

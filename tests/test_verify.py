@@ -16,7 +16,7 @@ from conftest import run_script
 from data_prep.sources import ImageFolder
 from data_prep.verify_shards import verify
 from data_prep.writer import write_shards
-from pipeline.data.shards import MANIFEST, Manifest, ShardInfo, file_sha256
+from pipeline.data.manifest import MANIFEST, Manifest, ShardInfo, file_sha256
 
 VERIFIER = "data_prep/verify_shards.py"
 TAR, IDX = "val-000001.tar", "val-000001.idx"

@@ -25,7 +25,8 @@ from data_prep.checks import ImageRules, Rejected, check_decodes, prepare_image
 from data_prep.sources import ImageFolder
 from data_prep.tar_writer import TarWriter
 from data_prep.writer import Share, write_shards
-from pipeline.data.shards import Manifest, ShardSet, file_sha256
+from pipeline.data.manifest import Manifest, file_sha256
+from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 
 SHARDER = "data_prep/shard_imagenet.py"
