@@ -122,7 +122,7 @@ def _stop_at_too_many(job: ShardJob, rejected: list[dict], max_rejected: float) 
         first = "; ".join(f"{line['file']}: {line['reason']}" for line in rejected[:3])
         raise TooManyRejected(
             f"{len(rejected)} of the {len(job.source)} {job.split} images of {job.source.path} cannot be stored, at most {allowed} "
-            f"allowed by --max-rejected {max_rejected:g} ({first}): mend those listed in {job.folder / REJECTED} or allow more."
+            f"allowed by --max-rejected {max_rejected:g} ({first}): allow more, or mend those listed in {job.folder / REJECTED} and begin in an empty folder."
         )
 
 
