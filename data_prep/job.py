@@ -127,8 +127,9 @@ def remove_traces(job: ShardJob) -> None:
     """Once the manifest lists the split: its records and what killed runs left are needed no longer."""
     for number in range(job.shards):
         record_file(job.folder, job.split, number).unlink(missing_ok=True)
-    for temporary in job.folder.glob(f".{job.split}-*.tmp"):
-        temporary.unlink(missing_ok=True)
+    for pattern in (f".{job.split}-*.tmp", f"..{job.split}-*.tmp"):  # a record's own name begins with a dot
+        for temporary in job.folder.glob(pattern):
+            temporary.unlink(missing_ok=True)
     job.in_progress.unlink(missing_ok=True)
 
 

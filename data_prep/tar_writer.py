@@ -1,6 +1,6 @@
 """Tar archives of small files, written fast: POSIX ustar with one header block per member and no time stamp.
 
-The same bytes as ``tarfile`` in its USTAR format gives, at a twentieth of its time: all headers of a shard differ only in
+The same bytes as ``tarfile`` in its USTAR format gives, with headers in 1 us instead of 16: those of a shard differ only in
 name, size and checksum, so the rest is formatted once.
 """
 

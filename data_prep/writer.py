@@ -122,15 +122,16 @@ def _stop_at_too_many(job: ShardJob, rejected: list[dict], max_rejected: float) 
         first = "; ".join(f"{line['file']}: {line['reason']}" for line in rejected[:3])
         raise TooManyRejected(
             f"{len(rejected)} of the {len(job.source)} {job.split} images of {job.source.path} cannot be stored, at most {allowed} "
-            f"allowed by --max-rejected {max_rejected:g} ({first}): mend those listed in {job.folder / REJECTED} or allow more."
+            f"allowed by --max-rejected {max_rejected:g} ({first}): allow more, or mend those listed in {job.folder / REJECTED} and begin in an empty folder."
         )
 
 
 def _remove_leftovers(job: ShardJob, number: int) -> None:
     """Temporary files of killed runs, and a record whose tar was changed."""
-    record_file(job.folder, job.split, number).unlink(missing_ok=True)
-    for suffix in ("tar", "idx"):
-        for temporary in job.folder.glob(f".{shard_name(job.split, number, suffix)}.*.tmp"):
+    record = record_file(job.folder, job.split, number)
+    record.unlink(missing_ok=True)
+    for name in (shard_name(job.split, number, "tar"), shard_name(job.split, number, "idx"), record.name):
+        for temporary in job.folder.glob(f".{name}.*.tmp"):
             temporary.unlink(missing_ok=True)
 
 

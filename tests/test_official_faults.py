@@ -12,7 +12,8 @@ from pathlib import Path
 
 from conftest import REPOSITORY, clean_environment, run_script
 from official_files import DEVKIT, TRAIN_TAR, VAL_TAR, jpeg, write_devkit, write_train_tar, write_val_tar
-from test_writer import digests, encoded, lines, picture
+from test_image_checks import encoded, picture
+from test_writer import digests, lines
 
 from pipeline.data.shards import ShardSet
 
