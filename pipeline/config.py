@@ -18,6 +18,7 @@ from pipeline.errors import UserError
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Deviation = Annotated[float, Field(ge=1e-3, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Range = tuple[Positive, Positive]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -53,20 +54,20 @@ class ModelConfig(Section):
 class DataConfig(Section):
     path: Text = "data/imagenet"
     """Folder that holds the shard sets (train and val)."""
-    num_threads: PositiveInt | None = None
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """DALI threads per process; null: the CPU cores shared out among the node's processes."""
-    prefetch: PositiveInt = 2
+    prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
     """Batches that are decoded ahead."""
-    read_ahead: PositiveInt = 4
+    read_ahead: Annotated[int, Field(ge=1, le=1024)] = 4
     """Batches whose files are read ahead; the memory is that many times micro_batch_size encoded images."""
     order: Literal["full", "block"] = "full"
     """full: each epoch permutes all samples. block: neighbours on disk stay close in time, for disks that are slow at random reads."""
-    block_size: PositiveInt = 256
+    block_size: Annotated[int, Field(ge=1, le=2**24)] = 256
     """Samples that lie side by side in a shard and are read as one block (order block)."""
-    window_blocks: PositiveInt = 64
+    window_blocks: Annotated[int, Field(ge=1, le=2**24)] = 64
     """Blocks whose samples are shuffled together (order block): 64 x 256 samples are about 2 GB of page cache."""
     max_bad_samples: Annotated[int, Field(ge=0)] = 100
-    """Unreadable or damaged training images that are replaced by a neighbour; one more stops the run."""
+    """Unreadable or damaged images: training takes a neighbour instead, an evaluation leaves them out; one more stops the run."""
     crop_scale: Range = (0.08, 1.0)
     """Area of the random crop, as a share of the image."""
     crop_ratio: Range = (3 / 4, 4 / 3)
@@ -77,7 +78,7 @@ class DataConfig(Section):
     """Evaluation resizes the short side to image_size / eval_crop, then crops the centre (224 / 256)."""
     mean: tuple[Finite, Finite, Finite] = (0.485, 0.456, 0.406)
     """Normalization, per RGB channel, of pixels on [0, 1]."""
-    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+    std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
     """Normalization, per RGB channel, of pixels on [0, 1]."""
 
     @model_validator(mode="after")
@@ -110,8 +111,15 @@ class AugmentConfig(Section):
     """Probability of CutMix where both are on."""
     mix_group: Annotated[int, Field(ge=2)] = 8
     """Consecutive images that share a mixing weight and are mixed with each other; must divide micro_batch_size."""
-    repeats: PositiveInt = 1
+    repeats: Annotated[int, Field(ge=1, le=64)] = 1
     """Repeated augmentation: views of each image in a row; an epoch then shows 1/repeats of the images."""
+
+    @field_validator("mixup", "cutmix")
+    @classmethod
+    def _alpha_is_zero_or_sensible(cls, alpha: float) -> float:
+        if 0 < alpha < 0.01:
+            raise ValueError("must be 0, or at least 0.01")
+        return alpha
 
     @model_validator(mode="after")
     def _partners_are_other_images(self) -> AugmentConfig:

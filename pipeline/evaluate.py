@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from pipeline.bad_sample_report import BadSampleReport
 from pipeline.checkpoint import read_weights
 from pipeline.config import Config, config_from_dict
 from pipeline.data.loader import Loader
@@ -42,7 +43,7 @@ def evaluate(forward: Callable[[Tensor], Tensor], loader: Loader, world: World) 
 
     Returns:
         ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), and the integers ``correct1``, ``correct5``
-        and ``count``.
+        and ``count``. Images that cannot be used are named in the log and not in the count.
     """
     totals = torch.zeros(4, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count
     batches = tqdm(
@@ -55,6 +56,7 @@ def evaluate(forward: Callable[[Tensor], Tensor], loader: Loader, world: World) 
         hits = (best == batch.labels[:, None]) & batch.valid[:, None]
         losses = F.cross_entropy(scores, batch.labels, reduction="none").double() * batch.valid
         totals += torch.stack([hits[:, 0].sum(), hits.sum(), losses.sum(), batch.valid.sum()])
+    BadSampleReport(world).update(loader.bad.take_unreported())
     correct1, correct5, loss, count = world.sum(totals).tolist()
     return {
         "top1": 100 * correct1 / count,
@@ -129,7 +131,9 @@ def main() -> None:
         with torch.autocast(world.device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
             return model(images)
 
-    result = evaluate(forward, evaluation_loader(shards, config, world), world)
+    loader = evaluation_loader(shards, config, world)
+    result = evaluate(forward, loader, world)
+    loader.close()
     if world.is_main:
         row = {
             "model": config.model.name,

@@ -17,7 +17,7 @@ import platform
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pipeline.bad_sample_report import BadSampleReport
 from pipeline.config import Config, config_to_yaml
 from pipeline.distributed import World
 from pipeline.errors import UserError
@@ -46,7 +47,7 @@ class StepRecord:
     grad_norm: Tensor | float
     data_seconds: float  # spent waiting for batches
     replaced: int = 0  # images of this process's share that stood in for bad ones
-    bad_samples: int = 0  # that this process has met since it started
+    bad_samples: dict[int, str] = field(default_factory=dict)  # that this process met in this step: sample -> sentence
 
 
 class RunLog:
@@ -64,6 +65,7 @@ class RunLog:
         self._flops_per_image = flops_per_image
         self._peak, source = peak_flops(world.device, config.train.precision)
         self._pending: list[StepRecord] = []
+        self._bad_samples = BadSampleReport(world)
         self._since = time.perf_counter()
         self._bar = tqdm(
             total=total_steps, initial=start_step, desc="training", unit="step", disable=None if world.is_main else True
@@ -97,7 +99,8 @@ class RunLog:
             return
         losses = self._world.sum(torch.stack([r.loss.detach().double() for r in self._pending])) / self._world.size
         losses = losses.tolist()  # waits for the device
-        replaced, bad_samples = self._count_bad_samples()
+        replaced = self._count_bad_samples()
+        bad_samples = len(self._bad_samples)
         norms = [float(r.grad_norm) for r in self._pending]
         seconds = time.perf_counter() - self._since
         images = len(self._pending) * self._config.train.global_batch_size
@@ -123,8 +126,8 @@ class RunLog:
         limit = self._config.data.max_bad_samples
         if bad_samples > limit:
             raise UserError(
-                f"{bad_samples} training samples cannot be used, counted over {self._world.size} processes, data.max_bad_samples allows "
-                f"{limit}: the warnings above name them; restore the files, or raise data.max_bad_samples."
+                f"{bad_samples} training samples cannot be used, data.max_bad_samples allows {limit}: the warnings above name them; "
+                f"restore the files, or raise data.max_bad_samples."
             )
         if bad:
             raise UserError(
@@ -132,11 +135,14 @@ class RunLog:
                 f"raise optim.warmup_epochs or set optim.clip_grad_norm, with another output_dir; checkpoints from before are unharmed."
             )
 
-    def _count_bad_samples(self) -> tuple[list[int], int]:
-        """Over all processes: images replaced in each noted step, and bad samples met so far."""
-        counts = [float(r.replaced) for r in self._pending] + [float(self._pending[-1].bad_samples)]
-        *replaced, bad_samples = self._world.sum(torch.tensor(counts, dtype=torch.float64, device=self._world.device)).tolist()
-        return [int(count) for count in replaced], int(bad_samples)
+    def _count_bad_samples(self) -> list[int]:
+        """Images replaced in each noted step, over all processes. Names the bad samples that are new."""
+        met = {sample: sentence for record in self._pending for sample, sentence in record.bad_samples.items()}
+        counts = [float(record.replaced) for record in self._pending] + [float(len(met))]
+        *replaced, new = self._world.sum(torch.tensor(counts, dtype=torch.float64, device=self._world.device)).tolist()
+        if new:  # seldom: gathering objects is slow
+            self._bad_samples.update(met)
+        return [int(count) for count in replaced]
 
     def evaluation(self, step: int, epoch: float, samples: int, results: dict[str, dict[str, float]]) -> None:
         """Write an evaluation's results, by name of the weights (``model``, ``ema``)."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,6 +36,8 @@ from pipeline.optim import learning_rate
 from pipeline.philox import Stream, uniforms
 from pipeline.run_folder import check_same_run
 from pipeline.run_log import RunLog, StepRecord, write_run_files
+
+_BELOW_ONE = 1 - 2.0**-24  # the largest float32 in [0, 1)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def train(config: Config, world: World) -> None:
             ema.update()
         loss_mean = loss_sum / accumulation
         where = (step, schedule.epoch(step), schedule.samples(step))
-        log.step(StepRecord(*where, lr, loss_mean, grad_norm, data_seconds, replaced, bad_samples=len(loader.bad)))
+        log.step(StepRecord(*where, lr, loss_mean, grad_norm, data_seconds, replaced, loader.bad.take_unreported()))
 
         if step == first_step + 1:
             log.images("train/images", pictures.image_grid(batch.images, config.data.mean, config.data.std), step)
@@ -172,6 +175,8 @@ def train(config: Config, world: World) -> None:
             log.flush()
             checkpoint.save(engine, run_dir, step, about, ema, world, config.checkpoint.keep_last)
             log.restart_clock()
+    for each in (loader, val_loader):
+        each.close()
     log.close()
 
 
@@ -218,8 +223,11 @@ def sample_noise(model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
     count = model.noise_per_sample
     if count == 0:
         return None
-    noise = uniforms(Stream.STOCHASTIC_DEPTH, seed, batch.request.epoch, batch.request.position, count)
-    return torch.from_numpy(noise).to(batch.images.device, torch.float32)
+    noise = uniforms(Stream.STOCHASTIC_DEPTH, seed, batch.request.epoch, batch.request.position, count).astype(np.float32)
+    noise = torch.from_numpy(noise).clamp_(max=_BELOW_ONE)  # rounding must not make a 1 of it
+    if batch.images.device.type == "cpu":
+        return noise
+    return noise.pin_memory().to(batch.images.device, non_blocking=True)  # from pageable memory it would wait for the GPU
 
 
 def evaluate_engine(engine, loader: Loader, ema: WeightAverage | None, world: World) -> dict[str, dict[str, float]]:

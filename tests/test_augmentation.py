@@ -88,13 +88,13 @@ def test_erasing_puts_unit_noise_there_and_nothing_elsewhere(digits_shards: Path
 def test_mixing_weights_are_drawn_from_their_beta_distributions(mixup: float, cutmix: float) -> None:
     """Guards against a sampler of our own that is not Beta, and against the wrong alpha for a method."""
     rng = np.random.default_rng(0)
-    drawn = mixing.draw_mixing(rng.random((40_000, mixing.UNIFORMS_PER_GROUP)), 16, 224, mixup, cutmix, 0.5, 1)
-    share = {(0.8, 0.0): 1.0, (0.0, 1.0): 0.0, (0.8, 1.0): 0.5}[mixup, cutmix]
-    assert abs(drawn.blend.mean() - share) < 0.01
+    drawn = mixing.draw_mixing(rng.random((40_000, mixing.UNIFORMS_PER_GROUP)), 16, 224, mixup, cutmix, 0.2, 1)
+    share_of_mixup = {(0.8, 0.0): 1.0, (0.0, 1.0): 0.0, (0.8, 1.0): 0.8}[mixup, cutmix]
+    assert abs(drawn.blend.mean() - share_of_mixup) < 0.01
     levels = np.linspace(0.02, 0.98, 25)
     if mixup:
         reference = rng.beta(mixup, mixup, 40_000)
-        assert np.abs(np.quantile(drawn.weight[drawn.blend], levels) - np.quantile(reference, levels)).max() < 0.02
+        assert np.abs(np.quantile(drawn.weight[drawn.blend], levels) - np.quantile(reference, levels)).max() < 0.03
     if cutmix:
         kept = []
         for weight in rng.beta(cutmix, cutmix, 40_000):  # the reference code's box, clipped at the border
@@ -102,7 +102,7 @@ def test_mixing_weights_are_drawn_from_their_beta_distributions(mixup: float, cu
             rows = np.clip(row + side // 2, 0, 224) - np.clip(row - side // 2, 0, 224)
             columns = np.clip(column + side // 2, 0, 224) - np.clip(column - side // 2, 0, 224)
             kept.append(1 - rows * columns / 224**2)
-        assert np.abs(np.quantile(drawn.weight[~drawn.blend], levels) - np.quantile(kept, levels)).max() < 0.02
+        assert np.abs(np.quantile(drawn.weight[~drawn.blend], levels) - np.quantile(kept, levels)).max() < 0.03
 
 
 def test_mixed_pixels_and_labels_agree(digits_shards: Path) -> None:

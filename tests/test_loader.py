@@ -64,7 +64,7 @@ def joined(batches: list[Batch]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("data", "order", "augment"),
-    [("digits", "full", EVERYTHING), ("digits", "block", NOTHING), ("imagenet", "full", EVERYTHING)],
+    [("digits", "full", EVERYTHING), ("digits", "block", AugmentConfig(repeats=3)), ("imagenet", "full", EVERYTHING)],
 )
 def test_the_same_stream_on_1_2_and_4_processes(data: str, order: str, augment: AugmentConfig, request) -> None:
     """Guards against a stream that depends on how many processes read it: samples, crops, flips, every augmentation and the
@@ -80,14 +80,19 @@ def test_the_same_stream_on_1_2_and_4_processes(data: str, order: str, augment: 
                 assert np.array_equal(values, alone[step][name]), (name, world_size, micro_batch, step)
 
 
-def test_a_loader_that_starts_later_goes_on_exactly(digits_shards: Path) -> None:
-    """Guards against a resume that repeats, skips or differently augments a sample."""
+@pytest.mark.parametrize(("order", "first"), [("full", 5), ("block", 84)])
+def test_a_loader_that_starts_later_goes_on_exactly(order: str, first: int, digits_shards: Path) -> None:
+    """Guards against a resume that repeats, skips or differently augments a sample, also behind the end of an epoch."""
     shards = ShardSet(digits_shards, "train")
-    reference = train_loader(shards, 1, 2, 8)
-    expected = [next(reference) for _ in range(9)]
-    resumed = train_loader(shards, 1, 2, 8, start=5)
-    for batch in expected[5:]:
-        assert torch.equal(next(resumed).images, batch.images)
+    options = {"config": DataConfig(num_threads=1, order=order, block_size=50, window_blocks=4), "augment": EVERYTHING}
+    reference = train_loader(shards, 1, 2, 8, **options)  # three batches a step
+    expected = [next(reference) for _ in range(first + 9)]
+    assert (expected[-1].request.epoch.max() > 0) == (order == "block")
+    resumed = train_loader(shards, 1, 2, 8, start=first, **options)
+    for batch in expected[first:]:
+        again = next(resumed)
+        for name in ("images", "labels", "other_labels", "weight"):
+            assert torch.equal(getattr(again, name), getattr(batch, name)), name
     other_seed = next(train_loader(shards, 1, 2, 8, seed=8))
     assert not np.array_equal(other_seed.request.index, expected[0].request.index)
 

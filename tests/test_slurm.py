@@ -222,8 +222,8 @@ def test_training_over_two_nodes(cluster: Cluster, digits_shards: Path, tmp_path
         "model.image_size=64",
     ]
     batches = [
-        "train.global_batch_size=8",
-        "train.micro_batch_size=4",
+        "train.global_batch_size=16",
+        "train.micro_batch_size=8",
         "train.epochs=1",
         "train.max_steps=3",
         "optim.warmup_epochs=0.1",

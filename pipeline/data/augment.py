@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 CROP_ATTEMPTS = 10
+MAX_EVAL_RATIO = 16  # of the sides of what evaluation resizes
 UNIFORMS_PER_SAMPLE = 2 * CROP_ATTEMPTS + 3  # area and ratio per attempt; top, left, flip
 
 
@@ -63,7 +64,8 @@ def train_geometry(
     whole = ~fits.any(axis=1)
     fallback_w = np.where(width > ratio[1] * height, np.rint(height * ratio[1]), width).astype(np.int64)
     fallback_h = np.where(width < ratio[0] * height, np.rint(width / ratio[0]), height).astype(np.int64)
-    crop_w, crop_h = np.where(whole, fallback_w, crop_w), np.where(whole, fallback_h, crop_h)
+    crop_w = np.where(whole, np.clip(fallback_w, 1, width), crop_w)
+    crop_h = np.where(whole, np.clip(fallback_h, 1, height), crop_h)
     top, left = np.where(whole, (height - crop_h) // 2, top), np.where(whole, (width - crop_w) // 2, left)
 
     return Geometry(
@@ -81,18 +83,19 @@ def eval_geometry(height: np.ndarray, width: np.ndarray, image_size: int, eval_c
     Integers as torchvision has them, so that the pixels are the ones that published accuracies were measured on: the
     long side is rounded down, the centre crop's corner to the nearest (half to even).
     """
-    height, width = (np.asarray(side, dtype=np.int64) for side in (height, width))
+    stored = [np.asarray(side, dtype=np.int64) for side in (height, width)]
     short = int(image_size / eval_crop + 0.5)
-    smaller = np.minimum(height, width)
-    zeros = np.zeros(len(height), dtype=np.int32)
+    smaller = np.minimum(*stored)
+    # Resized whole, a strip of 65,000 x 1 pixels would take gigabytes; the crop needs its middle only.
+    height, width = (np.minimum(side, MAX_EVAL_RATIO * smaller) for side in stored)
     resize = _pairs(height * short // smaller, width * short // smaller, np.int64)
     margin = resize - image_size
     return Geometry(
-        start=_pairs(zeros, zeros, np.int32),
+        start=_pairs((stored[0] - height) // 2, (stored[1] - width) // 2, np.int32),
         shape=_pairs(height, width, np.int32),
         resize=resize.astype(np.float32),
         crop=(np.rint(margin / 2) / np.maximum(margin, 1)).astype(np.float32),
-        flip=zeros,
+        flip=np.zeros(len(height), dtype=np.int32),
     )
 
 

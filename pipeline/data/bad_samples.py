@@ -1,10 +1,9 @@
-"""Samples that cannot be read or decoded: remembered, reported once, replaced by a neighbour, limited in number."""
+"""Samples that cannot be read or decoded: remembered, replaced by a neighbour, named once, limited in number."""
 
 from __future__ import annotations
 
 import io
 import re
-import sys
 import threading
 
 import numpy as np
@@ -31,13 +30,14 @@ class BadSamples:
     def __init__(self, shards: ShardSet, limit: int) -> None:
         self._shards, self._limit = shards, limit
         self._lock = threading.Lock()
+        self._unreported: dict[int, str] = {}
         self.replacement: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.replacement)
 
     def add(self, damage: DamagedSample) -> None:
-        """Note a bad sample and say so on standard error, once.
+        """Note a bad sample.
 
         Raises:
             UserError: there are more than the limit, or no good sample is left.
@@ -45,18 +45,26 @@ class BadSamples:
         with self._lock:
             if damage.index in self.replacement:
                 return
-            bad = [*self.replacement, damage.index]
-            self.replacement = {sample: self._neighbour(sample, bad) for sample in bad}  # replaced whole: readers need no lock
-            if len(bad) > self._limit:
+            replacement = {**self.replacement, damage.index: damage.index}
+            for sample, substitute in replacement.items():
+                if substitute == damage.index:
+                    replacement[sample] = self._next_sound(substitute, replacement)
+            self.replacement = replacement  # replaced whole: readers need no lock
+            self._unreported[damage.index] = f"{damage}; sample {self._shards.key(replacement[damage.index])} takes its place"
+            if len(replacement) > self._limit:
                 raise UserError(
-                    f"{len(bad)} samples of {self._shards.folder} cannot be used, data.max_bad_samples allows {self._limit}; the last "
-                    f"one: {damage}: restore the files, or raise data.max_bad_samples."
+                    f"{len(replacement)} samples of {self._shards.folder} cannot be used, data.max_bad_samples allows {self._limit}; "
+                    f"the last one: {damage}: restore the files, or raise data.max_bad_samples."
                 )
-            substitute = self._shards.key(self.replacement[damage.index])
-            print(f"warning: {damage}; sample {substitute} takes its place", file=sys.stderr, flush=True)
 
-    def _neighbour(self, sample: int, bad: list[int]) -> int:
-        for step in range(1, min(len(bad), len(self._shards) - 1) + 1):
+    def take_unreported(self) -> dict[int, str]:
+        """Sample and sentence of those that were met since the last call."""
+        with self._lock:
+            taken, self._unreported = self._unreported, {}
+        return taken
+
+    def _next_sound(self, sample: int, bad: dict[int, int]) -> int:
+        for step in range(1, len(self._shards)):
             candidate = (sample + step) % len(self._shards)
             if candidate not in bad:
                 return candidate

@@ -7,19 +7,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from nvidia.dali import Pipeline
 from torch import Tensor
 
 from pipeline.config import DataConfig
-from pipeline.data import graph
 from pipeline.data.ahead import Ahead
-from pipeline.data.bad_samples import BadSamples, read_sound, undecodable
+from pipeline.data.bad_samples import BadSamples, read_sound
+from pipeline.data.decoder import Decoder, Encoded
 from pipeline.data.erasing import erase_
 from pipeline.data.finish import Finisher
 from pipeline.data.mixing import mix_, mixed_labels
@@ -39,15 +37,6 @@ class Batch:
     valid: Tensor  # (B,) bool, on the device; False marks padding
     request: BatchRequest  # which samples they are: NumPy arrays on the CPU
     replaced: int  # samples of this batch that stand in for bad ones
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    """A batch as it comes from the disk."""
-
-    number: int
-    request: BatchRequest
-    images: list[np.ndarray]  # B of (bytes,) uint8
 
 
 class Loader:
@@ -73,16 +62,14 @@ class Loader:
         self.plan = plan
         self.device = device
         self.bad = BadSamples(plan.shards, config.max_bad_samples)
-        self._config = config
-        self._threads = config.num_threads or cpu_threads
+        threads = config.num_threads or cpu_threads
         self._reading = Ahead(self._read, start, config.read_ahead, _READERS, "read")
-        self._in_dali: deque[_Encoded] = deque()  # its results come back in the order of its inputs
-        self._repeat: deque[_Encoded] = deque()  # to be given to DALI once more
-        self._dali = self._build()
+        self._decoder = Decoder(plan, config, device, threads, self._reading.next, self._read, self.bad)
         self._finisher = self._finished = None
         if device.type == "cpu":
-            self._finisher = Finisher(plan.batch_size, plan.image_size, config.mean, config.std, self._threads)
+            self._finisher = Finisher(plan.batch_size, plan.image_size, config.mean, config.std, threads)
             self._finished = Ahead(lambda _: self._make(), start, config.prefetch, 1, "finish")
+        self._error: BaseException | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -91,9 +78,16 @@ class Loader:
         """The next batch.
 
         Raises:
-            UserError: more samples than ``data.max_bad_samples`` cannot be read or decoded.
+            UserError: more samples than ``data.max_bad_samples`` cannot be read or decoded. From then on every call raises it:
+                a batch is missing.
         """
-        return self._finished.next() if self._finished else self._make()
+        if self._error:
+            raise self._error
+        try:
+            return self._finished.next() if self._finished else self._make()
+        except BaseException as error:
+            self._error = error
+            raise
 
     def close(self) -> None:
         """Stop the threads."""
@@ -101,17 +95,19 @@ class Loader:
             if part:
                 part.close()
 
-    def _read(self, number: int) -> _Encoded:
+    def _read(self, number: int) -> Encoded:
         """Read batch ``number``, with neighbours in the place of bad samples. Several threads at once."""
         self.plan.shards.will_need(self.plan.coming_blocks(number))
+        asked_for = request = self.plan.request(number)
         while True:
-            request = self.plan.request(number, self.bad.replacement)
+            if not self.bad.replacement.keys().isdisjoint(asked_for.index.tolist()):
+                request = self.plan.request(number, self.bad.replacement)
             images = read_sound(self.plan.shards, request.index, self.bad)
             if images is not None:
-                return _Encoded(number, request, images)
+                return Encoded(number, request, images, replaced=int((request.index != asked_for.index).sum()))
 
     def _make(self) -> Batch:
-        encoded, output = self._decode()
+        encoded, output = self._decoder.next()
         request = encoded.request
         if self._finisher:
             images = self._finisher.finish([torch.from_dlpack(image) for image in output], request)
@@ -125,56 +121,7 @@ class Loader:
             mix_(images, request.mixing)
             other_labels, weight = mixed_labels(labels, request.mixing)
         tensors = (self._to_device(values) for values in (labels, other_labels, weight, request.valid))
-        return Batch(images, *tensors, request, replaced=self._count_replaced(encoded))
-
-    def _decode(self) -> tuple[_Encoded, object]:
-        """The next batch out of DALI; one that it fails on goes in again, without the samples that it failed on."""
-        while True:
-            try:
-                (output,) = self._dali.run()
-                return self._in_dali.popleft(), output
-            except RuntimeError as error:
-                failed = self._in_dali[0]
-                damages = undecodable(self.plan.shards, failed.request.index, failed.images, str(error))
-                if not damages:
-                    raise
-                for damage in damages:
-                    self.bad.add(damage)
-                # What the failed pipeline held is read anew, and a new pipeline built: DALI calls the old one invalid.
-                again = [self._read(encoded.number) for encoded in self._in_dali]
-                self._repeat = deque([*again, *self._repeat])
-                self._in_dali.clear()
-                self._dali = self._build()
-
-    def _build(self) -> Pipeline:
-        plan, config = self.plan, self._config
-        if self.device.type == "cpu":
-            return graph.decoding_graph(self._supply, plan.batch_size, self._threads, config.prefetch)
-        return graph.full_graph(
-            self._supply,
-            plan.batch_size,
-            plan.image_size,
-            config.mean,
-            config.std,
-            self.device.index,
-            self._threads,
-            config.prefetch,
-            plan.rand_augment_ops,
-        )
-
-    def _supply(self) -> tuple:
-        """DALI's callback: the inputs of the next batch."""
-        encoded = self._repeat.popleft() if self._repeat else self._reading.next()
-        self._in_dali.append(encoded)
-        if self.device.type == "cpu":
-            return graph.window_inputs(encoded.images, encoded.request)
-        return graph.full_inputs(encoded.images, encoded.request, self.plan.image_size)
-
-    def _count_replaced(self, encoded: _Encoded) -> int:
-        if not self.bad.replacement:
-            return 0
-        asked_for = self.plan.request(encoded.number).index
-        return int((asked_for != encoded.request.index).sum())
+        return Batch(images, *tensors, request, encoded.replaced)
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(values)

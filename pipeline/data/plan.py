@@ -32,7 +32,7 @@ class BatchRequest:
     position: np.ndarray  # (B,) int64: place in the epoch
     valid: np.ndarray  # (B,) bool: False marks padding
     geometry: Geometry
-    ops: randaugment.Ops | None = None  # None: not asked for; likewise
+    ops: randaugment.Ops | None = None  # None: no RandAugment; and so on
     erasing: erasing.Erasing | None = None
     mixing: mixing.Mixing | None = None
 

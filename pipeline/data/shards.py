@@ -16,6 +16,7 @@ with SIGBUS instead of an error that names the file.)
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -77,7 +78,9 @@ class ShardSet:
 
     def identity(self) -> dict:
         """Plain values that tell this split's content and order from any other's, wherever the files lie."""
-        return {"fingerprint": self.info.source["fingerprint"], "samples": len(self), "shard_seed": self.info.seed}
+        source = self.info.source
+        stored = {key: source.get(key) for key in ("resize_short_side", "quality")}
+        return {"fingerprint": source["fingerprint"], "samples": len(self), "shard_seed": self.info.seed, **stored}
 
     @property
     def subset(self) -> float:
@@ -96,19 +99,19 @@ class ShardSet:
     def read(self, index: int) -> np.ndarray:
         """The encoded image of one sample, exactly as it was written; threads may call this at the same time.
 
-        A failed read is tried once more with the file opened anew: a file that was replaced, or a network disk that came
-        back, is then in order.
+        A failed read is tried once more; where the file was replaced meanwhile, from the new one.
 
         Returns:
             (bytes,) uint8.
 
         Raises:
             DamagedSample: the tar is gone, ends early, cannot be read or holds other bytes there.
+            UserError: the system lets this process open no more files.
         """
         try:
             return self._read(index)
         except DamagedSample:
-            self._reopen(int(self.samples["shard"][index]))
+            self._forget_if_replaced(int(self.samples["shard"][index]))
             return self._read(index)
 
     def will_need(self, runs: list[tuple[int, int]]) -> None:
@@ -138,6 +141,8 @@ class ShardSet:
         try:
             data = os.pread(self._descriptor(shard), size, offset)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # says nothing about the sample
+                raise UserError(f"{self.folder}: {error.strerror}: raise `ulimit -n`, or use larger shards.") from None
             raise self.damaged(index, f"cannot be read ({error.strerror})") from None
         if len(data) != size:
             raise self.damaged(index, f"is cut off: {len(data)} of its {size} bytes are there, at offset {offset}")
@@ -154,9 +159,18 @@ class ShardSet:
                 self._descriptors[shard] = os.open(self.folder / self.info.shards[shard].file, os.O_RDONLY)
             return self._descriptors[shard]
 
-    def _reopen(self, shard: int) -> None:
+    def _forget_if_replaced(self, shard: int) -> None:
+        """Let the next read open the file anew if its name has gone to another one."""
         with self._opening:
-            self._descriptors.pop(shard, None)  # not closed: another thread may be reading from it
+            descriptor = self._descriptors.get(shard)
+            if descriptor is None:
+                return
+            try:
+                same = os.path.samestat(os.fstat(descriptor), os.stat(self.folder / self.info.shards[shard].file))
+            except OSError:
+                same = False
+            if not same:
+                del self._descriptors[shard]  # not closed: another thread may be reading from it
 
     def _check_size(self, name: str, expected: int, remedy: str) -> None:
         path = self.folder / name
@@ -197,12 +211,12 @@ def _find(folder: Path, split: str) -> Path:
 
 
 def _allow_open_files(shards: int) -> None:
-    """Every tar stays open, so raise the soft limit as far as the system lets us."""
+    """Every tar stays open, so raise the soft limit by their number as far as the system lets us."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = shards + 256
-    if soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            raise UserError(
-                f"{shards} shards need {needed} open files, the system allows {hard}: raise `ulimit -Hn` or use larger shards."
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UserError(
+            f"{shards} shards need {needed} open files, the system allows {hard}: raise `ulimit -Hn` or use larger shards."
+        )
+    wanted = soft + shards
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
