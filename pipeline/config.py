@@ -216,7 +216,8 @@ class Config(Section):
         micro, group = self.train.micro_batch_size, self.augment.mix_group
         if self.augment.mixes and micro % group:
             raise ValueError(
-                f"augment.mix_group {group} must divide train.micro_batch_size {micro} ({micro} / {group} = {micro / group:.4g} groups)"
+                f"augment.mix_group {group} must divide train.micro_batch_size {micro} ({micro} / {group} = {micro / group:.4g} groups); "
+                f"set train.micro_batch_size to a multiple of {group}"
             )
         return self
 

@@ -45,6 +45,10 @@ def test_recipe_of_table_s6() -> None:
         ("train.global_batch_size=0", "greater than or equal to 1"),
         ("data.crop_scale=[1.0, 0.1]", "from low to high"),
         ("data.crop_scale=[0.1]", "one more needed"),
+        ("augment.mix_group=7", "mix_group 7 must divide train.micro_batch_size 64"),
+        ("augment={mixup: 0.8, repeats: 3, mix_group: 4}", "mix_group must be at least 2 x repeats = 6, not 4"),
+        ("augment.cutmix=0.001", "must be 0, or at least 0.01"),
+        ("data.order=sorted", "'full' or 'block'"),
         ("train=3", "it is a section"),
         ("train.epochs", "not of the form dotted.key=value"),
         ("model.name=[1", "not a YAML value"),
@@ -55,7 +59,7 @@ def test_recipe_of_table_s6() -> None:
 def test_a_wrong_key_or_value_is_one_sentence_that_names_it(override: str, expected: str, tmp_path: Path) -> None:
     """Guards against a typo that trains for a week with the default."""
     with pytest.raises(UserError) as error:
-        load_config(CONFIGS[0], [override])
+        load_config(CONFIGS[0].parent / "pervit_m.yaml", [override])
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
 
