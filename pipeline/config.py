@@ -7,6 +7,7 @@ An unknown key, a wrong type or a value out of range is one sentence that names 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,6 +50,8 @@ class ModelConfig(Section):
     """Must equal the number of classes of the shards."""
     drop_path: Fraction = 0.0
     """Stochastic depth rate of the last block."""
+    switches: dict[str, Any] = {}
+    """The family's ablations, by name: `python -m pipeline.models NAME` lists them."""
 
 
 class DataConfig(Section):
@@ -279,6 +282,32 @@ def config_from_dict(tree: dict, source: str) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise UserError(_one_sentence(error.errors()[0], source)) from None
+
+
+def section_from_dict(section: type[Section], values: Mapping[str, Any], key: str) -> Section:
+    """Validate the keys of one section that is not part of the tree, such as a model family's switches.
+
+    Args:
+        section: the class.
+        values: name -> value.
+        key: where the values stand in a config, for the error.
+
+    Raises:
+        UserError: the first thing that is wrong, as one sentence.
+    """
+    try:
+        return section.model_validate(dict(values))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        known = ", ".join(section.model_fields) or "none"
+        if problem["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(name, section.model_fields, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"this model has: {known}."
+            raise UserError(f"{key}: unknown switch {name!r}: {hint}") from None
+        message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        where = f"{key}.{name}" if name else key
+        raise UserError(f"{where} is {problem['input']!r}, but the value {message}: correct it.") from None
 
 
 def config_to_yaml(config: Config) -> str:

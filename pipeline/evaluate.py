@@ -123,7 +123,7 @@ def main() -> None:
     check_same_classes(shards, saved["classes"], of=f"the run {args.checkpoint}")
 
     world = init_world()
-    model = create_model(config.model.name, config.model.num_classes, config.model.image_size)
+    model = create_model(config.model.name, config.model.num_classes, config.model.image_size, switches=config.model.switches)
     model.load_state_dict(saved[args.weights])
     model.to(world.device).eval()
 

@@ -13,10 +13,11 @@ import argparse
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from fvcore.nn import FlopCountAnalysis
@@ -48,8 +49,8 @@ class FlopRow:
     gmacs_modules: float
     gmacs: float
     gmacs_phi: float
-    paper_params_m: float
-    paper_gmacs: float  # at 224 pixels
+    paper_params_m: float | None
+    paper_gmacs: float | None  # at the paper's image size
 
     def training_flops_per_image(self, micro_batch_size: int) -> float:
         """Floating-point operations (2 per multiply-accumulate) of forward and backward pass (twice the forward).
@@ -59,7 +60,9 @@ class FlopRow:
         return 6e9 * (self.gmacs + self.gmacs_phi / micro_batch_size)
 
 
-def count(name: str, image_size: int = 224, num_classes: int = 1000) -> FlopRow:
+def count(
+    name: str, image_size: int = 224, num_classes: int = 1000, switches: Mapping[str, Any] = MappingProxyType({})
+) -> FlopRow:
     """Count a model on one image.
 
     Raises:
@@ -67,7 +70,7 @@ def count(name: str, image_size: int = 224, num_classes: int = 1000) -> FlopRow:
         RuntimeError: an operator that may multiply matrices went uncounted.
     """
     entry = model_entry(name)
-    model = create_model(name, num_classes=num_classes, image_size=image_size).eval()
+    model = create_model(name, num_classes=num_classes, image_size=image_size, switches=switches).eval()
     image = torch.zeros(1, 3, image_size, image_size)
     with torch.no_grad():
         model(image)  # fills the cache of Φp, so that the traces below do not contain it
@@ -85,6 +88,12 @@ def count(name: str, image_size: int = 224, num_classes: int = 1000) -> FlopRow:
         paper_params_m=entry.paper_params_m,
         paper_gmacs=entry.paper_gmacs,
     )
+
+
+def count_at(name: str, image_size: int | None = None) -> FlopRow:
+    """:func:`count` for the classes and, unless another is given, the image size of the model's paper."""
+    entry = model_entry(name)
+    return count(name, image_size or entry.image_size, entry.num_classes)
 
 
 def _attention_macs(inputs: list, outputs: list) -> float:
@@ -137,18 +146,27 @@ def _macs(model: nn.Module, image: torch.Tensor, handlers: dict[str, Callable] =
 def table(rows: list[FlopRow]) -> str:
     """Aligned text, the papers' figures and the difference beside ours."""
     lines = [
-        f"{'model':<12} {'size':>5} {'params':>12} {'paper M':>8} {'diff':>7} {'Φp share':>9} "
+        f"{'model':<14} {'size':>5} {'params':>12} {'paper M':>8} {'diff':>7} {'Φp share':>9} "
         f"{'GMACs modules':>14} {'paper':>6} {'diff':>7} {'GMACs + attention':>18} {'Φp GMACs, once':>15}"
     ]
     for row in rows:
-        difference = f"{100 * (row.gmacs_modules / row.paper_gmacs - 1):+.1f}%" if row.image_size == 224 else ""
+        native = row.image_size == model_entry(row.name).image_size  # the size that the paper's figure is for
+        paper_gmacs = row.paper_gmacs if native else None
         lines.append(
-            f"{row.name:<12} {row.image_size:>5} {row.params:>12,} {row.paper_params_m:>8.1f} "
-            f"{row.params / 1e4 / row.paper_params_m - 100:>+6.1f}% {row.params_phi / row.params:>9.2%} "
-            f"{row.gmacs_modules:>14.3f} {row.paper_gmacs:>6.1f} {difference:>7} "
+            f"{row.name:<14} {row.image_size:>5} {row.params:>12,} {_figure(row.paper_params_m):>8} "
+            f"{_difference(row.params / 1e6, row.paper_params_m):>7} {row.params_phi / row.params:>9.2%} "
+            f"{row.gmacs_modules:>14.3f} {_figure(paper_gmacs):>6} {_difference(row.gmacs_modules, paper_gmacs):>7} "
             f"{row.gmacs:>18.3f} {row.gmacs_phi:>15.3f}"
         )
     return "\n".join(lines)
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _difference(ours: float, papers: float | None) -> str:
+    return "" if papers is None else f"{100 * (ours / papers - 1):+.1f}%"
 
 
 _NOTES = """
@@ -160,12 +178,12 @@ convolution runs over 4 x heads maps that are one distance map times a number; o
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all of {', '.join(list_models())}")
-    parser.add_argument("--image-size", type=int, default=224, help="pixels (default: 224, which the papers' figures are for)")
+    parser.add_argument("--image-size", type=int, help="pixels (default: each model's own, which its paper's figures are for)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     if args.json:
         check_writable(args.json)
-    rows = [count(name, args.image_size) for name in args.models or list_models()]
+    rows = [count_at(name, args.image_size) for name in args.models or list_models()]
     print(table(rows))
     print(_NOTES)
     if args.json:

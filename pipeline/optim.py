@@ -11,15 +11,17 @@ from pipeline.config import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW in two groups: matrices and kernels decay, 1-D parameters (norms, biases) do not (DeiT's rule).
+    """AdamW in two groups: matrices and kernels decay, 1-D parameters (norms, biases) do not (DeiT's rule), nor do those that
+    the model names in ``no_weight_decay()``.
 
     The learning rate is set before every step by :func:`learning_rate`.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    exempt = model.no_weight_decay()
+    decayed, plain = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (decayed if parameter.ndim > 1 and name not in exempt else plain).append(parameter)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.warmup_lr, betas=config.betas, eps=config.eps, fused=True)
 
 

@@ -106,7 +106,7 @@ def train(config: Config, world: World) -> None:
             print(f"{run_dir} is complete at step {first_step}: nothing to train.", flush=True)
         return
 
-    count = (config.model.name, config.model.image_size, config.model.num_classes)
+    count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
     cost = world.gather(flops.count(*count) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
     torch.manual_seed(config.seed)
     model = create_model(
@@ -115,6 +115,7 @@ def train(config: Config, world: World) -> None:
         config.model.image_size,
         config.model.drop_path,
         config.train.activation_checkpointing,
+        config.model.switches,
     )
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import UserError
-from pipeline.models.layers import MLP, biased_attention, drop_path_scales, init_linear
+from pipeline.models.base import Switches, VisionModel, linear_drop_path, scale_branch
+from pipeline.models.layers import MLP, biased_attention, init_linear
 from pipeline.models.peripheral import DistanceScales, PeripheralPosition, position_distances
 from pipeline.models.registry import register
 
@@ -31,6 +31,10 @@ class PerViTLayout:
     stem_widths: tuple[int, int, int, int]
     depths: tuple[int, int, int, int] = (2, 2, 6, 2)
     mlp_ratio: int = 4
+
+
+class PerViTSwitches(Switches):
+    """Ablations of Tables 1, 2, 3, 5 and S3."""
 
 
 class ConvStem(nn.Module):
@@ -112,15 +116,11 @@ class Block(nn.Module):
         image = x.transpose(1, 2).unflatten(2, grid)  # (B, width, rows, columns)
         position_aware = self.cpe(image).flatten(2).transpose(1, 2)  # (B, N, width)
         attended = self.attn(self.norm1(position_aware), log_phi)
-        x = x + _scale(attended, branch_scales, 0)
-        return self.residual(x) + _scale(self.mlp(self.norm2(x)), branch_scales, 1)
+        x = x + scale_branch(attended, branch_scales, 0)
+        return self.residual(x) + scale_branch(self.mlp(self.norm2(x)), branch_scales, 1)
 
 
-def _scale(branch: Tensor, scales: Tensor | None, column: int) -> Tensor:
-    return branch if scales is None else branch * scales[:, column, None, None].to(branch.dtype)
-
-
-class PerViT(nn.Module):
+class PerViT(VisionModel):
     """Peripheral Vision Transformer.
 
     Args:
@@ -156,11 +156,11 @@ class PerViT(nn.Module):
         image_size: int = 224,
         drop_path: float = 0.0,
         activation_checkpointing: bool = False,
+        switches: PerViTSwitches | None = None,
     ) -> None:
-        super().__init__()
-        _check_size(image_size, image_size)
-        self.activation_checkpointing = activation_checkpointing
         depth = sum(layout.depths)
+        super().__init__(linear_drop_path(drop_path, depth), activation_checkpointing)
+        _check_size(image_size, image_size)
         stage_of = [stage for stage, blocks in enumerate(layout.depths) for _ in range(blocks)]
         widths = [layout.widths[stage] for stage in stage_of]
         self.stem = ConvStem(layout.stem_widths)
@@ -176,16 +176,8 @@ class PerViT(nn.Module):
             block.mlp.apply(init_linear)
         init_linear(self.head)
 
-        self.drop_path = drop_path
-        rates = torch.linspace(0, drop_path, depth).repeat_interleave(2)
-        self.register_buffer("drop_path_rates", rates, persistent=False)  # (2 * depth,)
         self._phi_cache: tuple[tuple, list[Tensor]] | None = None
         self.register_load_state_dict_post_hook(lambda module, _: module._forget_phi())
-
-    @property
-    def noise_per_sample(self) -> int:
-        """How many uniform numbers a training step may draw per image (two branches a block)."""
-        return self.drop_path_rates.numel() if self.drop_path > 0 else 0
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
@@ -206,13 +198,9 @@ class PerViT(nn.Module):
         x = self.stem(images)  # (B, width, rows, columns)
         grid = (x.shape[2], x.shape[3])
         x = x.flatten(2).transpose(1, 2)  # (B, N, width)
-        scales = self._branch_scales(len(x), noise)  # (B, depth, 2) or None
+        scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
-            arguments = (x, log_phi, grid, None if scales is None else scales[:, i])
-            if self.activation_checkpointing and self.training:
-                x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(*arguments)
+            x = self.run_block(block, x, log_phi, grid, None if scales is None else scales[:, 2 * i : 2 * i + 2])
         return self.head(self.norm(x).mean(dim=1))
 
     def token_grid(self, images: Tensor) -> tuple[int, int]:
@@ -258,14 +246,6 @@ class PerViT(nn.Module):
         for block in self.blocks:
             yield from block.position.parameters()
 
-    def _branch_scales(self, batch: int, noise: Tensor | None) -> Tensor | None:
-        if not self.training or self.drop_path == 0:
-            return None
-        rates = self.drop_path_rates
-        if noise is None:
-            noise = torch.rand(batch, rates.numel(), device=rates.device)
-        return drop_path_scales(rates, noise).unflatten(1, (-1, 2))
-
 
 def _check_size(height: int, width: int) -> None:
     for size in (height, width):
@@ -279,17 +259,19 @@ def _check_size(height: int, width: int) -> None:
 _PAPER = "Peripheral Vision Transformer (NeurIPS 2022), Supplement Table S5"
 
 
-@register("PerViT Tiny, 4 heads", paper=_PAPER, paper_params_m=7.6, paper_gmacs=1.6, paper_top1=78.8)
+@register("PerViT Tiny, 4 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=7.6, paper_gmacs=1.6, paper_top1=78.8)
 def pervit_t(**options) -> PerViT:
     return PerViT(PerViTLayout(4, (128, 192, 224, 280), (48, 64, 96, 128)), **options)
 
 
-@register("PerViT Small, 8 heads", paper=_PAPER, paper_params_m=21.3, paper_gmacs=4.4, paper_top1=82.1)
+@register("PerViT Small, 8 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=21.3, paper_gmacs=4.4, paper_top1=82.1)
 def pervit_s(**options) -> PerViT:
     # The supplement prints 262 as the stem's last width; the published code has 272, as the first stage needs.
     return PerViT(PerViTLayout(8, (272, 320, 368, 464), (64, 128, 192, 272)), **options)
 
 
-@register("PerViT Medium, 12 heads", paper=_PAPER, paper_params_m=43.7, paper_gmacs=9.0, paper_top1=82.9)
+@register(
+    "PerViT Medium, 12 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=43.7, paper_gmacs=9.0, paper_top1=82.9
+)
 def pervit_m(**options) -> PerViT:
     return PerViT(PerViTLayout(12, (312, 468, 540, 684), (64, 192, 256, 312)), **options)

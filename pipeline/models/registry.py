@@ -6,10 +6,14 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor, nn
 
+from pipeline.config import section_from_dict
 from pipeline.errors import UserError
+from pipeline.models.base import Switches
 
 
 @dataclass(frozen=True)
@@ -19,10 +23,13 @@ class ModelEntry:
     name: str
     build: Callable[..., nn.Module]
     description: str
-    paper: str
-    paper_params_m: float  # millions
-    paper_gmacs: float  # 1e9 multiply-accumulates at the paper's image size
-    paper_top1: float  # ImageNet-1k validation, percent
+    paper: str  # with the table
+    paper_params_m: float | None  # millions; None, here and below: the paper does not say
+    paper_gmacs: float | None  # 1e9 multiply-accumulates at the paper's image size
+    paper_top1: float | None  # percent, on the paper's data set
+    image_size: int = 224  # that the paper's figures are for
+    num_classes: int = 1000
+    switches: type[Switches] = Switches  # the family's ablations
 
 
 _REGISTRY: dict[str, ModelEntry] = {}
@@ -62,16 +69,22 @@ def create_model(
     image_size: int = 224,
     drop_path: float = 0.0,
     activation_checkpointing: bool = False,
+    switches: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """Build a model with fresh weights from PyTorch's default generator.
 
+    Args:
+        switches: the family's ablations by name (its ``Switches`` class); those not named keep the paper's choice.
+
     Returns:
-        A module (B, 3, H, W) -> (B, num_classes).
+        A :class:`~pipeline.models.base.VisionModel`, (B, 3, H, W) -> (B, num_classes).
 
     Raises:
-        UserError: unknown name, or an image size that the model cannot take.
+        UserError: unknown name or switch, or an image size that the model cannot take.
     """
-    return model_entry(name).build(
+    entry = model_entry(name)
+    return entry.build(
+        switches=section_from_dict(entry.switches, switches, key="model.switches"),
         num_classes=num_classes,
         image_size=image_size,
         drop_path=drop_path,
@@ -94,6 +107,8 @@ def load_reference_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]
     """
     renamed: dict[str, Tensor] = {}
     for key, value in state_dict.items():
+        if any(re.search(pattern, key) for pattern in type(model).reference_unused):
+            continue
         name = key
         for pattern, replacement in type(model).reference_names:
             name = re.sub(pattern, replacement, name)

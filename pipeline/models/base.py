@@ -1,0 +1,86 @@
+"""What every model has in common: the train loop and the analyses rely on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.config import Section
+from pipeline.models.layers import drop_path_scales
+
+
+class Switches(Section):
+    """A family's ablation switches; the defaults are the paper's model. Set with ``model.switches`` in a config."""
+
+
+class VisionModel(nn.Module):
+    """Base of all families. A subclass's ``forward(images, noise=None)`` takes (B, 3, H, W) and returns (B, num_classes).
+
+    Args:
+        drop_path_rates: probability of dropping each residual branch, in the order in which they run.
+        activation_checkpointing: recompute what :meth:`run_block` runs in the backward pass.
+
+    Attributes:
+        reference_names: (pattern, replacement) pairs that rename the authors' keys, tried in order.
+        reference_unused: patterns of authors' keys that hold fixed tables, which are computed here.
+    """
+
+    reference_names: tuple[tuple[str, str], ...] = ()
+    reference_unused: tuple[str, ...] = ()
+
+    def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool) -> None:
+        super().__init__()
+        self.activation_checkpointing = activation_checkpointing
+        rates = torch.tensor(drop_path_rates, dtype=torch.get_default_dtype())
+        self.register_buffer("drop_path_rates", rates, persistent=False)  # (branches,)
+        self._drops = any(rate > 0 for rate in drop_path_rates)
+
+    @property
+    def noise_per_sample(self) -> int:
+        """How many uniform numbers a training step may draw per image: one per residual branch."""
+        return self.drop_path_rates.numel() if self._drops else 0
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that are not decayed although they have more than one dimension."""
+        return set()
+
+    def branch_scales(self, batch: int, noise: Tensor | None) -> Tensor | None:
+        """What stochastic depth multiplies each residual branch by.
+
+        Args:
+            batch: B.
+            noise: (B, noise_per_sample) uniform numbers in [0, 1); drawn from PyTorch's generator when None.
+
+        Returns:
+            (B, branches), or None where nothing is dropped: in eval mode, or with rates of 0.
+        """
+        if not self.training or not self._drops:
+            return None
+        rates = self.drop_path_rates
+        if noise is None:
+            noise = torch.rand(batch, rates.numel(), device=rates.device)
+        return drop_path_scales(rates, noise)
+
+    def run_block(self, block: nn.Module, *arguments) -> Tensor:
+        """``block(*arguments)``, recomputed in the backward pass where activation checkpointing is on.
+
+        Not for blocks with BatchNorm: it would update its statistics twice.
+        """
+        if self.activation_checkpointing and self.training:
+            return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return block(*arguments)
+
+
+def scale_branch(branch: Tensor, scales: Tensor | None, column: int) -> Tensor:
+    """A residual branch (B, ...) times column ``column`` of the (B, branches) factors, if there are any."""
+    if scales is None:
+        return branch
+    return branch * scales[:, column].view(-1, *[1] * (branch.ndim - 1)).to(branch.dtype)
+
+
+def linear_drop_path(rate: float, blocks: int, branches: int = 2) -> list[float]:
+    """DeiT's rule: rates grow linearly from 0 in the first block to ``rate`` in the last; each branch of a block alike."""
+    return torch.linspace(0, rate, blocks).repeat_interleave(branches).tolist()
