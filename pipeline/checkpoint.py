@@ -141,6 +141,31 @@ def read_weights(run_dir: Path) -> dict[str, Any]:
         ) from None
 
 
+def read_initial_weights(source: Path) -> dict[str, Tensor]:
+    """The weights that fine-tuning begins with.
+
+    Args:
+        source: a run folder (its newest checkpoint; the averaged weights where it has them), or a file with a state dict.
+
+    Raises:
+        UserError: there is no such thing, or it cannot be read.
+    """
+    if source.is_dir():
+        saved = read_weights(source)
+        return saved.get("ema", saved["model"])
+    if not source.is_file():
+        raise UserError(f"train.init_from {source} does not exist: pass a run folder or a file with a state dict.")
+    try:
+        saved = torch.load(source, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling damaged bytes raises anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"train.init_from {source} cannot be read ({reason}): pass a file that torch.save wrote.") from None
+    weights = saved.get("model", saved) if isinstance(saved, dict) else saved
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise UserError(f"train.init_from {source} holds no state dict, names with tensors needed: pass another file.")
+    return weights
+
+
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """The model's state dict on the CPU, gathered where ZeRO-3 has sharded it; every process must call."""
     import deepspeed

@@ -136,6 +136,8 @@ class AugmentConfig(Section):
 
 
 class TrainConfig(Section):
+    init_from: Text | None = None
+    """Fine-tuning: a run folder, or a file with a state dict, whose weights the run begins with; null: fresh weights."""
     epochs: Positive = 300
     """Length of the schedule, in passes over the training set."""
     scale_epochs: bool = False

@@ -31,7 +31,7 @@ from pipeline.ema import WeightAverage
 from pipeline.engine import build_engine, optimizer_step, set_learning_rate
 from pipeline.errors import run_command
 from pipeline.evaluate import check_classes, check_same_classes, evaluate, evaluation_loader
-from pipeline.models import create_model
+from pipeline.models import create_model, load_pretrained
 from pipeline.optim import learning_rate
 from pipeline.philox import Stream, uniforms
 from pipeline.run_folder import check_same_run
@@ -117,6 +117,11 @@ def train(config: Config, world: World) -> None:
         config.train.activation_checkpointing,
         config.model.switches,
     )
+    if config.train.init_from and not first_step:
+        source = Path(config.train.init_from)
+        for sentence in load_pretrained(model, checkpoint.read_initial_weights(source), source=f"train.init_from {source}"):
+            if world.is_main:
+                print(f"init_from: {sentence}", flush=True)
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     about = {

@@ -2,5 +2,6 @@
 
 from pipeline.models import pervit as _pervit  # noqa: F401  (registers its models)
 from pipeline.models.registry import create_model, list_models, load_reference_state_dict, model_entry
+from pipeline.models.transfer import load_pretrained
 
-__all__ = ["create_model", "list_models", "load_reference_state_dict", "model_entry"]
+__all__ = ["create_model", "list_models", "load_pretrained", "load_reference_state_dict", "model_entry"]

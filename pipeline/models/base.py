@@ -26,10 +26,14 @@ class VisionModel(nn.Module):
     Attributes:
         reference_names: (pattern, replacement) pairs that rename the authors' keys, tried in order.
         reference_unused: patterns of authors' keys that hold fixed tables, which are computed here.
+        head_names: how the names of the classifier's parameters begin; fine-tuning on other classes starts them anew.
+        leading_tokens: tokens without a place (class token) at the front of the position embeddings.
     """
 
     reference_names: tuple[tuple[str, str], ...] = ()
     reference_unused: tuple[str, ...] = ()
+    head_names: tuple[str, ...] = ("head.",)
+    leading_tokens: int = 0
 
     def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool) -> None:
         super().__init__()
@@ -45,6 +49,10 @@ class VisionModel(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that are not decayed although they have more than one dimension."""
+        return set()
+
+    def position_names(self) -> set[str]:
+        """Names of the (..., tokens, D) position embeddings that another image size resamples."""
         return set()
 
     def branch_scales(self, batch: int, noise: Tensor | None) -> Tensor | None:
