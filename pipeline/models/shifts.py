@@ -1,0 +1,70 @@
+"""Local shift embeddings of LSAT (Sheynin et al., 2021, Sec. 3.1): every patch seen from T slightly shifted images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Shift = tuple[int, int]  # pixels (down, right) by which the image's content moves
+ShiftFunction = Callable[[Tensor, Shift], Tensor]
+
+# The paper's sets (Sec. 4), as the published code orders them; the first is the image itself.
+SHIFTS_224: tuple[Shift, ...] = ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0), (1, 1), (2, 2), (3, 3))
+SHIFTS_32: tuple[Shift, ...] = (
+    *((0, 0), (1, 0), (0, 1), (-1, 0), (0, -1), (2, 0), (0, 2), (-2, 0), (0, -2)),
+    *((1, 1), (1, 2), (1, -1), (-1, 1), (-1, 2), (-1, -1), (2, 1), (2, 2), (2, -1)),
+)
+
+
+def roll(image: Tensor, shift: Shift) -> Tensor:
+    """(B, 3, H, W) shifted circularly."""
+    return image.roll(shift, dims=(2, 3))
+
+
+def pad_circularly(image: Tensor, shift: Shift) -> Tensor:
+    """(B, 3, H, W) shifted circularly, without cutting off what leaves at the bottom and the right.
+
+    A convolution whose windows end at the border sees just the shifted image. One that reaches beyond (padding) sees
+    the image's last rows and columns there instead of zeros, as in the published code at 224 pixels.
+
+    Returns:
+        (B, 3, H + down, W + right).
+    """
+    down, right = shift
+    return F.pad(image, (right, 0, down, 0), mode="circular") if down or right else image
+
+
+def translate(image: Tensor, shift: Shift) -> Tensor:
+    """(B, 3, H, W) shifted, what enters being the image's reflection at its border (Sec. 4.1)."""
+    (down, right), (height, width) = shift, image.shape[2:]
+    padded = F.pad(image, (max(right, 0), max(-right, 0), max(down, 0), max(-down, 0)), mode="reflect")
+    top, left = max(-down, 0), max(-right, 0)
+    return padded[:, :, top : top + height, left : left + width]
+
+
+class ShiftEmbedding(nn.Module):
+    """Patch embeddings of T shifted images (Sec. 3.1): a convolution per shift, or one for all.
+
+    Args:
+        shifts: T of them.
+        shift_image: one of the functions above.
+        projections: T convolutions, or one.
+
+    ``forward``: (B, 3, H, W) -> (B, N, T, width), N patches in row-major order.
+    """
+
+    def __init__(self, shifts: Sequence[Shift], shift_image: ShiftFunction, projections: Sequence[nn.Conv2d]) -> None:
+        super().__init__()
+        self.shifts, self.shift_image = shifts, shift_image
+        self.projections = nn.ModuleList(projections)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = [
+            projection(self.shift_image(images, shift)).flatten(2).transpose(1, 2)  # (B, N, width)
+            for shift, projection in zip(self.shifts, cycle(self.projections))
+        ]
+        return torch.stack(maps, dim=2)
