@@ -14,17 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
 from pipeline.models.base import Switches, VisionModel, scale_branch
+from pipeline.models.grouped_attention import GroupedAttention
 from pipeline.models.layers import MLP, init_linear
-from pipeline.models.probe import probe
 from pipeline.models.registry import register
-from pipeline.models.shifts import SHIFTS_32, SHIFTS_224, Shift, ShiftEmbedding, ShiftFunction, pad_circularly, roll, translate
+from pipeline.models.shifts import SHIFTS_32, SHIFTS_224, PositionEmbedding, ShiftEmbedding, ShiftSet
 
 LAYER_NORM_EPS = 1e-6
 MLP_RATIO = 4
@@ -40,8 +39,7 @@ class LSATLayout:
     kernel: int  # of the patch embedding, with stride and padding
     stride: int
     padding: int
-    shifts: tuple[Shift, ...]  # the first is (0, 0)
-    shift_image: ShiftFunction  # as the published code does it: roll or pad_circularly
+    shifts: ShiftSet
     kv_heads: Literal["shared", "per_head"]
 
 
@@ -61,59 +59,6 @@ class LSATSwitches(Switches):
     null: as published (shared at 32 pixels, per_head at 224)."""
     heads: PositiveInt | None = None
     """Attention heads on every level; null: as published. Table 2 has 3 for lsat_t_32, the published script 4."""
-
-
-class PositionEmbedding(nn.Module):
-    """Learned positions, (T, N, D) or, shared by the variants, (N, D). A module, so that ZeRO-3 gathers the table.
-
-    ``forward``: (B, N, T, D) -> the same plus the table.
-    """
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
-
-    def forward(self, x: Tensor) -> Tensor:
-        table = self.table if self.table.ndim == 3 else self.table[None]  # (T or 1, N, D)
-        return x + table.transpose(0, 1)
-
-
-class GroupedAttention(nn.Module):
-    """Multi-head attention within groups of tokens (Eq. 1 to 4).
-
-    A patch and its variants are a group of local attention, all patches the one group of global attention.
-    Offers the probe ``attention``, (B, heads, groups, queries, keys).
-
-    Args:
-        kv_heads: as many as ``heads``, or 1: keys and values that all heads of the queries share. Then the heads are
-            just more queries of one head, so that the keys need no copies.
-
-    ``forward``: queries (B, groups, L, width), context (B, groups, S, width) -> (B, groups, L, width).
-    """
-
-    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
-        self.query = nn.Linear(width, width)
-        self.key_value = nn.Linear(width, 2 * kv_heads * self.head_dim)
-        self.proj = nn.Linear(width, width)
-
-    def forward(self, queries: Tensor, context: Tensor) -> Tensor:
-        batch, groups, length, width = queries.shape
-        per_kv = self.heads // self.kv_heads  # heads of the queries that share a head of the keys
-        q = self.query(queries).view(batch, groups, length, self.kv_heads, per_kv, self.head_dim)
-        q = q.permute(0, 1, 3, 4, 2, 5).flatten(3, 4).flatten(1, 2)  # (B, groups * kv_heads, per_kv * L, head_dim)
-        kv = self.key_value(context).unflatten(-1, (2, self.kv_heads, self.head_dim))
-        k, v = kv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)  # (B, groups * kv_heads, S, head_dim) each
-        # Groups count as heads, not as samples: CUDA's kernels take at most 65535 of either.
-        out = F.scaled_dot_product_attention(q, k, v)  # (B, groups * kv_heads, per_kv * L, head_dim)
-        probe("attention", lambda: self._attention(q, k, groups, length))
-        out = out.view(batch, groups, self.kv_heads, per_kv, length, self.head_dim)
-        return self.proj(out.permute(0, 1, 4, 2, 3, 5).reshape(batch, groups, length, width))
-
-    def _attention(self, q: Tensor, k: Tensor, groups: int, length: int) -> Tensor:
-        weights = (q @ k.transpose(-1, -2) * self.head_dim**-0.5).softmax(-1)  # (B, groups * kv_heads, per_kv * L, S)
-        return weights.reshape(len(q), groups, self.heads, length, -1).transpose(1, 2)
 
 
 class Block(nn.Module):
@@ -211,11 +156,9 @@ class LSAT(VisionModel):
         switches = switches or LSATSwitches()
         _check_size(image_size, layout)
         self.image_size, self.stride = image_size, layout.stride
-        shifts = _chosen_shifts(layout.shifts, switches.shifts)
-        self.embedding = _build_embedding(layout, shifts, switches)
-        self.levels = nn.ModuleList(
-            _build_level(layout, i, image_size, len(shifts), switches) for i in range(len(layout.widths))
-        )
+        self.embedding = _build_embedding(layout, switches)
+        variants = len(self.embedding.shift_set.shifts)
+        self.levels = nn.ModuleList(_build_level(layout, i, image_size, variants, switches) for i in range(len(layout.widths)))
         self.downsamplings = nn.ModuleList(Downsampling(*layout.widths[i : i + 2]) for i in range(len(layout.widths) - 1))
         self.norm = nn.LayerNorm(layout.widths[-1], eps=LAYER_NORM_EPS)
         self.head = nn.Linear(layout.widths[-1], num_classes)
@@ -259,13 +202,15 @@ class LSAT(VisionModel):
         return side, side
 
 
-def _build_embedding(layout: LSATLayout, shifts: tuple[Shift, ...], switches: LSATSwitches) -> ShiftEmbedding:
-    one_for_all = switches.shift_by == "translation"
-    projections = [
-        nn.Conv2d(3, layout.widths[0], layout.kernel, stride=layout.stride, padding=layout.padding)
-        for _ in range(1 if one_for_all else len(shifts))
-    ]
-    return ShiftEmbedding(shifts, translate if one_for_all else layout.shift_image, projections)
+def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbedding:
+    shifts = layout.shifts
+    if switches.shifts != "all":
+        shifts = shifts.along_one_axis() if switches.shifts == "axes" else shifts.image_itself()
+    convolutions = len(shifts.shifts)
+    if switches.shift_by == "translation":
+        shifts, convolutions = shifts.by_translation(), 1
+    options = dict(kernel_size=layout.kernel, stride=layout.stride, padding=layout.padding)
+    return ShiftEmbedding(shifts, [nn.Conv2d(3, layout.widths[0], **options) for _ in range(convolutions)])
 
 
 def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int, switches: LSATSwitches) -> Level:
@@ -281,12 +226,6 @@ def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int,
     shape = (variants, tokens, width) if local and switches.position == "per_variant" else (tokens, width)
     blocks = [Block(width, heads, kv_heads, local and i == 0) for i in range(layout.depths[level])]
     return Level(PositionEmbedding(*shape), blocks, width)
-
-
-def _chosen_shifts(shifts: tuple[Shift, ...], choice: str) -> tuple[Shift, ...]:
-    if choice == "none":
-        return shifts[:1]
-    return shifts if choice == "all" else tuple(shift for shift in shifts if 0 in shift)
 
 
 def _grid_side(side: int, halvings: int) -> int:
@@ -310,78 +249,45 @@ def _check_size(size: int, layout: LSATLayout) -> None:
         )
 
 
-_PAPER = "Locally Shifted Attention With Early Global Integration (2021)"
+def _layout_224(
+    widths: tuple[int, ...], heads: tuple[int, ...], depths: tuple[int, ...], kernel: int, stride: int, padding: int
+) -> LSATLayout:
+    return LSATLayout(widths, heads, depths, kernel, stride, padding, SHIFTS_224, kv_heads="per_head")
 
 
 def _layout_32(width: int, heads: int, depths: tuple[int, ...]) -> LSATLayout:
-    embedding = dict(kernel=3, stride=1, padding=1, shifts=SHIFTS_32, shift_image=roll, kv_heads="shared")
-    return LSATLayout((width,) * 4, (heads,) * 4, depths, **embedding)
+    return LSATLayout((width,) * 4, (heads,) * 4, depths, 3, 1, 1, SHIFTS_32, kv_heads="shared")
 
 
-@register(
-    "LSAT Tiny for 224 pixels, 10 shifts",
-    paper=f"{_PAPER}, Tables 2 and 4",
-    switches=LSATSwitches,
-    paper_params_m=9.9,
-    paper_gmacs=3.1,
-    paper_top1=76.0,
+_PAPER = "Locally Shifted Attention With Early Global Integration (2021)"
+_IMAGENET = dict(paper=f"{_PAPER}, Tables 2 and 4", switches=LSATSwitches, image_size=224, num_classes=1000)
+_CIFAR = dict(
+    paper=f"{_PAPER}, Tables 2 and 3 (CIFAR-10)", switches=LSATSwitches, image_size=32, num_classes=10, paper_gmacs=None
 )
+
+
+@register("LSAT Tiny, 224 pixels, 10 shifts", paper_params_m=9.9, paper_gmacs=3.1, paper_top1=76.0, **_IMAGENET)
 def lsat_t_224(**options) -> LSAT:
     # Table 2 prints kernel 7 without padding; the published code's has the 9.9 M parameters of Table 4.
-    embedding = dict(kernel=9, stride=7, padding=1, shifts=SHIFTS_224, shift_image=pad_circularly, kv_heads="per_head")
-    return LSAT(LSATLayout((192,) * 4, (4,) * 4, (2, 4, 4, 4), **embedding), **options)
+    return LSAT(_layout_224((192,) * 4, (4,) * 4, (2, 4, 4, 4), kernel=9, stride=7, padding=1), **options)
 
 
-@register(
-    "LSAT Small for 224 pixels, 10 shifts",
-    paper=f"{_PAPER}, Tables 2 and 4",
-    switches=LSATSwitches,
-    paper_params_m=22.0,
-    paper_gmacs=7.6,
-    paper_top1=82.2,
-)
+@register("LSAT Small, 224 pixels, 10 shifts", paper_params_m=22.0, paper_gmacs=7.6, paper_top1=82.2, **_IMAGENET)
 def lsat_s_224(**options) -> LSAT:
-    embedding = dict(kernel=4, stride=4, padding=0, shifts=SHIFTS_224, shift_image=pad_circularly, kv_heads="per_head")
-    return LSAT(LSATLayout((64, 192, 384), (2, 6, 12), (2, 2, 10), **embedding), **options)
+    return LSAT(_layout_224((64, 192, 384), (2, 6, 12), (2, 2, 10), kernel=4, stride=4, padding=0), **options)
 
 
-@register(
-    "LSAT Tiny for 32 pixels, 18 shifts",
-    paper=f"{_PAPER}, Tables 2 and 3 (CIFAR-10)",
-    switches=LSATSwitches,
-    paper_params_m=10.2,
-    paper_gmacs=None,
-    paper_top1=97.0,
-    image_size=32,
-    num_classes=10,
-)
+# The paper's parameters at 32 pixels are those of other heads: see LSATSwitches.kv_heads and heads.
+@register("LSAT Tiny, 32 pixels, 18 shifts", paper_params_m=10.2, paper_top1=97.0, **_CIFAR)
 def lsat_t_32(**options) -> LSAT:
     return LSAT(_layout_32(192, 4, (2, 4, 4, 4)), **options)
 
 
-@register(
-    "LSAT Small for 32 pixels, 18 shifts",
-    paper=f"{_PAPER}, Tables 2 and 3 (CIFAR-10)",
-    switches=LSATSwitches,
-    paper_params_m=36.2,
-    paper_gmacs=None,
-    paper_top1=97.64,
-    image_size=32,
-    num_classes=10,
-)
+@register("LSAT Small, 32 pixels, 18 shifts", paper_params_m=36.2, paper_top1=97.64, **_CIFAR)
 def lsat_s_32(**options) -> LSAT:
     return LSAT(_layout_32(384, 6, (2, 4, 4, 4)), **options)
 
 
-@register(
-    "LSAT Base for 32 pixels, 18 shifts",
-    paper=f"{_PAPER}, Tables 2 and 3 (CIFAR-10)",
-    switches=LSATSwitches,
-    paper_params_m=115.8,
-    paper_gmacs=None,
-    paper_top1=97.75,
-    image_size=32,
-    num_classes=10,
-)
+@register("LSAT Base, 32 pixels, 18 shifts", paper_params_m=115.8, paper_top1=97.75, **_CIFAR)
 def lsat_b_32(**options) -> LSAT:
     return LSAT(_layout_32(768, 12, (3, 3, 3, 3)), **options)

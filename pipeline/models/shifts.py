@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import torch
@@ -11,13 +12,6 @@ from torch.nn import functional as F
 
 Shift = tuple[int, int]  # pixels (down, right) by which the image's content moves
 ShiftFunction = Callable[[Tensor, Shift], Tensor]
-
-# The paper's sets (Sec. 4), as the published code orders them; the first is the image itself.
-SHIFTS_224: tuple[Shift, ...] = ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0), (1, 1), (2, 2), (3, 3))
-SHIFTS_32: tuple[Shift, ...] = (
-    *((0, 0), (1, 0), (0, 1), (-1, 0), (0, -1), (2, 0), (0, 2), (-2, 0), (0, -2)),
-    *((1, 1), (1, 2), (1, -1), (-1, 1), (-1, 2), (-1, -1), (2, 1), (2, 2), (2, -1)),
-)
 
 
 def roll(image: Tensor, shift: Shift) -> Tensor:
@@ -46,25 +40,70 @@ def translate(image: Tensor, shift: Shift) -> Tensor:
     return padded[:, :, top : top + height, left : left + width]
 
 
+@dataclass(frozen=True)
+class ShiftSet:
+    """Which shifts there are and how an image is shifted."""
+
+    shifts: tuple[Shift, ...]  # the first is (0, 0), the image itself
+    shift_image: ShiftFunction
+
+    def along_one_axis(self) -> ShiftSet:
+        """Without the diagonal shifts."""
+        return replace(self, shifts=tuple(shift for shift in self.shifts if 0 in shift))
+
+    def image_itself(self) -> ShiftSet:
+        """Without any real shift."""
+        return replace(self, shifts=self.shifts[:1])
+
+    def by_translation(self) -> ShiftSet:
+        """The same shifts, with reflection instead of circular padding."""
+        return replace(self, shift_image=translate)
+
+
+# The paper's sets (Sec. 4), ordered and carried out as in the published code.
+SHIFTS_224 = ShiftSet(((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0), (1, 1), (2, 2), (3, 3)), pad_circularly)
+SHIFTS_32 = ShiftSet(
+    (
+        *((0, 0), (1, 0), (0, 1), (-1, 0), (0, -1), (2, 0), (0, 2), (-2, 0), (0, -2)),
+        *((1, 1), (1, 2), (1, -1), (-1, 1), (-1, 2), (-1, -1), (2, 1), (2, 2), (2, -1)),
+    ),
+    roll,
+)
+
+
 class ShiftEmbedding(nn.Module):
     """Patch embeddings of T shifted images (Sec. 3.1): a convolution per shift, or one for all.
 
     Args:
-        shifts: T of them.
-        shift_image: one of the functions above.
+        shift_set: T shifts.
         projections: T convolutions, or one.
 
     ``forward``: (B, 3, H, W) -> (B, N, T, width), N patches in row-major order.
     """
 
-    def __init__(self, shifts: Sequence[Shift], shift_image: ShiftFunction, projections: Sequence[nn.Conv2d]) -> None:
+    def __init__(self, shift_set: ShiftSet, projections: Sequence[nn.Conv2d]) -> None:
         super().__init__()
-        self.shifts, self.shift_image = shifts, shift_image
+        self.shift_set = shift_set
         self.projections = nn.ModuleList(projections)
 
     def forward(self, images: Tensor) -> Tensor:
         maps = [
-            projection(self.shift_image(images, shift)).flatten(2).transpose(1, 2)  # (B, N, width)
-            for shift, projection in zip(self.shifts, cycle(self.projections))
+            projection(self.shift_set.shift_image(images, shift)).flatten(2).transpose(1, 2)  # (B, N, width)
+            for shift, projection in zip(self.shift_set.shifts, cycle(self.projections))
         ]
         return torch.stack(maps, dim=2)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions, (T, N, D) or, shared by the variants, (N, D). A module, so that ZeRO-3 gathers the table.
+
+    ``forward``: (B, N, T, D) -> the same plus the table.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table if self.table.ndim == 3 else self.table[None]  # (T or 1, N, D)
+        return x + table.transpose(0, 1)
