@@ -1,0 +1,109 @@
+"""Local shift embeddings of LSAT (Sheynin et al., 2021, Sec. 3.1): every patch seen from T slightly shifted images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Shift = tuple[int, int]  # pixels (down, right) by which the image's content moves
+ShiftFunction = Callable[[Tensor, Shift], Tensor]
+
+
+def roll(image: Tensor, shift: Shift) -> Tensor:
+    """(B, 3, H, W) shifted circularly."""
+    return image.roll(shift, dims=(2, 3))
+
+
+def pad_circularly(image: Tensor, shift: Shift) -> Tensor:
+    """(B, 3, H, W) shifted circularly, without cutting off what leaves at the bottom and the right.
+
+    A convolution whose windows end at the border sees just the shifted image. One that reaches beyond (padding) sees
+    the image's last rows and columns there instead of zeros, as in the published code at 224 pixels.
+
+    Returns:
+        (B, 3, H + down, W + right).
+    """
+    down, right = shift
+    return F.pad(image, (right, 0, down, 0), mode="circular") if down or right else image
+
+
+def translate(image: Tensor, shift: Shift) -> Tensor:
+    """(B, 3, H, W) shifted, what enters being the image's reflection at its border (Sec. 4.1)."""
+    (down, right), (height, width) = shift, image.shape[2:]
+    padded = F.pad(image, (max(right, 0), max(-right, 0), max(down, 0), max(-down, 0)), mode="reflect")
+    top, left = max(-down, 0), max(-right, 0)
+    return padded[:, :, top : top + height, left : left + width]
+
+
+@dataclass(frozen=True)
+class ShiftSet:
+    """Which shifts there are and how an image is shifted."""
+
+    shifts: tuple[Shift, ...]  # the first is (0, 0), the image itself
+    shift_image: ShiftFunction
+
+    def along_one_axis(self) -> ShiftSet:
+        """Without the diagonal shifts."""
+        return replace(self, shifts=tuple(shift for shift in self.shifts if 0 in shift))
+
+    def image_itself(self) -> ShiftSet:
+        """Without any real shift."""
+        return replace(self, shifts=self.shifts[:1])
+
+    def by_translation(self) -> ShiftSet:
+        """The same shifts, with reflection instead of circular padding."""
+        return replace(self, shift_image=translate)
+
+
+# The paper's sets (Sec. 4), ordered and carried out as in the published code.
+SHIFTS_224 = ShiftSet(((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0), (1, 1), (2, 2), (3, 3)), pad_circularly)
+SHIFTS_32 = ShiftSet(
+    (
+        *((0, 0), (1, 0), (0, 1), (-1, 0), (0, -1), (2, 0), (0, 2), (-2, 0), (0, -2)),
+        *((1, 1), (1, 2), (1, -1), (-1, 1), (-1, 2), (-1, -1), (2, 1), (2, 2), (2, -1)),
+    ),
+    roll,
+)
+
+
+class ShiftEmbedding(nn.Module):
+    """Patch embeddings of T shifted images (Sec. 3.1): a convolution per shift, or one for all.
+
+    Args:
+        shift_set: T shifts.
+        projections: T convolutions, or one.
+
+    ``forward``: (B, 3, H, W) -> (B, N, T, width), N patches in row-major order.
+    """
+
+    def __init__(self, shift_set: ShiftSet, projections: Sequence[nn.Conv2d]) -> None:
+        super().__init__()
+        self.shift_set = shift_set
+        self.projections = nn.ModuleList(projections)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = [
+            projection(self.shift_set.shift_image(images, shift)).flatten(2).transpose(1, 2)  # (B, N, width)
+            for shift, projection in zip(self.shift_set.shifts, cycle(self.projections))
+        ]
+        return torch.stack(maps, dim=2)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions, (T, N, D) or, shared by the variants, (N, D). A module, so that ZeRO-3 gathers the table.
+
+    ``forward``: (B, N, T, D) -> the same plus the table.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table if self.table.ndim == 3 else self.table[None]  # (T or 1, N, D)
+        return x + table.transpose(0, 1)
