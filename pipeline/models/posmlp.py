@@ -1,0 +1,320 @@
+"""PosMLP-T/S/B (Wang et al., "Parameterization of Cross-Token Relations with Relative Positional Encoding for Vision MLP",
+ACM MM 2022; layout: Table 11).
+
+A pyramid of gated blocks on windows. Where paper and published code differ the code is followed, since its weights know
+nothing else. Probes of every block: ``position`` and, with ``mixing: ggqpe``, ``covariance`` (pipeline/models/token_mixing.py).
+
+The published training also drops 2.3 % of every block's output elements; here only the dropout before the classifier exists.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.errors import UserError
+from pipeline.models.base import VisionModel, linear_drop_path
+from pipeline.models.gating import GROUPED, LAYER_NORM_EPS, GatedBlock, GatingSwitches
+from pipeline.models.layers import drop_path_scales
+from pipeline.models.registry import register
+from pipeline.models.windows import connected_tokens, from_windows, to_windows
+
+STEM_STRIDE = 4
+STRIDE = 32  # of the last stage
+BATCH_NORM_EPS = 1e-6
+DEPTHS = (2, 2, 18, 2)
+RATIOS = (4, 4, 4, 2)  # γ of Table 11
+GROUPS = (8, 16, 32, 64)  # s of Table 4
+PerStage = tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
+
+
+class PosMLPSwitches(GatingSwitches):
+    """Ablations of PosMLP's Tables 1, 3 to 7, 10 and Figure 3."""
+
+    groups: PerStage | None = None
+    """Table 4: channel groups of glrpe and ggqpe in each stage. null: 8, 16, 32, 64."""
+    windows: PerStage | None = None
+    """Table 5: side of the windows in each stage. null: image_size / 16, and image_size / 32 in the last; so 14, 14, 14, 7."""
+    shift_windows: bool = False
+    """Section 5.5: every second block shifts its windows by half their side (off for classification)."""
+    absolute_position: bool = False
+    """Table 7: a learned vector per position is added to the patch embedding."""
+    patch_embedding: Literal["convolution", "linear"] = "convolution"
+    """Table 10: three convolutions, or one linear layer on 4x4 patches."""
+    patch_merging: Literal["convolution", "linear"] = "convolution"
+    """Table 10: a depthwise 3x3 convolution between stages, or a linear layer on 2x2 tokens."""
+    head_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0233
+    """Dropout before the classifier; the published configuration's."""
+
+    @model_validator(mode="after")
+    def _groups_need_a_grouped_map(self) -> PosMLPSwitches:
+        if self.groups and self.mixing not in GROUPED:
+            raise ValueError(f"must leave groups alone unless mixing is one of {', '.join(GROUPED)}")
+        return self
+
+
+class ConvStem(nn.Module):
+    """Convolutional patch embedding (Figure 2b): 3x3 stride 2, 3x3 stride 2, 1x1, each with BatchNorm.
+
+    ``forward``: (B, 3, H, W) -> (B, H / 4, W / 4, width).
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(
+            [
+                nn.Conv2d(3, width // 2, 3, stride=2, padding=1),
+                nn.Conv2d(width // 2, width, 3, stride=2, padding=1),
+                nn.Conv2d(width, width, 1),
+            ]
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(c.out_channels, eps=BATCH_NORM_EPS) for c in self.convolutions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, (convolution, norm) in enumerate(zip(self.convolutions, self.norms)):
+            x = norm(convolution(F.gelu(x) if i else x))
+        return x.permute(0, 2, 3, 1)  # (B, H / 4, W / 4, width)
+
+
+class LinearStem(nn.Module):
+    """4x4 patches through one linear layer and LayerNorm. ``forward``: (B, 3, H, W) -> (B, H / 4, W / 4, width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(3, width, STEM_STRIDE, stride=STEM_STRIDE)
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.projection(x).permute(0, 2, 3, 1))
+
+
+class ConvMerging(nn.Module):
+    """Depthwise 3x3 convolution with stride 2 to twice the channels, LayerNorm (Figure 2c).
+
+    ``forward``: (B, rows, columns, width) -> (B, rows / 2, columns / 2, 2 * width).
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, groups=width)
+        self.norm = nn.LayerNorm(2 * width, eps=LAYER_NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+class LinearMerging(nn.Module):
+    """Each 2x2 tokens through LayerNorm and one linear layer (Swin's patch merging). ``forward``: as :class:`ConvMerging`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * width, eps=LAYER_NORM_EPS)
+        self.reduction = nn.Linear(4 * width, 2 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, rows, columns, width = x.shape
+        x = x.reshape(batch, rows // 2, 2, columns // 2, 2, width).transpose(2, 3)
+        return self.reduction(self.norm(x.reshape(batch, rows // 2, columns // 2, 4 * width)))
+
+
+class AbsolutePosition(nn.Module):
+    """A learned vector per token (Table 7, "APE"). ``forward``: (B, rows, columns, width), the same out."""
+
+    def __init__(self, side: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(side, side, width))
+        nn.init.trunc_normal_(self.embedding, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1:3] != self.embedding.shape[:2]:
+            raise UserError(
+                f"the images give {x.shape[1]}x{x.shape[2]} tokens, but model.switches.absolute_position holds one vector for "
+                f"each of {self.embedding.shape[0]}x{self.embedding.shape[1]}: use images of model.image_size or switch it off."
+            )
+        return x + self.embedding
+
+
+class Stage(nn.Module):
+    """What one level of the pyramid owns; :class:`PosMLP` runs it."""
+
+    def __init__(self, merging: nn.Module, blocks: list[GatedBlock], window: int) -> None:
+        super().__init__()
+        self.merging = merging
+        self.blocks = nn.ModuleList(blocks)
+        self.window = window
+
+
+class PosMLP(VisionModel):
+    """Vision MLP with positional spatial gating units.
+
+    Args:
+        width: channels of the first stage; each stage doubles them.
+        image_size: a multiple of 32. ``forward`` takes other sizes too, if the windows divide their tokens: multiples of
+            ``image_size``, with the default windows.
+        drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
+        activation_checkpointing: recompute each block in the backward pass. The stem is left out: its BatchNorm would update
+            its statistics twice.
+
+    Raises:
+        UserError: ``image_size``, windows or groups do not fit.
+    """
+
+    reference_names = (
+        (r"^patch_embed\.projs\.", "stem.convolutions."),
+        (r"^patch_embed\.", "stem."),
+        (r"^levels\.(\d)\.pool\.", r"stages.\1.merging."),
+        (r"^levels\.(\d)\.encoder\.", r"stages.\1.blocks."),
+        (r"\.proj_c_e\.", ".fc1."),
+        (r"\.proj_c_s\.", ".fc2."),
+        (r"\.gate_unit\.pos\.token_proj_n_bias$", ".gate.bias"),
+        (r"\.gate_unit\.pos\.attention_", ".gate.mixing."),
+        (r"\.gate_unit\.pos\.window_relative_position_bias_table$", ".gate.mixing.table"),
+        (r"\.gate_unit\.norm_list\.0\.", ".gate.norm."),
+        (r"\.gate_unit\.proj_list\.0\.weight$", ".gate.mixing.weight"),
+        (r"\.gate_unit\.proj_list\.0\.bias$", ".gate.bias"),
+    )
+    reference_unused = (r"\.rel_indices$", r"\.window_relative_position_index$")
+
+    def __init__(
+        self,
+        width: int,
+        num_classes: int = 1000,
+        image_size: int = 224,
+        drop_path: float = 0.0,
+        activation_checkpointing: bool = False,
+        switches: PosMLPSwitches | None = None,
+    ) -> None:
+        super().__init__(linear_drop_path(drop_path, sum(DEPTHS), branches=1), activation_checkpointing)
+        switches = switches or PosMLPSwitches()
+        widths = [width * 2**stage for stage in range(len(DEPTHS))]
+        _check_size(image_size)
+        windows = switches.windows or (image_size // 16,) * 3 + (image_size // 32,)
+        _check_windows(windows, image_size, image_size)
+        groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else (1,) * len(DEPTHS)
+        _check_groups(groups, widths, switches.split)
+
+        self.shift_windows, self.head_dropout = switches.shift_windows, switches.head_dropout
+        self.stem = ConvStem(width) if switches.patch_embedding == "convolution" else LinearStem(width)
+        side = image_size // STEM_STRIDE
+        self.absolute_position = AbsolutePosition(side, width) if switches.absolute_position else nn.Identity()
+        merging = ConvMerging if switches.patch_merging == "convolution" else LinearMerging
+        self.stages = nn.ModuleList(
+            Stage(
+                merging(widths[i - 1]) if i else nn.Identity(),
+                [GatedBlock(widths[i], RATIOS[i], windows[i], groups[i], switches, first_half=True) for _ in range(DEPTHS[i])],
+                windows[i],
+            )
+            for i in range(len(DEPTHS))
+        )
+        self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
+        self.head = nn.Linear(widths[-1], num_classes)
+        self.apply(_init_weights)
+
+    @property
+    def noise_per_sample(self) -> int:
+        """One number per residual branch, then one per channel that the dropout before the classifier may drop."""
+        return super().noise_per_sample + (self.head.in_features if self.head_dropout else 0)
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Class scores.
+
+        Args:
+            images: (B, 3, H, W), multiples of 32 that the windows suit.
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth and dropout; drawn from PyTorch's
+                generator when None. Unused in eval mode.
+
+        Returns:
+            (B, num_classes).
+
+        Raises:
+            UserError: H or W does not fit.
+        """
+        height, width = images.shape[-2:]
+        _check_windows([stage.window for stage in self.stages], height, width)
+        branches = super().noise_per_sample
+        scales = self.branch_scales(len(images), None if noise is None else noise[:, :branches])  # (B, blocks) or None
+        x = self.absolute_position(self.stem(images))  # (B, H / 4, W / 4, width)
+        first = 0
+        for stage in self.stages:
+            last = first + len(stage.blocks)
+            x = self._run_stage(stage, stage.merging(x), None if scales is None else scales[:, first:last])
+            first = last
+        features = self.norm(x).mean(dim=(1, 2))  # (B, 8 * width)
+        return self.head(self._dropout(features, None if noise is None else noise[:, branches:]))
+
+    def _run_stage(self, stage: Stage, x: Tensor, scales: Tensor | None) -> Tensor:
+        """x (B, rows, columns, width), scales (B, blocks of this stage) or None -> the same shape as x."""
+        grid = (x.shape[1], x.shape[2])
+        shiftable = self.shift_windows and max(grid) > stage.window
+        for i, block in enumerate(stage.blocks):
+            shift = stage.window // 2 if shiftable and i % 2 else 0
+            connected = connected_tokens(grid, stage.window, shift, x.device) if shift else None
+            tokens = to_windows(x, stage.window, shift)  # (B, windows, window², width)
+            tokens = self.run_block(block, tokens, None if scales is None else scales[:, i : i + 1], connected)
+            x = from_windows(tokens, stage.window, grid, shift)
+        return x
+
+    def _dropout(self, features: Tensor, noise: Tensor | None) -> Tensor:
+        """Dropout of (B, width) features, its random numbers (B, width) given from outside like those of stochastic depth."""
+        if not self.training or not self.head_dropout:
+            return features
+        noise = torch.rand_like(features) if noise is None else noise
+        return features * drop_path_scales(torch.full_like(noise, self.head_dropout), noise).to(features.dtype)
+
+
+def _init_weights(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Conv2d)):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def _check_size(image_size: int) -> None:
+    if image_size % STRIDE or image_size < STRIDE:
+        raise UserError(
+            f"model.image_size is {image_size}, but PosMLP's four stages need a multiple of {STRIDE}: "
+            f"set it to {max(1, round(image_size / STRIDE)) * STRIDE}."
+        )
+
+
+def _check_windows(windows: list[int] | tuple[int, ...], height: int, width: int) -> None:
+    for stage, window in enumerate(windows):
+        stride = STEM_STRIDE * 2**stage
+        if height % (stride * window) or width % (stride * window):
+            raise UserError(
+                f"an image of {height}x{width} pixels does not divide into the windows of stage {stage + 1}, whose side is "
+                f"{window} tokens: multiples of {stride * window} pixels are needed, so change model.image_size or "
+                f"model.switches.windows."
+            )
+
+
+def _check_groups(groups: tuple[int, ...], widths: list[int], split: bool) -> None:
+    for stage, (count, width, ratio) in enumerate(zip(groups, widths, RATIOS)):
+        channels = width * ratio // 2 if split else width * ratio
+        if channels % count:
+            raise UserError(
+                f"model.switches.groups is {count} for stage {stage + 1}, but must divide its {channels} mixed channels: "
+                f"set a power of two, for example {GROUPS[stage]}."
+            )
+
+
+_PAPER = "PosMLP (ACM MM 2022), Table 2"
+
+
+@register("PosMLP Tiny, width 96", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=21, paper_gmacs=5.2, paper_top1=82.1)
+def posmlp_t(**options) -> PosMLP:
+    return PosMLP(96, **options)
+
+
+@register("PosMLP Small, width 128", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=37, paper_gmacs=8.7, paper_top1=83.0)
+def posmlp_s(**options) -> PosMLP:
+    return PosMLP(128, **options)
+
+
+@register("PosMLP Base, width 192", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=82, paper_gmacs=18.6, paper_top1=83.6)
+def posmlp_b(**options) -> PosMLP:
+    return PosMLP(192, **options)

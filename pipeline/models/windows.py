@@ -1,0 +1,48 @@
+"""Non-overlapping windows of an image of tokens, optionally shifted (Liu et al., "Swin Transformer", ICCV 2021)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+def to_windows(x: Tensor, window: int, shift: int = 0) -> Tensor:
+    """Cut an image of tokens into windows of tokens.
+
+    Args:
+        x: (B, rows, columns, width), both sides multiples of ``window``.
+        window: side of a window.
+        shift: start the first window this many tokens down and to the right; the last ones wrap around.
+
+    Returns:
+        (B, windows, window², width); windows and the tokens in them in row-major order.
+    """
+    if shift:
+        x = x.roll((-shift, -shift), dims=(1, 2))
+    batch, rows, columns, width = x.shape
+    x = x.view(batch, rows // window, window, columns // window, window, width).transpose(2, 3)
+    return x.reshape(batch, -1, window * window, width)
+
+
+def from_windows(x: Tensor, window: int, grid: tuple[int, int], shift: int = 0) -> Tensor:
+    """The inverse of :func:`to_windows`: (B, windows, window², width) -> (B, rows, columns, width), ``grid`` = (rows, columns)."""
+    rows, columns = grid
+    x = x.view(len(x), rows // window, columns // window, window, window, -1).transpose(2, 3)
+    x = x.reshape(len(x), rows, columns, -1)
+    return x.roll((shift, shift), dims=(1, 2)) if shift else x
+
+
+@lru_cache(maxsize=16)
+def connected_tokens(grid: tuple[int, int], window: int, shift: int, device: torch.device) -> Tensor:
+    """Which tokens of each shifted window are neighbours in the image, and not only because the last windows wrap around.
+
+    Returns:
+        (windows, window², window²) of booleans.
+    """
+    with torch.inference_mode(False):  # a cached tensor must also serve a later training step
+        sides = [torch.arange(size, device=device) >= size - shift for size in grid]
+        region = 2 * sides[0][:, None].int() + sides[1][None, :].int()  # (rows, columns)
+        region = to_windows(region[None, :, :, None], window)[0, :, :, 0]  # (windows, window²)
+        return region[:, :, None] == region[:, None, :]
