@@ -29,7 +29,7 @@ from pipeline.models import create_model, list_models, model_entry
 
 # Operators known to multiply no matrices. One that fvcore has no handler for and that is not here makes the count fail.
 _NO_PRODUCT = frozenset(
-    "add add_ sub sub_ rsub mul mul_ div div_ neg pow sqrt exp log log_sigmoid sigmoid gelu relu relu_ silu tanh softmax sum mean "
+    "add add_ sub sub_ rsub lerp mul mul_ div div_ neg pow sqrt exp log log_sigmoid sigmoid gelu relu relu_ silu tanh softmax sum mean "
     "clone copy_ detach to type_as contiguous view reshape flatten unflatten transpose permute t unsqueeze squeeze expand expand_as "
     "reciprocal repeat cat stack split chunk unbind select slice index gather pad constant_pad_nd constant full zeros ones zeros_like ones_like "
     "empty arange linspace masked_fill where lt le gt ge eq ne clamp max min abs batch_norm layer_norm instance_norm group_norm "
@@ -121,6 +121,7 @@ MODULE_CONVENTION = {
     "aten::relu_": lambda inputs, outputs: _numel(outputs),
     "aten::scaled_dot_product_attention": lambda inputs, outputs: 0,
     "aten::matmul": lambda inputs, outputs: 0,
+    "aten::einsum": lambda inputs, outputs: 0,
 }
 
 

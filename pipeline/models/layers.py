@@ -38,12 +38,12 @@ def drop_path_scales(rates: Tensor, noise: Tensor) -> Tensor:
     return (noise >= rates).to(keep.dtype) / keep
 
 
-def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, alignment: int | None = None) -> Tensor:
+def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, alignment: int | None = None) -> Tensor:
     """softmax(q kᵀ / sqrt(head_dim) + bias) v through PyTorch's fused attention.
 
     Args:
         q, k, v: (B, heads, N, head_dim).
-        bias: (heads, N, N), added to every image's scores; cast to ``q``'s dtype.
+        bias: (heads, N, N), added to every image's scores; cast to ``q``'s dtype. None: nothing is added.
         alignment: pad head_dim with zeros to a multiple of this. Zeros change neither the scores nor the
             columns that are kept. Default: 8 on CUDA, where other widths fall off the fused kernels.
 
@@ -55,7 +55,8 @@ def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, alignment: i
         alignment = CUDA_HEAD_ALIGNMENT if q.is_cuda else 1
     if padding := -head_dim % alignment:
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype)[None], scale=head_dim**-0.5)
+    mask = None if bias is None else bias.to(q.dtype)[None]  # (1, heads, N, N)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=head_dim**-0.5)
     return out[..., :head_dim]  # (B, heads, N, head_dim)
 
 

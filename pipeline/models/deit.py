@@ -1,0 +1,132 @@
+"""DeiT (Touvron et al., "Training data-efficient image transformers & distillation through attention", ICML 2021).
+
+The plain vision transformer that ConViT and PerViT are compared with: patches of 16 pixels, a class token, learned position
+embeddings. The "+" models are those of ConViT's Table 1, with its numbers of heads and 64 channels per head.
+``load_reference_state_dict`` loads the weights that DeiT's authors published.
+
+Hard distillation needs no model of its own: it teaches the class token's output (:mod:`pipeline.distillation`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.models.base import Switches, VisionModel, linear_drop_path
+from pipeline.models.layers import init_linear
+from pipeline.models.registry import register
+from pipeline.models.vit import LAYER_NORM_EPS, Block, PatchEmbedding, PositionEmbedding, SelfAttention, ViTLayout, patch_grid
+
+
+class DeiTSwitches(Switches):
+    """Ablations."""
+
+    mask_position_embedding: bool = False
+    """In eval mode add no position embedding to the tokens (ConViT, Table 5). Training is not affected."""
+
+
+class DeiT(VisionModel):
+    """DeiT with a class token.
+
+    Every layer offers the probe ``attention``, (B, heads, N + 1, N + 1) with the class token first.
+
+    Args:
+        layout: heads and width.
+        num_classes: outputs of the classifier.
+        image_size: a multiple of 16; ``forward`` takes this size only, which the position embedding is for.
+        drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
+        activation_checkpointing: recompute each block in the backward pass.
+        switches: ablations.
+
+    Raises:
+        UserError: ``image_size`` is not a multiple of 16.
+    """
+
+    reference_names = (
+        (r"^cls_token$", "class_token"),
+        (r"^pos_embed$", "position_embedding.weight"),
+        (r"^patch_embed\.proj\.", "patch_embedding."),
+    )
+
+    def __init__(
+        self,
+        layout: ViTLayout,
+        num_classes: int = 1000,
+        image_size: int = 224,
+        drop_path: float = 0.0,
+        activation_checkpointing: bool = False,
+        switches: DeiTSwitches | None = None,
+    ) -> None:
+        super().__init__(linear_drop_path(drop_path, layout.depth), activation_checkpointing)
+        switches = switches or DeiTSwitches()
+        width = layout.width
+        self.position_embedding = PositionEmbedding(image_size, 1, width, switches.mask_position_embedding)
+        self.patch_embedding = PatchEmbedding(width)
+        self.class_token = nn.Parameter(torch.empty(1, 1, width))
+        self.blocks = nn.ModuleList(
+            Block(width, SelfAttention(width, layout.heads, qkv_bias=True), layout.mlp_ratio) for _ in range(layout.depth)
+        )
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.head = nn.Linear(width, num_classes)
+        nn.init.trunc_normal_(self.class_token, std=0.02)
+        init_linear(self.head)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"class_token", "position_embedding.weight"}
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Class scores.
+
+        Args:
+            images: (B, 3, image_size, image_size).
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; see
+                :meth:`~pipeline.models.base.VisionModel.branch_scales`.
+
+        Returns:
+            (B, num_classes).
+
+        Raises:
+            UserError: another size than the model was built for.
+        """
+        grid = patch_grid(*images.shape[-2:])
+        patches = self.patch_embedding(images)  # (B, N, width)
+        x = torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)  # (B, N + 1, width)
+        x = self.position_embedding(x, grid)
+        scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
+        for i, block in enumerate(self.blocks):
+            x = self.run_block(block, x, None if scales is None else scales[:, 2 * i : 2 * i + 2])
+        return self.head(self.norm(x[:, 0]))
+
+
+_PAPER = "Training data-efficient image transformers (ICML 2021), Table 1; figures of ConViT (ICML 2021), Table 1"
+_PLUS = "ConViT (ICML 2021), Table 1"
+
+
+@register("DeiT Tiny, 3 heads", paper=_PAPER, switches=DeiTSwitches, paper_params_m=6, paper_gmacs=1, paper_top1=72.2)
+def deit_t(**options) -> DeiT:
+    return DeiT(ViTLayout(3, 192), **options)
+
+
+@register("DeiT Small, 6 heads", paper=_PAPER, switches=DeiTSwitches, paper_params_m=22, paper_gmacs=4.3, paper_top1=79.8)
+def deit_s(**options) -> DeiT:
+    return DeiT(ViTLayout(6, 384), **options)
+
+
+@register("DeiT Base, 12 heads", paper=_PAPER, switches=DeiTSwitches, paper_params_m=86, paper_gmacs=17, paper_top1=81.8)
+def deit_b(**options) -> DeiT:
+    return DeiT(ViTLayout(12, 768), **options)
+
+
+@register("DeiT Tiny+, 4 heads", paper=_PLUS, switches=DeiTSwitches, paper_params_m=10, paper_gmacs=2, paper_top1=75.9)
+def deit_ti_plus(**options) -> DeiT:
+    return DeiT(ViTLayout(4, 256), **options)
+
+
+@register("DeiT Small+, 9 heads", paper=_PLUS, switches=DeiTSwitches, paper_params_m=48, paper_gmacs=10, paper_top1=79.0)
+def deit_s_plus(**options) -> DeiT:
+    return DeiT(ViTLayout(9, 576), **options)
+
+
+@register("DeiT Base+, 16 heads", paper=_PLUS, switches=DeiTSwitches, paper_params_m=152, paper_gmacs=30, paper_top1=77.5)
+def deit_b_plus(**options) -> DeiT:
+    return DeiT(ViTLayout(16, 1024), **options)
