@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.models.layers import biased_attention
 from pipeline.models.probe import probe
+from pipeline.models.vit import attention_weights, content_scores, merge_heads, split_heads
 
 
 class PeripheralAttention(nn.Module):
-    """Multi-head peripheral attention (Eq. 1 to 5).
+    """Content and position together.
 
     Normalize[exp(τ Q Kᵀ) ⊙ Φp] V is computed in its identical, cheaper form softmax(τ Q Kᵀ + log Φp) V,
     which runs on the fused attention kernels.
 
-    ``forward``: x (B, N, width), log_phi (heads, N, N) or None for Φp = 1 -> (B, N, width).
+    Probes: ``phi_p`` (heads, N, N), if there is a Φp; ``phi_c`` (B, heads, N, N), exp(τ Q Kᵀ - row maximum) as in the
+    authors' code, where the rows' factors cancel; ``attention`` (B, heads, N, N), their normalized product.
 
-    Probes: ``phi_p`` (heads, N, N), if there is a Φp; ``phi_c`` (B, heads, N, N), exp(τ Q Kᵀ - row maximum), as the
-    authors' code has it: the rows' factors cancel; ``attention`` (B, heads, N, N), their normalized product.
+    ``forward``: x (B, N, width), log_phi (heads, N, N) or None for Φp = 1 -> (B, N, width).
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -28,33 +28,20 @@ class PeripheralAttention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, log_phi: Tensor | None) -> Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, N, head_dim) each
-        offer_probes(q, k, log_phi)
-        out = biased_attention(q, k, v, log_phi)  # (B, heads, N, head_dim)
-        return self.proj(out.transpose(1, 2).reshape(batch, tokens, width))
-
-
-def offer_probes(q: Tensor, k: Tensor, log_phi: Tensor | None) -> None:
-    """The probes of :class:`PeripheralAttention`, from q, k (B, heads, N, head_dim) and log Φp."""
-
-    def scores() -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):  # analyses want more than bf16's three digits
-            wide = torch.promote_types(q.dtype, torch.float32)
-            return q.to(wide) @ k.to(wide).transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, heads, N, N)
-
-    if log_phi is not None:
-        probe("phi_p", lambda: log_phi.exp())
-    probe("phi_c", lambda: (scores() - scores().amax(-1, keepdim=True)).exp())
-    probe("attention", lambda: (scores() + (0.0 if log_phi is None else log_phi)).softmax(-1))
+        q, k, v = split_heads(self.qkv(x), 3, self.heads)  # (B, heads, N, head_dim) each
+        if log_phi is not None:
+            probe("phi_p", lambda: log_phi.exp())
+        probe("phi_c", lambda: _exponentiated(content_scores(q, k)))
+        probe("attention", lambda: attention_weights(q, k, log_phi))
+        return self.proj(merge_heads(biased_attention(q, k, v, log_phi)))
 
 
 class StaticAttention(nn.Module):
-    """Peripheral attention without content (Φc = 1): Normalize[Φp] V (Table 1 c).
+    """Position alone (Φc = 1): Normalize[Φp] V (Table 1 c). Queries and keys have no use, so there are none.
 
-    Queries and keys have no use, so there are none. ``forward``: as :class:`PeripheralAttention`; the probes are ``phi_p``
-    and ``attention`` (1, heads, N, N), which is the same for all images.
+    Probes: ``phi_p`` (heads, N, N) and ``attention`` (1, heads, N, N), the same for all images.
+
+    ``forward``: x (B, N, width), log_phi (heads, N, N) -> (B, N, width).
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -64,10 +51,12 @@ class StaticAttention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, log_phi: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        v = self.v(x).view(batch, tokens, self.heads, width // self.heads).transpose(1, 2)  # (B, heads, N, head_dim)
+        (v,) = split_heads(self.v(x), 1, self.heads)  # (B, heads, N, head_dim)
         weights = log_phi.softmax(-1)[None]  # (1, heads, N, N)
         probe("phi_p", lambda: log_phi.exp())
         probe("attention", lambda: weights)
-        out = weights.to(v.dtype) @ v  # (B, heads, N, head_dim)
-        return self.proj(out.transpose(1, 2).reshape(batch, tokens, width))
+        return self.proj(merge_heads(weights.to(v.dtype) @ v))
+
+
+def _exponentiated(scores: Tensor) -> Tensor:
+    return (scores - scores.amax(-1, keepdim=True)).exp()

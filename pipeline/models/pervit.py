@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
@@ -19,6 +18,7 @@ from pipeline.models.peripheral_attention import PeripheralAttention, StaticAtte
 from pipeline.models.pervit_switches import PerViTSwitches
 from pipeline.models.phi_model import PhiModel
 from pipeline.models.registry import register
+from pipeline.models.vit import PositionEmbedding
 
 STEM_STRIDE = 16
 LAYER_NORM_EPS = 1e-6
@@ -70,30 +70,6 @@ class ConvStem(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.projection(x)
-
-
-class PositionEmbedding(nn.Module):
-    """A learned vector per position, added to the stem's tokens (ViT's and DeiT's absolute embedding; an ablation).
-
-    ``forward``: (B, width, rows, columns) -> the same shape.
-
-    Raises:
-        UserError: from ``forward``, on another grid than the one that it was made for.
-    """
-
-    def __init__(self, width: int, grid: tuple[int, int]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, *grid))
-        nn.init.trunc_normal_(self.weight, std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, columns = x.shape[2:]
-        if (rows, columns) != tuple(self.weight.shape[1:]):
-            raise UserError(
-                f"the image gives {rows} x {columns} tokens, but model.switches.position_embedding has a vector for each of "
-                f"{self.weight.shape[1]} x {self.weight.shape[2]}: use images of model.image_size, or set it to false."
-            )
-        return x + self.weight
 
 
 class Block(nn.Module):
@@ -149,6 +125,8 @@ class PerViT(PhiModel):
             whose size does not depend on the batch.
         switches: ablations; None for the published model.
 
+    Each layer offers the probes of its attention: ``phi_p``, ``phi_c`` and ``attention``.
+
     Raises:
         UserError: ``image_size`` does not suit the stem, or a width the heads.
     """
@@ -180,13 +158,13 @@ class PerViT(PhiModel):
         depth = sum(layout.depths)
         super().__init__(linear_drop_path(drop_path, depth), activation_checkpointing)
         _check_size(image_size, image_size)
-        grid = (image_size // STEM_STRIDE, image_size // STEM_STRIDE)
         stage_of = [stage for stage, blocks in enumerate(layout.depths) for _ in range(blocks)]
         widths = [layout.widths[stage] for stage in stage_of]
         self.stem = ConvStem(layout.stem_widths) if switches.conv_stem else nn.Conv2d(3, widths[0], STEM_STRIDE, STEM_STRIDE)
-        self.embedding = PositionEmbedding(widths[0], grid) if switches.position_embedding else nn.Identity()
+        if switches.position_embedding:
+            self.position_embedding = PositionEmbedding(image_size, extra_tokens=0, width=widths[0], masked_at_test=False)
         if switches.phi_p:
-            self.add_phi_inputs(layout.heads, grid, switches.phi_design)
+            self.add_phi_inputs(layout.heads, image_size // STEM_STRIDE, switches.phi_design)
         self.blocks = nn.ModuleList(Block(widths[i], widths[min(i + 1, depth - 1)], layout, i, switches) for i in range(depth))
         self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
         self.head = nn.Linear(widths[-1], num_classes)
@@ -215,9 +193,11 @@ class PerViT(PhiModel):
             UserError: H or W does not suit the stem.
         """
         _check_size(*images.shape[-2:])
-        x = self.embedding(self.stem(images))  # (B, width, rows, columns)
-        grid = (x.shape[2], x.shape[3])
+        x = self.stem(images)  # (B, width, rows, columns)
+        grid = (int(x.shape[2]), int(x.shape[3]))  # a tracer's sizes are tensors
         x = x.flatten(2).transpose(1, 2)  # (B, N, width)
+        if hasattr(self, "position_embedding"):
+            x = self.position_embedding(x, grid)
         scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
             x = self.run_block(block, x, log_phi, grid, None if scales is None else scales[:, 2 * i : 2 * i + 2])
@@ -229,7 +209,7 @@ class PerViT(PhiModel):
 
     def no_weight_decay(self) -> set[str]:
         """An absolute position embedding is not decayed (DeiT's rule)."""
-        return super().no_weight_decay() | {"embedding.weight"}
+        return super().no_weight_decay() | {"position_embedding.weight"}
 
 
 def _check_size(height: int, width: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from pipeline.errors import UserError
 from pipeline.models.base import VisionModel
 from pipeline.models.peripheral import DistanceScales, LearnedVectors, PhiDesign, position_distances
 
@@ -26,17 +27,22 @@ class PhiModel(VisionModel):
         self._phi_cache: tuple[tuple, list[Tensor]] | None = None
         self.register_load_state_dict_post_hook(lambda module, _: module._forget_phi())
 
-    def add_phi_inputs(self, heads: int, grid: tuple[int, int], design: PhiDesign) -> None:
+    def add_phi_inputs(self, heads: int, side: int, design: PhiDesign) -> None:
         """Make what all layers' Φp share: the distances, if they are learned, and their scales.
 
         Args:
             heads: attention heads.
-            grid: (rows, columns) of tokens; binds only learned distances.
+            side: rows and columns of patches; binds the model only if distances are learned.
             design: the network, the same in all layers.
+
+        Raises:
+            UserError: a single patch, which has no distance to normalize by.
         """
+        if side < 2:
+            raise UserError(f"model.image_size gives {side} x {side} patches, but Φp needs at least 2 x 2: set it to 32.")
         self.phi_design = design
         if design.distance == "learned":
-            self.position_vectors = LearnedVectors(4 * heads, grid, design.border)
+            self.position_vectors = LearnedVectors(4 * heads, (side, side), design.border)
         self.distance_scales = DistanceScales(4 * heads, design.init)
 
     def log_phi(self, grid: tuple[int, int]) -> list[Tensor | None]:
