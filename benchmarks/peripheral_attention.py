@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from pipeline.models import create_model
 from pipeline.models.peripheral import FirstProjection
-from pipeline.models.pervit import PeripheralAttention
+from pipeline.models.peripheral_attention import PeripheralAttention
 
 
 class PublishedAttention(PeripheralAttention):

@@ -38,7 +38,10 @@ def peripheral_maps(model: nn.Module, images: Tensor) -> Tensor | None:
         return None
     rows, columns = model.token_grid(images)
     centre = rows // 2 * columns + columns // 2
-    maps = torch.stack([layer[:, centre] for layer in model.log_phi((rows, columns))]).exp().cpu()  # (layers, heads, N)
+    log_phi = model.log_phi((rows, columns))
+    if log_phi[0] is None:  # ablated
+        return None
+    maps = torch.stack([layer[:, centre] for layer in log_phi]).exp().cpu()  # (layers, heads, N)
     layers, heads, _ = maps.shape
     tiles = maps.view(layers * heads, 1, rows, columns).repeat_interleave(8, 2).repeat_interleave(8, 3)
     return _tile(torch.nn.functional.pad(tiles, (1, 1, 1, 1), value=1.0), columns=heads)

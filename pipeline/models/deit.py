@@ -11,11 +11,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from pipeline.models.base import Switches, VisionModel, linear_drop_path
+from pipeline.models.base import Switches, linear_drop_path
 from pipeline.models.layers import init_linear
+from pipeline.models.peripheral import PeripheralPosition, PhiDesign
+from pipeline.models.phi_model import PhiModel
+from pipeline.models.probe import probe
 from pipeline.models.registry import register
-from pipeline.models.vit import LAYER_NORM_EPS, Block, PatchEmbedding, PositionEmbedding, SelfAttention, ViTLayout, patch_grid
+from pipeline.models.vit import (
+    LAYER_NORM_EPS,
+    PATCH,
+    Block,
+    PatchEmbedding,
+    PositionEmbedding,
+    SelfAttention,
+    ViTLayout,
+    patch_grid,
+)
 
 
 class DeiTSwitches(Switches):
@@ -23,12 +36,18 @@ class DeiTSwitches(Switches):
 
     mask_position_embedding: bool = False
     """In eval mode add no position embedding to the tokens (ConViT, Table 5). Training is not affected."""
+    peripheral_position: bool = False
+    """Multiply every layer's attention by PerViT's Φp (PerViT, Table 2, "+ PPE"). The class token has no position: Φp = 1 to and from it."""
 
 
-class DeiT(VisionModel):
+class DeiT(PhiModel):
     """DeiT with a class token.
 
-    Every layer offers the probe ``attention``, (B, heads, N + 1, N + 1) with the class token first.
+    Every layer offers the probe ``attention``, (B, heads, N + 1, N + 1) with the class token first, and those with Φp also
+    ``phi_p``, (heads, N, N) of the patches.
+
+    How PerViT's authors added Φp to DeiT is not published. Here the class token attends and is attended to by content
+    alone, the absolute embedding stays (as with iRPE, Φp's rival in Table 2), and Φp starts peripherally.
 
     Args:
         layout: heads and width.
@@ -66,13 +85,17 @@ class DeiT(VisionModel):
         self.blocks = nn.ModuleList(
             Block(width, SelfAttention(width, layout.heads, qkv_bias=True), layout.mlp_ratio) for _ in range(layout.depth)
         )
+        if switches.peripheral_position:
+            self.add_phi_inputs(layout.heads, image_size // PATCH, PhiDesign())
+            for layer, block in enumerate(self.blocks):
+                block.position = PeripheralPosition(layout.heads, layer, layout.depth)  # called by PhiModel, once per step
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.head = nn.Linear(width, num_classes)
         nn.init.trunc_normal_(self.class_token, std=0.02)
         init_linear(self.head)
 
     def no_weight_decay(self) -> set[str]:
-        return {"class_token", "position_embedding.weight"}
+        return super().no_weight_decay() | {"class_token", "position_embedding.weight"}
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
@@ -93,9 +116,20 @@ class DeiT(VisionModel):
         x = torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)  # (B, N + 1, width)
         x = self.position_embedding(x, grid)
         scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
-        for i, block in enumerate(self.blocks):
-            x = self.run_block(block, x, None if scales is None else scales[:, 2 * i : 2 * i + 2])
+        for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
+            block_scales = None if scales is None else scales[:, 2 * i : 2 * i + 2]
+            x = self.run_block(block, x, block_scales, None if log_phi is None else _with_class_token(log_phi))
         return self.head(self.norm(x[:, 0]))
+
+    def token_grid(self, images: Tensor) -> tuple[int, int]:
+        """(rows, columns) of patches that images (B, 3, H, W) give."""
+        return patch_grid(*images.shape[-2:])
+
+
+def _with_class_token(log_phi: Tensor) -> Tensor:
+    """log Φp (heads, N, N) of the patches -> (heads, N + 1, N + 1): 0, so Φp = 1, in the class token's row and column."""
+    probe("phi_p", lambda: log_phi.exp())
+    return F.pad(log_phi, (1, 0, 1, 0))
 
 
 _PAPER = "Training data-efficient image transformers (ICML 2021), Table 1; figures of ConViT (ICML 2021), Table 1"

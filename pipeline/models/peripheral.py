@@ -4,43 +4,112 @@
 It is a small network of the distance between the two: distances in several learned scales, a 3x3
 convolution over the key's neighbours, instance norm, ReLU, another 3x3 convolution, instance norm,
 sigmoid. It depends on weights alone, so a training step computes it once per layer, never per image.
+:class:`PhiDesign` varies it as Table 5 does; ``phi_model.py`` says when it is computed.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.errors import UserError
+
 NORM_EPS = 1e-5
-BORDER = 2  # two unpadded 3x3 convolutions eat two positions on each side
+# Peripheral initialization: the last norm's bias and weight in the first and in the last layer (Sec. 3.1, after Eq. 9).
+NORM_BIAS = (-5.0, 4.0)
+NORM_WEIGHT = (3.0, 0.01)
+
+
+@dataclass(frozen=True)
+class PhiDesign:
+    """Which network Φp is (Table 5, bottom) and how it starts (Table 5, top); the defaults are the published model.
+
+    Attributes:
+        distance: "euclidean" (Euc): of coordinates. "learned" (Lrn): of :class:`LearnedVectors`.
+        neighbours: 3x3 kernels over the key's neighbours (N); False: 1x1.
+        layers: 2 (ML): projection, norm, ReLU, projection, norm. 1: one projection to the heads and its norm.
+        init: see :class:`PeripheralPosition`.
+    """
+
+    distance: Literal["euclidean", "learned"] = "euclidean"
+    neighbours: bool = True
+    layers: Literal[1, 2] = 2
+    init: Literal["peripheral", "conv", "random"] = "peripheral"
+
+    @property
+    def border(self) -> int:
+        """Key positions beyond each side of the grid: every unpadded 3x3 convolution eats one."""
+        return self.layers if self.neighbours else 0
 
 
 @lru_cache(maxsize=8)
-def position_distances(height: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def position_distances(height: int, width: int, device: torch.device, dtype: torch.dtype, border: int = 2) -> Tensor:
     """Euclidean distance from every query to every key, with real distances beyond the border.
 
     Coordinates follow the authors' code: ``n`` points on [-1, 1] per axis, and the keys' grid goes on by
-    two more steps of the same length on each side (no zero padding).
+    ``border`` more steps of the same length on each side (no zero padding).
 
     Returns:
-        (N, 1, height + 4, width + 4) with N = height * width queries in row-major order.
+        (N, 1, height + 2 * border, width + 2 * border) with N = height * width queries in row-major order.
     """
 
     def axis(n: int) -> tuple[Tensor, Tensor]:
-        steps = torch.arange(-BORDER, n + BORDER, device=device, dtype=torch.float64)
+        steps = torch.arange(-border, n + border, device=device, dtype=torch.float64)
         keys = -1.0 + steps * (2.0 / (n - 1))
-        return keys[BORDER:-BORDER], keys
+        return keys[border : border + n], keys
 
     with torch.inference_mode(False):  # a cached tensor must also serve a later training step
         query_y, key_y = axis(height)
         query_x, key_x = axis(width)
-        dy = (query_y[:, None] - key_y[None])[:, None, :, None]  # (H, 1, H + 4, 1)
-        dx = (query_x[:, None] - key_x[None])[None, :, None, :]  # (1, W, 1, W + 4)
-        distance = (dy**2 + dx**2).sqrt()  # (H, W, H + 4, W + 4)
+        dy = (query_y[:, None] - key_y[None])[:, None, :, None]  # (H, 1, H + 2 * border, 1)
+        dx = (query_x[:, None] - key_x[None])[None, :, None, :]  # (1, W, 1, W + 2 * border)
+        distance = (dy**2 + dx**2).sqrt()  # (H, W, H + 2 * border, W + 2 * border)
         return distance.flatten(0, 1)[:, None].to(dtype)
+
+
+class LearnedVectors(nn.Module):
+    """Distances between learned positions instead of coordinates (Lrn in Table 5), shared by all layers.
+
+    The paper says "relative distances between learnable vectors (R in HW x HW x Dr)". Read here as: every position has a
+    learned vector of ``channels`` numbers, the distance of two positions in channel r is |v_q,r - v_k,r|, and all else
+    stays: scales, the grid that goes on beyond its border, projections, norms. The vectors start uniform on [-1, 1], the
+    coordinates' range, and know nothing of who is whose neighbour.
+
+    Args:
+        channels: Dr.
+        grid: (rows, columns) of tokens.
+        border: positions beyond each side.
+    """
+
+    def __init__(self, channels: int, grid: tuple[int, int], border: int) -> None:
+        super().__init__()
+        self.grid, self.border = grid, border
+        self.weight = nn.Parameter(torch.empty(channels, grid[0] + 2 * border, grid[1] + 2 * border))
+        nn.init.uniform_(self.weight, -1.0, 1.0)
+
+    def forward(self, grid: tuple[int, int]) -> Tensor:
+        """Distances from every query to every key.
+
+        Returns:
+            (N, channels, rows + 2 * border, columns + 2 * border).
+
+        Raises:
+            UserError: the grid is not the one that the vectors were made for.
+        """
+        if grid != self.grid:
+            raise UserError(
+                f"the image gives {grid[0]} x {grid[1]} tokens, but model.switches.phi_p_distance=learned has vectors for "
+                f"{self.grid[0]} x {self.grid[1]}: use images of model.image_size, or phi_p_distance=euclidean."
+            )
+        rows, columns = grid
+        queries = self.weight[:, self.border : self.border + rows, self.border : self.border + columns]
+        queries = queries.flatten(1).T  # (N, channels)
+        return (queries[:, :, None, None] - self.weight).abs()
 
 
 class DistanceScales(nn.Module):
@@ -50,10 +119,13 @@ class DistanceScales(nn.Module):
     there only while this module runs, the copies for as long as the layers need them.
     """
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, init: Literal["peripheral", "conv", "random"] = "peripheral") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((channels, 1), -0.02))  # Supplement Eq. 3: w_r = -c1
         self.bias = nn.Parameter(torch.zeros(channels))
+        if init == "random":
+            nn.init.uniform_(self.weight, -1.0, 1.0)  # as PyTorch starts a Linear(1, channels)
+            nn.init.uniform_(self.bias, -1.0, 1.0)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return self.weight[:, 0].clone(), self.bias.clone()
@@ -62,46 +134,73 @@ class DistanceScales(nn.Module):
 class FirstProjection(nn.Conv2d):
     """Peripheral projection PP(R; Wp1) of the scaled distances (Eq. 7), without ever building R.
 
-    R's channels are all the same distance map times a number, so the convolution over ``channels`` maps is
-    a convolution over the one map with the kernels summed: exact, and ``channels`` times less work.
+    With Euclidean distances R's channels are all the same map times a number, so the convolution over ``channels`` maps
+    is a convolution over the one map with the kernels summed: exact, and ``channels`` times less work.
     The offset is constant over the keys; the instance norm that follows removes it again.
 
-    ``forward``: distance (N, 1, H + 4, W + 4), scale and offset (channels,) -> (N, channels, H + 2, W + 2).
+    ``forward``: distance (N, 1 or channels, H', W'), scale and offset (channels,) -> (N, out, H' - 2, W' - 2), or
+    (N, out, H', W') with a 1x1 kernel.
     """
 
     def forward(self, distance: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-        kernel = torch.einsum("oiyx,i->oyx", self.weight, scale)[:, None]  # (channels, 1, 3, 3)
-        bias = self.bias + torch.einsum("oiyx,i->o", self.weight, offset)  # (channels,)
+        if distance.shape[1] == 1:
+            kernel = torch.einsum("oiyx,i->oyx", self.weight, scale)[:, None]  # (out, 1, k, k)
+        else:
+            kernel = self.weight * scale[:, None, None]  # (out, channels, k, k)
+        bias = self.bias + torch.einsum("oiyx,i->o", self.weight, offset)  # (out,)
         return F.conv2d(distance, kernel, bias)
 
 
 class PeripheralPosition(nn.Module):
     """log Φp of one layer for all heads (Eq. 9).
 
+    Instance norm follows every projection in every design, as in Eq. 8: the initializations act through the last one.
+
     Args:
         heads: attention heads; the hidden width is ``4 * heads`` (Supplement E).
-        layer, depth: choose the peripheral initialization (Eq. 10): the norm's bias runs from -5 (local) in
-            the first layer to 4 (global) in the last, its weight from 3 to 0.01.
+        layer, depth: choose the initialization. ``design.init`` "peripheral" (Eq. 9 and after): the last norm's bias runs
+            from -5 (local) in the first layer to 4 (global) in the last, its weight from 3 to 0.01. "conv": -5 and 3 in
+            all layers. "random": all parameters; the paper does not name the distribution. Projections are drawn as
+            PyTorch draws them, the norms' weights and biases from N(0, 1), so that Φp starts as noise of full contrast.
+        design: the network.
     """
 
-    def __init__(self, heads: int, layer: int, depth: int) -> None:
+    def __init__(self, heads: int, layer: int, depth: int, design: PhiDesign = PhiDesign()) -> None:
         super().__init__()
-        channels = 4 * heads
-        self.projection1 = FirstProjection(channels, channels, 3)
-        self.norm1 = nn.InstanceNorm2d(channels, eps=NORM_EPS, affine=True)
-        self.projection2 = nn.Conv2d(channels, heads, 3)
-        self.norm2 = nn.InstanceNorm2d(heads, eps=NORM_EPS, affine=True)
-        for projection in (self.projection1, self.projection2):
-            nn.init.constant_(projection.weight, 0.02)  # Supplement Eq. 3: c2
-            nn.init.zeros_(projection.bias)
-        nn.init.constant_(self.norm2.bias, float(torch.linspace(-5.0, 4.0, depth)[layer]))
-        nn.init.constant_(self.norm2.weight, float(torch.linspace(3.0, 0.01, depth)[layer]))
+        self.layers = design.layers
+        channels, kernel = 4 * heads, 3 if design.neighbours else 1
+        hidden = channels if design.layers == 2 else heads
+        self.projection1 = FirstProjection(channels, hidden, kernel)
+        self.norm1 = nn.InstanceNorm2d(hidden, eps=NORM_EPS, affine=True)
+        if design.layers == 2:
+            self.projection2 = nn.Conv2d(hidden, heads, kernel)
+            self.norm2 = nn.InstanceNorm2d(heads, eps=NORM_EPS, affine=True)
+        if design.init == "random":
+            self._randomize()
+        else:
+            self._start_at(0 if design.init == "conv" else layer, depth)
+
+    def _randomize(self) -> None:
+        for module in self.children():
+            if isinstance(module, nn.InstanceNorm2d):
+                nn.init.normal_(module.weight)
+                nn.init.normal_(module.bias)
+
+    def _start_at(self, layer: int, depth: int) -> None:
+        for module in self.children():
+            if isinstance(module, nn.Conv2d):
+                nn.init.constant_(module.weight, 0.02)  # Supplement Eq. 3: c2
+                nn.init.zeros_(module.bias)
+        last = self.norm2 if self.layers == 2 else self.norm1
+        nn.init.constant_(last.bias, _between(*NORM_BIAS, layer, depth))
+        nn.init.constant_(last.weight, _between(*NORM_WEIGHT, layer, depth))
 
     def forward(self, distance: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         """Log of the position-based attention.
 
         Args:
-            distance: (N, 1, H + 4, W + 4) from :func:`position_distances`.
+            distance: (N, 1 or 4 * heads, H + 2 * border, W + 2 * border) from :func:`position_distances` or
+                :class:`LearnedVectors`.
             scale, offset: (4 * heads,) from :class:`DistanceScales`.
 
         Returns:
@@ -110,7 +209,11 @@ class PeripheralPosition(nn.Module):
         """
         # Small, and everything depends on it: full precision also under autocast.
         with torch.autocast(distance.device.type, enabled=False):
-            r = self.projection1(distance, scale, offset)  # (N, 4 * heads, H + 2, W + 2)
-            r = F.relu(self.norm1(r))
-            r = self.norm2(self.projection2(r))  # (N, heads, H, W)
+            r = self.norm1(self.projection1(distance, scale, offset))  # (N, 4 * heads, H + 2, W + 2)
+            if self.layers == 2:
+                r = self.norm2(self.projection2(F.relu(r)))  # (N, heads, H, W)
             return F.logsigmoid(r).flatten(2).transpose(0, 1)  # (heads, N, N)
+
+
+def _between(first: float, last: float, layer: int, depth: int) -> float:
+    return float(torch.linspace(first, last, depth, device="cpu")[layer])

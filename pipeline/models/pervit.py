@@ -6,17 +6,19 @@ place says so. ``load_reference_state_dict`` loads the authors' weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.models.base import Switches, VisionModel, linear_drop_path, scale_branch
-from pipeline.models.layers import MLP, biased_attention, init_linear
-from pipeline.models.peripheral import DistanceScales, PeripheralPosition, position_distances
+from pipeline.models.base import linear_drop_path, scale_branch
+from pipeline.models.layers import MLP, init_linear
+from pipeline.models.peripheral import PeripheralPosition
+from pipeline.models.peripheral_attention import PeripheralAttention, StaticAttention
+from pipeline.models.pervit_switches import PerViTSwitches
+from pipeline.models.phi_model import PhiModel
 from pipeline.models.registry import register
+from pipeline.models.vit import PositionEmbedding
 
 STEM_STRIDE = 16
 LAYER_NORM_EPS = 1e-6
@@ -32,9 +34,19 @@ class PerViTLayout:
     depths: tuple[int, int, int, int] = (2, 2, 6, 2)
     mlp_ratio: int = 4
 
+    def with_widths(self, widths: tuple[int, int, int, int]) -> PerViTLayout:
+        """The same layout with other channels; the stem ends at the first stage's.
 
-class PerViTSwitches(Switches):
-    """Ablations of Tables 1, 2, 3, 5 and S3."""
+        Raises:
+            UserError: a width that the heads do not divide.
+        """
+        for width in widths:
+            if width % self.heads:
+                near = max(1, round(width / self.heads)) * self.heads
+                raise UserError(
+                    f"model.switches.widths has {width}, but a width must be a multiple of the {self.heads} heads: set it to {near}."
+                )
+        return replace(self, widths=tuple(widths), stem_widths=(*self.stem_widths[:-1], widths[0]))
 
 
 class ConvStem(nn.Module):
@@ -60,29 +72,6 @@ class ConvStem(nn.Module):
         return self.projection(x)
 
 
-class PeripheralAttention(nn.Module):
-    """Multi-head peripheral attention (Eq. 1 to 3).
-
-    Normalize[exp(τ Q Kᵀ) ⊙ Φp] V is computed in its identical, cheaper form softmax(τ Q Kᵀ + log Φp) V,
-    which runs on the fused attention kernels.
-
-    ``forward``: x (B, N, width), log_phi (heads, N, N) -> (B, N, width).
-    """
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.proj = nn.Linear(width, width)
-
-    def forward(self, x: Tensor, log_phi: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, N, head_dim) each
-        out = biased_attention(q, k, v, log_phi)  # (B, heads, N, head_dim)
-        return self.proj(out.transpose(1, 2).reshape(batch, tokens, width))
-
-
 class Block(nn.Module):
     """Convolutional position encoding and peripheral attention, then an MLP that may change the width.
 
@@ -91,22 +80,24 @@ class Block(nn.Module):
     residual through a linear layer.
     """
 
-    def __init__(self, width: int, out_width: int, heads: int, mlp_ratio: int, layer: int, depth: int) -> None:
+    def __init__(self, width: int, out_width: int, layout: PerViTLayout, layer: int, switches: PerViTSwitches) -> None:
         super().__init__()
-        self.cpe = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        heads, depth = layout.heads, sum(layout.depths)
+        self.cpe = nn.Conv2d(width, width, 3, padding=1, groups=width) if switches.cpe else nn.Identity()
         self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.position = PeripheralPosition(heads, layer, depth)  # called by PerViT, once per step
-        self.attn = PeripheralAttention(width, heads)
+        if switches.phi_p:
+            self.position = PeripheralPosition(heads, layer, depth, switches.phi_design)  # called by PhiModel, once per step
+        self.attn = (PeripheralAttention if switches.phi_c else StaticAttention)(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.mlp = MLP(width, mlp_ratio * width, out_width)
+        self.mlp = MLP(width, layout.mlp_ratio * width, out_width)
         self.residual = nn.Identity() if width == out_width else nn.Linear(width, out_width)
 
-    def forward(self, x: Tensor, log_phi: Tensor, grid: tuple[int, int], branch_scales: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, log_phi: Tensor | None, grid: tuple[int, int], branch_scales: Tensor | None) -> Tensor:
         """One transformer block.
 
         Args:
             x: (B, N, width) tokens in row-major order of ``grid``.
-            log_phi: (heads, N, N) of this layer.
+            log_phi: (heads, N, N) of this layer, or None for Φp = 1.
             grid: (rows, columns), N = rows * columns.
             branch_scales: (B, 2) stochastic-depth factors of the two branches, or None for 1.
 
@@ -120,7 +111,7 @@ class Block(nn.Module):
         return self.residual(x) + scale_branch(self.mlp(self.norm2(x)), branch_scales, 1)
 
 
-class PerViT(VisionModel):
+class PerViT(PhiModel):
     """Peripheral Vision Transformer.
 
     Args:
@@ -132,9 +123,12 @@ class PerViT(VisionModel):
         activation_checkpointing: recompute each block in the backward pass instead of keeping its inner
             activations. The stem is left out: its BatchNorm would update its statistics twice. So is Φp,
             whose size does not depend on the batch.
+        switches: ablations; None for the published model.
+
+    Each layer offers the probes of its attention: ``phi_p``, ``phi_c`` and ``attention``.
 
     Raises:
-        UserError: ``image_size`` does not suit the stem.
+        UserError: ``image_size`` does not suit the stem, or a width the heads.
     """
 
     # Renames the authors' keys (patterns tried in order, see load_reference_state_dict).
@@ -158,16 +152,20 @@ class PerViT(VisionModel):
         activation_checkpointing: bool = False,
         switches: PerViTSwitches | None = None,
     ) -> None:
+        switches = switches or PerViTSwitches()
+        if switches.widths is not None:
+            layout = layout.with_widths(switches.widths)
         depth = sum(layout.depths)
         super().__init__(linear_drop_path(drop_path, depth), activation_checkpointing)
         _check_size(image_size, image_size)
         stage_of = [stage for stage, blocks in enumerate(layout.depths) for _ in range(blocks)]
         widths = [layout.widths[stage] for stage in stage_of]
-        self.stem = ConvStem(layout.stem_widths)
-        self.distance_scales = DistanceScales(4 * layout.heads)
-        self.blocks = nn.ModuleList(
-            Block(widths[i], widths[min(i + 1, depth - 1)], layout.heads, layout.mlp_ratio, i, depth) for i in range(depth)
-        )
+        self.stem = ConvStem(layout.stem_widths) if switches.conv_stem else nn.Conv2d(3, widths[0], STEM_STRIDE, STEM_STRIDE)
+        if switches.position_embedding:
+            self.position_embedding = PositionEmbedding(image_size, extra_tokens=0, width=widths[0], masked_at_test=False)
+        if switches.phi_p:
+            self.add_phi_inputs(layout.heads, image_size // STEM_STRIDE, switches.phi_design)
+        self.blocks = nn.ModuleList(Block(widths[i], widths[min(i + 1, depth - 1)], layout, i, switches) for i in range(depth))
         self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
         self.head = nn.Linear(widths[-1], num_classes)
         # Residual linears, stem and CPE keep PyTorch's own initialization, as in the authors' code.
@@ -175,9 +173,9 @@ class PerViT(VisionModel):
             block.attn.apply(init_linear)
             block.mlp.apply(init_linear)
         init_linear(self.head)
-
-        self._phi_cache: tuple[tuple, list[Tensor]] | None = None
-        self.register_load_state_dict_post_hook(lambda module, _: module._forget_phi())
+        if switches.phi_p_frozen:
+            for parameter in self.phi_parameters():
+                parameter.requires_grad_(False)
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
@@ -196,8 +194,10 @@ class PerViT(VisionModel):
         """
         _check_size(*images.shape[-2:])
         x = self.stem(images)  # (B, width, rows, columns)
-        grid = (x.shape[2], x.shape[3])
+        grid = (int(x.shape[2]), int(x.shape[3]))  # a tracer's sizes are tensors
         x = x.flatten(2).transpose(1, 2)  # (B, N, width)
+        if hasattr(self, "position_embedding"):
+            x = self.position_embedding(x, grid)
         scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
             x = self.run_block(block, x, log_phi, grid, None if scales is None else scales[:, 2 * i : 2 * i + 2])
@@ -207,44 +207,9 @@ class PerViT(VisionModel):
         """(rows, columns) of tokens that images (B, 3, H, W) give."""
         return images.shape[-2] // STEM_STRIDE, images.shape[-1] // STEM_STRIDE
 
-    def log_phi(self, grid: tuple[int, int]) -> list[Tensor]:
-        """log Φp of every layer for a grid of (rows, columns) tokens.
-
-        Computed afresh while gradients flow; in eval mode without gradients the result is kept until a
-        parameter or the mode changes.
-
-        Returns:
-            ``depth`` tensors (heads, N, N).
-        """
-        cacheable = not self.training and not torch.is_grad_enabled()
-        if cacheable:
-            key = (grid, tuple(p._version for p in self.phi_parameters()))
-            if self._phi_cache is not None and self._phi_cache[0] == key:
-                return self._phi_cache[1]
-        # Device and type are asked of a buffer: under ZeRO-3 touching a parameter here would gather it.
-        distance = position_distances(*grid, self.drop_path_rates.device, self.drop_path_rates.dtype)
-        scale, offset = self.distance_scales()
-        maps = [block.position(distance, scale, offset) for block in self.blocks]
-        if cacheable:
-            self._phi_cache = (key, maps)
-        return maps
-
-    def train(self, mode: bool = True) -> PerViT:
-        self._forget_phi()
-        return super().train(mode)
-
-    def _apply(self, *args, **kwargs) -> PerViT:  # .to(), .half(), ...
-        self._forget_phi()
-        return super()._apply(*args, **kwargs)
-
-    def _forget_phi(self) -> None:
-        self._phi_cache = None
-
-    def phi_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that Φp is made of, all layers."""
-        yield from self.distance_scales.parameters()
-        for block in self.blocks:
-            yield from block.position.parameters()
+    def no_weight_decay(self) -> set[str]:
+        """An absolute position embedding is not decayed (DeiT's rule)."""
+        return super().no_weight_decay() | {"position_embedding.weight"}
 
 
 def _check_size(height: int, width: int) -> None:

@@ -147,10 +147,15 @@ def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tenso
     Returns:
         (B, heads, N, N), at least float32.
     """
+    scores = content_scores(q, k)
+    return (scores if bias is None else scores + bias).softmax(-1)
+
+
+def content_scores(q: Tensor, k: Tensor) -> Tensor:
+    """q kᵀ / sqrt(head_dim) of (B, heads, N, head_dim), in at least float32 -> (B, heads, N, N); for probes."""
     with torch.autocast(q.device.type, enabled=False):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * q.shape[-1] ** -0.5
-        return (scores if bias is None else scores + bias).softmax(-1)
+        return q.to(dtype) @ k.to(dtype).transpose(-1, -2) * q.shape[-1] ** -0.5
 
 
 def patch_grid(height: int, width: int) -> tuple[int, int]:
