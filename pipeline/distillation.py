@@ -6,10 +6,17 @@ The student learns the teacher's decision as a second label. This is what ConViT
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.checkpoint import read_weights
+from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
+from pipeline.models import create_model
 
 
 def hard_distillation_loss(label_loss: Tensor, scores: Tensor, teacher_scores: Tensor, teacher_share: float = 0.5) -> Tensor:
@@ -34,3 +41,35 @@ def hard_distillation_loss(label_loss: Tensor, scores: Tensor, teacher_scores: T
         )
     decisions = teacher_scores.argmax(dim=-1)  # (B,)
     return (1 - teacher_share) * label_loss + teacher_share * F.cross_entropy(scores.float(), decisions)
+
+
+def load_teacher(config: Config, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The model that a run is taught by: that of another run's newest checkpoint, its averaged weights where it has them.
+
+    Args:
+        config: of the student; ``train.teacher`` is the other run's folder.
+        device: where the teacher computes.
+
+    Returns:
+        images (B, 3, H, W) -> scores (B, classes), without gradients.
+
+    Raises:
+        UserError: no checkpoint there, or one for other classes or another image size.
+    """
+    source = Path(config.train.teacher)
+    saved = read_weights(source)
+    its = config_from_dict(saved["config"], source=str(source)).model
+    for key in ("num_classes", "image_size"):
+        found, needed = getattr(its, key), getattr(config.model, key)
+        if found != needed:
+            raise UserError(f"train.teacher {source} has model.{key} {found}, {needed} needed: choose another teacher.")
+    teacher = create_model(its.name, its.num_classes, its.image_size, switches=its.switches)
+    teacher.load_state_dict(saved.get("ema", saved["model"]))
+    teacher.to(device).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def scores(images: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
+            return teacher(images)
+
+    return scores

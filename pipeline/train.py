@@ -26,6 +26,7 @@ from pipeline.config import Config, accumulation_steps, load_config
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.plan import TrainPlan, epoch_length
 from pipeline.data.shards import ShardSet
+from pipeline.distillation import hard_distillation_loss, load_teacher
 from pipeline.distributed import World, disconnect, init_world
 from pipeline.ema import WeightAverage
 from pipeline.engine import build_engine, optimizer_step, set_learning_rate
@@ -122,6 +123,7 @@ def train(config: Config, world: World) -> None:
         for sentence in load_pretrained(model, checkpoint.read_initial_weights(source), source=f"train.init_from {source}"):
             if world.is_main:
                 print(f"init_from: {sentence}", flush=True)
+    teacher = load_teacher(config, world.device) if config.train.teacher else None
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     about = {
@@ -158,6 +160,8 @@ def train(config: Config, world: World) -> None:
             replaced += batch.replaced
             scores = engine(batch.images, sample_noise(engine.module, batch, config.seed))
             loss = mixed_cross_entropy(scores, batch, config.train.label_smoothing)
+            if teacher:
+                loss = hard_distillation_loss(loss, scores, teacher(batch.images))
             engine.backward(loss)
             grad_norm = optimizer_step(engine)
             loss_sum += loss.detach()

@@ -86,3 +86,25 @@ def test_resampled_positions_keep_their_place() -> None:
     inner = maps[3:-3, 3:-3]
     assert (inner[..., 0].diff(dim=0) > 0).all() and (inner[..., 0].diff(dim=1).abs() < 1e-5).all()
     assert (inner[..., 1].diff(dim=1) > 0).all() and (inner[..., 1].diff(dim=0).abs() < 1e-5).all()
+
+
+def test_a_student_learns_a_teachers_decisions(small_run: Path, tmp_path: Path) -> None:
+    """Guards against a teacher that changes nothing, and against one of other classes that ends in a traceback."""
+    teacher = tmp_path / "run"
+    run_module("pipeline.train", "--config", small_run, "train.max_steps=1")
+    arguments = ["--config", small_run, "train.max_steps=2", "model.name=deit_t"]
+    run_module("pipeline.train", *arguments, f"output_dir={tmp_path / 'alone'}")
+    run_module(
+        "pipeline.train", *arguments, f"output_dir={tmp_path / 'taught'}", f"train.teacher={teacher}", "train.zero_stage=3"
+    )
+    alone, taught = (step_rows(tmp_path / run) for run in ("alone", "taught"))
+    assert [a["loss"] != t["loss"] for a, t in zip(alone, taught)] == [True, True]
+    result = run_module(
+        "pipeline.train",
+        *arguments,
+        f"output_dir={tmp_path / 'x'}",
+        f"train.teacher={teacher}",
+        "model.image_size=48",
+        check=False,
+    )
+    assert result.returncode == 2 and "has model.image_size 32, 48 needed: choose another teacher" in result.stderr
