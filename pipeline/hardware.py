@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import resource
 import time
+from pathlib import Path
 
 import psutil
 import torch
@@ -68,5 +68,7 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 2**30, torch.cuda.max_memory_allocated(device) / 2**30
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not getrusage's ru_maxrss: that begins with what the parent process had when it started this one.
+    status = Path("/proc/self/status").read_text()
+    peak_kib = int(re.search(r"VmHWM:\s*(\d+)", status)[1])
     return psutil.Process().memory_info().rss / 2**30, peak_kib / 2**20
