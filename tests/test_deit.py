@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pipeline import flops
 from pipeline.config import OptimConfig
 from pipeline.distillation import hard_distillation_loss
 from pipeline.errors import UserError
@@ -80,6 +81,12 @@ def test_parameter_counts_are_exact(name: str, parameters: int) -> None:
     with torch.device("meta"):
         model = create_model(name)
     assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_counts_of_multiply_accumulates() -> None:
+    """Guards against attention that goes uncounted: PerViT's Table 2 has 1.3 G with it, ConViT's Table 1 1 G without."""
+    row = flops.count("deit_t")
+    assert row.gmacs_modules == pytest.approx(1.077, abs=5e-4) and row.gmacs == pytest.approx(1.258, abs=5e-4)
 
 
 def test_reference_loading_is_strict_in_both_directions() -> None:

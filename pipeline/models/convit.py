@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from pipeline.config import Positive
+from pipeline.config import Positive, section_from_dict
 from pipeline.models.base import Switches, VisionModel, linear_drop_path
 from pipeline.models.gpsa import GatedPositionalSelfAttention, PositionalSelfAttention, relative_positions
 from pipeline.models.layers import init_linear
@@ -101,7 +101,7 @@ class ConViT(VisionModel):
         super().__init__(linear_drop_path(drop_path, layout.depth), activation_checkpointing)
         switches = switches or ConViTSwitches()
         width = layout.width
-        self.gpsa_layers = switches.gpsa_layers
+        self.switches, self.gpsa_layers = switches, switches.gpsa_layers
         self.position_embedding = PositionEmbedding(image_size, 0, width, switches.mask_position_embedding)
         self.patch_embedding = PatchEmbedding(width)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
@@ -110,8 +110,7 @@ class ConViT(VisionModel):
         self.head = nn.Linear(width, num_classes)
         nn.init.trunc_normal_(self.class_token, std=0.02)
         init_linear(self.head)
-        if switches.positional_gating:
-            self.mask_attention_at_test(switches.mask_content_layers, switches.mask_position_layers)
+        self.mask_attention_at_test(switches.mask_content_layers, switches.mask_position_layers)
 
     def no_weight_decay(self) -> set[str]:
         return {"class_token", "position_embedding.weight"}
@@ -122,9 +121,15 @@ class ConViT(VisionModel):
         Args:
             content_layers: GPSA layers, from the first one on, that look at position only.
             position_layers: likewise, at content only. At most one of the two is not 0; (0, 0) takes the masks off.
+
+        Raises:
+            UserError: both are given, there are not as many GPSA layers, or they have no gates.
         """
-        for layer, block in enumerate(self.blocks[: self.gpsa_layers]):
-            block.attn.test_gate = 1.0 if layer < content_layers else 0.0 if layer < position_layers else None
+        masks = {"mask_content_layers": content_layers, "mask_position_layers": position_layers}
+        self.switches = section_from_dict(ConViTSwitches, self.switches.model_dump() | masks, key="model.switches")
+        if self.switches.positional_gating:
+            for layer, block in enumerate(self.blocks[: self.gpsa_layers]):
+                block.attn.test_gate = 1.0 if layer < content_layers else 0.0 if layer < position_layers else None
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
