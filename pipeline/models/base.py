@@ -83,4 +83,4 @@ def scale_branch(branch: Tensor, scales: Tensor | None, column: int) -> Tensor:
 
 def linear_drop_path(rate: float, blocks: int, branches: int = 2) -> list[float]:
     """DeiT's rule: rates grow linearly from 0 in the first block to ``rate`` in the last; each branch of a block alike."""
-    return torch.linspace(0, rate, blocks).repeat_interleave(branches).tolist()
+    return torch.linspace(0, rate, blocks, device="cpu").repeat_interleave(branches).tolist()
