@@ -6,6 +6,7 @@ one half and multiplies with the other. There is no other feed-forward.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -50,6 +51,18 @@ class GatingSwitches(Switches):
         return self.mixing != "ggqpe" if self.norm is None else self.norm
 
 
+@dataclass(frozen=True)
+class GatingCode:
+    """Where the two published codes differ: which half of the channels is mixed, and the epsilon of the norm before it."""
+
+    mixes_first_half: bool
+    norm_eps: float
+
+
+POSMLP_CODE = GatingCode(mixes_first_half=True, norm_eps=1e-6)
+GMLP_CODE = GatingCode(mixes_first_half=False, norm_eps=1e-5)  # timm's
+
+
 class GatingUnit(nn.Module):
     """(A u + b) * v of the two channel halves u and v (SGU Eq. 1, PoSGU Eq. 10 to 15).
 
@@ -58,18 +71,18 @@ class GatingUnit(nn.Module):
         window: side of the window; N = window² tokens.
         groups: channel groups of the map.
         switches: the family's.
-        first_half: mix the first half (PosMLP's code) or the second (gMLP's).
+        code: whose details.
 
     Attributes:
         out_width: channels that go out.
     """
 
-    def __init__(self, width: int, window: int, groups: int, switches: GatingSwitches, first_half: bool) -> None:
+    def __init__(self, width: int, window: int, groups: int, switches: GatingSwitches, code: GatingCode) -> None:
         super().__init__()
         part = width // 2 if switches.split else width
         self.out_width = 2 * part if switches.combine == "concatenate" else part
-        self.split, self.combine, self.first_half = switches.split, switches.combine, first_half
-        self.norm = nn.LayerNorm(part, eps=LAYER_NORM_EPS) if switches.normalises else nn.Identity()
+        self.split, self.combine, self.mixes_first_half = switches.split, switches.combine, code.mixes_first_half
+        self.norm = nn.LayerNorm(part, eps=code.norm_eps) if switches.normalises else nn.Identity()
         if switches.mixing == "ggqpe":
             self.mixing = GaussianMap(window, groups, switches.covariance, switches.learned_centers)
         else:
@@ -92,7 +105,7 @@ class GatingUnit(nn.Module):
             (B, windows, N, out_width).
         """
         first, second = x.chunk(2, dim=-1) if self.split else (x, x)  # (B, windows, N, width / 2)
-        u, v = (first, second) if self.first_half else (second, first)
+        u, v = (first, second) if self.mixes_first_half else (second, first)
         u = mix_tokens(self.mixing(connected), self.norm(u))
         if self.bias is not None:
             u = u + self.bias.view(-1, 1).to(u.dtype)
@@ -107,14 +120,14 @@ class GatedBlock(nn.Module):
     Args:
         width: channels of the tokens.
         ratio: the gating unit works on ``ratio * width`` channels.
-        window, groups, switches, first_half: see :class:`GatingUnit`.
+        window, groups, switches, code: see :class:`GatingUnit`.
     """
 
-    def __init__(self, width: int, ratio: int, window: int, groups: int, switches: GatingSwitches, first_half: bool) -> None:
+    def __init__(self, width: int, ratio: int, window: int, groups: int, switches: GatingSwitches, code: GatingCode) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.fc1 = nn.Linear(width, ratio * width)
-        self.gate = GatingUnit(ratio * width, window, groups, switches, first_half)
+        self.gate = GatingUnit(ratio * width, window, groups, switches, code)
         self.fc2 = nn.Linear(self.gate.out_width, width)
 
     def forward(self, x: Tensor, branch_scales: Tensor | None, connected: Tensor | None = None) -> Tensor:

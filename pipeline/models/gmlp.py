@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.models.base import VisionModel
-from pipeline.models.gating import GROUPED, LAYER_NORM_EPS, GatedBlock, GatingSwitches
+from pipeline.models.gating import GMLP_CODE, GROUPED, LAYER_NORM_EPS, GatedBlock, GatingSwitches
 from pipeline.models.registry import register
 
 PATCH = 16
+GROUPS = 8
 
 
 class GMLPSwitches(GatingSwitches):
@@ -25,8 +26,14 @@ class GMLPSwitches(GatingSwitches):
 
     mixing: Literal["sgu", "lrpe_m", "lrpe", "glrpe", "ggqpe"] = "sgu"
     """PosMLP Table 1, the token-mixing map; see :class:`GatingSwitches`."""
-    groups: PositiveInt = 8
-    """PosMLP Table 3: channel groups of glrpe and ggqpe, in all layers alike."""
+    groups: PositiveInt | None = None
+    """PosMLP Table 3: channel groups of glrpe and ggqpe, in all layers alike. null: 8."""
+
+    @model_validator(mode="after")
+    def _groups_need_a_grouped_map(self) -> GMLPSwitches:
+        if self.groups and self.mixing not in GROUPED:
+            raise ValueError(f"must leave groups alone unless mixing is one of {', '.join(GROUPED)}")
+        return self
 
 
 class GMLP(VisionModel):
@@ -69,14 +76,16 @@ class GMLP(VisionModel):
                 f"model.image_size is {image_size}, but gMLP's patches need a multiple of {PATCH}: "
                 f"set it to {max(1, round(image_size / PATCH)) * PATCH}."
             )
-        groups = switches.groups if switches.mixing in GROUPED else 1
+        groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else 1
         channels = ratio * width // 2 if switches.split else ratio * width
         if channels % groups:
-            raise UserError(f"model.switches.groups is {groups}, but must divide the {channels} mixed channels: set it to 8.")
+            raise UserError(
+                f"model.switches.groups is {groups}, but must divide the {channels} mixed channels: set it to {GROUPS}."
+            )
         self.image_size = image_size
         self.stem = nn.Conv2d(3, width, PATCH, stride=PATCH)
         window = image_size // PATCH
-        self.blocks = nn.ModuleList(GatedBlock(width, ratio, window, groups, switches, first_half=False) for _ in range(depth))
+        self.blocks = nn.ModuleList(GatedBlock(width, ratio, window, groups, switches, GMLP_CODE) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.head = nn.Linear(width, num_classes)
         self._init_weights()

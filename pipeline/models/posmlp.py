@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from pipeline.errors import UserError
 from pipeline.models.base import VisionModel, linear_drop_path
-from pipeline.models.gating import GROUPED, LAYER_NORM_EPS, GatedBlock, GatingSwitches
+from pipeline.models.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBlock, GatingSwitches
 from pipeline.models.layers import drop_path_scales
 from pipeline.models.registry import register
 from pipeline.models.windows import connected_tokens, from_windows, to_windows
@@ -205,7 +205,7 @@ class PosMLP(VisionModel):
         self.stages = nn.ModuleList(
             Stage(
                 merging(widths[i - 1]) if i else nn.Identity(),
-                [GatedBlock(widths[i], RATIOS[i], windows[i], groups[i], switches, first_half=True) for _ in range(DEPTHS[i])],
+                [GatedBlock(widths[i], RATIOS[i], windows[i], groups[i], switches, POSMLP_CODE) for _ in range(DEPTHS[i])],
                 windows[i],
             )
             for i in range(len(DEPTHS))

@@ -1,0 +1,328 @@
+"""PosMLP computes what the authors' code computes, and its ablations change what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config import section_from_dict
+from pipeline.errors import UserError
+from pipeline.flops import count
+from pipeline.models import create_model, load_reference_state_dict
+from pipeline.models.posmlp import PosMLP, PosMLPSwitches
+from pipeline.models.probe import recorded
+from pipeline.models.token_mixing import GaussianMap, LearnedMap, mix_tokens
+from pipeline.models.windows import connected_tokens, from_windows, to_windows
+
+GOLDEN = Path(__file__).parent / "golden"
+META = json.loads((GOLDEN / "posmlp_t.json").read_text())
+_spec = importlib.util.spec_from_file_location("fill_rule", GOLDEN / "fill_rule.py")
+fill_rule = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fill_rule)
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDEN / "posmlp_t.npz"))
+
+
+def reference_weights(rule: str) -> dict[str, torch.Tensor]:
+    return {key: fill_rule.fill(key, shape, rule) for key, shape, *_ in META["keys"]}
+
+
+def small(image_size: int = 64, **options) -> PosMLP:
+    """The whole pyramid, narrow enough for a test; ``switches`` as a config gives them."""
+    switches = section_from_dict(PosMLPSwitches, options.pop("switches", {}), key="model.switches")
+    return PosMLP(16, num_classes=5, image_size=image_size, switches=switches, **options)
+
+
+@pytest.mark.parametrize("rule", ["A", "B"])
+def test_logits_and_maps_reproduce_the_authors_code(golden: dict, rule: str) -> None:
+    """Guards against any detail that shifts published weights: axis signs, strided groups, which half is mixed, epsilons."""
+    model = load_reference_state_dict(create_model("posmlp_t").double(), reference_weights(rule)).eval()
+    with torch.no_grad(), recorded("position") as values:
+        logits = model(fill_rule.make_input(224).double()).numpy()
+    expected = golden[f"logits_f64_{rule}"]
+    assert np.abs(logits - expected).max() <= 1e-6 * np.abs(expected).max()
+    assert len(values["position"]) == 24
+    for name, layer in (("first", 0), ("last", -1)):
+        position = values["position"][layer].permute(1, 2, 0).numpy()  # (query, key, groups), as the golden arrays
+        side = math.isqrt(len(position))
+        centre = side // 2 * side + side // 2
+        np.testing.assert_allclose(position[centre], golden[f"posmap_{name}_rowqc_{rule}"], atol=1e-6)
+        np.testing.assert_allclose(position[:5, :5], golden[f"posmap_{name}_corner_{rule}"], atol=1e-6)
+        np.testing.assert_allclose((position**2).sum((0, 1)), golden[f"posmap_{name}_sumsq_{rule}"], rtol=1e-6)
+
+    with torch.no_grad():
+        logits = model.float()(fill_rule.make_input(224)).double().numpy()
+    expected = golden[f"logits_f32_{rule}"]
+    assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("name", "switches", "parameters"),
+    [
+        ("posmlp_t", {}, 20_925_538),
+        ("posmlp_s", {}, 36_816_450),
+        ("posmlp_b", {}, 81_976_834),
+        ("posmlp_t", {"mixing": "sgu"}, 21_804_004),  # Tables 3 and 10: 21.8 M
+        ("posmlp_t", {"mixing": "sgu", "patch_merging": "linear"}, 23_341_540),  # Table 10: 23.3 M
+        # SGU's norms, and per group and layer (2 * 14 - 1)² = 729 or 13² = 169 numbers in place of 6
+        ("posmlp_t", {"mixing": "glrpe"}, 20_925_538 + 33_024 + (2 * 8 + 2 * 16 + 18 * 32) * 723 + 2 * 64 * 163),
+    ],
+)
+def test_parameter_counts_are_exact(name: str, switches: dict, parameters: int) -> None:
+    """Guards against a layout that is not Table 11's, and against ablations that are not those of Tables 3 and 10."""
+    with torch.device("meta"):
+        model = create_model(name, switches=switches)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize(("switches", "gmacs"), [({}, 5.21), ({"windows": [28, 14, 14, 7]}, 5.95)])
+def test_multiply_accumulates_are_those_of_table_5(switches: dict, gmacs: float) -> None:
+    """Guards against token mixing that goes uncounted or runs on other windows than the paper's."""
+    row = count("posmlp_t", switches=switches)
+    assert row.gmacs == pytest.approx(gmacs, rel=4e-3)
+
+
+def test_reference_loading_is_strict_in_both_directions() -> None:
+    """Guards against weights that are quietly left out or quietly ignored."""
+    weights = reference_weights("A")
+    with torch.device("meta"):
+        model = create_model("posmlp_t")
+    missing = {k: v for k, v in weights.items() if k != "levels.3.encoder.1.gate_unit.pos.attention_spreads"}
+    with pytest.raises(UserError, match=r"1 names are missing \['stages.3.blocks.1.gate.mixing.spreads'\] and 0 are unknown"):
+        load_reference_state_dict(model, missing)
+    with pytest.raises(UserError, match=r"0 names are missing .* 1 are unknown \['absolute_pos_embed'\]"):
+        load_reference_state_dict(model, {**weights, "absolute_pos_embed": torch.zeros(1)})
+
+
+def test_the_gaussian_map_is_equation_5() -> None:
+    """Guards against an expanded quadratic form that is not the Gaussian, and against a peak beside its centre."""
+    torch.manual_seed(0)
+    for form in ("isotropic", "free", "semidefinite"):
+        position = GaussianMap(5, 3, form, learned_centers=True).double()
+        nn.init.normal_(position.centers)
+        spreads = position.spreads.detach()
+        sigma = spreads[:, None, None] ** 2 * torch.eye(2) if form == "isotropic" else spreads
+        sigma = spreads @ spreads.transpose(1, 2) if form == "semidefinite" else sigma
+        if form == "free":  # the expansion of a form that is not symmetric is the authors'; Eq. 5 assumes symmetry
+            sigma = (sigma + sigma.transpose(1, 2)) / 2
+            with torch.no_grad():
+                position.spreads.copy_(sigma)
+        rows, columns = torch.arange(25) // 5, torch.arange(25) % 5
+        offset = torch.stack([columns[None] - columns[:, None], rows[:, None] - rows[None]], dim=-1).double()  # (N, N, 2)
+        delta = offset - position.centers.detach()[:, None, None]  # (groups, N, N, 2)
+        expected = (-0.5 * torch.einsum("gqki,gij,gqkj->gqk", delta, sigma.double(), delta)).softmax(-1)
+        torch.testing.assert_close(position().detach(), expected)
+
+
+def test_a_relative_table_gives_equal_offsets_equal_weights() -> None:
+    """Guards against an index that confuses rows with columns or mixes up groups."""
+    torch.manual_seed(0)
+    learned = LearnedMap(4, 2, token_weights=False, relative_table=True)
+    mixing = learned().detach().unflatten(2, (4, 4)).unflatten(1, (4, 4))  # (groups, query y, x, key y, x)
+    assert torch.equal(mixing[:, 0, 0, 1, 2], mixing[:, 2, 1, 3, 3]), "both one down and two to the right"
+    assert mixing.flatten(1).unique(dim=1).shape[1] == 49, "one weight for each of 7 x 7 offsets"
+    assert not torch.equal(mixing[0], mixing[1])
+
+
+def test_groups_are_strided_over_the_channels() -> None:
+    """Guards against groups of neighbouring channels: published weights know channel mod groups."""
+    mixing = torch.stack([torch.eye(4), torch.zeros(4, 4), 2 * torch.eye(4)])  # (3 groups, N, N)
+    x = torch.randn(2, 3, 4, 6)
+    torch.testing.assert_close(mix_tokens(mixing, x), x * torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0, 2.0]))
+    torch.testing.assert_close(mix_tokens(mixing.expand(3, 3, 4, 4), x), mix_tokens(mixing, x))
+
+
+def test_shifted_windows_never_mix_opposite_borders() -> None:
+    """Guards against windows that lose their place, and against the last ones mixing what only the wrap made neighbours."""
+    x = torch.arange(6 * 9).view(1, 6, 9, 1).float()
+    for shift in (0, 1):
+        assert torch.equal(from_windows(to_windows(x, 3, shift), 3, (6, 9), shift), x)
+    tokens = to_windows(x, 3, 1)[0, :, :, 0]  # (windows, 9): each value tells its place
+    rows, columns = tokens // 9, tokens % 9
+    near = ((rows[:, :, None] - rows[:, None]).abs() < 3) & ((columns[:, :, None] - columns[:, None]).abs() < 3)
+    connected = connected_tokens((6, 9), 3, 1, x.device)
+    assert torch.equal(connected, near) and not connected.all()
+    for position in (GaussianMap(3, 2, "semidefinite", True), LearnedMap(3, 2, True, True)):
+        mixing = position(connected)  # (windows, groups, N, N)
+        assert (mixing[~connected[:, None].expand_as(mixing)] == 0).all()
+        torch.testing.assert_close(mixing[0], position(), msg="an inner window is as without a shift")
+
+
+COVARIANCE = {"stages.*.blocks.*.gate.mixing.spreads", "stages.*.blocks.*.gate.mixing.centers"}
+CENTERS = {"stages.*.blocks.*.gate.mixing.centers"}
+WEIGHT, TABLE = {"stages.*.blocks.*.gate.mixing.weight"}, {"stages.*.blocks.*.gate.mixing.table"}
+NORM = {"stages.*.blocks.*.gate.norm.weight", "stages.*.blocks.*.gate.norm.bias"}
+LINEAR_STEM = {"stem.projection.weight", "stem.projection.bias", "stem.norm.weight", "stem.norm.bias"}
+CONV_STEM = {f"stem.{kind}.*.{leaf}" for kind in ("convolutions", "norms") for leaf in ("weight", "bias")}
+CONV_MERGING = {"stages.*.merging.conv.weight", "stages.*.merging.conv.bias"}
+SWITCHES = [  # switches, kinds of parameters that come, kinds that go
+    ({}, set(), set()),
+    ({"mixing": "sgu"}, WEIGHT | NORM, COVARIANCE),
+    ({"mixing": "lrpe_m"}, WEIGHT | TABLE | NORM, COVARIANCE),
+    ({"mixing": "lrpe"}, TABLE | NORM, COVARIANCE),
+    ({"mixing": "glrpe", "groups": [4, 4, 4, 4]}, TABLE | NORM, COVARIANCE),
+    ({"mixing": "glrpe", "norm": False}, TABLE, COVARIANCE),
+    ({"covariance": "isotropic"}, set(), set()),
+    ({"covariance": "free"}, set(), set()),
+    ({"learned_centers": False}, set(), CENTERS),
+    ({"token_bias": False}, set(), {"stages.*.blocks.*.gate.bias"}),
+    ({"token_bias": False, "absolute_position": True}, {"absolute_position.embedding"}, {"stages.*.blocks.*.gate.bias"}),
+    ({"norm": True}, NORM, set()),
+    ({"combine": "add"}, set(), set()),
+    ({"combine": "concatenate"}, set(), set()),
+    ({"split": False}, set(), set()),
+    ({"groups": [1, 1, 1, 1]}, set(), set()),
+    ({"windows": [8, 2, 2, 1]}, set(), set()),
+    ({"shift_windows": True}, set(), set()),
+    ({"shift_windows": True, "mixing": "sgu"}, WEIGHT | NORM, COVARIANCE),
+    ({"patch_embedding": "linear"}, LINEAR_STEM, CONV_STEM),
+    ({"patch_merging": "linear"}, {"stages.*.merging.reduction.weight"}, CONV_MERGING),
+    ({"head_dropout": 0.0}, set(), set()),
+]
+
+
+def kinds(model: nn.Module) -> set[str]:
+    """Parameter names without their numbers."""
+    return {re.sub(r"\d+", "*", name) for name, _ in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def default_model() -> PosMLP:
+    return small()
+
+
+@pytest.mark.parametrize(
+    ("switches", "added", "removed"), SWITCHES, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
+def test_every_switch_builds_and_trains_the_parameters_it_has(
+    default_model: PosMLP, switches: dict, added: set[str], removed: set[str]
+) -> None:
+    """Guards against an ablation that is not wired up, leaves dead parameters behind or moves what it says is frozen."""
+    torch.manual_seed(0)
+    model = small(switches=switches)
+    assert kinds(model) - kinds(default_model) == added and kinds(default_model) - kinds(model) == removed
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    images = torch.randn(4, 3, 64, 64)
+    for _ in range(2):
+        loss = nn.functional.cross_entropy(model(images), torch.arange(4))
+        assert torch.isfinite(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    windows_of_one = {"stages.3"} if switches.get("windows", [0])[-1] == 1 else set()  # a softmax over one key is 1
+    for name, parameter in model.named_parameters():
+        gaussian_of_one = name[:8] in windows_of_one and name.endswith(("centers", "spreads"))
+        assert torch.equal(parameter, before[name]) == gaussian_of_one, name
+    for block in model.stages[0].blocks:
+        if not switches.get("learned_centers", True):
+            assert (block.gate.mixing.centers == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("switches", "message"),
+    [
+        ({"mixing": "gqpe"}, "model.switches.mixing is 'gqpe', .*'ggqpe'"),
+        ({"mixing": "lrpe", "groups": [8, 16, 32, 64]}, "must leave groups alone unless mixing is one of glrpe, ggqpe"),
+        ({"mixing": "sgu", "covariance": "free"}, "must leave covariance and learned_centers alone"),
+        (
+            {"windows": [14, 14, 14, 7]},
+            "64x64 pixels does not divide into the windows of stage 1, whose side is 14 .* 56 pixels",
+        ),
+        ({"groups": [5, 5, 5, 5]}, "model.switches.groups is 5 for stage 1, but must divide its 32 mixed channels"),
+        ({"window": [2, 2, 2, 2]}, "unknown switch 'window': did you mean 'windows'"),
+    ],
+)
+def test_switches_that_do_not_fit_are_refused(switches: dict, message: str) -> None:
+    """Guards against an ablation that is silently another one, and against a traceback from inside a view."""
+    with pytest.raises(UserError, match=message):
+        small(switches=switches)
+
+
+def test_image_sizes() -> None:
+    """Guards against a model tied to 224 pixels, and against windows that do not fill the image."""
+    model = small(image_size=64).eval()
+    with torch.no_grad():
+        assert model(torch.randn(2, 3, 64, 128)).shape == (2, 5)
+        assert small(image_size=32).eval()(torch.randn(1, 3, 32, 32)).shape == (1, 5)
+        with pytest.raises(
+            UserError, match="96x64 pixels does not divide into the windows of stage 1, .*multiples of 16|stage 3"
+        ):
+            model(torch.randn(1, 3, 96, 64))
+        with pytest.raises(UserError, match="absolute_position holds one vector for each of 16x16"):
+            small(switches={"absolute_position": True})(torch.randn(1, 3, 128, 128))
+    with pytest.raises(UserError, match="model.image_size is 100, .* multiple of 32: set it to 96"):
+        create_model("posmlp_t", image_size=100)
+
+
+def test_one_map_per_layer_and_step_whatever_the_batch() -> None:
+    """Guards against paying for the map per image or per window, and against images of a batch that see each other."""
+    model = small().eval()
+    calls = []
+    for stage in model.stages:
+        for block in stage.blocks:
+            block.gate.mixing.register_forward_hook(lambda *_: calls.append(1))
+    images = torch.randn(2, 3, 64, 128)
+    both = model(images)
+    assert len(calls) == 24
+    torch.testing.assert_close(both[:1], model(images[:1]), rtol=1e-4, atol=1e-5)
+
+
+def test_activation_checkpointing_changes_no_gradient() -> None:
+    """Guards against recomputation with other random numbers, and against BatchNorm seeing a batch twice."""
+    results = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = small(
+            drop_path=0.3, activation_checkpointing=checkpointing, switches={"head_dropout": 0.5, "shift_windows": True}
+        )
+        images, noise = torch.randn(4, 3, 64, 64), torch.rand(4, model.noise_per_sample)
+        model(images, noise).square().sum().backward()
+        results.append({n: p.grad for n, p in model.named_parameters()})
+        assert int(model.stem.norms[0].num_batches_tracked) == 1
+    plain, recomputed = results
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+def test_noise_decides_what_is_dropped() -> None:
+    """Guards against dropout that draws its own numbers, which a resumed run could not repeat, or that shifts the mean."""
+    torch.manual_seed(0)
+    model = small(drop_path=0.5, switches={"head_dropout": 0.25})
+    assert model.noise_per_sample == 24 + 128 and model.drop_path_rates[0] == 0 and model.drop_path_rates[-1] == 0.5
+    assert small(switches={"head_dropout": 0.0}).noise_per_sample == 0
+    images, noise = torch.randn(4, 3, 64, 64), torch.rand(4, model.noise_per_sample)
+    assert torch.equal(model(images, noise), model(images, noise))
+    other_dropout = torch.cat([noise[:, :24], 1 - noise[:, 24:]], dim=1)
+    assert not torch.equal(model(images, noise), model(images, other_dropout))
+    kept = model._dropout(torch.ones(2000, 128), torch.rand(2000, 128))
+    torch.testing.assert_close(kept.mean(), torch.tensor(1.0), atol=0.01, rtol=0)
+    torch.testing.assert_close((kept == 0).float().mean(), torch.tensor(0.25), atol=0.01, rtol=0)
+    assert torch.equal(model.eval()(images, noise), model(images))
+
+
+def test_maps_stay_in_single_precision_under_autocast() -> None:
+    """Guards against a Gaussian of squared distances in bfloat16, whose 8 bits cannot tell far keys apart."""
+    for switches in ({}, {"mixing": "lrpe_m"}, {"shift_windows": True}):
+        model = small(switches=switches)
+        images = torch.randn(2, 3, 64, 64)
+        noise = torch.rand(2, model.noise_per_sample)
+        with recorded("position", "covariance") as exact:
+            model(images, noise)
+        with recorded("position", "covariance") as autocast, torch.autocast("cpu", torch.bfloat16):
+            scores = model(images, noise)
+        scores.float().square().sum().backward()
+        assert scores.dtype == torch.bfloat16 and torch.isfinite(model.stem.convolutions[0].weight.grad).all()
+        assert len(exact["covariance"]) == (24 if model.stages[0].blocks[0].gate.mixing.__class__ is GaussianMap else 0)
+        for name in exact:
+            assert all(torch.equal(a, b) and b.dtype == torch.float32 for a, b in zip(exact[name], autocast[name]))
