@@ -170,4 +170,4 @@ def patch_grid(height: int, width: int) -> tuple[int, int]:
                 f"model.image_size is {size}, but patches of {PATCH} pixels need a multiple of {PATCH} that is at least {PATCH}: "
                 f"set it to {max(1, round(size / PATCH)) * PATCH}."
             )
-    return height // PATCH, width // PATCH
+    return int(height) // PATCH, int(width) // PATCH  # int: a tracer's sizes are tensors, which no cache finds again
