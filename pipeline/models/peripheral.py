@@ -108,7 +108,7 @@ class LearnedVectors(nn.Module):
             )
         rows, columns = grid
         queries = self.weight[:, self.border : self.border + rows, self.border : self.border + columns]
-        queries = queries.flatten(1).T  # (N, channels)
+        queries = queries.flatten(1).transpose(0, 1)  # (N, channels)
         return (queries[:, :, None, None] - self.weight).abs()
 
 
