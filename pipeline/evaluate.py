@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -105,6 +106,13 @@ def main() -> None:
     parser.add_argument("--split", default="val", help="default: val")
     parser.add_argument("--weights", choices=("model", "ema"), default="model", help="default: model")
     parser.add_argument("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
+    parser.add_argument(
+        "--switch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="evaluate with another setting of the model's switches, such as ConViT's masks (may be given again)",
+    )
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     args = parser.parse_args()
     if args.json:
@@ -118,6 +126,7 @@ def main() -> None:
     config = config_from_dict(saved["config"], source=str(args.checkpoint))
     if args.batch_size is not None:
         config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
+    config = with_switches(config, args.switch)
     shards = ShardSet(args.data, args.split)
     check_classes(config, shards)
     check_same_classes(shards, saved["classes"], of=f"the run {args.checkpoint}")
@@ -142,12 +151,36 @@ def main() -> None:
             "data": str(shards.folder),
             "split": args.split,
             "weights": args.weights,
+            "switches": config.model.switches,
             **result,
         }
         print(table(row))
         if args.json:
             args.json.write_text(json.dumps(row, indent=1) + "\n")
     disconnect()
+
+
+def with_switches(config: Config, changes: list[str]) -> Config:
+    """The config with some of the model's switches set otherwise.
+
+    Args:
+        changes: ``name=value``, the value in YAML.
+
+    Raises:
+        UserError: not of that form.
+    """
+    switches = dict(config.model.switches)
+    for change in changes:
+        name, equals, value = change.partition("=")
+        try:
+            if not equals or not name:
+                raise yaml.YAMLError
+            switches[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UserError(
+                f"--switch {change!r} is not of the form name=value: write for example mask_content_layers=10."
+            ) from None
+    return config.model_copy(update={"model": config.model.model_copy(update={"switches": switches})})
 
 
 def table(result: dict) -> str:

@@ -108,3 +108,19 @@ def test_a_student_learns_a_teachers_decisions(small_run: Path, tmp_path: Path) 
         check=False,
     )
     assert result.returncode == 2 and "has model.image_size 32, 48 needed: choose another teacher" in result.stderr
+
+
+def test_evaluation_with_another_switch(small_run: Path, digits_shards: Path, tmp_path: Path) -> None:
+    """Guards against test-time masks (ConViT's Tables 5 and 6) that need a new training, or that change nothing."""
+    run_module("pipeline.train", "--config", small_run, "train.max_steps=1", "model.name=deit_t")
+    arguments = ["--checkpoint", tmp_path / "run", "--data", digits_shards]
+    plain = run_module("pipeline.evaluate", *arguments).stdout
+    masked = run_module("pipeline.evaluate", *arguments, "--switch", "mask_position_embedding=true").stdout
+    loss = [next(line for line in text.splitlines() if line.startswith("loss")) for text in (plain, masked)]
+    assert loss[0] != loss[1]
+    for wrong, sentence in (
+        ("mask_positions=true", "unknown switch 'mask_positions': did you mean"),
+        ("mask", "of the form name=value"),
+    ):
+        result = run_module("pipeline.evaluate", *arguments, "--switch", wrong, check=False)
+        assert result.returncode == 2 and sentence in result.stderr and "Traceback" not in result.stderr
