@@ -32,7 +32,7 @@ _NO_PRODUCT = frozenset(
     "add add_ sub sub_ rsub lerp mul mul_ div div_ neg pow sqrt exp log log_sigmoid sigmoid gelu relu relu_ silu tanh softmax sum mean "
     "clone copy_ detach to type_as contiguous view reshape flatten unflatten transpose permute t unsqueeze squeeze expand expand_as "
     "reciprocal repeat cat stack split chunk unbind select slice index gather pad constant_pad_nd constant full zeros ones zeros_like ones_like "
-    "empty arange linspace masked_fill where lt le gt ge eq ne clamp max min abs batch_norm layer_norm instance_norm group_norm "
+    "empty eye arange linspace masked_fill where lt le gt ge eq ne clamp max min abs batch_norm layer_norm instance_norm group_norm "
     "dropout dropout_ roll max_pool2d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d feature_alpha_dropout "
     "size numel".split()
 )

@@ -83,9 +83,12 @@ class LearnedMap(nn.Module):
         Returns:
             (groups, N, N), or (windows, groups, N, N) where ``connected`` is given; 0 for pairs that may not mix.
         """
-        mixing = 0 if self.weight is None else self.weight[None]  # (1, N, N)
+        parts = []
+        if self.weight is not None:
+            parts.append(self.weight[None])  # (1, N, N)
         if self.table is not None:
-            mixing = mixing + self.table[relative_index(self.window, self.table.device)].permute(2, 0, 1)  # (groups, N, N)
+            parts.append(self.table[relative_index(self.window, self.table.device)].permute(2, 0, 1))  # (groups, N, N)
+        mixing = sum(parts)
         if connected is not None:
             mixing = mixing * connected[:, None]  # (windows, groups, N, N)
         probe("position", lambda: mixing)
