@@ -43,7 +43,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     name: str = "pervit_t"
-    """Which model: `python -m pipeline.flops` lists them."""
+    """Which model: `python -m pipeline.models` lists them."""
     image_size: PositiveInt = 224
     """Side of the square input, in pixels."""
     num_classes: PositiveInt = 1000

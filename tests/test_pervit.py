@@ -133,6 +133,18 @@ def test_phi_is_the_papers_formula_in_every_design(distance: str, neighbours: bo
     torch.testing.assert_close(position(distances, scale, offset).exp(), expected, rtol=1e-9, atol=1e-12)
 
 
+def test_distances_reach_beyond_the_border_as_far_as_the_kernels_look() -> None:
+    """Guards against a smaller border that moves the grid, and against learned distances from the wrong positions."""
+    whole, one, none = (position_distances(3, 5, torch.device("cpu"), torch.float64, border) for border in (2, 1, 0))
+    assert torch.equal(one, whole[:, :, 1:-1, 1:-1]) and torch.equal(none, whole[:, :, 2:-2, 2:-2])
+    vectors = LearnedVectors(channels=4, grid=(3, 5), border=1)
+    assert vectors.weight.min() < -0.8 and vectors.weight.max() > 0.8
+    distances = vectors((3, 5))  # (15, 4, 5, 7)
+    for query, (row, column) in {0: (0, 0), 7: (1, 2), 14: (2, 4)}.items():
+        expected = (vectors.weight - vectors.weight[:, row + 1, column + 1, None, None]).abs()
+        assert torch.equal(distances[query], expected)
+
+
 def test_without_neighbours_phi_is_a_function_of_the_distance() -> None:
     """Guards against 1x1 projections that still see where a key lies (Sec. 3.1: Eq. 6 is rotationally symmetric)."""
     torch.manual_seed(0)

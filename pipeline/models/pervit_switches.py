@@ -26,7 +26,7 @@ class PerViTSwitches(Switches):
     cpe: bool = True
     """Convolutional position encoding before the first norm (Tables 1, 3). false: nothing in its place."""
     position_embedding: bool = False
-    """Add a learned absolute embedding to the stem's tokens, as DeiT does; the paper does not say whether Table 1's rows have one."""
+    """Add a learned absolute embedding to the tokens, as DeiT does; Table 1 does not say whether its rows have one. Ties the model to its image size."""
     widths: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
     """Channels of the four stages; null: Table S5's. Table 1's rows c, f, h, i are wider to cost the same, by how much is not said."""
     phi_p_distance: Literal["euclidean", "learned"] = "euclidean"
