@@ -1,0 +1,92 @@
+"""Train configs of ``configs/`` for two steps on small shards, one after the other in one process.
+
+    python tests/train_recipes.py SHARDS OUT CONFIG [CONFIG ...]
+
+Everything that makes a recipe what it is stays: model, switches, augmentation, optimizer, precision, ZeRO stage. Only sizes
+change. A config's run folder is OUT/its output_dir; its metrics stay there, its checkpoint only if another config starts from it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from pipeline.config import Config, load_config
+from pipeline.distributed import World, disconnect, init_world
+from pipeline.errors import UserError
+from pipeline.models import create_model, model_entry
+from pipeline.train import train
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+BATCH = 8
+CLASSES = 10
+
+
+def smallest_size(config: Config) -> int:
+    """Image side: 16 where the paper's is 32, else the smallest of 32, 56 and 224 pixels that model and switches accept."""
+    if model_entry(config.model.name).image_size == 32:
+        return 16
+    for size in (32, 56, 224):
+        try:
+            with torch.device("meta"):
+                create_model(config.model.name, CLASSES, size, switches=config.model.switches)
+        except UserError:
+            continue
+        return size
+    raise AssertionError(f"{config.output_dir}: no image size suits {config.model.name} with {config.model.switches}")
+
+
+def small(path: Path, shards: Path, out: Path) -> Config:
+    """The config with sizes for seconds on a CPU."""
+    config = load_config(path)
+    overrides = [
+        f"output_dir={out / config.output_dir}",
+        f"data.path={shards}",
+        "data.num_threads=1",
+        f"model.image_size={smallest_size(config)}",
+        f"model.num_classes={CLASSES}",
+        "train.max_steps=2",
+        f"train.global_batch_size={BATCH}",
+        f"train.micro_batch_size={BATCH}",
+        "eval.every_epochs=null",
+        f"eval.batch_size={BATCH}",
+        "checkpoint.every_steps=null",
+    ]
+    if config.train.init_from:
+        overrides.append(f"train.init_from={out / config.train.init_from}")
+    return load_config(path, overrides)
+
+
+def starting_point(path: Path) -> Path | None:
+    """The config whose run this one's ``train.init_from`` is."""
+    source = load_config(path).train.init_from
+    return CONFIGS / f"{Path(source).name}.yaml" if source else None
+
+
+def train_two_steps(path: Path, shards: Path, out: Path, world: World, keep_checkpoint: bool) -> None:
+    """One config, after the one that it starts from."""
+    config = small(path, shards, out)
+    if Path(config.output_dir).exists():
+        return
+    if before := starting_point(path):
+        train_two_steps(before, shards, out, world, keep_checkpoint=True)
+    print(f"== {path.relative_to(CONFIGS)}", flush=True)
+    train(config, world)
+    if not keep_checkpoint:
+        shutil.rmtree(Path(config.output_dir) / "checkpoints")
+
+
+def main() -> None:
+    shards, out, *paths = map(Path, sys.argv[1:])
+    kept = {starting_point(path) for path in paths}
+    world = init_world()
+    for path in paths:
+        train_two_steps(path, shards, out, world, keep_checkpoint=path in kept)
+    disconnect()
+
+
+if __name__ == "__main__":
+    main()
