@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -83,9 +84,16 @@ def main() -> None:
     shards, out, *paths = map(Path, sys.argv[1:])
     kept = {starting_point(path) for path in paths}
     world = init_world()
+    failed = []
     for path in paths:
-        train_two_steps(path, shards, out, world, keep_checkpoint=path in kept)
+        try:
+            train_two_steps(path, shards, out, world, keep_checkpoint=path in kept)
+        except Exception:  # whatever it is, the others are still to be tried
+            traceback.print_exc()
+            failed.append(str(path.relative_to(CONFIGS)))
     disconnect()
+    if failed:
+        sys.exit(f"{len(failed)} of {len(paths)} configs failed: {' '.join(failed)}")
 
 
 if __name__ == "__main__":
