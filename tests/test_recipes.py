@@ -250,7 +250,7 @@ def train_two_steps(paths: list[Path], shards: Path, out: Path) -> None:
     result = subprocess.run(list(map(str, command)), cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True)
     assert result.returncode == 0, f"{result.stdout[-1000:]}\n{result.stderr[-3000:]}"
     for path in paths:
-        run_dir = out / loaded(path).output_dir
+        run_dir = out / path.relative_to(CONFIGS).with_suffix("")
         steps = step_rows(run_dir)
         assert [row["step"] for row in steps] == [1, 2], name(path)
         assert all(math.isfinite(row["loss"]) and 0 < row["grad_norm"] < math.inf for row in steps), name(path)
