@@ -85,6 +85,33 @@ def test_models_and_switches_exist() -> None:
     assert len(built) > 60
 
 
+PRINTED_PARAMETERS = {  # millions, as the papers' tables print them for a row
+    "lsat_table2_t_32": 10.2,
+    "lsat_table2_s_32": 36.2,
+    "lsat_table2_b_32": 115.8,
+    "lsat_table5_a_no_shifts": 6.8,
+    "lsat_table5_b_axes": 8.4,
+    "lsat_table5_c_translation_shared_position": 6.8,
+    "lsat_table5_d_translation": 10.1,
+    "posmlp_table1_gmlp_sgu": 19.4,  # this and the next three: Table 3
+    "posmlp_table1_gmlp_ggqpe": 18.2,
+    "posmlp_table1_posmlp_sgu": 21.8,
+    "posmlp_table1_posmlp_ggqpe": 20.9,
+    "posmlp_table10_linear_linear": 23.3,
+    "posmlp_table10_conv_linear": 23.3,
+    "posmlp_table10_linear_conv": 21.8,
+}
+
+
+@pytest.mark.parametrize("row", PRINTED_PARAMETERS)
+def test_a_row_has_the_parameters_its_table_prints(row: str) -> None:
+    """Guards against an overlay whose switches make another model than the row it is named after."""
+    model = loaded(CONFIGS / "ablations" / f"{row}.yaml").model
+    with torch.device("meta"):
+        built = create_model(model.name, model.num_classes, model.image_size, switches=model.switches)
+    assert sum(p.numel() for p in built.parameters()) / 1e6 == pytest.approx(PRINTED_PARAMETERS[row], abs=0.05)
+
+
 @each([path for path in PATHS if "base" in stated(path)])
 def test_states_only_what_differs(path: Path) -> None:
     """Guards against a copied recipe: a key repeated with its base's value, or a switch set to the model's own default."""
@@ -250,7 +277,7 @@ def train_two_steps(paths: list[Path], shards: Path, out: Path) -> None:
     result = subprocess.run(list(map(str, command)), cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True)
     assert result.returncode == 0, f"{result.stdout[-1000:]}\n{result.stderr[-3000:]}"
     for path in paths:
-        run_dir = out / loaded(path).output_dir
+        run_dir = out / path.relative_to(CONFIGS).with_suffix("")
         steps = step_rows(run_dir)
         assert [row["step"] for row in steps] == [1, 2], name(path)
         assert all(math.isfinite(row["loss"]) and 0 < row["grad_norm"] < math.inf for row in steps), name(path)

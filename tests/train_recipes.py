@@ -3,13 +3,14 @@
     python tests/train_recipes.py SHARDS OUT CONFIG [CONFIG ...]
 
 Everything that makes a recipe what it is stays: model, switches, augmentation, optimizer, precision, ZeRO stage. Only sizes
-change. A config's run folder is OUT/its output_dir; its metrics stay there, its checkpoint only if another config starts from it.
+change. The run folder of configs/a/b.yaml is OUT/a/b; its metrics stay, its checkpoint only if another config starts from it.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ def small(path: Path, shards: Path, out: Path) -> Config:
     """The config with sizes for seconds on a CPU."""
     config = load_config(path)
     overrides = [
-        f"output_dir={out / config.output_dir}",
+        f"output_dir={run_folder(path, out)}",
         f"data.path={shards}",
         "data.num_threads=1",
         f"model.image_size={smallest_size(config)}",
@@ -55,9 +56,14 @@ def small(path: Path, shards: Path, out: Path) -> Config:
         f"eval.batch_size={BATCH}",
         "checkpoint.every_steps=null",
     ]
-    if config.train.init_from:
-        overrides.append(f"train.init_from={out / config.train.init_from}")
+    if before := starting_point(path):
+        overrides.append(f"train.init_from={run_folder(before, out)}")
     return load_config(path, overrides)
+
+
+def run_folder(path: Path, out: Path) -> Path:
+    """Where a config's run lies below ``out``."""
+    return out / path.relative_to(CONFIGS).with_suffix("")
 
 
 def starting_point(path: Path) -> Path | None:
@@ -68,24 +74,30 @@ def starting_point(path: Path) -> Path | None:
 
 def train_two_steps(path: Path, shards: Path, out: Path, world: World, keep_checkpoint: bool) -> None:
     """One config, after the one that it starts from."""
-    config = small(path, shards, out)
-    if Path(config.output_dir).exists():
+    if run_folder(path, out).exists():
         return
     if before := starting_point(path):
         train_two_steps(before, shards, out, world, keep_checkpoint=True)
     print(f"== {path.relative_to(CONFIGS)}", flush=True)
-    train(config, world)
+    train(small(path, shards, out), world)
     if not keep_checkpoint:
-        shutil.rmtree(Path(config.output_dir) / "checkpoints")
+        shutil.rmtree(run_folder(path, out) / "checkpoints")
 
 
 def main() -> None:
     shards, out, *paths = map(Path, sys.argv[1:])
     kept = {starting_point(path) for path in paths}
     world = init_world()
+    failed = []
     for path in paths:
-        train_two_steps(path, shards, out, world, keep_checkpoint=path in kept)
+        try:
+            train_two_steps(path, shards, out, world, keep_checkpoint=path in kept)
+        except Exception:  # whatever it is, the others are still to be tried
+            traceback.print_exc()
+            failed.append(str(path.relative_to(CONFIGS)))
     disconnect()
+    if failed:
+        sys.exit(f"{len(failed)} of {len(paths)} configs failed: {' '.join(failed)}")
 
 
 if __name__ == "__main__":
