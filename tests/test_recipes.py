@@ -30,7 +30,7 @@ RUNS = [path for path in PATHS if path not in RECIPES]
 OURS = [CONFIGS / "demo.yaml", CONFIGS / "cifar10.yaml"]  # from no paper
 AT_ONCE = 6  # configs per process: DeepSpeed keeps each engine's memory until the process ends
 QUICK = (
-    "pervit_t convit_ti deit_t lsat_t_224 lsat_t_32_cifar10 posmlp_t gmlp_s ablations/pervit_table5_lrn "
+    "pervit_t convit_ti deit_t lsat_t_32_cifar10 posmlp_t gmlp_s ablations/pervit_table5_lrn "
     "ablations/convit_table3_g_gpsa_frozen_no_conv_init ablations/posmlp_table10_linear_linear"
 )
 
