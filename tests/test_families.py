@@ -17,7 +17,7 @@ from conftest import run_module, step_rows
         ("deit_t", 32, 5e-4),
         ("lsat_t_224", 56, 5e-4),
         ("posmlp_t", 32, 1e-3),
-        ("gmlp_s", 32, 2e-3),
+        ("gmlp_s", 32, 1e-3),
     ],
 )
 def test_the_loss_goes_down_on_the_digits(name: str, image_size: int, lr: float, small_run: Path) -> None:

@@ -31,6 +31,7 @@ class BadSamples:
         self._shards, self._limit = shards, limit
         self._lock = threading.Lock()
         self._unreported: dict[int, str] = {}
+        self._over: UserError | None = None
         self.replacement: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -43,6 +44,8 @@ class BadSamples:
             UserError: there are more than the limit, or no good sample is left.
         """
         with self._lock:
+            if self._over:  # threads that find more of them say the same
+                raise self._over
             if damage.index in self.replacement:
                 return
             replacement = {**self.replacement, damage.index: damage.index}
@@ -52,10 +55,11 @@ class BadSamples:
             self.replacement = replacement  # replaced whole: readers need no lock
             self._unreported[damage.index] = f"{damage}; sample {self._shards.key(replacement[damage.index])} takes its place"
             if len(replacement) > self._limit:
-                raise UserError(
+                self._over = UserError(
                     f"{len(replacement)} samples of {self._shards.folder} cannot be used, data.max_bad_samples allows {self._limit}; "
                     f"the last one: {damage}: restore the files, or raise data.max_bad_samples."
                 )
+                raise self._over
 
     def take_unreported(self) -> dict[int, str]:
         """Sample and sentence of those that were met since the last call."""
