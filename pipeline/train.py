@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from pipeline import checkpoint, flops, pictures
 from pipeline.batchnorm import averaged_statistics
 from pipeline.config import Config, accumulation_steps, load_config
-from pipeline.data.loader import Batch, Loader
+from pipeline.data.loader import Batch, Loader, to_device
 from pipeline.data.plan import TrainPlan, epoch_length
 from pipeline.data.shards import ShardSet
 from pipeline.distillation import hard_distillation_loss, load_teacher
@@ -38,7 +38,7 @@ from pipeline.philox import Stream, uniforms
 from pipeline.run_folder import check_same_run
 from pipeline.run_log import RunLog, StepRecord, write_run_files
 
-_BELOW_ONE = 1 - 2.0**-24  # the largest float32 in [0, 1)
+_BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
 
 
 @dataclass(frozen=True)
@@ -234,10 +234,8 @@ def sample_noise(model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
     if count == 0:
         return None
     noise = uniforms(Stream.STOCHASTIC_DEPTH, seed, batch.request.epoch, batch.request.position, count).astype(np.float32)
-    noise = torch.from_numpy(noise).clamp_(max=_BELOW_ONE)  # rounding must not make a 1 of it
-    if batch.images.device.type == "cpu":
-        return noise
-    return noise.pin_memory().to(batch.images.device, non_blocking=True)  # from pageable memory it would wait for the GPU
+    noise = np.minimum(noise, _BELOW_ONE)  # rounding must not make a 1 of it
+    return to_device(noise, batch.images.device)
 
 
 def evaluate_engine(engine, loader: Loader, ema: WeightAverage | None, world: World) -> dict[str, dict[str, float]]:

@@ -120,11 +120,11 @@ class Loader:
         if request.mixing is not None:
             mix_(images, request.mixing)
             other_labels, weight = mixed_labels(labels, request.mixing)
-        tensors = (self._to_device(values) for values in (labels, other_labels, weight, request.valid))
+        tensors = (to_device(values, self.device) for values in (labels, other_labels, weight, request.valid))
         return Batch(images, *tensors, request, encoded.replaced)
 
-    def _to_device(self, values: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(values)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)  # from pageable memory it would wait for the GPU
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """A small array as a tensor on the device, without waiting for it: from pageable memory a copy would."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

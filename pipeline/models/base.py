@@ -89,6 +89,11 @@ def scale_branch(branch: Tensor, scales: Tensor | None, column: int) -> Tensor:
     return branch * scales[:, column].view(-1, *[1] * (branch.ndim - 1)).to(branch.dtype)
 
 
+def scales_of_block(scales: Tensor | None, block: int, branches: int = 2) -> Tensor | None:
+    """The columns of the (B, all branches) factors that belong to one block: (B, branches)."""
+    return None if scales is None else scales[:, branches * block : branches * (block + 1)]
+
+
 def linear_drop_path(rate: float, blocks: int, branches: int = 2) -> list[float]:
     """DeiT's rule: rates grow linearly from 0 in the first block to ``rate`` in the last; each branch of a block alike."""
     return torch.linspace(0, rate, blocks, device="cpu").repeat_interleave(branches).tolist()

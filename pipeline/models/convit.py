@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from pipeline.config import Positive, section_from_dict
-from pipeline.models.base import Switches, VisionModel, linear_drop_path
+from pipeline.models.base import Switches, VisionModel, linear_drop_path, scales_of_block
 from pipeline.models.gpsa import GatedPositionalSelfAttention, PositionalSelfAttention, relative_positions
 from pipeline.models.layers import init_linear
 from pipeline.models.registry import register
@@ -152,8 +152,7 @@ class ConViT(VisionModel):
         for i, block in enumerate(self.blocks):
             if i == self.gpsa_layers:
                 x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)  # (B, N + 1, width) from here on
-            block_scales = None if scales is None else scales[:, 2 * i : 2 * i + 2]
-            x = self.run_block(block, x, block_scales, offsets if i < self.gpsa_layers else None)
+            x = self.run_block(block, x, scales_of_block(scales, i), offsets if i < self.gpsa_layers else None)
         return self.head(self.norm(x[:, 0]))
 
 

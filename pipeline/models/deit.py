@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.base import Switches, linear_drop_path
+from pipeline.models.base import Switches, linear_drop_path, scales_of_block
 from pipeline.models.layers import init_linear
 from pipeline.models.peripheral import PeripheralPosition, PhiDesign
 from pipeline.models.phi_model import PhiModel
@@ -117,8 +117,7 @@ class DeiT(PhiModel):
         x = self.position_embedding(x, grid)
         scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
-            block_scales = None if scales is None else scales[:, 2 * i : 2 * i + 2]
-            x = self.run_block(block, x, block_scales, None if log_phi is None else _with_class_token(log_phi))
+            x = self.run_block(block, x, scales_of_block(scales, i), None if log_phi is None else _with_class_token(log_phi))
         return self.head(self.norm(x[:, 0]))
 
     def token_grid(self, images: Tensor) -> tuple[int, int]:

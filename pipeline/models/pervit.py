@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.models.base import linear_drop_path, scale_branch
+from pipeline.models.base import linear_drop_path, scale_branch, scales_of_block
 from pipeline.models.layers import MLP, init_linear
 from pipeline.models.peripheral import PeripheralPosition
 from pipeline.models.peripheral_attention import PeripheralAttention, StaticAttention
@@ -200,7 +200,7 @@ class PerViT(PhiModel):
             x = self.position_embedding(x, grid)
         scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
-            x = self.run_block(block, x, log_phi, grid, None if scales is None else scales[:, 2 * i : 2 * i + 2])
+            x = self.run_block(block, x, log_phi, grid, scales_of_block(scales, i))
         return self.head(self.norm(x).mean(dim=1))
 
     def token_grid(self, images: Tensor) -> tuple[int, int]:
