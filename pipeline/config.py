@@ -160,6 +160,8 @@ class TrainConfig(Section):
     """Share of the target spread over all classes."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights and evaluate it too; null: none."""
+    max_skipped_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps without a finite gradient that are skipped and counted; one more stops the run and writes down what reproduces it."""
 
 
 class OptimConfig(Section):
@@ -196,12 +198,31 @@ class CheckpointConfig(Section):
     every_steps: PositiveInt | None = 1000
     """Save each time this many steps have passed, and at the end; null: only at the end."""
     keep_last: PositiveInt = 2
-    """How many checkpoints stay on disk."""
+    """How many checkpoints stay on disk, the newest ones."""
+    keep_best: bool = True
+    """Also save after an evaluation with the best top-1 so far, and keep that checkpoint."""
+    keep_every_steps: PositiveInt | None = None
+    """Also keep every checkpoint whose step is a multiple of this; null: none."""
+    retry_seconds: NonNegative = 300
+    """How long a save that fails (disk full, read-only for a while) is tried again while training goes on; then the run stops."""
+    accept: list[Text] = []
+    """Keys that a resumed run may have otherwise than it was begun with; `data` stands for another data set."""
 
 
 class LogConfig(Section):
     every_steps: PositiveInt = 10
     """Steps between two writings of the log. Every step gets its row; this is how often they are fetched."""
+    samples: bool = False
+    """Write down every sample that each process trains on, with a digest of its augmentation (samples/ in output_dir)."""
+
+
+class DistributedConfig(Section):
+    """When the other processes give up on one."""
+
+    silence_timeout: Annotated[float, Field(ge=5, allow_inf_nan=False)] = 60
+    """Seconds without a sign of life from a process after which the others name it and end."""
+    progress_timeout: Annotated[float, Field(ge=5, allow_inf_nan=False)] = 1800
+    """Seconds that a living process may stay at one place of the run (a step, a batch of an evaluation, a save)."""
 
 
 class Config(Section):
@@ -217,6 +238,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
     @model_validator(mode="after")
     def _groups_fill_the_micro_batch(self) -> Config:

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+USER_ERROR = 2  # exit codes of every command: a mistake that a restart does not mend,
+PREEMPTED = 75  # stopped by a signal, with a checkpoint: start me again (sysexits.h: a temporary failure),
+RANK_LOST = 76  # another process died or hangs: start us again
+
 
 class UserError(ValueError):
     """A mistake in a config, a path or a data set.
@@ -33,7 +37,7 @@ def check_writable(path: Path) -> None:
 
 def _fail(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(USER_ERROR)
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
