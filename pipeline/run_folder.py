@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline.agreement import raise_on_all
+from pipeline.agreement import do_in_main
 from pipeline.config import Config, flatten
 from pipeline.distributed import World
 from pipeline.errors import UserError
@@ -53,14 +53,7 @@ def open_run_folder(config: Config, world: World) -> RunLock | None:
     Raises:
         UserError: in every process: the folder cannot be created, written or locked, or another run has it.
     """
-    lock = refusal = None
-    if world.is_main:
-        try:
-            lock = _create_and_lock(Path(config.output_dir))
-        except UserError as error:
-            refusal = error
-    raise_on_all(refusal, world)
-    return lock
+    return do_in_main(lambda: _create_and_lock(Path(config.output_dir)), world)
 
 
 def check_same_run(config: Config, begun_with: Config | None, world: World) -> None:

@@ -19,7 +19,7 @@ from pipeline.run_folder import check_same_data, check_same_run, config_hash
 ALONE = World(0, 1, torch.device("cpu"), 1)
 SECOND = World(1, 2, torch.device("cpu"), 1)
 
-# Two processes of one run that meet a folder which another process holds.
+# Two processes of one run that open a folder which is free, then one which another process holds.
 PAIR = """
 import sys
 from datetime import timedelta
@@ -31,13 +31,14 @@ from pipeline.distributed import World
 from pipeline.errors import run_command
 from pipeline.run_folder import open_run_folder
 folder, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting{sys.argv[3]}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60))
 world = World(rank, 2, torch.device("cpu"), 1)
 def main():
-    lock = open_run_folder(Config(output_dir=f"{folder}/run"), world)
+    lock = open_run_folder(Config(output_dir=f"{folder}/free"), world)
     assert (lock is None) == (rank == 1)
-    world.barrier()
     print("opened", flush=True)
+    open_run_folder(Config(output_dir=f"{folder}/held"), world)
+    print("both", flush=True)
 run_command(main)
 """
 
@@ -169,31 +170,30 @@ def test_another_data_set_is_refused_unless_it_is_accepted(digits_shards: Path, 
 def test_a_refusal_reaches_every_process(tmp_path: Path) -> None:
     """Guards against processes that wait for ever for the main one, which was refused; and against a lock that two runs hold."""
 
-    def pair(number: int) -> list[subprocess.Popen]:
-        return [
+    (tmp_path / "held").mkdir()
+    holding = (
+        "import sys; from pathlib import Path; from pipeline.run_lock import RunLock; lock = RunLock.take(Path(sys.argv[1])); "
+    )
+    environment = clean_environment(PYTHONPATH=str(REPOSITORY))
+    with subprocess.Popen(
+        [sys.executable, "-c", holding + "print('held', flush=True); sys.stdin.read()", str(tmp_path / "held")],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        pair = [
             subprocess.Popen(
-                [sys.executable, "-c", PAIR, str(tmp_path), str(rank), str(number)],
-                env=clean_environment(PYTHONPATH=str(REPOSITORY)),
+                [sys.executable, "-c", PAIR, str(tmp_path), str(rank)],
+                env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
             for rank in (0, 1)
         ]
-
-    free = [(process.communicate(timeout=100), process.returncode) for process in pair(1)]
-    assert [(out, code) for (out, _), code in free] == [("opened\n", 0)] * 2, free
-    command = [sys.executable, "-c", "import sys; from pathlib import Path; from pipeline.run_lock import RunLock; lock = "]
-    command[-1] += "RunLock.take(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        [*command, str(tmp_path / "run")],
-        env=clean_environment(PYTHONPATH=str(REPOSITORY)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as holder:
-        assert holder.stdout.readline() == "held\n"
-        refused = [(process.communicate(timeout=100), process.returncode) for process in pair(2)]
+        refused = [(process.communicate(timeout=100), process.returncode) for process in pair]
     for (out, err), code in refused:
-        assert (out, code) == ("", 2), err
-        assert f"run is being trained by process {holder.pid} on" in err and "Traceback" not in err
+        assert (out, code) == ("opened\n", 2), err
+        assert f"held is being trained by process {holder.pid} on" in err and "Traceback" not in err
