@@ -134,7 +134,7 @@ class RunLog:
         for record, loss in zip(pending, losses):
             if not math.isfinite(loss) and record.skipped_steps == self._skipped_steps:
                 raise UserError(
-                    f"at step {record.step} the loss is {loss}, a finite number needed: lower optim.lr, raise optim.warmup_epochs or set "
+                    f"at step {record.step} the loss is {loss}, finite numbers needed: lower optim.lr, raise optim.warmup_epochs or set "
                     f"optim.clip_grad_norm, with another output_dir; checkpoints from before are unharmed."
                 )
             self._skipped_steps = record.skipped_steps

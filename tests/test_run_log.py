@@ -183,6 +183,6 @@ def test_a_loss_that_is_not_finite_stops_the_log_unless_its_step_was_skipped(tmp
     scenario = START + f"steps(log, 6, 8); bad = record(9, skipped_steps=1); bad.loss = {nan}; log.step(bad)\n"
     scenario += f"steps(log, 10, 10, skipped_steps=1); print('skipped'); bad = record(11, skipped_steps=1); bad.loss = {nan}\n"
     (ended,) = run(tmp_path, scenario + "log.step(bad); steps(log, 12, 15, skipped_steps=1)")
-    assert "skipped" in ended[1] and "at step 11 the loss is nan, a finite number needed: lower optim.lr" in error_of(ended)
+    assert "skipped" in ended[1] and "at step 11 the loss is nan, finite numbers needed: lower optim.lr" in error_of(ended)
     rows = step_rows(tmp_path / "run")
     assert [row["skipped_steps"] for row in rows] == [0] * 8 + [1] * 7 and rows[8]["loss"] is None
