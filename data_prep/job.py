@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.checks import ImageRules
-from data_prep.files import replace_file
 from data_prep.shard_writer import ShardTask, record_file
 from data_prep.sources import Source
 from pipeline.data.manifest import MANIFEST, Manifest, SplitInfo, shard_name
 from pipeline.data.order import sample_at
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from pipeline.files import replace_file
 from pipeline.philox import Stream
 
 

@@ -17,11 +17,11 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from data_prep.checks import ImageRules, Rejected, StoredImage, prepare_image
-from data_prep.files import replace_file
 from data_prep.sources import Source, SourceImage
 from data_prep.tar_writer import TarWriter
 from data_prep.workers import count_image
 from pipeline.data.manifest import SAMPLE_DTYPE, ShardInfo, sample_key, shard_name
+from pipeline.files import replace_file
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data_prep.checks import ImageRules
-from data_prep.files import FolderLock, replace_file
+from data_prep.folder_lock import FolderLock
 from data_prep.job import ShardJob, already_written, begin, describe_job, remove_traces
 from data_prep.shard_writer import FinishedShard, read_record, record_file, write_shard
 from data_prep.sources import Source
@@ -27,6 +27,7 @@ from data_prep.space import check_space, needed_bytes
 from data_prep.workers import run_tasks
 from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, Manifest, SplitInfo, file_sha256, shard_name
 from pipeline.errors import UserError
+from pipeline.files import remove_leftovers, replace_file
 
 MAX_REJECTED = 0.001  # of the samples
 
@@ -131,8 +132,7 @@ def _remove_leftovers(job: ShardJob, number: int) -> None:
     record = record_file(job.folder, job.split, number)
     record.unlink(missing_ok=True)
     for name in (shard_name(job.split, number, "tar"), shard_name(job.split, number, "idx"), record.name):
-        for temporary in job.folder.glob(f".{name}.*.tmp"):
-            temporary.unlink(missing_ok=True)
+        remove_leftovers(job.folder / name)
 
 
 def _finished_shards(job: ShardJob) -> list[FinishedShard]:
@@ -153,6 +153,8 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
             f"none of the {len(job.source)} {job.split} images of {job.source.path} can be stored, 1 needed: mend them."
         )
     samples_file = job.folder / f"{job.split}-samples.npy"
+    for path in (samples_file, *(job.folder / name for name in (MANIFEST, REJECTED, REENCODED))):
+        remove_leftovers(path)
     replace_file(samples_file, lambda file: np.save(file, rows))
     info = SplitInfo(
         samples=len(rows),

@@ -102,7 +102,7 @@ def test_tasks_write_their_own_shards_and_the_last_one_the_manifest(digits_image
 def test_two_runs_do_not_write_the_same_shard(digits_images: Path, tmp_path: Path) -> None:
     """Guards against a requeued job that meets its former self."""
     holder = (
-        "import sys, time\nfrom pathlib import Path\nfrom data_prep.files import FolderLock\n"
+        "import sys, time\nfrom pathlib import Path\nfrom data_prep.folder_lock import FolderLock\n"
         "with FolderLock(Path(sys.argv[1])) as lock:\n    lock.take_shards('val', [1])\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", holder, str(tmp_path)]

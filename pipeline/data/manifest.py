@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from pipeline.errors import UserError
+from pipeline.files import replace_text
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -70,12 +70,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Replace the folder's manifest in one step: readers see the old one or the new one."""
-        temporary = folder / f".{MANIFEST}.tmp"
-        with open(temporary, "w") as file:
-            json.dump(asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / MANIFEST)
+        replace_text(folder / MANIFEST, json.dumps(asdict(self), indent=1))
 
     @staticmethod
     def read(folder: Path) -> Manifest:

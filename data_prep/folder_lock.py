@@ -1,13 +1,11 @@
-"""Files that are whole or not there, and two runs kept apart."""
+"""Two runs that write into one shard set are kept apart."""
 
 from __future__ import annotations
 
 import fcntl
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from data_prep.sources import SPLITS
 from pipeline.errors import UserError
@@ -15,23 +13,6 @@ from pipeline.errors import UserError
 LOCK_FILE = ".lock"
 _MANIFEST_BYTE = 0
 _SHARDS_OF_A_SPLIT = 1 << 32
-
-
-def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file under a temporary name, flush it to disk, rename it: it is whole or not there.
-
-    The temporary name has the process id: a process whose parent was killed may live on for a moment beside its successor.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 class FolderLock:

@@ -1,0 +1,156 @@
+"""Files that are whole or not there, files that grow row by row, and what to say when the disk refuses either."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from pipeline.errors import UserError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file under a temporary name beside it, flush it to disk, rename it: it is whole or not there.
+
+    The temporary name has the process id: a process whose parent was killed may live on for a moment beside its successor.
+
+    Args:
+        path: the file; an older one is replaced and stays whole when anything goes wrong.
+        write: gets the open file.
+
+    Raises:
+        OSError: as the system raised it, its ``filename`` being this one's.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        _remove(temporary)
+        if str(error.filename) in ("None", str(temporary), str(path.parent)):  # a write that fails names no file by itself
+            error.filename = str(path)
+        raise
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """:func:`replace_file` with the file's whole content."""
+    replace_file(path, lambda file: file.write(text.encode()))
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed writers of a file left beside it. Nobody else may be writing it now."""
+    for temporary in path.parent.glob(f".{path.name}.*.tmp"):
+        temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk: without it a file that was renamed may have its old name after a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems know no such thing
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_error(path: Path, error: OSError) -> UserError:
+    """The sentence for a file of a run folder that could not be written.
+
+    Args:
+        path: the file.
+        error: what the system said.
+    """
+    go_on = "and start again: the run goes on from its newest checkpoint"
+    if error.errno in _FULL:
+        return UserError(
+            f"{path} cannot be written: its disk is full ({_free_mb(path)}, {error.strerror}): free some space {go_on}."
+        )
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+        return UserError(f"{path} cannot be written: it, or its folder, was removed while the run went on: restore it {go_on}.")
+    return UserError(f"{path} cannot be written ({error.strerror}): see to its permissions and its file system {go_on}.")
+
+
+class GrowingFile:
+    """A file that gets rows at its end; nothing that was added is lost without a word.
+
+    Rows are collected and written by :meth:`flush`, all of them or none: what a full disk took of them is cut off again.
+
+    Args:
+        path: created, in an existing folder, or continued.
+
+    Raises:
+        UserError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows = bytearray()
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise write_error(path, error) from None
+
+    def add(self, row: bytes) -> None:
+        """Collect a row."""
+        self._rows += row
+
+    def flush(self, to_disk: bool = False) -> None:
+        """Hand the collected rows to the system.
+
+        Args:
+            to_disk: also wait until they would survive a power cut.
+
+        Raises:
+            UserError: the file cannot be written, or is no longer there: rows in a removed file nobody would ever see.
+        """
+        size = os.fstat(self._descriptor).st_size
+        try:
+            if not os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            while self._rows:
+                del self._rows[: os.write(self._descriptor, self._rows)]
+            if to_disk:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            self._rows.clear()
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, size)
+            raise write_error(self.path, error) from None
+
+    def close(self) -> None:
+        """Write what is left, and close.
+
+        Raises:
+            UserError: as :meth:`flush`.
+        """
+        try:
+            self.flush()
+        finally:
+            os.close(self._descriptor)
+
+
+def _remove(temporary: Path) -> None:
+    with suppress(OSError):  # on a file system that became read-only: what stopped the writing is what is to be told
+        temporary.unlink(missing_ok=True)
+
+
+def _free_mb(path: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(path.parent).free / 1e6:.1f} MB free"
+    except OSError:
+        return "its free space cannot be asked for"
