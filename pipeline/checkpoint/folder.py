@@ -145,12 +145,30 @@ def find_damage(folder: Path, files: list[FileRecord]) -> list[str]:
 
 
 def publish(written: Path, target: Path) -> None:
-    """Give a complete folder its name."""
-    if target.exists():  # it was found damaged, or the run went back: kept, as nobody said that it may go
-        number = next(n for n in range(1, 10**6) if not target.with_name(f"replaced-{target.name}.{n}").exists())
-        os.rename(target, target.with_name(f"replaced-{target.name}.{number}"))
+    """Give a complete folder its name. One that has the name already makes room; it is kept if it is damaged."""
+    former = None
+    if target.exists():
+        former = _hide(target) if _is_whole(target) else _set_aside(target)
     os.rename(written, target)
     sync_folder(target.parent)
+    if former and former.name.startswith("."):
+        shutil.rmtree(former)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return not find_damage(folder, Manifest.read(folder).files)
+    except UserError:
+        return False
+
+
+def _hide(folder: Path) -> Path:
+    return folder.rename(folder.with_name(f".removing-{folder.name.removeprefix('step-')}"))
+
+
+def _set_aside(folder: Path) -> Path:
+    number = next(n for n in range(1, 10**6) if not folder.with_name(f"damaged-{folder.name}.{n}").exists())
+    return folder.rename(folder.with_name(f"damaged-{folder.name}.{number}"))
 
 
 def remove_old(run_dir: Path, now: int, keep_last: int, best: int | None, keep_every_steps: int | None) -> None:
@@ -162,9 +180,7 @@ def remove_old(run_dir: Path, now: int, keep_last: int, best: int | None, keep_e
     for step in steps[: max(0, len(steps) - keep_last)]:
         if step == best or (keep_every_steps and step % keep_every_steps == 0):
             continue
-        hidden = run_dir / FOLDER / f".removing-{step:08d}"
-        os.rename(step_folder(run_dir, step), hidden)
-        shutil.rmtree(hidden)
+        shutil.rmtree(_hide(step_folder(run_dir, step)))
 
 
 def sweep(run_dir: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.agreement import Agreed, Agreement
+from pipeline.coordination import Agreed, Agreement
 from pipeline.checkpoint.folder import (
     FOLDER,
     MANIFEST,

@@ -27,7 +27,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
-        self._work = self._values = None
+        self._work, self._values = None, torch.zeros(3, dtype=torch.int64)
 
     def exchange(self, stop: int = 0, save_failed: bool = False, written: int = 0) -> Agreed:
         """Tell the others how this process stands.
@@ -35,24 +35,30 @@ class Agreement:
         Returns:
             What all had told at the call before.
         """
-        result = Agreed(0, False, 0)
-        if self._work:
-            self._work.wait()
-            values = self._values.tolist()
-            result = Agreed(values[0], bool(values[1]), -values[2])
+        self._wait()
+        values = self._values.tolist()
+        result = Agreed(values[0], bool(values[1]), -values[2])
         self._values = torch.tensor([stop, int(save_failed), -written])
         self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return result
 
     def ask(self, yes: bool) -> bool:
-        """Whether anyone says yes; all wait for the answer."""
+        """Whether anyone says yes; all wait for the answer. Afterwards nothing is under way."""
+        self._wait()
         value = torch.tensor([int(yes)])
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
         return bool(value.item())
 
+    def _wait(self) -> None:
+        if self._work:
+            self._work.wait()
+            self._work = None
+
 
 class StopSignal:
     """Notes SIGTERM and SIGUSR1, by which a cluster asks a job to end soon; the training looks at it between two steps.
+
+    A context manager; the former handlers come back at its end.
 
     Attributes:
         received: the signal's number, or 0.
@@ -60,8 +66,14 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received = 0
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._note)
+
+    def __enter__(self) -> StopSignal:
+        self._former = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, _frame) -> None:
         self.received = number
