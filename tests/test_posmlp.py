@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from golden import RULES, Golden, assert_close, make_input
 from torch import nn
 
 from pipeline.config import section_from_dict
@@ -21,20 +19,7 @@ from pipeline.models.posmlp import PosMLP, PosMLPSwitches
 from pipeline.models.probe import recorded
 from pipeline.models.token_mixing import GaussianMap
 
-GOLDEN = Path(__file__).parent / "golden"
-META = json.loads((GOLDEN / "posmlp_t.json").read_text())
-_spec = importlib.util.spec_from_file_location("fill_rule", GOLDEN / "fill_rule.py")
-fill_rule = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fill_rule)
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    return dict(np.load(GOLDEN / "posmlp_t.npz"))
-
-
-def reference_weights(rule: str) -> dict[str, torch.Tensor]:
-    return {key: fill_rule.fill(key, shape, rule) for key, shape, *_ in META["keys"]}
+GOLDEN = Golden("posmlp_t")
 
 
 def small(image_size: int = 64, **options) -> PosMLP:
@@ -43,27 +28,25 @@ def small(image_size: int = 64, **options) -> PosMLP:
     return PosMLP(16, num_classes=5, image_size=image_size, switches=switches, **options)
 
 
-@pytest.mark.parametrize("rule", ["A", "B"])
-def test_logits_and_maps_reproduce_the_authors_code(golden: dict, rule: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_logits_and_maps_reproduce_the_authors_code(rule: str) -> None:
     """Guards against any detail that shifts published weights: axis signs, strided groups, which half is mixed, epsilons."""
-    model = load_reference_state_dict(create_model("posmlp_t").double(), reference_weights(rule)).eval()
+    model = load_reference_state_dict(create_model("posmlp_t").double(), GOLDEN.weights(rule)).eval()
     with torch.no_grad(), recorded("position") as values:
-        logits = model(fill_rule.make_input(224).double()).numpy()
-    expected = golden[f"logits_f64_{rule}"]
-    assert np.abs(logits - expected).max() <= 1e-6 * np.abs(expected).max()
+        logits = model(make_input(224).double())
+    assert_close(logits, GOLDEN.arrays[f"logits_f64_{rule}"], 1e-6)
     assert len(values["position"]) == 24
     for name, layer in (("first", 0), ("last", -1)):
         position = values["position"][layer].permute(1, 2, 0).numpy()  # (query, key, groups), as the golden arrays
         side = math.isqrt(len(position))
         centre = side // 2 * side + side // 2
-        np.testing.assert_allclose(position[centre], golden[f"posmap_{name}_rowqc_{rule}"], atol=1e-6)
-        np.testing.assert_allclose(position[:5, :5], golden[f"posmap_{name}_corner_{rule}"], atol=1e-6)
-        np.testing.assert_allclose((position**2).sum((0, 1)), golden[f"posmap_{name}_sumsq_{rule}"], rtol=1e-6)
+        np.testing.assert_allclose(position[centre], GOLDEN.arrays[f"posmap_{name}_rowqc_{rule}"], atol=1e-6)
+        np.testing.assert_allclose(position[:5, :5], GOLDEN.arrays[f"posmap_{name}_corner_{rule}"], atol=1e-6)
+        np.testing.assert_allclose((position**2).sum((0, 1)), GOLDEN.arrays[f"posmap_{name}_sumsq_{rule}"], rtol=1e-6)
 
     with torch.no_grad():
-        logits = model.float()(fill_rule.make_input(224)).double().numpy()
-    expected = golden[f"logits_f32_{rule}"]
-    assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
+        logits = model.float()(make_input(224))
+    assert_close(logits, GOLDEN.arrays[f"logits_f32_{rule}"], 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +84,7 @@ def test_ablations_can_be_counted() -> None:
 
 def test_reference_loading_is_strict_in_both_directions() -> None:
     """Guards against weights that are quietly left out or quietly ignored."""
-    weights = reference_weights("A")
+    weights = GOLDEN.weights("A")
     with torch.device("meta"):
         model = create_model("posmlp_t")
     missing = {k: v for k, v in weights.items() if k != "levels.3.encoder.1.gate_unit.pos.attention_spreads"}

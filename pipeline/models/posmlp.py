@@ -21,6 +21,7 @@ from pipeline.models.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBl
 from pipeline.models.layers import drop_path_scales
 from pipeline.models.posmlp_layers import STEM_STRIDE, AbsolutePosition, ConvMerging, ConvStem, LinearMerging, LinearStem
 from pipeline.models.registry import register
+from pipeline.models.token_mixing import GaussianMap, quadratic_terms, relative_index
 from pipeline.models.windows import connected_tokens, from_windows, to_windows
 
 STRIDE = 32  # of the last stage
@@ -65,6 +66,28 @@ class Stage(nn.Module):
         self.window = window
 
 
+# The authors' names and ours, see VisionModel.reference_names.
+_NAMES = (
+    ("patch_embed.projs.", "stem.convolutions."),
+    ("patch_embed.norms.", "stem.norms."),
+    ("levels.*.pool.", "stages.*.merging."),
+    ("levels.*.encoder.*.proj_c_e.", "stages.*.blocks.*.fc1."),
+    ("levels.*.encoder.*.proj_c_s.", "stages.*.blocks.*.fc2."),
+    ("levels.*.encoder.*.norm.", "stages.*.blocks.*.norm."),
+)
+_SGU_NAMES = (
+    ("levels.*.encoder.*.gate_unit.norm_list.0.", "stages.*.blocks.*.gate.norm."),
+    ("levels.*.encoder.*.gate_unit.proj_list.0.weight", "stages.*.blocks.*.gate.mixing.weight"),
+    ("levels.*.encoder.*.gate_unit.proj_list.0.bias", "stages.*.blocks.*.gate.bias"),
+)
+_POSGU_NAMES = (
+    ("levels.*.encoder.*.gate_unit.pos.token_proj_n_bias", "stages.*.blocks.*.gate.bias"),
+    ("levels.*.encoder.*.gate_unit.pos.attention_centers", "stages.*.blocks.*.gate.mixing.centers"),
+    ("levels.*.encoder.*.gate_unit.pos.attention_spreads", "stages.*.blocks.*.gate.mixing.spreads"),
+    ("levels.*.encoder.*.gate_unit.pos.window_relative_position_bias_table", "stages.*.blocks.*.gate.mixing.table"),
+)
+
+
 class PosMLP(VisionModel):
     """Vision MLP with positional spatial gating units.
 
@@ -80,21 +103,7 @@ class PosMLP(VisionModel):
         UserError: ``image_size``, windows or groups do not fit.
     """
 
-    reference_names = (
-        (r"^patch_embed\.projs\.", "stem.convolutions."),
-        (r"^patch_embed\.", "stem."),
-        (r"^levels\.(\d)\.pool\.", r"stages.\1.merging."),
-        (r"^levels\.(\d)\.encoder\.", r"stages.\1.blocks."),
-        (r"\.proj_c_e\.", ".fc1."),
-        (r"\.proj_c_s\.", ".fc2."),
-        (r"\.gate_unit\.pos\.token_proj_n_bias$", ".gate.bias"),
-        (r"\.gate_unit\.pos\.attention_", ".gate.mixing."),
-        (r"\.gate_unit\.pos\.window_relative_position_bias_table$", ".gate.mixing.table"),
-        (r"\.gate_unit\.norm_list\.0\.", ".gate.norm."),
-        (r"\.gate_unit\.proj_list\.0\.weight$", ".gate.mixing.weight"),
-        (r"\.gate_unit\.proj_list\.0\.bias$", ".gate.bias"),
-    )
-    reference_unused = (r"\.rel_indices$", r"\.window_relative_position_index$")
+    reference_switches = frozenset({"mixing", "covariance", "norm", "groups", "windows", "shift_windows", "head_dropout"})
 
     def __init__(
         self,
@@ -105,8 +114,9 @@ class PosMLP(VisionModel):
         activation_checkpointing: bool = False,
         switches: PosMLPSwitches | None = None,
     ) -> None:
-        super().__init__(linear_drop_path(drop_path, sum(DEPTHS), branches=1), activation_checkpointing)
         switches = switches or PosMLPSwitches()
+        super().__init__(linear_drop_path(drop_path, sum(DEPTHS), branches=1), activation_checkpointing, switches)
+        self.reference_names = (*(_SGU_NAMES if switches.mixing == "sgu" else _POSGU_NAMES), *_NAMES)
         widths = [width * 2**stage for stage in range(len(DEPTHS))]
         _check_size(image_size)
         windows = switches.windows or (image_size // 16,) * 3 + (image_size // 32,)
@@ -130,6 +140,31 @@ class PosMLP(VisionModel):
         self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
         self.head = nn.Linear(widths[-1], num_classes)
         self.apply(_init_weights)
+
+    def reference_tables(self) -> dict[str, Tensor]:
+        """Of every block: the relative positions' quadratic terms, or which row of its table belongs to each pair."""
+        tables = {}
+        for i, stage in enumerate(self.stages):
+            for j, block in enumerate(stage.blocks):
+                unit, mixing = f"levels.{i}.encoder.{j}.gate_unit.pos.", block.gate.mixing
+                # Clones, since the functions' own results are shared between the blocks, which not all file formats take.
+                if isinstance(mixing, GaussianMap):
+                    spreads = mixing.spreads
+                    terms = quadratic_terms(stage.window, spreads.device, spreads.dtype)
+                    tables[f"{unit}rel_indices"] = terms.clone()
+                elif mixing.table is not None:
+                    index = relative_index(stage.window, mixing.table.device)
+                    tables[f"{unit}window_relative_position_index"] = index.clone()
+        return tables
+
+    def unpublished_switch(self) -> str | None:
+        """As its base; in the published code SGU alone has a norm, LRPE-M another shape and αI another formula."""
+        switches = self.switches
+        if switches.covariance == "isotropic":
+            return "covariance"
+        if switches.mixing == "lrpe_m" or switches.normalises != (switches.mixing == "sgu"):
+            return "mixing" if switches.norm is None else "norm"
+        return super().unpublished_switch()
 
     @property
     def noise_per_sample(self) -> int:
