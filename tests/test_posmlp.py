@@ -15,6 +15,7 @@ from pipeline.config import section_from_dict
 from pipeline.errors import UserError
 from pipeline.flops import count
 from pipeline.models import create_model, load_reference_state_dict
+from pipeline.models.layers import drop_elements
 from pipeline.models.posmlp import PosMLP, PosMLPSwitches
 from pipeline.models.probe import recorded
 from pipeline.models.token_mixing import GaussianMap
@@ -124,6 +125,7 @@ SWITCHES = [  # switches, kinds of parameters that come, kinds that go
     ({"patch_embedding": "linear"}, LINEAR_STEM, CONV_STEM),
     ({"patch_merging": "linear"}, {"stages.*.merging.reduction.weight"}, CONV_MERGING),
     ({"head_dropout": 0.0}, set(), set()),
+    ({"block_dropout": 0.5}, set(), set()),
 ]
 
 
@@ -220,7 +222,9 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
     for checkpointing in (False, True):
         torch.manual_seed(0)
         model = small(
-            drop_path=0.3, activation_checkpointing=checkpointing, switches={"head_dropout": 0.5, "shift_windows": True}
+            drop_path=0.3,
+            activation_checkpointing=checkpointing,
+            switches={"head_dropout": 0.5, "block_dropout": 0.25, "shift_windows": True},
         )
         images, noise = torch.randn(4, 3, 64, 64), torch.rand(4, model.noise_per_sample)
         model(images, noise).square().sum().backward()
@@ -234,16 +238,42 @@ def test_noise_decides_what_is_dropped() -> None:
     """Guards against dropout that draws its own numbers, which a resumed run could not repeat, or that shifts the mean."""
     torch.manual_seed(0)
     model = small(drop_path=0.5, switches={"head_dropout": 0.25})
-    assert model.noise_per_sample == 24 + 128 and model.drop_path_rates[0] == 0 and model.drop_path_rates[-1] == 0.5
-    assert small(switches={"head_dropout": 0.0}).noise_per_sample == 0
+    assert model.noise_per_sample == 24 + 24 + 128 and model.drop_path_rates[0] == 0 and model.drop_path_rates[-1] == 0.5
+    assert small(switches={"head_dropout": 0.0, "block_dropout": 0.0}).noise_per_sample == 0
     images, noise = torch.randn(4, 3, 64, 64), torch.rand(4, model.noise_per_sample)
     assert torch.equal(model(images, noise), model(images, noise))
-    other_dropout = torch.cat([noise[:, :24], 1 - noise[:, 24:]], dim=1)
-    assert not torch.equal(model(images, noise), model(images, other_dropout))
+    for part in (slice(24), slice(24, 48), slice(48, None)):
+        other = noise.clone()
+        other[:, part] = 1 - other[:, part]
+        assert not torch.equal(model(images, noise), model(images, other))
     kept = model._dropout(torch.ones(2000, 128), torch.rand(2000, 128))
     torch.testing.assert_close(kept.mean(), torch.tensor(1.0), atol=0.01, rtol=0)
     torch.testing.assert_close((kept == 0).float().mean(), torch.tensor(0.25), atol=0.01, rtol=0)
     assert torch.equal(model.eval()(images, noise), model(images))
+
+
+def test_dropped_elements_are_as_good_as_random_and_depend_on_their_sample_alone() -> None:
+    """Guards against a hash that drops too many, the same in every sample, or in patterns, and against other decisions on resume."""
+    torch.manual_seed(0)
+    rate, (samples, elements) = 0.2, (64, 40_000)
+    noise = torch.rand(samples)
+    kept = drop_elements(torch.ones(samples, 4, elements // 4), rate, noise).flatten(1)  # (samples, elements)
+    assert kept.unique().tolist() == [0.0, 1 / (1 - rate)]
+    dropped = (kept == 0).double()
+    error = (rate * (1 - rate)) ** 0.5  # of one decision
+    assert dropped.mean() == pytest.approx(rate, abs=5 * error / (samples * elements) ** 0.5)
+    assert dropped.mean(1).std() == pytest.approx(error / elements**0.5, rel=0.4)  # of the samples' shares
+    assert dropped.mean(0).std() == pytest.approx(error / samples**0.5, rel=0.05)  # of the places' shares
+    centred = dropped - rate
+    neighbours = {"elements": centred[:, 1:] * centred[:, :-1], "samples": centred[1:] * centred[:-1]}
+    for pairs in neighbours.values():
+        assert abs(pairs.mean()) < 5 * error**2 / (samples * elements) ** 0.5
+
+    x = torch.randn(samples, 6, 7, dtype=torch.bfloat16, requires_grad=True)
+    together = drop_elements(x, rate, noise)
+    assert together.dtype == torch.bfloat16 and torch.equal(together[5:6], drop_elements(x[5:6], rate, noise[5:6]))
+    together.float().sum().backward()
+    assert torch.equal(x.grad == 0, together == 0)
 
 
 def test_maps_stay_in_single_precision_under_autocast() -> None:

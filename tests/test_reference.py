@@ -87,7 +87,7 @@ def test_every_model_reads_back_what_it_wrote(name: str) -> None:
         ("lsat_t_32", {"heads": 3, "kv_heads": "shared"}),
         ("posmlp_t", {"mixing": "sgu"}),
         ("posmlp_t", {"mixing": "glrpe", "norm": False, "groups": [4, 4, 4, 4]}),
-        ("posmlp_t", {"covariance": "free", "windows": [28, 14, 14, 7], "shift_windows": True, "head_dropout": 0.0}),
+        ("posmlp_t", {"covariance": "free", "windows": [28, 14, 14, 7], "shift_windows": True, "block_dropout": 0.0}),
     ],
 )
 def test_switches_that_the_authors_code_has_read_back_too(name: str, switches: dict) -> None:
