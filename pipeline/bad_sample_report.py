@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 from tqdm import tqdm
 
@@ -14,11 +15,12 @@ class BadSampleReport:
 
     Args:
         world: all processes.
+        known: sample -> sentence, of an earlier start's :meth:`state`: these count, and are not named again.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, known: Mapping[int, str] | None = None) -> None:
         self._world = world
-        self._known: set[int] = set()
+        self._known = dict(known or {})
 
     def __len__(self) -> int:
         return len(self._known)
@@ -28,6 +30,10 @@ class BadSampleReport:
         for part in self._world.gather(met):
             for sample, sentence in part.items():
                 if sample not in self._known:
-                    self._known.add(sample)
+                    self._known[sample] = sentence
                     if self._world.is_main:
                         tqdm.write(f"warning: {sentence}", file=sys.stderr)
+
+    def state(self) -> dict[int, str]:
+        """Sample -> sentence of all so far, the same in every process; what a checkpoint keeps."""
+        return dict(self._known)

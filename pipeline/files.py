@@ -37,7 +37,8 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         sync_folder(path.parent)
     except OSError as error:
         _remove(temporary)
-        if str(error.filename) in ("None", str(temporary), str(path.parent)):  # a write that fails names no file by itself
+        # A write that fails names no file at all.
+        if error.filename is None or str(error.filename) in (str(temporary), str(path.parent)):
             error.filename = str(path)
         raise
     except BaseException:

@@ -1,0 +1,85 @@
+"""What a run folder says of how the run was started: ``config.yaml`` and ``environment.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from pipeline.agreement import do_in_main
+from pipeline.config import Config, config_to_yaml
+from pipeline.distributed import World
+from pipeline.errors import UserError
+from pipeline.files import remove_leftovers, replace_text, write_error
+
+CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
+_PACKAGES = ("torch", "deepspeed", "nvidia-dali-cuda130", "numpy")
+_SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
+
+
+def write_run_files(config: Config, world: World, first_step: int) -> None:
+    """Write ``config.yaml`` and add this start to ``environment.json``; every process must call.
+
+    Args:
+        config: of this start.
+        world: all processes.
+        first_step: the step that this start takes first, counted from 1.
+
+    Raises:
+        UserError: in every process: a file cannot be written, or ``environment.json`` was damaged.
+    """
+    hosts = sorted(set(world.gather(socket.gethostname())))
+    do_in_main(lambda: _write(config, {**_environment(world), "hosts": hosts, "first_step": first_step}), world)
+
+
+def _write(config: Config, start: dict) -> None:
+    config_file, environment_file = (Path(config.output_dir) / name for name in (CONFIG, ENVIRONMENT))
+    starts = [*_earlier_starts(environment_file), start]
+    contents = {config_file: config_to_yaml(config), environment_file: json.dumps(starts, indent=1) + "\n"}
+    for path, content in contents.items():
+        try:
+            remove_leftovers(path)
+            replace_text(path, content)
+        except OSError as error:
+            raise write_error(path, error) from None
+
+
+def _earlier_starts(path: Path) -> list[dict]:
+    try:
+        starts = json.loads(path.read_text())
+        if not isinstance(starts, list):
+            raise ValueError("no list")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} is damaged ({reason}), a list of the run's starts needed: move it away.") from None
+    return starts
+
+
+def _environment(world: World) -> dict:
+    on_gpu = world.device.type == "cuda"
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in _PACKAGES},
+        "git_commit": _git_commit(),
+        "world_size": world.size,
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else platform.processor() or "cpu",
+        "slurm": {name: os.environ[name] for name in _SLURM if name in os.environ},
+    }
+
+
+def _git_commit() -> str | None:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None  # installed without its repository

@@ -1,0 +1,124 @@
+"""What each process trained on, step by step: the record against which any two runs can be compared (``log.samples``).
+
+::
+
+    RUN/samples/rank-00000.jsonl
+    {"start": 41, "step": 42, "time": 1760000000.123, "epoch": [0, ...], "position": [640, ...], "sample": [17, ...], "augmentation": ["1f0c...", ...]}
+
+A line per optimizer step, its micro-batches one after the other. ``start`` is the first step of the start that wrote it. A step
+that is taken again has a line for each time; the weights saw the last one, by ``time`` (seconds since 1970).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+from xxhash import xxh3_64_hexdigest
+
+from pipeline.data.plan import BatchRequest
+from pipeline.distributed import World
+from pipeline.files import GrowingFile, write_error
+
+SAMPLES = "samples"
+
+
+class SampleLog:
+    """This process's record.
+
+    Args:
+        run_dir: the run folder.
+        world: all processes; each has a file.
+        start: the step that this start takes first, counted from 1.
+
+    Raises:
+        UserError: in this process: its file cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, world: World, start: int) -> None:
+        path = run_dir / SAMPLES / f"rank-{world.rank:05d}.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_half_a_line(path)
+        except OSError as error:
+            raise write_error(path, error) from None
+        self._file = GrowingFile(path)
+        self._start = start
+        self._step: dict[str, list] = {}
+
+    def add(self, request: BatchRequest) -> None:
+        """Note a micro-batch of the step in progress."""
+        values = {
+            "epoch": request.epoch.tolist(),
+            "position": request.position.tolist(),
+            "sample": request.index.tolist(),
+            "augmentation": augmentation_digests(request),
+        }
+        for name, of_images in values.items():
+            self._step.setdefault(name, []).extend(of_images)
+
+    def write(self, step: int) -> None:
+        """Write the line of a step; the system has it when this returns, so a kill loses nothing.
+
+        Raises:
+            UserError: in this process: the disk is full, or the file was removed.
+        """
+        line = {"start": self._start, "step": step, "time": round(time.time(), 3), **self._step}
+        self._file.add(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        self._step = {}
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def augmentation_digests(request: BatchRequest) -> list[str]:
+    """XXH3-64, 16 hexadecimal digits per image, of all that was drawn for it.
+
+    That is the crop and the flip, RandAugment's operations, the erased box with the seed of its noise, and the mixing: the
+    partner's sample, the weight, the box. Equal digests: equal pixels, for equal samples.
+
+    Args:
+        request: of B images.
+    """
+    geometry = request.geometry
+    drawn = [geometry.start, geometry.shape, geometry.resize, geometry.crop, geometry.flip]
+    if request.ops is not None:
+        drawn += [request.ops.op, request.ops.amount]
+    if request.erasing is not None:
+        drawn += [request.erasing.box, request.erasing.noise_seed]
+    if request.mixing is not None:
+        mixing = request.mixing
+        place = np.arange(mixing.group)
+        partner = (place + mixing.distance[:, None]) % mixing.group  # (G, group)
+        samples = np.take_along_axis(request.index.reshape(-1, mixing.group), partner, axis=1)  # (G, group)
+        of_group = [np.repeat(values, mixing.group, axis=0) for values in (mixing.weight, mixing.box, mixing.blend)]  # (B, ...)
+        drawn += [samples.reshape(-1), *of_group]
+    rows = np.concatenate([_bytes_of_images(values) for values in drawn], axis=1)  # (B, bytes)
+    return [xxh3_64_hexdigest(row.tobytes()) for row in rows]
+
+
+def _bytes_of_images(values: np.ndarray) -> np.ndarray:
+    """(B, ...) of any type -> (B, bytes) uint8."""
+    return np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+
+
+def _cut_half_a_line(path: Path) -> None:
+    """What a kill left of a line would spoil the next one."""
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        whole = end
+        while whole:  # backwards in blocks: lines are short, the file may be gigabytes
+            begin = max(0, whole - 65536)
+            file.seek(begin)
+            newline = file.read(whole - begin).rfind(b"\n")
+            whole = begin + newline + 1 if newline >= 0 else begin
+            if newline >= 0:
+                break
+        if whole < end:
+            file.truncate(whole)

@@ -1,0 +1,188 @@
+"""The log survives resumes, and when it cannot be written the run ends with one sentence, in every process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, clean_environment, step_rows
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+# One process of two that logs steps as training does. The scenario is code that may use run_dir, log, world and steps().
+PROCESS = """
+import os, shutil, subprocess, sys
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from pipeline.bad_sample_report import BadSampleReport
+from pipeline.config import config_from_dict
+from pipeline.distributed import World
+from pipeline.errors import run_command
+from pipeline.run_files import write_run_files
+from pipeline.run_log import RunLog, StepRecord
+
+folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+meeting = f"file://{folder}/meeting"
+dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+world = World(rank, size, torch.device("cpu"), 1)
+run_dir = Path(folder) / "run"
+config = config_from_dict(
+    {"output_dir": str(run_dir), "train": {"precision": "fp32", "global_batch_size": 2, "micro_batch_size": 1}, "log": {"every_steps": 5}},
+    "a test",
+)
+
+def record(step, **more):
+    return StepRecord(step, step / 10, 2 * step, 0.1, torch.tensor(1.0 + step + rank), 0.5, 0.0, **more)
+
+def steps(log, first, last, **more):
+    for step in range(first, last + 1):
+        log.step(record(step, **more))
+
+def main():
+    run_dir.mkdir(exist_ok=True)
+    scenario = sys.argv[4]
+    exec(scenario, globals())
+    print("went on", flush=True)
+
+run_command(main)
+"""
+
+START = "log = RunLog(config, world, 0, 100, 1.0); steps(log, 1, 5)\n"
+MOUNT = "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'none', run_dir], check=True)\n"
+
+
+def run(folder: Path, scenario: str, processes: int = 1, mounts: bool = False) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each process."""
+    command = [*(["unshare", "--mount"] if mounts else []), sys.executable, "-c", PROCESS, str(folder)]
+    (folder / "meeting").unlink(missing_ok=True)
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(processes), scenario],
+            env=clean_environment(PYTHONPATH=str(REPOSITORY)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    ended = []
+    for process in started:
+        out, err = process.communicate(timeout=100)
+        ended.append((process.returncode, out, err))
+    return ended
+
+
+def error_of(ended: tuple[int, str, str]) -> str:
+    """The one line of a process that stopped with a sentence."""
+    code, out, err = ended
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(lines) == 1 and "went on" not in out and "Traceback" not in err, f"{code}\n{out}\n{err}"
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("shutil.rmtree(run_dir / 'tensorboard')", "run/tensorboard/events.out.tfevents."),
+        ("next((run_dir / 'tensorboard').iterdir()).unlink()", "run/tensorboard/events.out.tfevents."),
+        ("(run_dir / 'metrics.jsonl').unlink()", "run/metrics.jsonl"),
+    ],
+    ids=["TensorBoard's folder", "event file", "metrics"],
+)
+def test_what_was_removed_under_the_run_stops_it_in_every_process(fault: str, named: str, tmp_path: Path) -> None:
+    """Guards against rows that are lost without a word (as TensorBoard's own writer loses those of a removed file), a thread's traceback,
+    and processes that wait for the main one."""
+    scenario = START + f"if rank == 0: {fault}\nworld.barrier()\nsteps(log, 6, 9)\nprint('not yet')\nsteps(log, 10, 10)"
+    for ended in run(tmp_path, scenario, processes=2 if "rmtree" in fault else 1):
+        sentence = error_of(ended)
+        assert named in sentence and "was removed while the run went on: restore it and start again" in sentence
+        assert "not yet" in ended[1]  # at the next writing, not before: no step waits for the disk
+
+
+def test_a_full_disk_and_a_read_only_one_stop_the_run_with_whole_files(tmp_path: Path) -> None:
+    """Guards against half a row, and against "No space left on device" without a word on where and how much is free."""
+    if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    fill = """
+filler = open(run_dir / "filler", "wb", buffering=0)
+try:
+    while filler.write(bytes(4096)): pass
+except OSError: pass
+"""
+    keep = "\nimport atexit; atexit.register(lambda: shutil.copy(run_dir / 'metrics.jsonl', folder))\n"
+    # Rows enough to need another page of the full disk.
+    (ended,) = run(tmp_path, MOUNT + START + fill + keep + "for step in range(6, 60): steps(log, step, step)", mounts=True)
+    sentence = error_of(ended)
+    assert (
+        "cannot be written: its disk is full (0.0 MB free, No space left on device): free some space and start again"
+        in sentence
+    )
+    rows = step_rows(tmp_path)
+    assert len(rows) % 5 == 0 and [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+
+    read_only = "subprocess.run(['mount', '-o', 'remount,ro', run_dir], check=True)\n"
+    log = "try: RunLog(config, world, 0, 100, 1.0)\nexcept ValueError as error: print(error)\n"
+    (ended,) = run(tmp_path, MOUNT + read_only + log + "write_run_files(config, world, 1)", mounts=True)
+    assert "run/metrics.jsonl cannot be written (Read-only file system): see to its permissions" in ended[1]
+    assert "run/config.yaml cannot be written (Read-only file system)" in error_of(ended)
+
+
+def test_a_resumed_log_has_each_step_once(tmp_path: Path) -> None:
+    """Guards against steps that are listed twice after a kill, against a half-written row that ends the next start, and against
+    one damaged row that takes all later ones with it."""
+    first = "write_run_files(config, world, 1)\n" + START + "steps(log, 6, 10); log.close()"
+    assert run(tmp_path, first)[0][0] == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(lines[0] + '{"step": 99' + "\n" + "".join(lines[1:]) + '{"step": 11, "los')
+    (tmp_path / "run" / ".metrics.jsonl.123.tmp").write_text("left by a killed run")
+    second = "write_run_files(config, world, 8)\nlog = RunLog(config, world, 7, 100, 1.0); steps(log, 8, 12); log.flush(to_disk=True)\n"
+    damaged = "shutil.copy(run_dir / 'environment.json', folder); (run_dir / 'environment.json').write_text('[{')\n"
+    sentence = error_of(run(tmp_path, second + damaged + "write_run_files(config, world, 8)")[0])
+    assert "environment.json is damaged" in sentence and "move it away" in sentence
+    starts = json.loads((tmp_path / "environment.json").read_text())
+    assert [start["first_step"] for start in starts] == [1, 8]
+    assert [row["step"] for row in step_rows(tmp_path / "run")] == list(range(1, 13))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
+    assert [event.value for event in events.Scalars("train/loss")] == [2.0 + step - 1 for step in range(1, 13)]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "tensorboard",
+    ]
+
+
+def test_bad_samples_are_named_once_and_counted_on_over_a_resume(tmp_path: Path) -> None:
+    """Guards against a limit on bad samples that each restart sets back, and against the same warnings at every start."""
+    scenario = """
+report = BadSampleReport(world, {3: "sample 3 is bad"})
+log = RunLog(config, world, 0, 100, 1.0, report)
+steps(log, 1, 4)
+log.step(record(5, bad_samples={3: "sample 3 is bad", 7 + rank: f"sample {7 + rank} is bad"}, replaced=2))
+assert log.bad_samples is report and report.state() == {n: f"sample {n} is bad" for n in (3, 7, 8)}, report.state()
+empty = BadSampleReport(world)
+assert RunLog(config, world, 5, 100, 1.0, empty).bad_samples is empty
+"""
+    ended = run(tmp_path, scenario, processes=2)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert [(row["bad_samples"], row["replaced"]) for row in step_rows(tmp_path / "run")] == [(3, 0)] * 4 + [(3, 4)]
+    warnings = [line for _, _, err in ended for line in err.splitlines() if line.startswith("warning: ")]
+    assert warnings == ["warning: sample 7 is bad", "warning: sample 8 is bad"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_log_unless_its_step_was_skipped(tmp_path: Path) -> None:
+    """Guards against a week of NaN, and against a run that stops at a step which it was told to skip."""
+    nan = "torch.tensor(float('nan'))"
+    scenario = START + f"steps(log, 6, 8); bad = record(9, skipped_steps=1); bad.loss = {nan}; log.step(bad)\n"
+    scenario += f"steps(log, 10, 10, skipped_steps=1); print('skipped'); bad = record(11, skipped_steps=1); bad.loss = {nan}\n"
+    (ended,) = run(tmp_path, scenario + "log.step(bad); steps(log, 12, 15, skipped_steps=1)")
+    assert "skipped" in ended[1] and "at step 11 the loss is nan, a finite number needed: lower optim.lr" in error_of(ended)
+    rows = step_rows(tmp_path / "run")
+    assert [row["skipped_steps"] for row in rows] == [0] * 8 + [1] * 7 and rows[8]["loss"] is None
