@@ -42,6 +42,8 @@ export MASTER_PORT
 # Divide the cores among the ranks; by default each rank would start a thread for every core.
 share=$(($(nproc) / ranks))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((share > 0 ? share : 1))}
+# PyTorch prints a C++ traceback for each connection that a lost rank leaves behind; the rank that notices says it in a sentence.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 for ((rank = 0; rank < ranks; rank++)); do
   export RANK=$rank LOCAL_RANK=$rank

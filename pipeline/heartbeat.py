@@ -84,7 +84,7 @@ class Heartbeat:
         self._done.wait(self._config.silence_timeout + 2 * BROKEN_PATIENCE + 2 * _LAST_WORD)  # ends in one of the threads
         traceback.print_exception(error)
         self._announce(
-            Verdict(f"a collective operation failed {self._sign(0).place}; which process was lost did not come out.")
+            Verdict(f"a collective operation failed at {self._sign(0).place}; which process was lost did not come out.")
         )
         os._exit(RANK_LOST)
 
@@ -142,9 +142,9 @@ class Heartbeat:
             wait_for_workers=False,
             timeout=timedelta(seconds=2 * self._config.silence_timeout),
         )
-        if self._rank == 0:  # reading waits for a missing key; a sign that this overwrites comes again with the next beat
+        if self._rank == 0:  # reading waits for a missing key: give one to who has not come yet
             for rank in range(self._size):
-                store.set(_key(rank), Sign(rank).to_json())
+                store.compare_set(_key(rank), "", Sign(rank).to_json())
             store.set(_VERDICT, "")
         judge, beat, read_at = Judge(self._config), 0, time.monotonic()
         while True:
@@ -206,8 +206,8 @@ class Heartbeat:
             return
         if self._rank in self._verdict.hanging:
             faulthandler.dump_traceback(file=2, all_threads=True)
-        else:
-            time.sleep(BEAT)  # a launcher shows the output of the rank that ends first: let it be the traceback
+        elif self._verdict.hanging or self._rank != 0:
+            time.sleep(BEAT)  # a launcher shows the output of the rank that ends first: the traceback, else the sentence once
         os._exit(self._verdict.exit_code)
 
 

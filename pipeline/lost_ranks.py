@@ -49,7 +49,7 @@ class Sign:
 
     @property
     def place(self) -> str:
-        return f"at step {self.step}, {self.doing}"
+        return f"step {self.step}, {self.doing}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -85,7 +85,7 @@ def connection_lost(first: Sign, how: str) -> Verdict:
         how: "... and how it was noticed".
     """
     return Verdict(
-        f"{first.who} {how}; it was last {first.place}: see on its node what became of it (its log, dmesg, a lost network), {_AGAIN}"
+        f"{first.who} {how}; its last sign came from {first.place}: see on its node what became of it (its log, dmesg, a lost network), {_AGAIN}"
     )
 
 
@@ -143,7 +143,7 @@ class Judge:
 
     def _ended(self) -> Verdict | None:
         for sign in self._with(Status.ENDED):
-            return Verdict(f"{sign.who} ended {sign.place}: {sign.words}", sign.exit_code)
+            return Verdict(f"{sign.who} ended at {sign.place}: {sign.words}", sign.exit_code)
         return None
 
     def silent(self) -> Verdict | None:
@@ -156,7 +156,7 @@ class Judge:
         others = [sign.rank for sign in watched if sign is not worst and self._silent[sign.rank] > 0.6 * seconds]
         also = f" (and so did {_ranks(others)})" if others else ""
         return Verdict(
-            f"{worst.who} gave no sign of life for {seconds:.0f} s{also}; it was last {worst.place}: see on its node what became "
+            f"{worst.who} gave no sign of life for {seconds:.0f} s{also}; its last sign came from {worst.place}: see on its node what became "
             f"of it (its log, dmesg, a lost network), {_AGAIN}"
         )
 
@@ -185,13 +185,13 @@ class Judge:
         what = what.format(seconds=self._still[last.rank])
         if len(running) > 1 and place[far.rank] == place[last.rank]:
             return Verdict(
-                f"{last.who} {what}, like all the others: {last.place}, none is ahead, so the fault lies between them "
+                f"{last.who} {what}, like all the others: at {last.place}, none is ahead, so the fault lies between them "
                 f"(network, driver) or in what they all wait for; see the traceback, {_AGAIN}",
                 hanging=(last.rank,),
             )
-        others = f", while rank {far.rank} waits {far.place}" if far is not last else ""
+        others = f", while rank {far.rank} waits at {far.place}" if far is not last else ""
         return Verdict(
-            f"{last.who} {what}: it is {last.place}{others}; see its traceback, or raise the limit if it only was slow, {_AGAIN}",
+            f"{last.who} {what}: it is at {last.place}{others}; see its traceback, or raise the limit if it only was slow, {_AGAIN}",
             hanging=(last.rank,),
         )
 

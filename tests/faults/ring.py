@@ -1,46 +1,60 @@
-"""A small program in place of the training: ``ring.py STEPS FAULT RANK FOLDER``, all ranks add a number up, step by step.
+"""A small program in place of the training: ``ring STEPS FAULT RANK FOLDER``, all ranks add up a number, step by step.
 
-FAULT happens to RANK at step 5: "hangs" while reading data, "errs" with a UserError, "finishes-late" after the others;
-"none" leaves it to the caller. Each rank writes its pid and its latest step into FOLDER.
+FAULT happens to RANK at step 5: "hang" while reading data, "hold the lock" of the interpreter for ever, "err" with a
+UserError, "leave late" after the others' end; "none" leaves it to the caller. Each rank writes its pid and step into FOLDER.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
 from pathlib import Path
 
-import torch
+os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # before the imports that look for a GPU
 
-from pipeline.config import DistributedConfig
-from pipeline.distributed import disconnect, init_world
-from pipeline.errors import UserError, run_command
-from pipeline.heartbeat import Heartbeat
+import deepspeed  # noqa: E402, F401  here, so that processes forked from one that imported this module have it ready
+import torch  # noqa: E402
+
+from pipeline.config import DistributedConfig  # noqa: E402
+from pipeline.distributed import disconnect, init_world  # noqa: E402
+from pipeline.errors import UserError, run_command  # noqa: E402
+from pipeline.heartbeat import Heartbeat  # noqa: E402
+
+LIMITS = DistributedConfig(silence_timeout=5, progress_timeout=5)
 
 
-def main() -> None:
-    steps, fault, victim, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+def go_round(steps: int, fault: str, victim: int, folder: Path) -> None:
+    """What each rank does."""
     world = init_world()
-    me = world.rank == victim
-    config = DistributedConfig(silence_timeout=5, progress_timeout=5)
-    with Heartbeat(world, config) as heartbeat:
+    fault = fault if world.rank == victim else "none"
+    with Heartbeat(world, LIMITS) as heartbeat:
         for step in range(1, steps + 1):
             heartbeat.at(step, "reading data")
-            if step == 5 and me and fault == "hangs":
+            if step == 5 and fault == "hang":
                 time.sleep(600)
-            if step == 5 and me and fault == "errs":
+            if step == 5 and fault == "hold the lock":
+                ctypes.PyDLL(None).sleep(600)
+            if step == 5 and fault == "err":
                 raise UserError("the disk is full: free some space.")
-            time.sleep(0.02)
+            time.sleep(0.05)
             heartbeat.at(step, "training")
             assert world.sum(torch.ones(1)).item() == world.size
             note = folder / f"{world.rank}.new"
             note.write_text(f"{os.getpid()} {step}")
-            note.rename(folder / str(world.rank))
-        if me and fault == "finishes-late":
+            note.rename(folder / f"{world.rank}.at")
+        if fault == "leave late":
             time.sleep(2.5)
     disconnect()
 
 
+def forked_rank(environment: dict[str, str], steps: int, fault: str, victim: int, folder: Path) -> None:
+    """A rank in a process made by ``multiprocessing``, with its stderr in a file."""
+    os.environ.update(environment)
+    os.dup2(os.open(folder / f"{environment['RANK']}.stderr", os.O_WRONLY | os.O_CREAT), 2)
+    run_command(lambda: go_round(steps, fault, victim, folder))
+
+
 if __name__ == "__main__":
-    run_command(main)
+    run_command(lambda: go_round(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])))
