@@ -30,7 +30,7 @@ end_all() {
     sleep 1
   done
   for pid in "${pids[@]}"; do kill -KILL -- "-$pid"; done
-  wait
+  [ "${#pids[@]}" = 0 ] || wait -f "${pids[@]}"   # -f: until they have ended, not only until one is stopped
 } 2> /dev/null                             # bash would announce each ended process
 
 trap 'end_all; exit 130' INT
@@ -58,6 +58,7 @@ done
 while [ "${#pids[@]}" != 0 ]; do
   wait -n -p ended "${pids[@]}"
   code=$?
+  if [ -z "${ended:-}" ]; then sleep 1; continue; fi   # all ranks are stopped (SIGSTOP): bash would not wait for them
   for rank in "${!pids[@]}"; do [ "${pids[rank]}" = "$ended" ] && break; done
   if [ "$code" != 0 ]; then
     end_all

@@ -1,6 +1,6 @@
 """A small program in place of the training: ``ring STEPS FAULT RANK FOLDER``, all ranks add up a number, step by step.
 
-FAULT happens to RANK at step 5: "hang" while reading data, "hold the lock" of the interpreter for ever, "err" with a
+FAULT happens to RANK at step 30: "hang" while reading data, "hold the lock" of the interpreter for ever, "err" with a
 UserError, "leave late" after the others' end; "none" leaves it to the caller. Each rank writes its pid and step into FOLDER.
 """
 
@@ -23,6 +23,7 @@ from pipeline.errors import UserError, run_command  # noqa: E402
 from pipeline.heartbeat import Heartbeat  # noqa: E402
 
 LIMITS = DistributedConfig(silence_timeout=5, progress_timeout=5)
+FAULT_STEP = 30  # after more than a second, so that a sign of life from before it has been sent
 
 
 def go_round(steps: int, fault: str, victim: int, folder: Path) -> None:
@@ -32,11 +33,11 @@ def go_round(steps: int, fault: str, victim: int, folder: Path) -> None:
     with Heartbeat(world, LIMITS) as heartbeat:
         for step in range(1, steps + 1):
             heartbeat.at(step, "reading data")
-            if step == 5 and fault == "hang":
+            if step == FAULT_STEP and fault == "hang":
                 time.sleep(600)
-            if step == 5 and fault == "hold the lock":
+            if step == FAULT_STEP and fault == "hold the lock":
                 ctypes.PyDLL(None).sleep(600)
-            if step == 5 and fault == "err":
+            if step == FAULT_STEP and fault == "err":
                 raise UserError("the disk is full: free some space.")
             time.sleep(0.05)
             heartbeat.at(step, "training")

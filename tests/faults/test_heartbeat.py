@@ -22,6 +22,7 @@ from pipeline.lost_ranks import Judge, Sign, Status
 pytestmark = pytest.mark.multiprocess
 
 FOLDER = Path(__file__).parent
+FAULT_STEP = 30  # of ring.py, 50 ms each
 LIMIT = 5  # silence_timeout and progress_timeout of ring.py
 BOUND = LIMIT + 10  # what heartbeat.py promises, in seconds from the fault to the end of all
 
@@ -49,7 +50,7 @@ class Ring:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": free_port(),
         }
-        steps = 100_000 if self.number else 25
+        steps = 100_000 if self.number else FAULT_STEP + 10
         for rank in range(self.ranks):
             environment = {key: str(value) for key, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             process = context.Process(target=ring.forked_rank, args=(environment, steps, self.fault, self.victim, self.folder))
@@ -63,7 +64,7 @@ class Ring:
 
     def look(self) -> None:
         """Strike when the time has come; note who has ended."""
-        if not self.fault_at and min(self.at(rank)[1] for rank in range(self.ranks)) >= (25 if self.number else 4):
+        if not self.fault_at and min(self.at(rank)[1] for rank in range(self.ranks)) >= FAULT_STEP - 1:
             if self.number:
                 os.kill(self.processes[self.victim].pid, self.number)
             self.fault_at = time.monotonic()
@@ -163,8 +164,8 @@ def test_the_hanging_one_is_named_and_shows_where(name: str, rings: dict[str, Ri
     ring = rings[name]
     for rank in range(ring.ranks):
         sentence, *traceback = ring.stderr(rank).splitlines()
-        assert sentence.startswith(f"error: rank {ring.victim} (host ") and "distributed.progress_timeout 5" in sentence
-        assert "it is at step 5, reading data, while rank" in sentence and "waits at step 5, training" in sentence
+        assert sentence.startswith(f"error: rank {ring.victim} (host ") and f"distributed.progress_timeout {LIMIT}" in sentence
+        assert "it is at step 30, reading data, while rank" in sentence and "waits at step 30, training" in sentence
         assert any("in go_round" in line for line in traceback) == (rank == ring.victim)
     assert ring.ended_at[ring.victim] == min(ring.ended_at.values())  # first: launchers show the first one's output
 
@@ -178,7 +179,7 @@ def test_last_words_are_repeated(name: str, rings: dict[str, Ring]) -> None:
     for rank in ring.others:
         (sentence,) = ring.stderr(rank).splitlines()
         assert sentence.startswith(f"error: rank {ring.victim} (host ")
-        assert sentence.endswith("ended at step 5, reading data: the disk is full: free some space.")
+        assert sentence.endswith("ended at step 30, reading data: the disk is full: free some space.")
 
 
 def test_a_normal_end_is_quiet(rings: dict[str, Ring]) -> None:
