@@ -60,6 +60,4 @@ class StepStatistics:
         return [(norm.running_mean, norm.running_var) for norm in self._norms]
 
     def _copies(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [
-            (norm.running_mean.clone(), norm.running_var.clone(), norm.num_batches_tracked.clone()) for norm in self._norms
-        ]
+        return [(norm.running_mean.clone(), norm.running_var.clone(), norm.num_batches_tracked.clone()) for norm in self._norms]

@@ -55,7 +55,9 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     except OSError as error:
         if error.filename is None and error.errno is None:
             _fail(traceback.format_exc(), 1)  # not from the file system
-        _fail(f"error: {error.filename or 'writing a file'}: {error.strerror}: see to the path, its permissions and the free space.")
+        _fail(
+            f"error: {error.filename or 'writing a file'}: {error.strerror}: see to the path, its permissions and the free space."
+        )
     except Exception:
         _fail(traceback.format_exc(), 1)
     sys.exit(code or 0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import checkpoint, flops
+from pipeline.bad_sample_report import BadSampleReport
 from pipeline.batchnorm import StepStatistics
 from pipeline.checkpoint.held import optimizer_step_count
 from pipeline.config import Config, accumulation_steps, config_from_dict
@@ -24,9 +25,10 @@ from pipeline.ema import WeightAverage
 from pipeline.engine import build_engine
 from pipeline.evaluate import check_classes, check_same_classes, evaluation_loader
 from pipeline.models import create_model, load_pretrained
+from pipeline.run_files import write_run_files
 from pipeline.run_folder import check_same_data, check_same_run, config_hash, open_run_folder
 from pipeline.run_lock import RunLock
-from pipeline.run_log import RunLog, write_run_files
+from pipeline.run_log import RunLog
 from pipeline.sample_log import SampleLog
 from pipeline.schedule import Schedule, make_schedule
 
@@ -78,7 +80,7 @@ class Run:
             data=self.train_set.identity(),
             world_size=self.world.size,
             zero_stage=self.config.train.zero_stage,
-            bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.items()},
+            bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.state().items()},
             best=self.best,
             evaluation_due=self.evaluation_due,
         )
@@ -148,8 +150,8 @@ def start_run(config: Config, world: World) -> Run | None:
         val_loader=evaluation_loader(val_set, config, world),
         agreement=agreement,
         saver=checkpoint.Saver(folder, world, config.checkpoint, agreement),
-        log=RunLog(config, world, step, schedule.last_step, flops_per_image, known),
-        samples=SampleLog(folder, world, step) if config.log.samples else None,
+        log=RunLog(config, world, step, schedule.last_step, flops_per_image, BadSampleReport(world, known)),
+        samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
         first_step=step,
         step=step,
         skipped_steps=before.state.skipped_steps if before else 0,

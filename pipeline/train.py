@@ -137,7 +137,7 @@ def complete_step(run: Run, stop: StopSignal, heartbeat: Heartbeat, stopping: bo
         stopping = results is None
     if stopping or improved or run.step == run.schedule.last_step or (every and run.step % every == 0):
         heartbeat.at(run.step, "saving")
-        run.log.flush()
+        run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
         run.saver.save(run.engine, run.ema, run.state())
         run.log.restart_clock()
     return stopping

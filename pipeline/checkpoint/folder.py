@@ -68,7 +68,9 @@ class Manifest:
     def to_text(self) -> str:
         """As JSON, with a checksum of itself."""
         content = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
-        return json.dumps({"xxh3": xxhash.xxh3_128_hexdigest(content.encode()), "content": json.loads(content)}, indent=1) + "\n"
+        return (
+            json.dumps({"xxh3": xxhash.xxh3_128_hexdigest(content.encode()), "content": json.loads(content)}, indent=1) + "\n"
+        )
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

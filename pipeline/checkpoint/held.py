@@ -51,7 +51,9 @@ def held(engine, ema: WeightAverage | None) -> Iterator[Held]:
         engine: the DeepSpeed engine, between two steps.
         ema: the averaged weights, if the run has them.
     """
-    stretches = {0: _replicated, 1: _optimizer_sharded, 2: _optimizer_sharded, 3: _all_sharded}[engine.zero_optimization_stage()]
+    stretches = {0: _replicated, 1: _optimizer_sharded, 2: _optimizer_sharded, 3: _all_sharded}[
+        engine.zero_optimization_stage()
+    ]
     averages = ema.averages if ema else {}
     for name, parameter in engine.module.named_parameters():
         yield from stretches(engine, name, parameter, averages.get(name))

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.coordination import Agreed, Agreement
 from pipeline.checkpoint.folder import (
     FOLDER,
     MANIFEST,
@@ -27,6 +26,7 @@ from pipeline.checkpoint.folder import (
 from pipeline.checkpoint.held import held
 from pipeline.checkpoint.parts import BUFFER, stretch_key, write_part
 from pipeline.config import CheckpointConfig
+from pipeline.coordination import Agreed, Agreement
 from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.errors import UserError
@@ -177,7 +177,11 @@ class Saver:
                     raise
                 if pause == 0.5:
                     reason = error.strerror or error
-                    print(f"warning: {path} cannot be written ({reason}); trying again for {left:.0f} s", file=sys.stderr, flush=True)
+                    print(
+                        f"warning: {path} cannot be written ({reason}); trying again for {left:.0f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
