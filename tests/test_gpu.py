@@ -70,6 +70,6 @@ def test_training_on_a_gpu_resumes(small_run: Path, tmp_path: Path, monkeypatch:
             )
     straight, resumed = (step_rows(tmp_path / run) for run in ("straight", "resumed"))
     torch.testing.assert_close([r["loss"] for r in straight], [r["loss"] for r in resumed], rtol=1e-3, atol=0)
-    first, second = (read_weights(tmp_path / run)["model"] for run in ("straight", "resumed"))
+    first, second = (read_weights(tmp_path / run).model for run in ("straight", "resumed"))
     for name, value in first.items():
         torch.testing.assert_close(second[name].float(), value.float(), rtol=1e-2, atol=1e-3)
