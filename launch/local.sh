@@ -30,7 +30,7 @@ end_all() {
     sleep 1
   done
   for pid in "${pids[@]}"; do kill -KILL -- "-$pid"; done
-  wait
+  [ "${#pids[@]}" = 0 ] || wait -f "${pids[@]}"   # -f: until they have ended, not only until one is stopped
 } 2> /dev/null                             # bash would announce each ended process
 
 trap 'end_all; exit 130' INT
@@ -42,6 +42,8 @@ export MASTER_PORT
 # Divide the cores among the ranks; by default each rank would start a thread for every core.
 share=$(($(nproc) / ranks))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((share > 0 ? share : 1))}
+# PyTorch prints a C++ traceback for each connection that a lost rank leaves behind; the rank that notices says it in a sentence.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 for ((rank = 0; rank < ranks; rank++)); do
   export RANK=$rank LOCAL_RANK=$rank
@@ -56,6 +58,7 @@ done
 while [ "${#pids[@]}" != 0 ]; do
   wait -n -p ended "${pids[@]}"
   code=$?
+  if [ -z "${ended:-}" ]; then sleep 1; continue; fi   # all ranks are stopped (SIGSTOP): bash would not wait for them
   for rank in "${!pids[@]}"; do [ "${pids[rank]}" = "$ended" ] && break; done
   if [ "$code" != 0 ]; then
     end_all

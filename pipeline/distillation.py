@@ -58,13 +58,13 @@ def load_teacher(config: Config, device: torch.device) -> Callable[[Tensor], Ten
     """
     source = Path(config.train.teacher)
     saved = read_weights(source)
-    its = config_from_dict(saved["config"], source=str(source)).model
+    its = config_from_dict(saved.state.config, source=str(source)).model
     for key in ("num_classes", "image_size"):
         found, needed = getattr(its, key), getattr(config.model, key)
         if found != needed:
             raise UserError(f"train.teacher {source} has model.{key} {found}, {needed} needed: choose another teacher.")
     teacher = create_model(its.name, its.num_classes, its.image_size, switches=its.switches)
-    teacher.load_state_dict(saved.get("ema", saved["model"]))
+    teacher.load_state_dict(saved.ema or saved.model)
     teacher.to(device).eval().requires_grad_(False)
 
     @torch.no_grad()

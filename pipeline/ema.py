@@ -17,37 +17,31 @@ class WeightAverage:
     Args:
         engine: the DeepSpeed engine.
         decay: 0.9999 and the like.
+
+    Attributes:
+        averages: by name; each of the shape of what this process holds of the parameter.
     """
 
     def __init__(self, engine, decay: float) -> None:
         self.decay = decay
         self._engine = engine
-        self._average = {name: weight.clone() for name, weight in self._held()}
+        self.averages = {name: weight.clone() for name, weight in self._held()}
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the model's current weights into the average."""
         for name, weight in self._held():
-            self._average[name].lerp_(weight, 1 - self.decay)
+            self.averages[name].lerp_(weight, 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within the block the model has the averaged weights; afterwards its own again, bit for bit."""
         own = {name: weight.clone() for name, weight in self._held()}
-        self._load(self._average)
+        self._load(self.averages)
         try:
             yield
         finally:
             self._load(own)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """This process's averages, on the CPU."""
-        return {name: value.cpu() for name, value in self._average.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Put back what :meth:`state_dict` returned on the same process of the same world."""
-        for name, value in state.items():
-            self._average[name].copy_(value)
 
     @torch.no_grad()
     def _load(self, values: dict[str, Tensor]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -60,18 +62,24 @@ def set_learning_rate(engine, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_step(engine) -> Tensor | float | None:
-    """Take a step if the accumulated micro-batches complete one.
+def optimizer_step(engine) -> float | Tensor | None:
+    """Take a step if the accumulated micro-batches complete one. A gradient that is not finite changes nothing.
 
     Returns:
-        The global gradient norm before clipping, perhaps still being computed on the device; None between steps.
+        The global gradient norm before clipping: if it is not finite, on every process, the step was not taken. None between
+        steps.
     """
     if not engine.is_gradient_accumulation_boundary():
         engine.step()
         return None
-    norm = _replicated_grad_norm(engine) if engine.zero_optimization_stage() == 0 else None
+    if engine.zero_optimization_stage():
+        engine.step()  # looks for infinities and NaN itself, in the gradients of all processes
+        return engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
+    norm = _replicated_grad_norm(engine)
+    if not math.isfinite(norm):
+        engine.zero_grad()  # AdamW passes over parameters without a gradient
     engine.step()
-    return engine.get_global_grad_norm() if norm is None else norm
+    return norm
 
 
 def _replicated_grad_norm(engine) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -35,9 +36,12 @@ def check_writable(path: Path) -> None:
         )
 
 
-def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(USER_ERROR)
+def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: with exchanges between processes under way the interpreter would crash as it tidies up, with another code.
+    os._exit(code)
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
@@ -45,12 +49,15 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main()
     except UserError as error:
-        _fail(str(error))
+        _fail(f"error: {error}")
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from what is saved", file=sys.stderr, flush=True)
-        sys.exit(130)
+        _fail("stopped; the same command goes on from what is saved", 130)
     except OSError as error:
         if error.filename is None and error.errno is None:
-            raise  # not from the file system
-        _fail(f"{error.filename or 'writing a file'}: {error.strerror}: see to the path, its permissions and the free space.")
+            _fail(traceback.format_exc(), 1)  # not from the file system
+        _fail(
+            f"error: {error.filename or 'writing a file'}: {error.strerror}: see to the path, its permissions and the free space."
+        )
+    except Exception:
+        _fail(traceback.format_exc(), 1)
     sys.exit(code or 0)

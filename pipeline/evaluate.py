@@ -34,15 +34,19 @@ def evaluation_loader(shards: ShardSet, config: Config, world: World) -> Loader:
 
 
 @torch.no_grad()
-def evaluate(forward: Callable[[Tensor], Tensor], loader: Loader, world: World) -> dict[str, float]:
+def evaluate(
+    forward: Callable[[Tensor], Tensor], loader: Loader, world: World, stop: Callable[[], bool] | None = None
+) -> dict[str, float] | None:
     """One pass over the evaluation set; every process must call.
 
     Args:
         forward: images (B, 3, H, W) -> scores (B, classes).
         loader: from :func:`evaluation_loader`.
         world: all processes.
+        stop: asked before every batch, with the same answer on all processes; if it is yes, the pass is given up.
 
     Returns:
+        None if it was given up, else
         ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), and the integers ``correct1``, ``correct5``
         and ``count``. Images that cannot be used are named in the log and not in the count.
     """
@@ -51,6 +55,8 @@ def evaluate(forward: Callable[[Tensor], Tensor], loader: Loader, world: World) 
         range(len(loader.plan)), desc="evaluating", unit="batch", leave=False, disable=None if world.is_main else True
     )
     for _ in batches:
+        if stop and stop():
+            return None
         batch = next(loader)
         scores = forward(batch.images).float()  # (B, classes)
         best = scores.topk(min(5, scores.shape[1]), dim=1).indices  # (B, 5)
@@ -105,6 +111,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, type=Path, metavar="SHARD_DIR", help="folder that holds the shards")
     parser.add_argument("--split", default="val", help="default: val")
     parser.add_argument("--weights", choices=("model", "ema"), default="model", help="default: model")
+    parser.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
     parser.add_argument("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
     parser.add_argument(
         "--switch",
@@ -118,22 +125,19 @@ def main() -> None:
     if args.json:
         check_writable(args.json)
 
-    saved = read_weights(args.checkpoint)
-    if args.weights not in saved:
-        raise UserError(
-            f"{args.checkpoint} has no {args.weights} weights: pass --weights model, or train with train.ema_decay."
-        )
-    config = config_from_dict(saved["config"], source=str(args.checkpoint))
+    saved = read_weights(args.checkpoint, args.step)
+    weights = saved.choose(args.weights)
+    config = config_from_dict(saved.state.config, source=str(args.checkpoint))
     if args.batch_size is not None:
         config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
     config = with_switches(config, args.switch)
     shards = ShardSet(args.data, args.split)
     check_classes(config, shards)
-    check_same_classes(shards, saved["classes"], of=f"the run {args.checkpoint}")
+    check_same_classes(shards, saved.state.classes, of=f"the run {args.checkpoint}")
 
     world = init_world()
     model = create_model(config.model.name, config.model.num_classes, config.model.image_size, switches=config.model.switches)
-    model.load_state_dict(saved[args.weights])
+    model.load_state_dict(weights)
     model.to(world.device).eval()
 
     def forward(images: Tensor) -> Tensor:
@@ -147,7 +151,7 @@ def main() -> None:
         row = {
             "model": config.model.name,
             "checkpoint": str(args.checkpoint),
-            "step": saved["step"],
+            "step": saved.state.step,
             "data": str(shards.folder),
             "split": args.split,
             "weights": args.weights,

@@ -22,21 +22,21 @@ def image_grid(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], 
 
 
 @torch.no_grad()
-def peripheral_maps(model: nn.Module, images: Tensor) -> Tensor | None:
+def peripheral_maps(model: nn.Module, image_size: int) -> Tensor | None:
     """Φp of every layer (rows) and head (columns) for the query at the centre, as in Fig. 4 of the PerViT paper.
 
     Every process must call, in eval mode: under ZeRO-3 the parameters are gathered for it.
 
     Args:
         model: the model; one without Φp has no such maps.
-        images: (B, 3, H, W) gives the image size.
+        image_size: side of the square input in pixels.
 
     Returns:
         (1, layers * rows, heads * columns) in [0, 1], each pixel enlarged; or None.
     """
     if not hasattr(model, "log_phi"):
         return None
-    rows, columns = model.token_grid(images)
+    rows, columns = model.token_grid(torch.empty(1, 3, image_size, image_size, device="meta"))
     centre = rows // 2 * columns + columns // 2
     log_phi = model.log_phi((rows, columns))
     if log_phi[0] is None:  # ablated

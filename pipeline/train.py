@@ -2,8 +2,9 @@
 
     python -m pipeline.train --config configs/pervit_t.yaml [dotted.key=value ...]
 
-The same command continues a run that was stopped. Several processes: ``launch/local.sh`` on one machine,
-``sbatch launch/pervit_t.slurm`` on a cluster.
+The same command continues a run that was stopped, on any number of processes. Several processes: ``launch/local.sh`` on one
+machine, ``sbatch launch/train.slurm configs/pervit_t.yaml`` on a cluster. SIGTERM or SIGUSR1 to any of them: all save a
+checkpoint and end with exit code 75.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import dataclass
-from fractions import Fraction
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -20,190 +20,163 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline import checkpoint, flops, pictures
-from pipeline.batchnorm import averaged_statistics
-from pipeline.config import Config, accumulation_steps, load_config
-from pipeline.data.loader import Batch, Loader, to_device
-from pipeline.data.plan import TrainPlan, epoch_length
-from pipeline.data.shards import ShardSet
-from pipeline.distillation import hard_distillation_loss, load_teacher
+from pipeline import pictures
+from pipeline.config import Config, load_config
+from pipeline.coordination import StopSignal
+from pipeline.data.loader import Batch, to_device
+from pipeline.distillation import hard_distillation_loss
 from pipeline.distributed import World, disconnect, init_world
-from pipeline.ema import WeightAverage
-from pipeline.engine import build_engine, optimizer_step, set_learning_rate
-from pipeline.errors import run_command
-from pipeline.evaluate import check_classes, check_same_classes, evaluate, evaluation_loader
-from pipeline.models import create_model, load_pretrained
+from pipeline.engine import optimizer_step, set_learning_rate
+from pipeline.errors import PREEMPTED, run_command
+from pipeline.evaluate import evaluate
+from pipeline.heartbeat import Heartbeat
+from pipeline.nonfinite import MicroBatch, skip_or_stop
 from pipeline.optim import learning_rate
 from pipeline.philox import Stream, uniforms
-from pipeline.run_folder import check_same_run
-from pipeline.run_log import RunLog, StepRecord, write_run_files
+from pipeline.run import Run, start_run
+from pipeline.run_log import StepRecord
 
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Where the run stands at a step. Epochs follow each other without a gap, so their ends need not fall on a step."""
-
-    images: int  # that an epoch shows
-    global_batch_size: int
-    epochs: float
-    max_steps: int | None
-
-    @property
-    def steps_per_epoch(self) -> float:
-        return self.images / self.global_batch_size
-
-    @property
-    def last_step(self) -> int:
-        """Of the schedule, or ``max_steps`` if that comes first."""
-        whole = math.ceil(self.epochs * self.steps_per_epoch - 1e-9)
-        return whole if self.max_steps is None else min(whole, self.max_steps)
-
-    def samples(self, step: int) -> int:
-        return step * self.global_batch_size
-
-    def epoch(self, step: int) -> float:
-        return self.samples(step) / self.images
-
-    def passes(self, step: int, every_epochs: float | None) -> bool:
-        """Whether this step completes another ``every_epochs`` epochs, or the run."""
-        if step == self.last_step:
-            return True
-        if every_epochs is None:
-            return False
-        every_samples = Fraction(str(every_epochs)) * self.images  # exact: 0.3 // 0.1 is 2 in floating point
-        return self.samples(step) // every_samples > self.samples(step - 1) // every_samples
-
-
-def make_schedule(config: Config, train_set: ShardSet) -> Schedule:
-    """The run's schedule; with ``train.scale_epochs`` the epochs of a subset are as many steps as those of the full set."""
-    images = epoch_length(len(train_set), config.augment.repeats)
-    epochs = config.train.epochs
-    if config.train.scale_epochs:
-        epochs /= train_set.subset
-    return Schedule(images, config.train.global_batch_size, epochs, config.train.max_steps)
-
-
-def train(config: Config, world: World) -> None:
-    """Train to the end of the schedule, from the newest checkpoint if there is one.
+def train(config: Config, world: World) -> int:
+    """Train to the end of the schedule, from the newest whole checkpoint if there is one.
 
     Args:
         config: the run.
         world: all processes; each calls this.
 
+    Returns:
+        The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint.
+
     Raises:
-        UserError: config, data and run folder do not fit together, or the loss is not finite.
+        UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
     """
-    train_set, val_set = ShardSet(config.data.path, "train"), ShardSet(config.data.path, "val")
-    check_classes(config, train_set)
-    check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
-    accumulation = accumulation_steps(config.train, world.size)
-    schedule = make_schedule(config, train_set)
-    run_dir = check_same_run(config, world)
-    first_step = world.gather(checkpoint.latest_step(run_dir) or 0)[0]  # rank 0's word: network disks may lag elsewhere
-    if first_step >= schedule.last_step:
-        if world.is_main:
-            print(f"{run_dir} is complete at step {first_step}: nothing to train.", flush=True)
-        return
-
-    count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
-    cost = world.gather(flops.count(*count) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
-    torch.manual_seed(config.seed)
-    model = create_model(
-        config.model.name,
-        config.model.num_classes,
-        config.model.image_size,
-        config.model.drop_path,
-        config.train.activation_checkpointing,
-        config.model.switches,
-    )
-    if config.train.init_from and not first_step:
-        source = Path(config.train.init_from)
-        for sentence in load_pretrained(model, checkpoint.read_initial_weights(source), source=f"train.init_from {source}"):
-            if world.is_main:
-                print(f"init_from: {sentence}", flush=True)
-    teacher = load_teacher(config, world.device) if config.train.teacher else None
-    engine = build_engine(model, config, world)
-    ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
-    about = {
-        "config": config.model_dump(mode="json"),
-        "classes": train_set.classes,
-        "data": train_set.identity(),
-        "world_size": world.size,
-    }
-    if first_step:
-        checkpoint.load(engine, run_dir, first_step, about["data"], ema, world)
-
-    write_run_files(config, world)  # only now: a start that was refused leaves no trace
-    loader = training_loader(train_set, config, world, first_step)
-    val_loader = evaluation_loader(val_set, config, world)
-    log = RunLog(config, world, first_step, schedule.last_step, cost.training_flops_per_image(config.train.micro_batch_size))
-    if config.optim.warmup_epochs >= schedule.epochs:
-        log.say(
-            f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"
-        )
-    log.say(
-        f"{config.model.name} on {world.device}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {config.train.global_batch_size} = "
-        f"{config.train.micro_batch_size} x {world.size} processes x {accumulation}; steps {first_step} to {schedule.last_step}, "
-        f"{schedule.steps_per_epoch:.1f} per epoch"
-    )
-
-    for step in range(first_step + 1, schedule.last_step + 1):  # step: its number, once it is done
-        lr = learning_rate(step - 1, schedule.steps_per_epoch, schedule.epochs, config.train.global_batch_size, config.optim)
-        set_learning_rate(engine, lr)
-        loss_sum, data_seconds, replaced = torch.zeros((), device=world.device), 0.0, 0
-        for _ in range(accumulation):
-            started = time.perf_counter()
-            batch = next(loader)
-            data_seconds += time.perf_counter() - started
-            replaced += batch.replaced
-            scores = engine(batch.images, sample_noise(engine.module, batch, config.seed))
-            loss = mixed_cross_entropy(scores, batch, config.train.label_smoothing)
-            if teacher:
-                loss = hard_distillation_loss(loss, scores, teacher(batch.images))
-            engine.backward(loss)
-            grad_norm = optimizer_step(engine)
-            loss_sum += loss.detach()
-        if ema:
-            ema.update()
-        loss_mean = loss_sum / accumulation
-        where = (step, schedule.epoch(step), schedule.samples(step))
-        log.step(StepRecord(*where, lr, loss_mean, grad_norm, data_seconds, replaced, loader.bad.take_unreported()))
-
-        if step == first_step + 1:
-            log.images("train/images", pictures.image_grid(batch.images, config.data.mean, config.data.std), step)
-        if schedule.passes(step, config.eval.every_epochs):
-            log.flush()
-            results = evaluate_engine(engine, val_loader, ema, world)
-            log.evaluation(step, schedule.epoch(step), schedule.samples(step), results)
-            phi = pictures.peripheral_maps(engine.module, batch.images)
-            if phi is not None:
-                log.images("model/peripheral_attention", phi, step)
-            engine.train()
-        if step == schedule.last_step or (config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0):
-            log.flush()
-            checkpoint.save(engine, run_dir, step, about, ema, world, config.checkpoint.keep_last)
-            log.restart_clock()
-    for each in (loader, val_loader):
-        each.close()
-    log.close()
+    with StopSignal() as stop, Heartbeat(world, config.distributed) as heartbeat:
+        run = start_run(config, world)
+        if run is None:
+            return 0
+        with closing(run):
+            stopping = run.evaluation_due and complete_step(run, stop, heartbeat, stopping=False)
+            while run.step < run.schedule.last_step and not stopping:
+                images = training_step(run, heartbeat)
+                agreed = run.tell(stop)
+                run.evaluation_due = run.schedule.passes(run.step, config.eval.every_epochs)
+                if run.step == run.first_step + 1:
+                    run.log.images("train/images", pictures.image_grid(images, config.data.mean, config.data.std), run.step)
+                ends = agreed.stop != 0 and run.step < run.schedule.last_step
+                stopping = complete_step(run, stop, heartbeat, ends)
+            run.saver.finish()
+            if stopping:
+                run.log.say(f"stopped by a signal at step {run.step}, with a checkpoint: the same command goes on from here")
+    return PREEMPTED if stopping else 0
 
 
-def training_loader(shards: ShardSet, config: Config, world: World, first_step: int) -> Loader:
-    """This process's micro-batches from the first one of step ``first_step`` on."""
-    plan = TrainPlan(
-        shards=shards,
-        seed=config.seed,
-        image_size=config.model.image_size,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        rank=world.rank,
-        world_size=world.size,
-        data=config.data,
-        augment=config.augment,
-    )
-    return Loader(plan, config.data, world.device, world.cpu_threads, start=first_step * plan.batches_per_step)
+def training_step(run: Run, heartbeat: Heartbeat) -> Tensor:
+    """One optimizer step.
+
+    Returns:
+        The last micro-batch's images, (B, 3, H, W).
+    """
+    config, engine, schedule, step = run.config, run.engine, run.schedule, run.step + 1  # its number, once it is done
+    lr = learning_rate(run.step, schedule.steps_per_epoch, schedule.epochs, config.train.global_batch_size, config.optim)
+    set_learning_rate(engine, lr)
+    run.norms.begin()
+    data_seconds, replaced, seen = 0.0, 0, []
+    for number in range(engine.gradient_accumulation_steps()):
+        heartbeat.at(step, "reading data")
+        started = time.perf_counter()
+        batch = next(run.loader)
+        data_seconds += time.perf_counter() - started
+        replaced += batch.replaced
+        heartbeat.at(step, "training")
+        run.norms.micro_batch(number)
+        scores = engine(batch.images, sample_noise(engine.module, batch, config.seed))
+        loss = mixed_cross_entropy(scores, batch, config.train.label_smoothing)
+        if run.teacher:
+            loss = hard_distillation_loss(loss, scores, run.teacher(batch.images))
+        engine.backward(loss)
+        grad_norm = optimizer_step(engine)
+        seen.append(MicroBatch(batch.request, loss.detach()))
+    taken = math.isfinite(grad_norm)  # the same on all processes
+    run.norms.end(taken)
+    if not taken:
+        skip_or_stop(run, step, seen)
+    elif run.ema:
+        run.ema.update()
+    run.step = step
+    loss_mean = torch.stack([each.loss for each in seen]).mean()
+    where = (step, schedule.epoch(step), schedule.samples(step))
+    bad = run.loader.bad.take_unreported()
+    run.log.step(StepRecord(*where, lr, loss_mean, grad_norm, data_seconds, replaced, bad, run.skipped_steps))
+    if run.samples:
+        for each in seen:
+            run.samples.add(each.request)
+        run.samples.write(step)
+    return batch.images
+
+
+def complete_step(run: Run, stop: StopSignal, heartbeat: Heartbeat, stopping: bool) -> bool:
+    """What follows a step: an evaluation and a checkpoint, where they are due.
+
+    Args:
+        stopping: the processes have agreed to end here: an evaluation that is due is left to the next start.
+
+    Returns:
+        Whether the run ends here.
+    """
+    every, improved = run.config.checkpoint.every_steps, False
+    if run.evaluation_due and not stopping:
+        heartbeat.at(run.step, "evaluating")
+        run.log.flush()
+        results = evaluate_run(run, stop, heartbeat)
+        if results:
+            improved = note_results(run, results)
+            run.evaluation_due = False
+        run.engine.train()
+        stopping = results is None
+    if stopping or improved or run.step == run.schedule.last_step or (every and run.step % every == 0):
+        heartbeat.at(run.step, "saving")
+        run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
+        run.saver.save(run.engine, run.ema, run.state())
+        run.log.restart_clock()
+    return stopping
+
+
+def evaluate_run(run: Run, stop: StopSignal, heartbeat: Heartbeat) -> dict[str, dict[str, float]] | None:
+    """Results of the current weights, and of their average if there is one; None if a signal came in between.
+
+    Leaves the engine in eval mode.
+    """
+
+    def stopped() -> bool:
+        heartbeat.at(run.step, "evaluating")
+        return run.tell(stop).stop != 0
+
+    run.engine.eval()
+    results = {"model": evaluate(run.engine, run.val_loader, run.world, stopped)}
+    if run.ema and results["model"]:
+        with run.ema.applied():
+            results["ema"] = evaluate(run.engine, run.val_loader, run.world, stopped)
+    return results if all(results.values()) else None
+
+
+def note_results(run: Run, results: dict[str, dict[str, float]]) -> bool:
+    """Log an evaluation.
+
+    Returns:
+        Whether the run has never been better, so that its checkpoint is to be kept.
+    """
+    where = (run.step, run.schedule.epoch(run.step), run.schedule.samples(run.step))
+    run.log.evaluation(*where, results)
+    phi = pictures.peripheral_maps(run.engine.module, run.config.model.image_size)
+    if phi is not None:
+        run.log.images("model/peripheral_attention", phi, run.step)
+    weights, result = max(results.items(), key=lambda item: item[1]["top1"])
+    if run.best and result["top1"] <= run.best["top1"]:
+        return False
+    run.best = {"top1": result["top1"], "step": run.step, "weights": weights}
+    return run.config.checkpoint.keep_best
 
 
 def mixed_cross_entropy(scores: Tensor, batch: Batch, label_smoothing: float) -> Tensor:
@@ -238,26 +211,16 @@ def sample_noise(model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
     return to_device(noise, batch.images.device)
 
 
-def evaluate_engine(engine, loader: Loader, ema: WeightAverage | None, world: World) -> dict[str, dict[str, float]]:
-    """Results of the current weights, and of their average if there is one. Leaves the engine in eval mode."""
-    engine.eval()
-    with averaged_statistics(engine.module, world):
-        results = {"model": evaluate(engine, loader, world)}
-        if ema:
-            with ema.applied():
-                results["ema"] = evaluate(engine, loader, world)
-    return results
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, type=Path, help="a file of configs/")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=100")
     args = parser.parse_args()
     config = load_config(args.config, args.overrides)
     world = init_world()
-    train(config, world)
+    code = train(config, world)
     disconnect()
+    return code
 
 
 if __name__ == "__main__":

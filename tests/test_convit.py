@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from golden import RULES, Golden, assert_close, make_input
 from torch import nn
 
 from pipeline import flops
@@ -18,22 +15,9 @@ from pipeline.models.gpsa import GatedPositionalSelfAttention, PositionalSelfAtt
 from pipeline.models.probe import recorded
 from pipeline.models.vit import merge_heads, split_heads
 
-GOLDEN = Path(__file__).parent / "golden"
-META = json.loads((GOLDEN / "convit_tiny.json").read_text())
-_spec = importlib.util.spec_from_file_location("fill_rule", GOLDEN / "fill_rule.py")
-fill_rule = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fill_rule)
+GOLDEN = Golden("convit_tiny")
 
 CENTRE = 7 * 14 + 7  # the query whose attention was measured
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    return dict(np.load(GOLDEN / "convit_tiny.npz"))
-
-
-def reference_weights(rule: str) -> dict[str, torch.Tensor]:
-    return {key: fill_rule.fill(key, shape, rule) for key, shape, *_ in META["keys"]}
 
 
 def small(**options) -> nn.Module:
@@ -42,49 +26,48 @@ def small(**options) -> nn.Module:
     return create_model("convit_ti", num_classes=5, image_size=48, **options)
 
 
-@pytest.mark.parametrize("rule", ["A", "B"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("dtype", "suffix", "tolerance"), [(torch.float64, "f64", 1e-5), (torch.float32, "f32", 1e-4)])
-def test_logits_reproduce_the_authors_code(golden: dict, rule: str, dtype: torch.dtype, suffix: str, tolerance: float) -> None:
+def test_logits_reproduce_the_authors_code(rule: str, dtype: torch.dtype, suffix: str, tolerance: float) -> None:
     """Guards against any of the details that shift the published weights: offsets, gates, the class token's place, norms."""
-    model = load_reference_state_dict(create_model("convit_ti").to(dtype), reference_weights(rule)).eval()
+    model = load_reference_state_dict(create_model("convit_ti").to(dtype), GOLDEN.weights(rule)).eval()
     with torch.no_grad():
-        logits = model(fill_rule.make_input(224).to(dtype)).double().numpy()
-    expected = golden[f"logits_{suffix}_{rule}"]
-    assert np.abs(logits - expected).max() <= tolerance * np.abs(expected).max()
+        logits = model(make_input(224).to(dtype))
+    assert_close(logits, GOLDEN.arrays[f"logits_{suffix}_{rule}"], tolerance)
 
 
-@pytest.mark.parametrize("rule", ["A", "B"])
-def test_layers_and_attention_reproduce_the_authors_code(golden: dict, rule: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_layers_and_attention_reproduce_the_authors_code(rule: str) -> None:
     """Guards against probes that show other attention than the one that is applied, and against errors that cancel out."""
-    model = load_reference_state_dict(create_model("convit_ti").double(), reference_weights(rule)).eval()
+    model = load_reference_state_dict(create_model("convit_ti").double(), GOLDEN.weights(rule)).eval()
     outputs = {}
-    for name in META["trace_names"][1:-1]:  # the blocks
+    for name in GOLDEN.meta["trace_names"][1:-1]:  # the blocks
         model.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
     with torch.no_grad(), recorded("attention", "position", "gate") as values:
-        model(fill_rule.make_input(224).double())
+        model(make_input(224).double())
 
-    trace = torch.stack(list(outputs[name].flatten()[:8] for name in META["trace_names"][1:-1]))  # (12, 8)
-    np.testing.assert_allclose(trace, golden[f"trace_first8_{rule}"][1:-1], rtol=1e-9, atol=1e-12)
+    trace = torch.stack(list(outputs[name].flatten()[:8] for name in GOLDEN.meta["trace_names"][1:-1]))  # (12, 8)
+    np.testing.assert_allclose(trace, GOLDEN.arrays[f"trace_first8_{rule}"][1:-1], rtol=1e-9, atol=1e-12)
     assert [len(values[name]) for name in ("attention", "position", "gate")] == [12, 10, 10]
     attention, position = values["attention"][0], values["position"][0]  # (2, 4, 196, 196), (4, 196, 196)
-    np.testing.assert_allclose(attention[:, :, CENTRE], golden[f"gpsa0_attn_rowq77_{rule}"], rtol=1e-9)
-    np.testing.assert_allclose(attention[:, :, :5, :5], golden[f"gpsa0_attn_corner_{rule}"], rtol=1e-9)
-    np.testing.assert_allclose(attention.square().sum((2, 3)), golden[f"gpsa0_attn_sumsq_{rule}"], rtol=1e-9)
-    np.testing.assert_allclose(position[:, CENTRE], golden[f"gpsa0_pos_rowq77_{rule}"], rtol=1e-9)
+    np.testing.assert_allclose(attention[:, :, CENTRE], GOLDEN.arrays[f"gpsa0_attn_rowq77_{rule}"], rtol=1e-9)
+    np.testing.assert_allclose(attention[:, :, :5, :5], GOLDEN.arrays[f"gpsa0_attn_corner_{rule}"], rtol=1e-9)
+    np.testing.assert_allclose(attention.square().sum((2, 3)), GOLDEN.arrays[f"gpsa0_attn_sumsq_{rule}"], rtol=1e-9)
+    np.testing.assert_allclose(position[:, CENTRE], GOLDEN.arrays[f"gpsa0_pos_rowq77_{rule}"], rtol=1e-9)
     assert values["attention"][-1].shape == (2, 4, 197, 197), "with the class token"
 
 
-def test_convolutional_initialization(golden: dict) -> None:
+def test_convolutional_initialization() -> None:
     """Guards against heads that start at other offsets, another locality strength, and gates that do not start at 1."""
     model = create_model("convit_ti").double().eval()
     attention = model.blocks[0].attn
-    np.testing.assert_array_equal(attention.position_projection.weight.detach(), META["init_pos_proj_weight"])
+    np.testing.assert_array_equal(attention.position_projection.weight.detach(), GOLDEN.meta["init_pos_proj_weight"])
     assert torch.equal(attention.v.weight, torch.eye(192, dtype=torch.float64))
     nn.init.zeros_(attention.qk.weight)  # uniform content attention
     with torch.no_grad(), recorded("attention", "position", "gate") as values:
         model(torch.zeros(1, 3, 224, 224, dtype=torch.float64))
-    np.testing.assert_allclose(values["position"][0][:, CENTRE], golden["init_gpsa0_pos_rowq77_f64"], rtol=1e-9)
-    uniform = golden["init_gpsa0_attn_uniformcontent_rowq77_f64"]
+    np.testing.assert_allclose(values["position"][0][:, CENTRE], GOLDEN.arrays["init_gpsa0_pos_rowq77_f64"], rtol=1e-9)
+    uniform = GOLDEN.arrays["init_gpsa0_attn_uniformcontent_rowq77_f64"]
     np.testing.assert_allclose(values["attention"][0][0, :, CENTRE], uniform, rtol=1e-9)
     np.testing.assert_allclose(torch.stack(values["gate"]), np.full((10, 4), 1 / (1 + np.exp(-1))), rtol=1e-12)
 
@@ -109,7 +92,7 @@ def test_parameter_counts_are_exact(name: str, parameters: int) -> None:
 
 def test_reference_loading_is_strict_in_both_directions() -> None:
     """Guards against weights that are quietly left out or quietly ignored."""
-    model, weights = create_model("convit_ti"), reference_weights("A")
+    model, weights = create_model("convit_ti"), GOLDEN.weights("A")
     missing = {k: v for k, v in weights.items() if k != "blocks.3.attn.gating_param"}
     with pytest.raises(UserError, match=r"1 names are missing \['blocks.3.attn.gating'\] and 0 are unknown"):
         load_reference_state_dict(model, missing)

@@ -83,8 +83,8 @@ def test_it_trains() -> None:
     assert torch.isfinite(loss)
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert {"distance_scales.weight", "blocks.0.position.projection1.weight", "blocks.2.position.norm2.bias"} <= moved
-    assert peripheral_maps(model.eval(), images).shape[0] == 1
-    assert peripheral_maps(small_model(peripheral=False).eval(), images) is None
+    assert peripheral_maps(model.eval(), images.shape[-1]).shape[0] == 1
+    assert peripheral_maps(small_model(peripheral=False).eval(), images.shape[-1]) is None
 
 
 def test_one_patch_has_no_distances() -> None:

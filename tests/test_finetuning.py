@@ -39,7 +39,7 @@ def test_other_classes_and_another_size_take_over_everything_but_the_head(
     ]
     result = run_module("pipeline.train", *fine)
     assert "head.weight starts anew: (10, 280) there, (3, 280) needed" in result.stdout
-    before, after = read_weights(base)["model"], read_weights(tuned)["model"]
+    before, after = read_weights(base).model, read_weights(tuned).model
     assert after["head.weight"].shape == (3, 280)
     for name, value in before.items():  # with a learning rate of nothing the rest is what was loaded
         if not name.startswith("head.") and "running" not in name and "num_batches" not in name:

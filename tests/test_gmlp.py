@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
+from golden import RULES, Golden, assert_close, make_input
 from torch import nn
 
 from pipeline.config import section_from_dict
@@ -18,15 +14,7 @@ from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.gmlp import GMLP, GMLPSwitches
 from pipeline.models.probe import recorded
 
-GOLDEN = Path(__file__).parent / "golden"
-META = json.loads((GOLDEN / "gmlp_s.json").read_text())
-_spec = importlib.util.spec_from_file_location("fill_rule", GOLDEN / "fill_rule.py")
-fill_rule = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fill_rule)
-
-
-def reference_weights(rule: str) -> dict[str, torch.Tensor]:
-    return {key: fill_rule.fill(key, shape, rule) for key, shape, *_ in META["keys"]}
+GOLDEN = Golden("gmlp_s")
 
 
 def small(**options) -> GMLP:
@@ -34,16 +22,14 @@ def small(**options) -> GMLP:
     return GMLP(16, 4, 6, num_classes=5, image_size=64, switches=switches, **options)
 
 
-@pytest.mark.parametrize("rule", ["A", "B"])
+@pytest.mark.parametrize("rule", RULES)
 def test_logits_reproduce_timm(rule: str) -> None:
     """Guards against the other half being mixed and against another epsilon in the gate's norm."""
-    golden = np.load(GOLDEN / "gmlp_s.npz")
-    model = load_reference_state_dict(create_model("gmlp_s").double(), reference_weights(rule)).eval()
+    model = load_reference_state_dict(create_model("gmlp_s").double(), GOLDEN.weights(rule)).eval()
     for dtype, suffix, tolerance in ((torch.float64, "f64", 1e-10), (torch.float32, "f32", 1e-4)):
         with torch.no_grad():
-            logits = model.to(dtype)(fill_rule.make_input(224).to(dtype)).numpy()
-        expected = golden[f"logits_{suffix}_{rule}"]
-        assert np.abs(logits - expected).max() <= tolerance * np.abs(expected).max()
+            logits = model.to(dtype)(make_input(224).to(dtype))
+        assert_close(logits, GOLDEN.arrays[f"logits_{suffix}_{rule}"], tolerance)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +44,7 @@ def test_parameters_and_multiply_accumulates_of_table_3(switches: dict, paramete
 
 def test_reference_loading_is_strict_in_both_directions() -> None:
     """Guards against weights that are quietly left out or quietly ignored."""
-    weights = reference_weights("A")
+    weights = GOLDEN.weights("A")
     with torch.device("meta"):
         model = create_model("gmlp_s")
     with pytest.raises(UserError, match=r"1 names are missing \['blocks.3.gate.bias'\] and 0 are unknown"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from golden import RULES, Golden, assert_close, make_input
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,23 +19,16 @@ from pipeline.models.lsat import LSAT, LSATLayout, LSATSwitches
 from pipeline.models.probe import recorded
 from pipeline.models.shifts import SHIFTS_32, SHIFTS_224, pad_circularly, roll, translate
 
-GOLDEN = Path(__file__).parent / "golden"
-_spec = importlib.util.spec_from_file_location("fill_rule", GOLDEN / "fill_rule.py")
-fill_rule = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fill_rule)
-
-REFERENCES = {"lsat_t_32": ("lsat_cifar_tiny", 32, 10), "lsat_t_224": ("lsat_imagenet_tiny", 224, 1000)}  # size, classes
-
-
-def reference_weights(name: str, rule: str) -> dict[str, torch.Tensor]:
-    keys = json.loads((GOLDEN / f"{REFERENCES[name][0]}.json").read_text())["keys"]
-    return {key: fill_rule.fill(key, shape, rule) for key, shape, *_ in keys}
+REFERENCES = {  # golden vectors, size, classes
+    "lsat_t_32": (Golden("lsat_cifar_tiny"), 32, 10),
+    "lsat_t_224": (Golden("lsat_imagenet_tiny"), 224, 1000),
+}
 
 
 def reference_model(name: str, rule: str, dtype: torch.dtype) -> nn.Module:
-    _, size, classes = REFERENCES[name]
+    golden, size, classes = REFERENCES[name]
     model = create_model(name, num_classes=classes, image_size=size).to(dtype)
-    return load_reference_state_dict(model, reference_weights(name, rule)).eval()
+    return load_reference_state_dict(model, golden.weights(rule)).eval()
 
 
 def small_model(switches: dict | None = None, **options) -> LSAT:
@@ -47,28 +38,27 @@ def small_model(switches: dict | None = None, **options) -> LSAT:
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-@pytest.mark.parametrize("rule", ["A", "B"])
+@pytest.mark.parametrize("rule", RULES)
 def test_logits_reproduce_the_authors_code(name: str, rule: str) -> None:
     """Guards against any detail that shifts the published weights: shared norms and keys, epsilons, order of the shifts."""
-    golden = np.load(GOLDEN / f"{REFERENCES[name][0]}.npz")
+    golden, size, _ = REFERENCES[name]
     model = reference_model(name, rule, torch.float32)
     for dtype, suffix, tolerance in ((torch.float32, "f32", 1e-5), (torch.float64, "f64", 1e-10)):
         with torch.no_grad():
-            logits = model.to(dtype)(fill_rule.make_input(REFERENCES[name][1]).to(dtype)).double().numpy()
-        expected = golden[f"logits_{suffix}_{rule}"]
-        assert np.abs(logits - expected).max() <= tolerance * np.abs(expected).max(), suffix
+            logits = model.to(dtype)(make_input(size).to(dtype))
+        assert_close(logits, golden.arrays[f"logits_{suffix}_{rule}"], tolerance)
 
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_the_embeddings_of_the_shifts_reproduce_the_authors_code(name: str) -> None:
     """Guards against x taken for y, another sign, another order or another border of the shifts."""
-    golden = np.load(GOLDEN / f"{REFERENCES[name][0]}.npz")
+    golden, size, _ = REFERENCES[name]
     with torch.no_grad():
-        tokens = reference_model(name, "B", torch.float64).embedding(fill_rule.make_input(REFERENCES[name][1]).double())
+        tokens = reference_model(name, "B", torch.float64).embedding(make_input(size).double())
     tokens = tokens.transpose(1, 2).numpy()  # (B, T, N, width)
-    np.testing.assert_allclose(tokens[0, :, 0, :8], golden["shift_tok0_B"], atol=1e-12)
-    np.testing.assert_allclose(tokens[0, :, -1, :8], golden["shift_toklast_B"], atol=1e-12)
-    np.testing.assert_allclose(tokens.sum((0, 2, 3)), golden["shift_sum_B"], rtol=1e-9)
+    np.testing.assert_allclose(tokens[0, :, 0, :8], golden.arrays["shift_tok0_B"], atol=1e-12)
+    np.testing.assert_allclose(tokens[0, :, -1, :8], golden.arrays["shift_toklast_B"], atol=1e-12)
+    np.testing.assert_allclose(tokens.sum((0, 2, 3)), golden.arrays["shift_sum_B"], rtol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +110,7 @@ def test_reference_loading_is_strict_in_both_directions() -> None:
     with torch.device("meta"):
         model = create_model("lsat_t_32", num_classes=10, image_size=32)
         paper = create_model("lsat_t_32", num_classes=10, image_size=32, switches={"kv_heads": "per_head"})
-    weights = reference_weights("lsat_t_32", "A")
+    weights = REFERENCES["lsat_t_32"][0].weights("A")
     assert len(model.state_dict()) == len(weights)
     missing = {k: v for k, v in weights.items() if k != "layers.2.0.layers.1.0.Wkv_odd.bias"}
     with pytest.raises(

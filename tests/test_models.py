@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from golden import RULES, Golden, assert_close, make_input
 from torch.nn import functional as F
 
 from pipeline.errors import UserError
@@ -16,66 +13,52 @@ from pipeline.models import create_model, list_models, load_reference_state_dict
 from pipeline.models.layers import biased_attention
 from pipeline.models.peripheral import position_distances
 
-GOLDEN = Path(__file__).parent / "golden"
-META = json.loads((GOLDEN / "pervit_tiny.json").read_text())
-_spec = importlib.util.spec_from_file_location("fill_rule", GOLDEN / "fill_rule.py")
-fill_rule = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fill_rule)
+GOLDEN = Golden("pervit_tiny")
 
 
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    return dict(np.load(GOLDEN / "pervit_tiny.npz"))
-
-
-def reference_weights(rule: str) -> dict[str, torch.Tensor]:
-    return {key: fill_rule.fill(key, shape, rule) for key, shape, *_ in META["keys"]}
-
-
-@pytest.mark.parametrize("rule", ["A", "B"])
+@pytest.mark.parametrize("rule", RULES)
 def test_the_golden_weights_are_filled_as_when_they_were_measured(rule: str) -> None:
     """Guards against a changed random stream being taken for a changed model."""
-    weights = reference_weights(rule)
-    for key, total in META[f"fill_sums_{rule}"].items():
+    weights = GOLDEN.weights(rule)
+    for key, total in GOLDEN.meta[f"fill_sums_{rule}"].items():
         assert float(weights[key].double().sum()) == pytest.approx(total, rel=1e-9, abs=1e-9), key
 
 
-@pytest.mark.parametrize("rule", ["A", "B"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("dtype", "suffix", "tolerance"), [(torch.float64, "f64", 1e-5), (torch.float32, "f32", 1e-4)])
-def test_logits_reproduce_the_authors_code(golden: dict, rule: str, dtype: torch.dtype, suffix: str, tolerance: float) -> None:
+def test_logits_reproduce_the_authors_code(rule: str, dtype: torch.dtype, suffix: str, tolerance: float) -> None:
     """Guards against any of the details that shift the published weights: grid, norms, order of kernels, residuals."""
-    model = load_reference_state_dict(create_model("pervit_t").to(dtype), reference_weights(rule)).eval()
+    model = load_reference_state_dict(create_model("pervit_t").to(dtype), GOLDEN.weights(rule)).eval()
     with torch.no_grad():
-        logits = model(fill_rule.make_input(224).to(dtype)).double().numpy()
-    expected = golden[f"logits_{suffix}_{rule}"]
-    assert np.abs(logits - expected).max() <= tolerance * np.abs(expected).max()
+        logits = model(make_input(224).to(dtype))
+    assert_close(logits, GOLDEN.arrays[f"logits_{suffix}_{rule}"], tolerance)
 
 
-@pytest.mark.parametrize("rule", ["A", "B"])
-def test_phi_with_the_golden_weights(golden: dict, rule: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_phi_with_the_golden_weights(rule: str) -> None:
     """Guards against a folded first convolution that is not the convolution it replaces."""
-    model = load_reference_state_dict(create_model("pervit_t").double(), reference_weights(rule)).eval()
+    model = load_reference_state_dict(create_model("pervit_t").double(), GOLDEN.weights(rule)).eval()
     with torch.no_grad():
         phi = torch.stack(model.log_phi((14, 14))).exp().numpy()  # (12, heads, 196, 196)
-    np.testing.assert_allclose(phi.sum((2, 3)), golden[f"phi_sum_{rule}"], rtol=1e-10)
-    np.testing.assert_allclose((phi**2).sum((2, 3)), golden[f"phi_sumsq_{rule}"], rtol=1e-10)
+    np.testing.assert_allclose(phi.sum((2, 3)), GOLDEN.arrays[f"phi_sum_{rule}"], rtol=1e-10)
+    np.testing.assert_allclose((phi**2).sum((2, 3)), GOLDEN.arrays[f"phi_sumsq_{rule}"], rtol=1e-10)
     for layer in (0, 5, 11):
-        np.testing.assert_allclose(phi[layer][:, :5, :5], golden[f"phi_corner_L{layer}_{rule}"], rtol=1e-9)
-        np.testing.assert_allclose(phi[layer][:, 105], golden[f"phi_rowq77_L{layer}_{rule}"], rtol=1e-9)
-        np.testing.assert_allclose(phi[layer][:, 0], golden[f"phi_rowq00_L{layer}_{rule}"], rtol=1e-9)
+        np.testing.assert_allclose(phi[layer][:, :5, :5], GOLDEN.arrays[f"phi_corner_L{layer}_{rule}"], rtol=1e-9)
+        np.testing.assert_allclose(phi[layer][:, 105], GOLDEN.arrays[f"phi_rowq77_L{layer}_{rule}"], rtol=1e-9)
+        np.testing.assert_allclose(phi[layer][:, 0], GOLDEN.arrays[f"phi_rowq00_L{layer}_{rule}"], rtol=1e-9)
 
 
-def test_phi_at_initialization(golden: dict) -> None:
+def test_phi_at_initialization() -> None:
     """Guards against another peripheral initialization (Supplement Eq. 3): early layers local, late ones global."""
     model = create_model("pervit_t").double().eval()
     with torch.no_grad():
         phi = torch.stack(model.log_phi((14, 14))).exp()  # (12, heads, 196, 196)
     statistics = torch.stack([phi.mean((1, 2, 3)), phi.amin((1, 2, 3)), phi.amax((1, 2, 3))], dim=1).numpy()
-    np.testing.assert_allclose(statistics, golden["init_phi_meanminmax_f64"], atol=1e-6)
-    np.testing.assert_allclose(phi[0, 0, 105].numpy(), golden["init_phi_rowq77_head0_L0_f64"], atol=1e-6)
+    np.testing.assert_allclose(statistics, GOLDEN.arrays["init_phi_meanminmax_f64"], atol=1e-6)
+    np.testing.assert_allclose(phi[0, 0, 105].numpy(), GOLDEN.arrays["init_phi_rowq77_head0_L0_f64"], atol=1e-6)
     assert torch.equal(phi, phi[:, :1].expand_as(phi)), "all heads start alike"
     distance = position_distances(14, 14, torch.device("cpu"), torch.float64)[:, 0, 2:-2, 2:-2].flatten(1)
-    np.testing.assert_allclose((phi[:, 0] * distance).mean((1, 2)), META["init_nonlocality_f64"], rtol=1e-5)
+    np.testing.assert_allclose((phi[:, 0] * distance).mean((1, 2)), GOLDEN.meta["init_nonlocality_f64"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("pervit_t", 7_591_000), ("pervit_s", 21_317_672), ("pervit_m", 43_723_936)])
@@ -87,7 +70,7 @@ def test_parameter_counts_are_exact(name: str, parameters: int) -> None:
 
 def test_reference_loading_is_strict_in_both_directions() -> None:
     """Guards against weights that are quietly left out or quietly ignored."""
-    model, weights = create_model("pervit_t"), reference_weights("A")
+    model, weights = create_model("pervit_t"), GOLDEN.weights("A")
     renamed = model.state_dict().keys()
     assert len(renamed) == len(weights)
     missing = {k: v for k, v in weights.items() if k != "blocks.3.res_path.weight"}

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from golden import RULES, Golden, assert_close, make_input
 from torch import nn
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
 from pipeline.flops import count
 from pipeline.models import create_model, load_reference_state_dict
+from pipeline.models.layers import drop_elements
 from pipeline.models.posmlp import PosMLP, PosMLPSwitches
 from pipeline.models.probe import recorded
 from pipeline.models.token_mixing import GaussianMap
 
-GOLDEN = Path(__file__).parent / "golden"
-META = json.loads((GOLDEN / "posmlp_t.json").read_text())
-_spec = importlib.util.spec_from_file_location("fill_rule", GOLDEN / "fill_rule.py")
-fill_rule = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fill_rule)
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    return dict(np.load(GOLDEN / "posmlp_t.npz"))
-
-
-def reference_weights(rule: str) -> dict[str, torch.Tensor]:
-    return {key: fill_rule.fill(key, shape, rule) for key, shape, *_ in META["keys"]}
+GOLDEN = Golden("posmlp_t")
 
 
 def small(image_size: int = 64, **options) -> PosMLP:
@@ -43,27 +29,25 @@ def small(image_size: int = 64, **options) -> PosMLP:
     return PosMLP(16, num_classes=5, image_size=image_size, switches=switches, **options)
 
 
-@pytest.mark.parametrize("rule", ["A", "B"])
-def test_logits_and_maps_reproduce_the_authors_code(golden: dict, rule: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_logits_and_maps_reproduce_the_authors_code(rule: str) -> None:
     """Guards against any detail that shifts published weights: axis signs, strided groups, which half is mixed, epsilons."""
-    model = load_reference_state_dict(create_model("posmlp_t").double(), reference_weights(rule)).eval()
+    model = load_reference_state_dict(create_model("posmlp_t").double(), GOLDEN.weights(rule)).eval()
     with torch.no_grad(), recorded("position") as values:
-        logits = model(fill_rule.make_input(224).double()).numpy()
-    expected = golden[f"logits_f64_{rule}"]
-    assert np.abs(logits - expected).max() <= 1e-6 * np.abs(expected).max()
+        logits = model(make_input(224).double())
+    assert_close(logits, GOLDEN.arrays[f"logits_f64_{rule}"], 1e-6)
     assert len(values["position"]) == 24
     for name, layer in (("first", 0), ("last", -1)):
         position = values["position"][layer].permute(1, 2, 0).numpy()  # (query, key, groups), as the golden arrays
         side = math.isqrt(len(position))
         centre = side // 2 * side + side // 2
-        np.testing.assert_allclose(position[centre], golden[f"posmap_{name}_rowqc_{rule}"], atol=1e-6)
-        np.testing.assert_allclose(position[:5, :5], golden[f"posmap_{name}_corner_{rule}"], atol=1e-6)
-        np.testing.assert_allclose((position**2).sum((0, 1)), golden[f"posmap_{name}_sumsq_{rule}"], rtol=1e-6)
+        np.testing.assert_allclose(position[centre], GOLDEN.arrays[f"posmap_{name}_rowqc_{rule}"], atol=1e-6)
+        np.testing.assert_allclose(position[:5, :5], GOLDEN.arrays[f"posmap_{name}_corner_{rule}"], atol=1e-6)
+        np.testing.assert_allclose((position**2).sum((0, 1)), GOLDEN.arrays[f"posmap_{name}_sumsq_{rule}"], rtol=1e-6)
 
     with torch.no_grad():
-        logits = model.float()(fill_rule.make_input(224)).double().numpy()
-    expected = golden[f"logits_f32_{rule}"]
-    assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
+        logits = model.float()(make_input(224))
+    assert_close(logits, GOLDEN.arrays[f"logits_f32_{rule}"], 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +85,7 @@ def test_ablations_can_be_counted() -> None:
 
 def test_reference_loading_is_strict_in_both_directions() -> None:
     """Guards against weights that are quietly left out or quietly ignored."""
-    weights = reference_weights("A")
+    weights = GOLDEN.weights("A")
     with torch.device("meta"):
         model = create_model("posmlp_t")
     missing = {k: v for k, v in weights.items() if k != "levels.3.encoder.1.gate_unit.pos.attention_spreads"}
@@ -141,6 +125,7 @@ SWITCHES = [  # switches, kinds of parameters that come, kinds that go
     ({"patch_embedding": "linear"}, LINEAR_STEM, CONV_STEM),
     ({"patch_merging": "linear"}, {"stages.*.merging.reduction.weight"}, CONV_MERGING),
     ({"head_dropout": 0.0}, set(), set()),
+    ({"block_dropout": 0.5}, set(), set()),
 ]
 
 
@@ -237,7 +222,9 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
     for checkpointing in (False, True):
         torch.manual_seed(0)
         model = small(
-            drop_path=0.3, activation_checkpointing=checkpointing, switches={"head_dropout": 0.5, "shift_windows": True}
+            drop_path=0.3,
+            activation_checkpointing=checkpointing,
+            switches={"head_dropout": 0.5, "block_dropout": 0.25, "shift_windows": True},
         )
         images, noise = torch.randn(4, 3, 64, 64), torch.rand(4, model.noise_per_sample)
         model(images, noise).square().sum().backward()
@@ -251,16 +238,42 @@ def test_noise_decides_what_is_dropped() -> None:
     """Guards against dropout that draws its own numbers, which a resumed run could not repeat, or that shifts the mean."""
     torch.manual_seed(0)
     model = small(drop_path=0.5, switches={"head_dropout": 0.25})
-    assert model.noise_per_sample == 24 + 128 and model.drop_path_rates[0] == 0 and model.drop_path_rates[-1] == 0.5
-    assert small(switches={"head_dropout": 0.0}).noise_per_sample == 0
+    assert model.noise_per_sample == 24 + 24 + 128 and model.drop_path_rates[0] == 0 and model.drop_path_rates[-1] == 0.5
+    assert small(switches={"head_dropout": 0.0, "block_dropout": 0.0}).noise_per_sample == 0
     images, noise = torch.randn(4, 3, 64, 64), torch.rand(4, model.noise_per_sample)
     assert torch.equal(model(images, noise), model(images, noise))
-    other_dropout = torch.cat([noise[:, :24], 1 - noise[:, 24:]], dim=1)
-    assert not torch.equal(model(images, noise), model(images, other_dropout))
+    for part in (slice(24), slice(24, 48), slice(48, None)):
+        other = noise.clone()
+        other[:, part] = 1 - other[:, part]
+        assert not torch.equal(model(images, noise), model(images, other))
     kept = model._dropout(torch.ones(2000, 128), torch.rand(2000, 128))
     torch.testing.assert_close(kept.mean(), torch.tensor(1.0), atol=0.01, rtol=0)
     torch.testing.assert_close((kept == 0).float().mean(), torch.tensor(0.25), atol=0.01, rtol=0)
     assert torch.equal(model.eval()(images, noise), model(images))
+
+
+def test_dropped_elements_are_as_good_as_random_and_depend_on_their_sample_alone() -> None:
+    """Guards against a hash that drops too many, the same in every sample, or in patterns, and against other decisions on resume."""
+    torch.manual_seed(0)
+    rate, (samples, elements) = 0.2, (64, 40_000)
+    noise = torch.rand(samples)
+    kept = drop_elements(torch.ones(samples, 4, elements // 4), rate, noise).flatten(1)  # (samples, elements)
+    assert kept.unique().tolist() == [0.0, 1 / (1 - rate)]
+    dropped = (kept == 0).double()
+    error = (rate * (1 - rate)) ** 0.5  # of one decision
+    assert dropped.mean() == pytest.approx(rate, abs=5 * error / (samples * elements) ** 0.5)
+    assert dropped.mean(1).std() == pytest.approx(error / elements**0.5, rel=0.4)  # of the samples' shares
+    assert dropped.mean(0).std() == pytest.approx(error / samples**0.5, rel=0.05)  # of the places' shares
+    centred = dropped - rate
+    neighbours = {"elements": centred[:, 1:] * centred[:, :-1], "samples": centred[1:] * centred[:-1]}
+    for pairs in neighbours.values():
+        assert abs(pairs.mean()) < 5 * error**2 / (samples * elements) ** 0.5
+
+    x = torch.randn(samples, 6, 7, dtype=torch.bfloat16, requires_grad=True)
+    together = drop_elements(x, rate, noise)
+    assert together.dtype == torch.bfloat16 and torch.equal(together[5:6], drop_elements(x[5:6], rate, noise[5:6]))
+    together.float().sum().backward()
+    assert torch.equal(x.grad == 0, together == 0)
 
 
 def test_maps_stay_in_single_precision_under_autocast() -> None:

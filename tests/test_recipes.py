@@ -182,6 +182,16 @@ def test_fine_tuning_starts_from_a_run_of_this_folder(path: Path) -> None:
     assert loaded(start).model.name == loaded(path).model.name
 
 
+@each([path for path in RUNS if loaded(path).train.teacher])
+def test_a_teacher_is_a_run_of_this_folder_on_the_same_images(path: Path) -> None:
+    """Guards against distillation configs whose teacher no config makes, or that the student's run will refuse."""
+    teacher = CONFIGS / f"{Path(loaded(path).train.teacher).name}.yaml"
+    assert loaded(teacher).output_dir == loaded(path).train.teacher
+    for key in ("image_size", "num_classes"):
+        assert getattr(loaded(teacher).model, key) == getattr(loaded(path).model, key)
+    assert loaded(teacher).data.path == loaded(path).data.path
+
+
 def peak_lr(config: Config) -> float:
     return config.optim.lr * config.train.global_batch_size / config.optim.lr_batch_size
 

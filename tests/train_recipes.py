@@ -3,7 +3,7 @@
     python tests/train_recipes.py SHARDS OUT CONFIG [CONFIG ...]
 
 Everything that makes a recipe what it is stays: model, switches, augmentation, optimizer, precision, ZeRO stage. Only sizes
-change. The run folder of configs/a/b.yaml is OUT/a/b; its metrics stay, its checkpoint only if another config starts from it.
+change. The run folder of configs/a/b.yaml is OUT/a/b; its metrics stay, its checkpoint only if another config needs it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def small(path: Path, shards: Path, out: Path) -> Config:
         f"eval.batch_size={BATCH}",
         "checkpoint.every_steps=null",
     ]
-    if before := starting_point(path):
-        overrides.append(f"train.init_from={run_folder(before, out)}")
+    overrides += [f"train.{key}={run_folder(needed, out)}" for key, needed in runs_needed(path).items()]
     return load_config(path, overrides)
 
 
@@ -66,18 +65,19 @@ def run_folder(path: Path, out: Path) -> Path:
     return out / path.relative_to(CONFIGS).with_suffix("")
 
 
-def starting_point(path: Path) -> Path | None:
-    """The config whose run this one's ``train.init_from`` is."""
-    source = load_config(path).train.init_from
-    return CONFIGS / f"{Path(source).name}.yaml" if source else None
+def runs_needed(path: Path) -> dict[str, Path]:
+    """``init_from`` and ``teacher``, where a config has them, with the configs whose runs they are."""
+    train = load_config(path).train
+    named = {"init_from": train.init_from, "teacher": train.teacher}
+    return {key: CONFIGS / f"{Path(folder).name}.yaml" for key, folder in named.items() if folder}
 
 
 def train_two_steps(path: Path, shards: Path, out: Path, world: World, keep_checkpoint: bool) -> None:
-    """One config, after the one that it starts from."""
+    """One config, after those whose runs it needs."""
     if run_folder(path, out).exists():
         return
-    if before := starting_point(path):
-        train_two_steps(before, shards, out, world, keep_checkpoint=True)
+    for needed in runs_needed(path).values():
+        train_two_steps(needed, shards, out, world, keep_checkpoint=True)
     print(f"== {path.relative_to(CONFIGS)}", flush=True)
     train(small(path, shards, out), world)
     if not keep_checkpoint:
@@ -86,7 +86,7 @@ def train_two_steps(path: Path, shards: Path, out: Path, world: World, keep_chec
 
 def main() -> None:
     shards, out, *paths = map(Path, sys.argv[1:])
-    kept = {starting_point(path) for path in paths}
+    kept = {needed for path in paths for needed in runs_needed(path).values()}
     world = init_world()
     failed = []
     for path in paths:

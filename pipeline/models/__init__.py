@@ -6,7 +6,8 @@ from pipeline.models import gmlp as _gmlp  # noqa: F401
 from pipeline.models import lsat as _lsat  # noqa: F401
 from pipeline.models import pervit as _pervit  # noqa: F401
 from pipeline.models import posmlp as _posmlp  # noqa: F401
-from pipeline.models.registry import create_model, list_models, load_reference_state_dict, model_entry
+from pipeline.models.reference import load_reference_state_dict, reference_state_dict
+from pipeline.models.registry import create_model, list_models, model_entry
 from pipeline.models.transfer import load_pretrained
 
-__all__ = ["create_model", "list_models", "load_pretrained", "load_reference_state_dict", "model_entry"]
+__all__ = ["create_model", "list_models", "load_pretrained", "load_reference_state_dict", "model_entry", "reference_state_dict"]

@@ -22,21 +22,24 @@ class VisionModel(nn.Module):
     Args:
         drop_path_rates: probability of dropping each residual branch, in the order in which they run.
         activation_checkpointing: recompute what :meth:`run_block` runs in the backward pass.
+        switches: the family's ablations.
 
     Attributes:
-        reference_names: (pattern, replacement) pairs that rename the authors' keys, tried in order.
-        reference_unused: patterns of authors' keys that hold fixed tables, which are computed here.
+        reference_names: (authors' name, our name) pairs, read in both directions; the first that fits counts, names that none
+            fits are the same on both sides. ``*`` is a number; a name that ends in a dot stands for all that begin with it.
+        reference_switches: switches that leave the authors' names as they are: they change shapes, or no parameter at all.
         head_names: how the names of the classifier's parameters begin; fine-tuning on other classes starts them anew.
         leading_tokens: tokens without a place (class token) at the front of the position embeddings.
     """
 
     reference_names: tuple[tuple[str, str], ...] = ()
-    reference_unused: tuple[str, ...] = ()
+    reference_switches: frozenset[str] = frozenset()
     head_names: tuple[str, ...] = ("head.",)
     leading_tokens: int = 0
 
-    def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool) -> None:
+    def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool, switches: Switches) -> None:
         super().__init__()
+        self.switches = switches
         self.activation_checkpointing = activation_checkpointing
         rates = torch.tensor(drop_path_rates, dtype=torch.get_default_dtype())
         self.register_buffer("drop_path_rates", rates, persistent=False)  # (branches,)
@@ -54,6 +57,17 @@ class VisionModel(nn.Module):
     def position_names(self) -> set[str]:
         """Names of the (..., tokens, D) position embeddings that another image size resamples."""
         return set()
+
+    def reference_tables(self) -> dict[str, Tensor]:
+        """Fixed tables that the authors keep among their weights, under their names; here they are computed where needed."""
+        return {}
+
+    def unpublished_switch(self) -> str | None:
+        """Name of a switch whose setting the authors' code has no parameters for; None: it has this model."""
+        for name, field in type(self.switches).model_fields.items():
+            if name not in self.reference_switches and getattr(self.switches, name) != field.default:
+                return name
+        return None
 
     def branch_scales(self, batch: int, noise: Tensor | None) -> Tensor | None:
         """What stochastic depth multiplies each residual branch by.

@@ -19,7 +19,16 @@ from pipeline.models.base import Switches, VisionModel, linear_drop_path, scales
 from pipeline.models.gpsa import GatedPositionalSelfAttention, PositionalSelfAttention, relative_positions
 from pipeline.models.layers import init_linear
 from pipeline.models.registry import register
-from pipeline.models.vit import LAYER_NORM_EPS, Block, PatchEmbedding, PositionEmbedding, SelfAttention, ViTLayout, patch_grid
+from pipeline.models.vit import (
+    LAYER_NORM_EPS,
+    REFERENCE_NAMES,
+    Block,
+    PatchEmbedding,
+    PositionEmbedding,
+    SelfAttention,
+    ViTLayout,
+    patch_grid,
+)
 
 DEPTH = 12
 
@@ -82,12 +91,11 @@ class ConViT(VisionModel):
     """
 
     reference_names = (
-        (r"^cls_token$", "class_token"),
-        (r"^pos_embed$", "position_embedding.weight"),
-        (r"^patch_embed\.proj\.", "patch_embedding."),
-        (r"\.attn\.gating_param$", ".attn.gating"),
-        (r"\.attn\.pos_proj\.", ".attn.position_projection."),
+        *REFERENCE_NAMES,
+        ("blocks.*.attn.gating_param", "blocks.*.attn.gating"),
+        ("blocks.*.attn.pos_proj.", "blocks.*.attn.position_projection."),
     )
+    reference_switches = frozenset(ConViTSwitches.model_fields) - {"positional_gating"}
 
     def __init__(
         self,
@@ -98,10 +106,10 @@ class ConViT(VisionModel):
         activation_checkpointing: bool = False,
         switches: ConViTSwitches | None = None,
     ) -> None:
-        super().__init__(linear_drop_path(drop_path, layout.depth), activation_checkpointing)
         switches = switches or ConViTSwitches()
+        super().__init__(linear_drop_path(drop_path, layout.depth), activation_checkpointing, switches)
         width = layout.width
-        self.switches, self.gpsa_layers = switches, switches.gpsa_layers
+        self.gpsa_layers = switches.gpsa_layers
         self.position_embedding = PositionEmbedding(image_size, 0, width, switches.mask_position_embedding)
         self.patch_embedding = PatchEmbedding(width)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))

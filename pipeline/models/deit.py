@@ -22,6 +22,7 @@ from pipeline.models.registry import register
 from pipeline.models.vit import (
     LAYER_NORM_EPS,
     PATCH,
+    REFERENCE_NAMES,
     Block,
     PatchEmbedding,
     PositionEmbedding,
@@ -61,11 +62,8 @@ class DeiT(PhiModel):
         UserError: ``image_size`` is not a multiple of 16.
     """
 
-    reference_names = (
-        (r"^cls_token$", "class_token"),
-        (r"^pos_embed$", "position_embedding.weight"),
-        (r"^patch_embed\.proj\.", "patch_embedding."),
-    )
+    reference_names = REFERENCE_NAMES
+    reference_switches = frozenset({"mask_position_embedding"})
 
     def __init__(
         self,
@@ -76,8 +74,8 @@ class DeiT(PhiModel):
         activation_checkpointing: bool = False,
         switches: DeiTSwitches | None = None,
     ) -> None:
-        super().__init__(linear_drop_path(drop_path, layout.depth), activation_checkpointing)
         switches = switches or DeiTSwitches()
+        super().__init__(linear_drop_path(drop_path, layout.depth), activation_checkpointing, switches)
         width = layout.width
         self.position_embedding = PositionEmbedding(image_size, 1, width, switches.mask_position_embedding)
         self.patch_embedding = PatchEmbedding(width)

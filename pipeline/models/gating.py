@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.models.base import Switches, scale_branch
+from pipeline.models.layers import drop_elements
 from pipeline.models.token_mixing import Covariance, GaussianMap, LearnedMap, mix_tokens
 
 LAYER_NORM_EPS = 1e-6
@@ -121,25 +122,41 @@ class GatedBlock(nn.Module):
         width: channels of the tokens.
         ratio: the gating unit works on ``ratio * width`` channels.
         window, groups, switches, code: see :class:`GatingUnit`.
+        dropout: of the branch's elements in training (PosMLP's published code).
     """
 
-    def __init__(self, width: int, ratio: int, window: int, groups: int, switches: GatingSwitches, code: GatingCode) -> None:
+    def __init__(
+        self,
+        width: int,
+        ratio: int,
+        window: int,
+        groups: int,
+        switches: GatingSwitches,
+        code: GatingCode,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.fc1 = nn.Linear(width, ratio * width)
         self.gate = GatingUnit(ratio * width, window, groups, switches, code)
         self.fc2 = nn.Linear(self.gate.out_width, width)
 
-    def forward(self, x: Tensor, branch_scales: Tensor | None, connected: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, branch_scales: Tensor | None, connected: Tensor | None = None, noise: Tensor | None = None
+    ) -> Tensor:
         """One block.
 
         Args:
             x: (B, windows, N, width).
             branch_scales: (B, 1) stochastic-depth factor of the branch, or None for 1.
             connected: (windows, N, N) of booleans, or None.
+            noise: (B,) uniform numbers in [0, 1) that decide the dropout, or None for no dropout.
 
         Returns:
             (B, windows, N, width).
         """
         branch = self.fc2(self.gate(F.gelu(self.fc1(self.norm(x))), connected))
+        if noise is not None:
+            branch = drop_elements(branch, self.dropout, noise)
         return x + scale_branch(branch, branch_scales, 0)

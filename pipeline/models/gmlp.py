@@ -52,10 +52,11 @@ class GMLP(VisionModel):
     """
 
     reference_names = (
-        (r"^stem\.proj\.", "stem."),
-        (r"^(blocks\.\d+)\.mlp_channels\.gate\.proj\.weight$", r"\1.gate.mixing.weight"),
-        (r"^(blocks\.\d+)\.mlp_channels\.gate\.proj\.bias$", r"\1.gate.bias"),
-        (r"^(blocks\.\d+)\.mlp_channels\.", r"\1."),
+        ("stem.proj.", "stem."),
+        ("blocks.*.mlp_channels.fc*.", "blocks.*.fc*."),
+        ("blocks.*.mlp_channels.gate.norm.", "blocks.*.gate.norm."),
+        ("blocks.*.mlp_channels.gate.proj.weight", "blocks.*.gate.mixing.weight"),
+        ("blocks.*.mlp_channels.gate.proj.bias", "blocks.*.gate.bias"),
     )
 
     def __init__(
@@ -69,8 +70,8 @@ class GMLP(VisionModel):
         activation_checkpointing: bool = False,
         switches: GMLPSwitches | None = None,
     ) -> None:
-        super().__init__([drop_path] * depth, activation_checkpointing)
         switches = switches or GMLPSwitches()
+        super().__init__([drop_path] * depth, activation_checkpointing, switches)
         if image_size % PATCH or image_size < PATCH:
             raise UserError(
                 f"model.image_size is {image_size}, but gMLP's patches need a multiple of {PATCH}: "

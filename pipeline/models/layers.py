@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,6 +37,36 @@ def drop_path_scales(rates: Tensor, noise: Tensor) -> Tensor:
     """
     keep = 1.0 - rates
     return (noise >= rates).to(keep.dtype) / keep
+
+
+def drop_elements(x: Tensor, rate: float, noise: Tensor) -> Tensor:
+    """Dropout (Srivastava et al., 2014) that makes all decisions for a sample from one random number and each element's place.
+
+    So a sample's decisions do not depend on what else is in its batch, and recomputation makes the same again; nothing as large
+    as ``x`` has to be drawn beforehand. Costs about a dozen integer operations per element.
+
+    Args:
+        x: (B, ...).
+        rate: probability that an element becomes 0; the others are divided by ``1 - rate``.
+        noise: (B,) uniform numbers in [0, 1), of which the first 24 bits count.
+
+    Returns:
+        As ``x``.
+    """
+    with torch.no_grad():
+        places = _hash(torch.arange(x[0].numel(), dtype=torch.int32, device=x.device))  # (elements,)
+        seeds = _hash((noise * 2**24).to(torch.int32))  # (B,)
+        words = _hash(places ^ seeds[:, None])  # (B, elements), uniform on all 32-bit integers
+        dropped = (words < round((rate - 0.5) * 2**32)).view(x.shape)
+    return x.masked_fill(dropped, 0.0) * (1 / (1 - rate))
+
+
+def _hash(words: Tensor) -> Tensor:
+    """A bijection of int32 whose output bits each depend on all input bits (Wellons, "lowbias32"). In place."""
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        words ^= (words >> shift) & (2 ** (32 - shift) - 1)  # the mask makes the shift a logical one
+        words *= factor
+    return words.bitwise_xor_((words >> 15) & 0x1FFFF)
 
 
 def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, alignment: int | None = None) -> Tensor:

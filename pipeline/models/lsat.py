@@ -130,18 +130,20 @@ class LSAT(VisionModel):
         UserError: ``image_size`` or ``switches.heads`` does not suit the layout.
     """
 
-    # Renames the authors' keys (patterns tried in order, see load_reference_state_dict).
     reference_names = (
-        (r"^to_patch_embedding\.", r"embedding."),
-        (r"^layers\.(\d+)\.0\.layers\.(\d+)\.0\.Wq_(?:even|odd)\.", r"levels.\1.blocks.\2.attention.query."),
-        (r"^layers\.(\d+)\.0\.layers\.(\d+)\.0\.Wkv_(?:even|odd)\.", r"levels.\1.blocks.\2.attention.key_value."),
-        (r"^layers\.(\d+)\.0\.layers\.(\d+)\.0\.proj\.", r"levels.\1.blocks.\2.attention.proj."),
-        (r"^layers\.(\d+)\.0\.layers\.(\d+)\.1\.", r"levels.\1.blocks.\2.mlp."),
-        (r"^layers\.(\d+)\.0\.pos_emb$", r"levels.\1.position.table"),
-        (r"^layers\.(\d+)\.0\.norm", r"levels.\1.norm"),
-        (r"^layers\.(\d+)\.1\.", r"downsamplings.\1."),
-        (r"^mlp_head\.", r"head."),
+        ("to_patch_embedding.", "embedding."),
+        ("layers.0.0.layers.0.0.Wq_even.", "levels.0.blocks.0.attention.query."),  # the local block
+        ("layers.0.0.layers.0.0.Wkv_even.", "levels.0.blocks.0.attention.key_value."),
+        ("layers.*.0.layers.*.0.Wq_odd.", "levels.*.blocks.*.attention.query."),
+        ("layers.*.0.layers.*.0.Wkv_odd.", "levels.*.blocks.*.attention.key_value."),
+        ("layers.*.0.layers.*.0.proj.", "levels.*.blocks.*.attention.proj."),
+        ("layers.*.0.layers.*.1.", "levels.*.blocks.*.mlp."),
+        ("layers.*.0.pos_emb", "levels.*.position.table"),
+        ("layers.*.0.norm*.", "levels.*.norm*."),
+        ("layers.*.1.", "downsamplings.*."),
+        ("mlp_head.", "head."),
     )
+    reference_switches = frozenset({"heads"})
 
     def __init__(
         self,
@@ -152,8 +154,10 @@ class LSAT(VisionModel):
         activation_checkpointing: bool = False,
         switches: LSATSwitches | None = None,
     ) -> None:
-        super().__init__([drop_path] * 2 * sum(layout.depths), activation_checkpointing)
         switches = switches or LSATSwitches()
+        if switches.kv_heads == layout.kv_heads:  # said aloud what is so anyway
+            switches = switches.model_copy(update={"kv_heads": None})
+        super().__init__([drop_path] * 2 * sum(layout.depths), activation_checkpointing, switches)
         _check_size(image_size, layout)
         self.image_size, self.stride = image_size, layout.stride
         self.embedding = _build_embedding(layout, switches)

@@ -131,17 +131,17 @@ class PerViT(PhiModel):
         UserError: ``image_size`` does not suit the stem, or a width the heads.
     """
 
-    # Renames the authors' keys (patterns tried in order, see load_reference_state_dict).
     reference_names = (
-        (r"^conv_layers\.conv_layers\.(\d)\.(\d)\.", r"stem.layers.\1.\2."),
-        (r"^conv_layers\.conv1x1\.", r"stem.projection."),
-        (r"^rpe_proj\.", r"distance_scales."),
-        (r"^(blocks\.\d+)\.attn\.activation\.conv(\d)\.", r"\1.position.projection\2."),
-        (r"^(blocks\.\d+)\.attn\.activation\.gn(\d)\.", r"\1.position.norm\2."),
-        (r"^(blocks\.\d+)\.attn\.to_qkv\.", r"\1.attn.qkv."),
-        (r"^(blocks\.\d+)\.conv\.proj\.", r"\1.cpe."),
-        (r"^(blocks\.\d+)\.res_path\.", r"\1.residual."),
+        ("conv_layers.conv_layers.*.*.", "stem.layers.*.*."),
+        ("conv_layers.conv1x1.", "stem.projection."),
+        ("rpe_proj.", "distance_scales."),
+        ("blocks.*.attn.activation.conv*.", "blocks.*.position.projection*."),
+        ("blocks.*.attn.activation.gn*.", "blocks.*.position.norm*."),
+        ("blocks.*.attn.to_qkv.", "blocks.*.attn.qkv."),
+        ("blocks.*.conv.proj.", "blocks.*.cpe."),
+        ("blocks.*.res_path.", "blocks.*.residual."),
     )
+    reference_switches = frozenset({"widths", "phi_p_init", "phi_p_frozen"})
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class PerViT(PhiModel):
         if switches.widths is not None:
             layout = layout.with_widths(switches.widths)
         depth = sum(layout.depths)
-        super().__init__(linear_drop_path(drop_path, depth), activation_checkpointing)
+        super().__init__(linear_drop_path(drop_path, depth), activation_checkpointing, switches)
         _check_size(image_size, image_size)
         stage_of = [stage for stage, blocks in enumerate(layout.depths) for _ in range(blocks)]
         widths = [layout.widths[stage] for stage in stage_of]

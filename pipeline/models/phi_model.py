@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.models.base import VisionModel
+from pipeline.models.base import Switches, VisionModel
 from pipeline.models.peripheral import DistanceScales, LearnedVectors, PhiDesign, position_distances
 
 
@@ -21,8 +21,8 @@ class PhiModel(VisionModel):
 
     blocks: Sequence[nn.Module]
 
-    def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool) -> None:
-        super().__init__(drop_path_rates, activation_checkpointing)
+    def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool, switches: Switches) -> None:
+        super().__init__(drop_path_rates, activation_checkpointing, switches)
         self.phi_design: PhiDesign | None = None
         self._phi_cache: tuple[tuple, list[Tensor]] | None = None
         self.register_load_state_dict_post_hook(lambda module, _: module._forget_phi())

@@ -3,8 +3,6 @@ ACM MM 2022; layout: Table 11).
 
 A pyramid of gated blocks on windows. Where paper and published code differ the code is followed, since its weights know
 nothing else. Probes of every block: ``position`` and, with ``mixing: ggqpe``, ``covariance`` (pipeline/models/token_mixing.py).
-
-The published training also drops 2.3 % of every block's output elements; here only the dropout before the classifier exists.
 """
 
 from __future__ import annotations
@@ -21,12 +19,14 @@ from pipeline.models.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBl
 from pipeline.models.layers import drop_path_scales
 from pipeline.models.posmlp_layers import STEM_STRIDE, AbsolutePosition, ConvMerging, ConvStem, LinearMerging, LinearStem
 from pipeline.models.registry import register
+from pipeline.models.token_mixing import GaussianMap, quadratic_terms, relative_index
 from pipeline.models.windows import connected_tokens, from_windows, to_windows
 
 STRIDE = 32  # of the last stage
 DEPTHS = (2, 2, 18, 2)
 RATIOS = (4, 4, 4, 2)  # γ of Table 11
 GROUPS = (8, 16, 32, 64)  # s of Table 4
+Dropout = Annotated[float, Field(ge=0, lt=1)]
 PerStage = tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
 
 
@@ -45,8 +45,10 @@ class PosMLPSwitches(GatingSwitches):
     """Table 10: three convolutions, or one linear layer on 4x4 patches."""
     patch_merging: Literal["convolution", "linear"] = "convolution"
     """Table 10: a depthwise 3x3 convolution between stages, or a linear layer on 2x2 tokens."""
-    head_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0233
-    """Dropout before the classifier; the published configuration's."""
+    block_dropout: Dropout = 0.02333
+    """Dropout of the elements of every block's branch; the published configurations'."""
+    head_dropout: Dropout = 0.02333
+    """Dropout before the classifier; the published configurations'."""
 
     @model_validator(mode="after")
     def _groups_need_a_grouped_map(self) -> PosMLPSwitches:
@@ -65,6 +67,28 @@ class Stage(nn.Module):
         self.window = window
 
 
+# The authors' names and ours, see VisionModel.reference_names.
+_NAMES = (
+    ("patch_embed.projs.", "stem.convolutions."),
+    ("patch_embed.norms.", "stem.norms."),
+    ("levels.*.pool.", "stages.*.merging."),
+    ("levels.*.encoder.*.proj_c_e.", "stages.*.blocks.*.fc1."),
+    ("levels.*.encoder.*.proj_c_s.", "stages.*.blocks.*.fc2."),
+    ("levels.*.encoder.*.norm.", "stages.*.blocks.*.norm."),
+)
+_SGU_NAMES = (
+    ("levels.*.encoder.*.gate_unit.norm_list.0.", "stages.*.blocks.*.gate.norm."),
+    ("levels.*.encoder.*.gate_unit.proj_list.0.weight", "stages.*.blocks.*.gate.mixing.weight"),
+    ("levels.*.encoder.*.gate_unit.proj_list.0.bias", "stages.*.blocks.*.gate.bias"),
+)
+_POSGU_NAMES = (
+    ("levels.*.encoder.*.gate_unit.pos.token_proj_n_bias", "stages.*.blocks.*.gate.bias"),
+    ("levels.*.encoder.*.gate_unit.pos.attention_centers", "stages.*.blocks.*.gate.mixing.centers"),
+    ("levels.*.encoder.*.gate_unit.pos.attention_spreads", "stages.*.blocks.*.gate.mixing.spreads"),
+    ("levels.*.encoder.*.gate_unit.pos.window_relative_position_bias_table", "stages.*.blocks.*.gate.mixing.table"),
+)
+
+
 class PosMLP(VisionModel):
     """Vision MLP with positional spatial gating units.
 
@@ -80,21 +104,9 @@ class PosMLP(VisionModel):
         UserError: ``image_size``, windows or groups do not fit.
     """
 
-    reference_names = (
-        (r"^patch_embed\.projs\.", "stem.convolutions."),
-        (r"^patch_embed\.", "stem."),
-        (r"^levels\.(\d)\.pool\.", r"stages.\1.merging."),
-        (r"^levels\.(\d)\.encoder\.", r"stages.\1.blocks."),
-        (r"\.proj_c_e\.", ".fc1."),
-        (r"\.proj_c_s\.", ".fc2."),
-        (r"\.gate_unit\.pos\.token_proj_n_bias$", ".gate.bias"),
-        (r"\.gate_unit\.pos\.attention_", ".gate.mixing."),
-        (r"\.gate_unit\.pos\.window_relative_position_bias_table$", ".gate.mixing.table"),
-        (r"\.gate_unit\.norm_list\.0\.", ".gate.norm."),
-        (r"\.gate_unit\.proj_list\.0\.weight$", ".gate.mixing.weight"),
-        (r"\.gate_unit\.proj_list\.0\.bias$", ".gate.bias"),
+    reference_switches = frozenset(
+        {"mixing", "covariance", "norm", "groups", "windows", "shift_windows", "block_dropout", "head_dropout"}
     )
-    reference_unused = (r"\.rel_indices$", r"\.window_relative_position_index$")
 
     def __init__(
         self,
@@ -105,8 +117,9 @@ class PosMLP(VisionModel):
         activation_checkpointing: bool = False,
         switches: PosMLPSwitches | None = None,
     ) -> None:
-        super().__init__(linear_drop_path(drop_path, sum(DEPTHS), branches=1), activation_checkpointing)
         switches = switches or PosMLPSwitches()
+        super().__init__(linear_drop_path(drop_path, sum(DEPTHS), branches=1), activation_checkpointing, switches)
+        self.reference_names = (*(_SGU_NAMES if switches.mixing == "sgu" else _POSGU_NAMES), *_NAMES)
         widths = [width * 2**stage for stage in range(len(DEPTHS))]
         _check_size(image_size)
         windows = switches.windows or (image_size // 16,) * 3 + (image_size // 32,)
@@ -114,7 +127,8 @@ class PosMLP(VisionModel):
         groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else (1,) * len(DEPTHS)
         _check_groups(groups, widths, switches.split)
 
-        self.shift_windows, self.head_dropout = switches.shift_windows, switches.head_dropout
+        self.shift_windows = switches.shift_windows
+        self.block_dropout, self.head_dropout = switches.block_dropout, switches.head_dropout
         self.stem = ConvStem(width) if switches.patch_embedding == "convolution" else LinearStem(width)
         side = image_size // STEM_STRIDE
         self.absolute_position = AbsolutePosition(side, width) if switches.absolute_position else nn.Identity()
@@ -122,7 +136,10 @@ class PosMLP(VisionModel):
         self.stages = nn.ModuleList(
             Stage(
                 merging(widths[i - 1]) if i else nn.Identity(),
-                [GatedBlock(widths[i], RATIOS[i], windows[i], groups[i], switches, POSMLP_CODE) for _ in range(DEPTHS[i])],
+                [
+                    GatedBlock(widths[i], RATIOS[i], windows[i], groups[i], switches, POSMLP_CODE, switches.block_dropout)
+                    for _ in range(DEPTHS[i])
+                ],
                 windows[i],
             )
             for i in range(len(DEPTHS))
@@ -131,10 +148,39 @@ class PosMLP(VisionModel):
         self.head = nn.Linear(widths[-1], num_classes)
         self.apply(_init_weights)
 
+    def reference_tables(self) -> dict[str, Tensor]:
+        """Of every block: the relative positions' quadratic terms, or which row of its table belongs to each pair."""
+        tables = {}
+        for i, stage in enumerate(self.stages):
+            for j, block in enumerate(stage.blocks):
+                unit, mixing = f"levels.{i}.encoder.{j}.gate_unit.pos.", block.gate.mixing
+                # Clones, since the functions' own results are shared between the blocks, which not all file formats take.
+                if isinstance(mixing, GaussianMap):
+                    spreads = mixing.spreads
+                    terms = quadratic_terms(stage.window, spreads.device, spreads.dtype)
+                    tables[f"{unit}rel_indices"] = terms.clone()
+                elif mixing.table is not None:
+                    index = relative_index(stage.window, mixing.table.device)
+                    tables[f"{unit}window_relative_position_index"] = index.clone()
+        return tables
+
+    def unpublished_switch(self) -> str | None:
+        """As its base; in the published code SGU alone has a norm, LRPE-M another shape and αI another formula."""
+        switches = self.switches
+        if switches.covariance == "isotropic":
+            return "covariance"
+        if switches.mixing == "lrpe_m" or switches.normalises != (switches.mixing == "sgu"):
+            return "mixing" if switches.norm is None else "norm"
+        return super().unpublished_switch()
+
     @property
     def noise_per_sample(self) -> int:
-        """One number per residual branch, then one per channel that the dropout before the classifier may drop."""
-        return super().noise_per_sample + (self.head.in_features if self.head_dropout else 0)
+        """One number per residual branch, one per block with dropout, one per channel that the dropout before the classifier has."""
+        return sum(self._noise_counts())
+
+    def _noise_counts(self) -> tuple[int, int, int]:
+        blocks = sum(DEPTHS) if self.block_dropout else 0
+        return super().noise_per_sample, blocks, self.head.in_features if self.head_dropout else 0
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
@@ -152,34 +198,39 @@ class PosMLP(VisionModel):
         """
         height, width = images.shape[-2:]
         _check_windows([stage.window for stage in self.stages], height, width)
-        branches = super().noise_per_sample
-        scales = self.branch_scales(len(images), None if noise is None else noise[:, :branches])  # (B, blocks) or None
+        if noise is None:
+            noise = torch.rand(len(images), self.noise_per_sample if self.training else 0, device=images.device)
+        counts = self._noise_counts() if self.training else (0, 0, 0)
+        for_branches, for_blocks, for_head = noise[:, : sum(counts)].split(counts, dim=1)
+        scales = self.branch_scales(len(images), for_branches)  # (B, blocks) or None
         x = self.absolute_position(self.stem(images))  # (B, H / 4, W / 4, width)
         first = 0
         for stage in self.stages:
             last = first + len(stage.blocks)
-            x = self._run_stage(stage, stage.merging(x), None if scales is None else scales[:, first:last])
+            x = self._run_stage(
+                stage, stage.merging(x), None if scales is None else scales[:, first:last], for_blocks[:, first:last]
+            )
             first = last
         features = self.norm(x).mean(dim=(1, 2))  # (B, 8 * width)
-        return self.head(self._dropout(features, None if noise is None else noise[:, branches:]))
+        return self.head(self._dropout(features, for_head))
 
-    def _run_stage(self, stage: Stage, x: Tensor, scales: Tensor | None) -> Tensor:
-        """x (B, rows, columns, width), scales (B, blocks of this stage) or None -> the same shape as x."""
+    def _run_stage(self, stage: Stage, x: Tensor, scales: Tensor | None, noise: Tensor) -> Tensor:
+        """x (B, rows, columns, width), scales (B, blocks of this stage) or None, noise (B, blocks or 0) -> the same shape as x."""
         grid = (x.shape[1], x.shape[2])
         shiftable = self.shift_windows and max(grid) > stage.window
         for i, block in enumerate(stage.blocks):
             shift = stage.window // 2 if shiftable and i % 2 else 0
             connected = connected_tokens(grid, stage.window, shift, x.device) if shift else None
             tokens = to_windows(x, stage.window, shift)  # (B, windows, window², width)
-            tokens = self.run_block(block, tokens, None if scales is None else scales[:, i : i + 1], connected)
+            branch_scales = None if scales is None else scales[:, i : i + 1]
+            tokens = self.run_block(block, tokens, branch_scales, connected, noise[:, i] if noise.shape[1] else None)
             x = from_windows(tokens, stage.window, grid, shift)
         return x
 
-    def _dropout(self, features: Tensor, noise: Tensor | None) -> Tensor:
-        """Dropout of (B, width) features, its random numbers (B, width) given from outside like those of stochastic depth."""
-        if not self.training or not self.head_dropout:
+    def _dropout(self, features: Tensor, noise: Tensor) -> Tensor:
+        """Dropout of (B, width) features; noise (B, width), or (B, 0) for none."""
+        if not noise.shape[1]:
             return features
-        noise = torch.rand_like(features) if noise is None else noise
         return features * drop_path_scales(torch.full_like(noise, self.head_dropout), noise).to(features.dtype)
 
 

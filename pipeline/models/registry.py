@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
@@ -90,44 +89,3 @@ def create_model(
         drop_path=drop_path,
         activation_checkpointing=activation_checkpointing,
     )
-
-
-def load_reference_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
-    """Load the state dict of the authors' published code: rename its keys, then load strictly.
-
-    Args:
-        model: from :func:`create_model`; its class lists the renaming in ``reference_names``.
-        state_dict: the authors' key names -> tensors.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        UserError: a name is missing, unknown or given twice, or a shape differs.
-    """
-    renamed: dict[str, Tensor] = {}
-    for key, value in state_dict.items():
-        if any(re.search(pattern, key) for pattern in type(model).reference_unused):
-            continue
-        name = key
-        for pattern, replacement in type(model).reference_names:
-            name = re.sub(pattern, replacement, name)
-        if name in renamed:
-            raise UserError(f"reference state dict: two keys both mean {name!r} (the second is {key!r}): remove one of them.")
-        renamed[name] = value
-    own = model.state_dict()
-    missing, unknown = sorted(own.keys() - renamed.keys()), sorted(renamed.keys() - own.keys())
-    if missing or unknown:
-        raise UserError(
-            f"reference state dict does not fit {type(model).__name__}: {len(missing)} names are missing {missing[:3]} and "
-            f"{len(unknown)} are unknown {unknown[:3]}, 0 of each needed: pass the authors' state dict of the same model "
-            f"(of a training checkpoint, its 'model' entry)."
-        )
-    for name, value in renamed.items():
-        if value.shape != own[name].shape:
-            raise UserError(
-                f"reference state dict: {name} has shape {tuple(value.shape)}, the model needs {tuple(own[name].shape)}: "
-                f"create the model with the size and num_classes that the weights were trained with."
-            )
-    model.load_state_dict(renamed, strict=True)
-    return model

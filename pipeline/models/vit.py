@@ -14,6 +14,12 @@ from pipeline.models.probe import probe
 
 PATCH = 16  # pixels, on a side
 LAYER_NORM_EPS = 1e-6
+# The authors' names and ours, see VisionModel.reference_names.
+REFERENCE_NAMES = (
+    ("cls_token", "class_token"),
+    ("pos_embed", "position_embedding.weight"),
+    ("patch_embed.proj.", "patch_embedding."),
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""Checkpoints: complete or invisible, verified when they are read, for any number of processes and any ZeRO stage.
+
+=============  ====================================================================
+``folder.py``  where they lie, the manifest with checksums, which of them stay
+``held.py``    which stretches of weights and optimizer state a process holds
+``parts.py``   the files: stretches by name
+``saver.py``   writing beside the training, appearing all at once
+``loading.py`` the newest whole one, into any engine
+``weights.py`` plain state dicts, for evaluation and export
+=============  ====================================================================
+
+``python -m pipeline.checkpoint inspect|verify|export RUN_DIR`` looks at them from outside.
+"""
+
+from pipeline.checkpoint.folder import FOLDER, Manifest, RunState, latest_step, saved_steps, step_folder, sweep
+from pipeline.checkpoint.loading import load, newest_whole
+from pipeline.checkpoint.saver import Saver
+from pipeline.checkpoint.weights import SavedWeights, read_initial_weights, read_weights
+
+__all__ = [
+    "FOLDER",
+    "Manifest",
+    "RunState",
+    "SavedWeights",
+    "Saver",
+    "latest_step",
+    "load",
+    "newest_whole",
+    "read_initial_weights",
+    "read_weights",
+    "saved_steps",
+    "step_folder",
+    "sweep",
+]

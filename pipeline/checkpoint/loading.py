@@ -1,0 +1,83 @@
+"""Going on from a checkpoint: find the newest whole one, and read what each process holds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoint.folder import Manifest, find_damage, saved_steps, step_folder
+from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
+from pipeline.checkpoint.parts import Parts
+from pipeline.checkpoint.saver import saved_buffers
+from pipeline.distributed import World
+from pipeline.ema import WeightAverage
+from pipeline.errors import UserError
+
+
+def newest_whole(run_dir: Path, world: World) -> Manifest | None:
+    """The newest checkpoint whose every file is as it was written, or None when the run has none; every process must call.
+
+    Each process compares some of the files. A damaged checkpoint is named in a warning and the one before is tried.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole.
+    """
+    steps = world.gather(saved_steps(run_dir))[0]  # the main process's word: network disks may lag elsewhere
+    named = ""
+    for step in reversed(steps):
+        manifest, problems = _examine(step_folder(run_dir, step), world)
+        problems = sorted({sentence for part in world.gather(problems) for sentence in part})
+        if not problems:
+            return manifest
+        named = named or problems[0]
+        if world.is_main:
+            print(f"warning: {'; '.join(problems)}: this checkpoint is passed over", file=sys.stderr, flush=True)
+    if steps:
+        raise UserError(
+            f"{named}; 0 of the {len(steps)} checkpoints in {run_dir} are whole, 1 needed: restore the files, or choose another output_dir."
+        )
+    return None
+
+
+def _examine(folder: Path, world: World) -> tuple[Manifest | None, list[str]]:
+    try:
+        manifest = Manifest.read(folder)
+    except UserError as error:
+        return None, [str(error).rpartition(":")[0]]
+    return manifest, find_damage(folder, manifest.files[world.rank :: world.size])
+
+
+@torch.no_grad()
+def load(engine, run_dir: Path, manifest: Manifest, ema: WeightAverage | None) -> None:
+    """Put a checkpoint into an engine of any ZeRO stage on any number of processes; every process must call.
+
+    Args:
+        engine: new, of the same model.
+        run_dir: the run folder.
+        manifest: of the checkpoint (:func:`newest_whole`).
+        ema: averaged weights; they begin as the weights where the checkpoint has none.
+
+    Raises:
+        UserError: the checkpoint is of another model.
+    """
+    folder = step_folder(run_dir, manifest.state.step)
+    parts = Parts(folder, [record.name for record in manifest.files])
+    create_moments(engine, manifest.state.optimizer_step)
+    averaged = set(parts.names(EMA))
+    with_moments = set(parts.names("exp_avg"))
+    for stretch in held(engine, ema):
+        quantity = stretch.quantity
+        if quantity == EMA and stretch.name not in averaged:
+            quantity = WEIGHT
+        if quantity not in (WEIGHT, EMA) and stretch.name not in with_moments:
+            continue  # never had a gradient: its moments are zero
+        try:
+            values = parts.read(quantity, stretch.name, stretch.start, len(stretch.values))
+        except KeyError as error:
+            raise UserError(f"{folder} lacks {error.args[0]}: it is of another model; choose another output_dir.") from None
+        stretch.values.copy_(values)
+    for name, buffer in saved_buffers(engine.module).items():
+        buffer.copy_(parts.read_buffer(name))
+    engine.empty_partition_cache()

@@ -1,0 +1,205 @@
+"""Saving: the run is held up for a copy in memory only; the files are written beside the training and appear all at once."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.checkpoint.folder import (
+    FOLDER,
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    RunState,
+    publish,
+    remove_old,
+    step_folder,
+)
+from pipeline.checkpoint.held import held
+from pipeline.checkpoint.parts import BUFFER, stretch_key, write_part
+from pipeline.config import CheckpointConfig
+from pipeline.coordination import Agreed, Agreement
+from pipeline.distributed import World
+from pipeline.ema import WeightAverage
+from pipeline.errors import UserError
+from pipeline.files import replace_text, sync_folder
+
+_LONGEST_PAUSE = 30.0  # seconds between two attempts
+
+
+@dataclass
+class _Saving:
+    """A checkpoint on its way."""
+
+    folder: Path  # hidden
+    state: RunState
+    shapes: dict[str, list[int]]
+    record: FileRecord | None = None  # of this process's file, once it is on the disk
+    error: str | None = None  # why it never will be
+
+
+class Saver:
+    """Writes the checkpoints of a run.
+
+    Each process copies its stretches (:func:`~pipeline.checkpoint.held.held`) and writes them to a file in a hidden folder
+    from a thread. When all have told each other that theirs is on the disk, the main process writes the manifest and renames
+    the folder. What dies in between leaves a hidden folder, which the next start removes.
+
+    A write that fails is tried again for ``checkpoint.retry_seconds``; then all processes stop with the reason.
+
+    Args:
+        run_dir: the run folder.
+        world: all processes.
+        config: what stays on the disk, and for how long a write is tried.
+        agreement: by which the processes tell each other.
+    """
+
+    def __init__(self, run_dir: Path, world: World, config: CheckpointConfig, agreement: Agreement) -> None:
+        self._run_dir, self._world, self._config, self._agreement = run_dir, world, config, agreement
+        self._saving: _Saving | None = None
+        self._thread: threading.Thread | None = None
+        self._publishing: threading.Thread | None = None
+        self._publish_error: str | None = None
+        self.started = 0  # saves so far
+        self.stall_seconds = 0.0  # that the last save held up the training
+
+    @property
+    def written(self) -> int:
+        """How many saves this process has on the disk."""
+        return self.started - (self._saving is not None and self._saving.record is None)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this process cannot write."""
+        return (self._saving is not None and self._saving.error is not None) or self._publish_error is not None
+
+    def save(self, engine, ema: WeightAverage | None, state: RunState) -> None:
+        """Begin to save; every process must call, between two steps. An earlier save is completed first."""
+        self.finish()
+        began = time.perf_counter()
+        folder = self._run_dir / FOLDER / f".saving-{state.step:08d}"
+        tensors = snapshot(engine, ema, self._world)
+        shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
+        self._saving = saving = _Saving(folder, state, shapes)
+        self.started += 1
+        self._thread = threading.Thread(target=self._write, args=(saving, tensors), name="checkpoint", daemon=True)
+        self._thread.start()
+        self.stall_seconds = time.perf_counter() - began
+
+    def settle(self, agreed: Agreed) -> None:
+        """Once a step, with what all processes know: publish what is written everywhere, or fail together.
+
+        Raises:
+            UserError: a process cannot write its part; earlier checkpoints are unharmed.
+        """
+        if agreed.save_failed:
+            reason = self._saving.error if self._saving and self._saving.error else self._publish_error
+            reasons = [text for text in self._world.gather(reason) if text]
+            if self._saving and self._world.is_main:  # nobody writes any more: the space is wanted
+                shutil.rmtree(self._saving.folder, ignore_errors=True)
+            self._saving = self._publish_error = None
+            raise UserError(
+                f"{reasons[0]}; free some space or restore the folder, then give the same command again: earlier checkpoints are whole."
+            )
+        if self._saving and agreed.written >= self.started:
+            self._complete()
+
+    def finish(self) -> None:
+        """Wait until the last save is complete; every process must call.
+
+        Raises:
+            UserError: as in :meth:`settle`.
+        """
+        while self._saving:
+            self.settle(self._agreement.exchange(save_failed=self.failed, written=self.written))
+            time.sleep(0.005)
+        if self._publishing:
+            self._publishing.join()
+            self._publishing = None
+        # Also when nothing was on its way: one more exchange lets all learn that the publishing failed on one.
+        if self._agreement.ask(self._publish_error is not None):
+            self.settle(Agreed(stop=0, save_failed=True, written=0))
+
+    def _complete(self) -> None:
+        saving, self._saving = self._saving, None
+        records = self._world.gather(saving.record)
+        if self._world.is_main:
+            manifest = Manifest(saving.state, saving.shapes, records)
+            self._publishing = threading.Thread(target=self._publish, args=(saving.folder, manifest), daemon=True)
+            self._publishing.start()
+
+    def _write(self, saving: _Saving, tensors: dict[str, Tensor]) -> None:
+        """In a thread: this process's file, tried again while there is time."""
+        path = saving.folder / f"part-{self._world.rank:05d}.safetensors"
+
+        def attempt() -> FileRecord:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return write_part(path, tensors)
+
+        try:
+            saving.record = self._persist(attempt, path)
+        except OSError as error:
+            saving.error = f"{path} could not be written for {self._config.retry_seconds:g} s ({error.strerror or error})"
+
+    def _publish(self, folder: Path, manifest: Manifest) -> None:
+        """In a thread of the main process: the manifest, the name, and what is too old goes."""
+        state, target = manifest.state, step_folder(self._run_dir, manifest.state.step)
+
+        def attempt() -> None:
+            replace_text(folder / MANIFEST, manifest.to_text())
+            sync_folder(folder)
+            publish(folder, target)
+
+        best = state.best["step"] if state.best and self._config.keep_best else None
+        try:
+            self._persist(attempt, target)
+            remove_old(self._run_dir, state.step, self._config.keep_last, best, self._config.keep_every_steps)
+        except OSError as error:
+            self._publish_error = f"{error.filename or target} could not be written or renamed ({error.strerror or error})"
+
+    def _persist(self, attempt: Callable[[], Any], path: Path) -> Any:
+        """Repeat an attempt that the file system refuses, until ``retry_seconds`` have passed."""
+        deadline, pause = time.monotonic() + self._config.retry_seconds, 0.5
+        while True:
+            try:
+                return attempt()
+            except OSError as error:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise
+                if pause == 0.5:
+                    reason = error.strerror or error
+                    print(
+                        f"warning: {path} cannot be written ({reason}); trying again for {left:.0f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def snapshot(engine, ema: WeightAverage | None, world: World) -> dict[str, Tensor]:
+    """Copies, on the CPU, of all that this process saves: its share of weights, moments and averages; process 0 also buffers."""
+    tensors = {}
+    for stretch in held(engine, ema):
+        share = stretch.share(world.rank, world.size)
+        if share:
+            tensors[stretch_key(share.quantity, share.name, share.start)] = share.values.detach().to("cpu", copy=True)
+    if world.is_main:
+        for name, buffer in saved_buffers(engine.module).items():
+            tensors[stretch_key(BUFFER, name, 0)] = buffer.detach().to("cpu", copy=True).contiguous()
+    return tensors
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a model's state dict has besides parameters: BatchNorm's running statistics, for example."""
+    parameters = {name for name, _ in model.named_parameters()}
+    return {name: value for name, value in model.state_dict().items() if name not in parameters}

@@ -1,0 +1,211 @@
+"""A run between its start and its end: everything that the loop of ``train.py`` works with, and how it is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline import checkpoint, flops
+from pipeline.bad_sample_report import BadSampleReport
+from pipeline.batchnorm import StepStatistics
+from pipeline.checkpoint.held import optimizer_step_count
+from pipeline.config import Config, accumulation_steps, config_from_dict
+from pipeline.coordination import Agreed, Agreement, StopSignal
+from pipeline.data.loader import Loader
+from pipeline.data.plan import TrainPlan
+from pipeline.data.shards import ShardSet
+from pipeline.distillation import load_teacher
+from pipeline.distributed import World
+from pipeline.ema import WeightAverage
+from pipeline.engine import build_engine
+from pipeline.evaluate import check_classes, check_same_classes, evaluation_loader
+from pipeline.models import create_model, load_pretrained
+from pipeline.run_files import write_run_files
+from pipeline.run_folder import check_same_data, check_same_run, config_hash, open_run_folder
+from pipeline.run_lock import RunLock
+from pipeline.run_log import RunLog
+from pipeline.sample_log import SampleLog
+from pipeline.schedule import Schedule, make_schedule
+
+
+@dataclass
+class Run:
+    """A run that was started. The last four fields change as it goes on, and are what a checkpoint keeps of it."""
+
+    config: Config
+    world: World
+    folder: Path
+    lock: RunLock | None  # held by the main process
+    schedule: Schedule
+    train_set: ShardSet
+    engine: Any  # deepspeed.DeepSpeedEngine
+    norms: StepStatistics
+    ema: WeightAverage | None
+    teacher: Callable[[Tensor], Tensor] | None
+    loader: Loader
+    val_loader: Loader
+    agreement: Agreement
+    saver: checkpoint.Saver
+    log: RunLog
+    samples: SampleLog | None
+
+    first_step: int  # done before this start
+
+    step: int  # done
+    skipped_steps: int
+    best: dict[str, Any] | None
+    evaluation_due: bool
+
+    def tell(self, stop: StopSignal) -> Agreed:
+        """Once a step, or batch of an evaluation: hear how all processes stand, and complete a save that all have written."""
+        agreed = self.agreement.exchange(stop.received, self.saver.failed, self.saver.written)
+        self.saver.settle(agreed)
+        return agreed
+
+    def state(self) -> checkpoint.RunState:
+        """What a checkpoint of this moment says."""
+        return checkpoint.RunState(
+            step=self.step,
+            samples=self.schedule.samples(self.step),
+            optimizer_step=optimizer_step_count(self.engine),
+            skipped_steps=self.skipped_steps,
+            config=self.config.model_dump(mode="json"),
+            config_hash=config_hash(self.config),
+            classes=self.train_set.classes,
+            data=self.train_set.identity(),
+            world_size=self.world.size,
+            zero_stage=self.config.train.zero_stage,
+            bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.state().items()},
+            best=self.best,
+            evaluation_due=self.evaluation_due,
+        )
+
+    def close(self) -> None:
+        """Stop threads, close files, let the next run have the folder."""
+        for part in (self.loader, self.val_loader, self.log, self.samples):
+            if part:
+                part.close()
+        if self.lock:
+            self.lock.release()
+
+
+def start_run(config: Config, world: World) -> Run | None:
+    """Start a run, or go on with it from its newest whole checkpoint; every process must call.
+
+    Returns:
+        None if there is nothing left to train.
+
+    Raises:
+        UserError: config, data and run folder do not fit together.
+    """
+    train_set, val_set = ShardSet(config.data.path, "train"), ShardSet(config.data.path, "val")
+    check_classes(config, train_set)
+    check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
+    accumulation = accumulation_steps(config.train, world.size)
+    schedule = make_schedule(config, train_set)
+    folder, lock = Path(config.output_dir), open_run_folder(config, world)
+    before = checkpoint.newest_whole(folder, world)
+    begun_with = config_from_dict(before.state.config, source=str(folder)) if before else None
+    check_same_run(config, begun_with, world)
+    check_same_data(config, before.state.data if before else None, train_set.identity(), world)
+    if before and before.state.step >= schedule.last_step and not before.state.evaluation_due:
+        if world.is_main:
+            print(f"{folder} is complete at step {before.state.step}: nothing to train.", flush=True)
+            lock.release()
+        return None
+    if world.is_main:
+        checkpoint.sweep(folder)
+
+    count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
+    cost = world.gather(flops.count(*count) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
+    model = build_model(config, world, fresh=before is None)
+    teacher = load_teacher(config, world.device) if config.train.teacher else None
+    engine = build_engine(model, config, world)
+    ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
+    if before:
+        checkpoint.load(engine, folder, before, ema)
+    step = before.state.step if before else 0
+
+    write_run_files(config, world, step)  # only now: a start that was refused leaves no trace
+    flops_per_image = cost.training_flops_per_image(config.train.micro_batch_size)
+    known = {int(sample): sentence for sample, sentence in before.state.bad_samples.items()} if before else {}
+    agreement = Agreement()
+    run = Run(
+        config=config,
+        world=world,
+        folder=folder,
+        lock=lock,
+        schedule=schedule,
+        train_set=train_set,
+        engine=engine,
+        norms=StepStatistics(engine.module, world),
+        ema=ema,
+        teacher=teacher,
+        loader=training_loader(train_set, config, world, step),
+        val_loader=evaluation_loader(val_set, config, world),
+        agreement=agreement,
+        saver=checkpoint.Saver(folder, world, config.checkpoint, agreement),
+        log=RunLog(config, world, step, schedule.last_step, flops_per_image, BadSampleReport(world, known)),
+        samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
+        first_step=step,
+        step=step,
+        skipped_steps=before.state.skipped_steps if before else 0,
+        best=before.state.best if before else None,
+        evaluation_due=before.state.evaluation_due if before else False,
+    )
+    _introduce(run, cost, accumulation)
+    return run
+
+
+def build_model(config: Config, world: World, fresh: bool) -> nn.Module:
+    """The run's model with its first weights: from the seed, or ``train.init_from`` (not when a checkpoint follows)."""
+    torch.manual_seed(config.seed)
+    model = create_model(
+        config.model.name,
+        config.model.num_classes,
+        config.model.image_size,
+        config.model.drop_path,
+        config.train.activation_checkpointing,
+        config.model.switches,
+    )
+    if config.train.init_from and fresh:
+        source = Path(config.train.init_from)
+        for sentence in load_pretrained(model, checkpoint.read_initial_weights(source), source=f"train.init_from {source}"):
+            if world.is_main:
+                print(f"init_from: {sentence}", flush=True)
+    return model
+
+
+def training_loader(shards: ShardSet, config: Config, world: World, first_step: int) -> Loader:
+    """This process's micro-batches from the first one of step ``first_step`` on."""
+    plan = TrainPlan(
+        shards=shards,
+        seed=config.seed,
+        image_size=config.model.image_size,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        data=config.data,
+        augment=config.augment,
+    )
+    return Loader(plan, config.data, world.device, world.cpu_threads, start=first_step * plan.batches_per_step)
+
+
+def _introduce(run: Run, cost: flops.FlopRow, accumulation: int) -> None:
+    """The first lines of the log."""
+    config, schedule, world = run.config, run.schedule, run.world
+    if config.optim.warmup_epochs >= schedule.epochs:
+        run.log.say(
+            f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"
+        )
+    run.log.say(
+        f"{config.model.name} on {world.device}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {config.train.global_batch_size} = "
+        f"{config.train.micro_batch_size} x {world.size} processes x {accumulation}; steps {run.step} to {schedule.last_step}, "
+        f"{schedule.steps_per_epoch:.1f} per epoch"
+    )

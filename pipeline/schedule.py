@@ -1,0 +1,55 @@
+"""Where a run stands at a step: epochs, evaluations, the end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pipeline.config import Config
+from pipeline.data.plan import epoch_length
+from pipeline.data.shards import ShardSet
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Where the run stands at a step. Epochs follow each other without a gap, so their ends need not fall on a step."""
+
+    images: int  # that an epoch shows
+    global_batch_size: int
+    epochs: float
+    max_steps: int | None
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.images / self.global_batch_size
+
+    @property
+    def last_step(self) -> int:
+        """Of the schedule, or ``max_steps`` if that comes first."""
+        whole = math.ceil(self.epochs * self.steps_per_epoch - 1e-9)
+        return whole if self.max_steps is None else min(whole, self.max_steps)
+
+    def samples(self, step: int) -> int:
+        return step * self.global_batch_size
+
+    def epoch(self, step: int) -> float:
+        return self.samples(step) / self.images
+
+    def passes(self, step: int, every_epochs: float | None) -> bool:
+        """Whether this step completes another ``every_epochs`` epochs, or the run."""
+        if step == self.last_step:
+            return True
+        if every_epochs is None:
+            return False
+        every_samples = Fraction(str(every_epochs)) * self.images  # exact: 0.3 // 0.1 is 2 in floating point
+        return self.samples(step) // every_samples > self.samples(step - 1) // every_samples
+
+
+def make_schedule(config: Config, train_set: ShardSet) -> Schedule:
+    """The run's schedule; with ``train.scale_epochs`` the epochs of a subset are as many steps as those of the full set."""
+    images = epoch_length(len(train_set), config.augment.repeats)
+    epochs = config.train.epochs
+    if config.train.scale_epochs:
+        epochs /= train_set.subset
+    return Schedule(images, config.train.global_batch_size, epochs, config.train.max_steps)
