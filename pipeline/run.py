@@ -131,7 +131,7 @@ def start_run(config: Config, world: World) -> Run | None:
         checkpoint.load(engine, folder, before, ema)
     step = before.state.step if before else 0
 
-    write_run_files(config, world, step)  # only now: a start that was refused leaves no trace
+    write_run_files(config, world, step + 1)  # only now: a start that was refused leaves no trace
     flops_per_image = cost.training_flops_per_image(config.train.micro_batch_size)
     known = {int(sample): sentence for sample, sentence in before.state.bad_samples.items()} if before else {}
     agreement = Agreement()

@@ -150,7 +150,7 @@ def publish(written: Path, target: Path) -> None:
     """Give a complete folder its name. One that has the name already makes room; it is kept if it is damaged."""
     former = None
     if target.exists():
-        former = _hide(target) if _is_whole(target) else _set_aside(target)
+        former = _hide(target) if _is_whole(target) else set_aside(target)
     os.rename(written, target)
     sync_folder(target.parent)
     if former and former.name.startswith("."):
@@ -168,7 +168,8 @@ def _hide(folder: Path) -> Path:
     return folder.rename(folder.with_name(f".removing-{folder.name.removeprefix('step-')}"))
 
 
-def _set_aside(folder: Path) -> Path:
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that it no longer counts as one; nothing is removed."""
     number = next(n for n in range(1, 10**6) if not folder.with_name(f"damaged-{folder.name}.{n}").exists())
     return folder.rename(folder.with_name(f"damaged-{folder.name}.{number}"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint.folder import Manifest, find_damage, saved_steps, step_folder
+from pipeline.checkpoint.folder import Manifest, find_damage, saved_steps, set_aside, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
 from pipeline.checkpoint.parts import Parts
 from pipeline.checkpoint.saver import saved_buffers
@@ -19,24 +19,33 @@ from pipeline.errors import UserError
 def newest_whole(run_dir: Path, world: World) -> Manifest | None:
     """The newest checkpoint whose every file is as it was written, or None when the run has none; every process must call.
 
-    Each process compares some of the files. A damaged checkpoint is named in a warning and the one before is tried.
+    Each process compares some of the files. A damaged checkpoint is named in a warning, set aside, and the one before is taken. The
+    caller holds the run's lock.
 
     Raises:
         UserError: there are checkpoints, but none is whole.
     """
     steps = world.gather(saved_steps(run_dir))[0]  # the main process's word: network disks may lag elsewhere
-    named = ""
+    damaged: dict[int, str] = {}
     for step in reversed(steps):
         manifest, problems = _examine(step_folder(run_dir, step), world)
         problems = sorted({sentence for part in world.gather(problems) for sentence in part})
         if not problems:
+            if world.is_main:
+                for passed_over, sentence in damaged.items():
+                    aside = set_aside(step_folder(run_dir, passed_over))
+                    print(
+                        f"warning: {sentence}: it is now {aside.name}, the run goes on from step {step}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+            world.barrier()
             return manifest
-        named = named or problems[0]
-        if world.is_main:
-            print(f"warning: {'; '.join(problems)}: this checkpoint is passed over", file=sys.stderr, flush=True)
-    if steps:
+        damaged[step] = "; ".join(problems)
+    if damaged:
         raise UserError(
-            f"{named}; 0 of the {len(steps)} checkpoints in {run_dir} are whole, 1 needed: restore the files, or choose another output_dir."
+            f"{damaged[steps[-1]]}; 0 of the {len(steps)} checkpoints in {run_dir} are whole, 1 needed: restore the files, or choose "
+            f"another output_dir."
         )
     return None
 
