@@ -11,7 +11,9 @@
 #   75                 a signal (the time limit is near); it saved     requeue
 #   any other          a crash, a killed or lost process               requeue, as pipeline.restart allows
 #
-# srun's code is the highest among the tasks; the log names the one that failed first.
+# srun's code is the highest among the tasks, so they must end by themselves: a SIGTERM from srun when
+# the first one fails would make 143 of the others' 2 or 75, and would ask them to save together with
+# a dead one. Tasks that lose another notice it and exit with 76; --wait ends those that do not.
 #
 # The signal comes by the #SBATCH line --signal=USR1@300, without the "B:" that would send it to this
 # shell alone: every task hears it itself, so nothing depends on a trap here, which bash runs only
@@ -59,11 +61,13 @@ run=(--config "$config" ${PERVIT_DATA:+"data.path=$PERVIT_DATA"} ${PERVIT_OUTPUT
 trap : TERM
 
 # pipeline.train reads its rank from Slurm's variables: no ssh, no torchrun.
-#   --kill-on-bad-exit   when one task fails the others would wait for it until the time limit
+#   --kill-on-bad-exit   0: no SIGTERM when a task fails, see above
+#   --wait               seconds from the first task's end to SIGTERM for the others; well above
+#                        distributed.silence_timeout, after which they name the lost task and end
 #   --export=ALL         the tasks keep this environment even if sbatch was given --export=NONE
 #   --cpus-per-task      srun has ignored the batch script's setting since Slurm 22.05
 code=0
-srun --kill-on-bad-exit=1 --label --export=ALL --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+srun --kill-on-bad-exit=0 --wait=120 --label --export=ALL --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
   python -u -m pipeline.train "${run[@]}" || code=$?
 
 # ---- the end: start again? ---------------------------------------------------------------------
