@@ -69,7 +69,9 @@ class Training:
         assert [row["step"] for row in step_rows(self.run)] == list(range(1, self.steps + 1))
         assert latest_step(self.run) == self.steps
         assert {each.job for each in self.restarts()} <= {submitted.number}
-        lives = [int(number) for number in re.findall(rf"^job {submitted.number} on .*, restarts: (\d+),", job.log, re.MULTILINE)]
+        lives = [
+            int(number) for number in re.findall(rf"^job {submitted.number} on .*, restarts: (\d+),", job.log, re.MULTILINE)
+        ]
         assert lives == list(range(len(lives)))
         for each in self.restarts():
             assert f"restart {each.restart} of job {submitted.number}: {restart.reason(each.exit_code)}" in job.log
