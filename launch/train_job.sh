@@ -78,7 +78,8 @@ end() { echo "job $SLURM_JOB_ID is not requeued: $*" >&2; exit "$code"; }
 
 # A job that Slurm is ending is COMPLETING, and so no longer RUNNING, before its tasks hear of it:
 # that tells scancel from any other signal. scontrol would requeue a cancelled job all the same.
-# At the time limit the reason is TimeLimit: the early signal was not enough, but may go on.
+# At the time limit the reason is TimeLimit: the early signal was not enough, but it may go on. A job
+# that Slurm itself requeues has one restart more than this life of it knows of.
 see_that_it_may_go_on() {
   local shown
   shown=$(scontrol show job --oneliner "$SLURM_JOB_ID") || end "scontrol does not answer. Submit the same command again."
@@ -86,8 +87,9 @@ see_that_it_may_go_on() {
     *" Requeue=0 "*)
       end "it was submitted with --no-requeue. Submit the same command again, it goes on from the newest checkpoint." ;;
     *" JobState=RUNNING "* | *" Reason=TimeLimit "*) ;;
-    *" Reason=NodeDown "* | *" JobState=NODE_FAIL "*) end "Slurm does that itself, a node failed." ;;
-    *) end "it was cancelled. Submit the same command again, it goes on from the newest checkpoint." ;;
+    *" Restarts=${SLURM_RESTART_COUNT:-0} "*)
+      end "it was cancelled. Submit the same command again, it goes on from the newest checkpoint." ;;
+    *) end "Slurm has done so already, after a failed node or by request." ;;
   esac
 }
 
