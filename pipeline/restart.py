@@ -103,7 +103,7 @@ def reason(exit_code: int) -> str:
 
 
 def _place(step: int | None) -> str:
-    return "from the beginning" if step is None else f"at step {step}"
+    return "at the beginning" if step is None else f"at step {step}"
 
 
 def main() -> int:

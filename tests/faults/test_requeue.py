@@ -178,7 +178,7 @@ def test_only_restarts_in_a_row_count(tmp_path: Path) -> None:
     """Guards against a run that is given up although it gets on, or because of what an earlier job did."""
     for number in (1, 2, 3):
         restart.allow_restart(tmp_path, "7", number, 1)
-    with pytest.raises(UserError, match="no progress.*from the beginning"):
+    with pytest.raises(UserError, match="no progress.*at the beginning"):
         restart.allow_restart(tmp_path, "7", 4, 1)
     assert restart.allow_restart(tmp_path, "8", 1, 1).step is None
     checkpoint_at(tmp_path, 40)
