@@ -1,15 +1,32 @@
-# launch/train_job.sh CONFIG [dotted.key=value ...]: what pervit_{t,s,m}.slurm have in common.
+# launch/train_job.sh CONFIG [dotted.key=value ...]: what train.slurm and pervit_{t,s,m}.slurm have in common.
 #
 # Sourced by a Slurm batch script in the repository root; runs on the job's first node and starts
-# one task for each GPU. PERVIT_DATA and PERVIT_OUTPUT are set by the batch script.
+# one task for each GPU. PERVIT_DATA and PERVIT_OUTPUT, where set, replace the config's folders.
 #
-# The job ends with srun's exit code, the highest among its tasks: 0 only when all succeeded. A task
-# that is ended because another one failed counts as 143, so the log names the one that failed first.
+# A training that was stopped or crashed is started again by requeueing the job, under the same id:
+#
+#   srun's exit code   what happened                                   what follows
+#   0                  the last epoch is done                          the job is COMPLETED
+#   2                  a mistake that a restart does not mend          the job is FAILED
+#   75                 a signal (the time limit is near); it saved     requeue
+#   any other          a crash, a killed or lost process               requeue, as pipeline.restart allows
+#
+# srun's code is the highest among the tasks, so they must end by themselves: a SIGTERM from srun when
+# the first one fails would make 143 of the others' 2 or 75, and would ask them to save together with
+# a dead one. Tasks that lose another notice it and exit with 76; --wait ends those that do not.
+#
+# The signal comes by the #SBATCH line --signal=USR1@300, without the "B:" that would send it to this
+# shell alone: every task hears it itself, so nothing depends on a trap here, which bash runs only
+# between two commands. Slurm gives it to all processes of a task, helper processes too. It comes up
+# to a minute early. The 300 seconds are for the step in progress and the checkpoint.
+#
+# scancel sends the tasks SIGTERM; they have KillWait seconds (Slurm's default: 30) for the checkpoint.
+# scancel --signal=USR1 JOB stops the training now and requeues the job.
 
 fail() { echo "error: $*" >&2; exit 2; }
 
 [ -n "${SLURM_JOB_ID:-}" ] ||
-  fail "no Slurm job was found, this script is part of one; submit it: sbatch launch/pervit_t.slurm"
+  fail "no Slurm job was found, this script is part of one; submit it: sbatch launch/train.slurm configs/pervit_t.yaml"
 
 config=$1
 shift
@@ -34,14 +51,50 @@ export MASTER_ADDR MASTER_PORT
 # Without this every task would start as many compute threads as the node has cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, number of tasks: $SLURM_NTASKS," \
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restarts: ${SLURM_RESTART_COUNT:-0}, number of tasks: $SLURM_NTASKS," \
   "meeting at $MASTER_ADDR:$MASTER_PORT"
 
+# Later overrides win, so the ones from the sbatch line come last.
+run=(--config "$config" ${PERVIT_DATA:+"data.path=$PERVIT_DATA"} ${PERVIT_OUTPUT:+"output_dir=$PERVIT_OUTPUT"} "$@")
+
+# When Slurm ends the job this shell gets SIGTERM too. It must outlive the tasks: they are saving.
+trap : TERM
+
 # pipeline.train reads its rank from Slurm's variables: no ssh, no torchrun.
-#   --kill-on-bad-exit   when one task fails the others would wait for it until the time limit
+#   --kill-on-bad-exit   0: no SIGTERM when a task fails, see above
+#   --wait               seconds from the first task's end to SIGTERM for the others; well above
+#                        distributed.silence_timeout, after which they name the lost task and end
 #   --export=ALL         the tasks keep this environment even if sbatch was given --export=NONE
 #   --cpus-per-task      srun has ignored the batch script's setting since Slurm 22.05
-# Later overrides win, so the ones from the sbatch line come last.
-srun --kill-on-bad-exit=1 --label --export=ALL --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
-  python -u -m pipeline.train --config "$config" \
-  "data.path=$PERVIT_DATA" "output_dir=$PERVIT_OUTPUT" "$@"
+code=0
+srun --kill-on-bad-exit=0 --wait=120 --label --export=ALL --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+  python -u -m pipeline.train "${run[@]}" || code=$?
+
+# ---- the end: start again? ---------------------------------------------------------------------
+
+case $code in 0 | 2) exit "$code" ;; esac
+
+end() { echo "job $SLURM_JOB_ID is not requeued: $*" >&2; exit "$code"; }
+
+# A job that Slurm is ending is COMPLETING, and so no longer RUNNING, before its tasks hear of it:
+# that tells scancel from any other signal. scontrol would requeue a cancelled job all the same.
+# At the time limit the reason is TimeLimit: the early signal was not enough, but it may go on. A job
+# that Slurm itself requeues has one restart more than this life of it knows of.
+see_that_it_may_go_on() {
+  local shown
+  shown=$(scontrol show job --oneliner "$SLURM_JOB_ID") || end "scontrol does not answer. Submit the same command again."
+  case $shown in
+    *" Requeue=0 "*)
+      end "it was submitted with --no-requeue. Submit the same command again, it goes on from the newest checkpoint." ;;
+    *" JobState=RUNNING "* | *" Reason=TimeLimit "*) ;;
+    *" Restarts=${SLURM_RESTART_COUNT:-0} "*)
+      end "it was cancelled. Submit the same command again, it goes on from the newest checkpoint." ;;
+    *) end "Slurm has done so already, after a failed node or by request." ;;
+  esac
+}
+
+see_that_it_may_go_on
+python -m pipeline.restart --exit-code "$code" "${run[@]}" || exit "$code"
+see_that_it_may_go_on                      # again: it may have been cancelled in these seconds
+scontrol requeue "$SLURM_JOB_ID" || end "scontrol refused, see above. Submit the same command again."
+exit "$code"                               # of no consequence: Slurm has put the job back into the queue

@@ -140,6 +140,10 @@ def test_header_has_the_command_the_source_and_the_figures(path: Path) -> None:
     accumulation_steps(loaded(path).train, processes)  # raises where the batch does not divide
     if path in OURS:
         return
+    submitted = [line for line in lines if line.startswith("# sbatch launch/")]
+    assert len(submitted) == 1 and (
+        f"/train.slurm configs/{name(path)} " in submitted[0] or f"/{path.stem}.slurm " in submitted[0]
+    )
     text = " ".join(lines)
     assert re.search(r"(Table|Tables|Fig\.|Eq\.) S?\d", text) and "Paper: " in text
     assert re.search(r"Paper: .*(% top-1|curves only)", text)

@@ -8,24 +8,19 @@ import random
 import re
 import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment, evaluation_rows, step_rows
+from conftest import REPOSITORY, evaluation_rows, step_rows
+from slurm_cluster import ON_CPUS, Cluster, free_ports, running_cluster
 
 from pipeline.checkpoint import latest_step
 from pipeline.data.shards import ShardSet
 
 pytestmark = pytest.mark.slurm
 
-SCRIPT = REPOSITORY / "launch" / "local_cluster.sh"
-ON_CPUS = ("--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
 TOLD = (
     "SLURM_PROCID",
     "SLURM_STEP_NUM_TASKS",
@@ -35,92 +30,18 @@ TOLD = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-
-
-class Cluster:
-    """A Slurm cluster with a directory and ports of its own, so that it disturbs no other."""
-
-    def __init__(self, port: int) -> None:
-        # Not pytest's tmp_path: munge's socket must have a path of at most 107 characters.
-        self.folder = Path(tempfile.mkdtemp(prefix="pervit-slurm-"))
-        own = {
-            "PERVIT_CLUSTER_DIR": str(self.folder),
-            "PERVIT_CLUSTER_PORT": str(port),
-            "SLURM_CONF": f"{self.folder}/etc/slurm.conf",
-        }
-        self.environment = clean_environment(**own)
-        if sys.prefix != sys.base_prefix:
-            self.environment["PERVIT_VENV"] = sys.prefix  # the jobs run what the tests run
-
-    def script(self, *arguments: object) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [str(SCRIPT), *map(str, arguments)], env=self.environment, capture_output=True, text=True, timeout=90
-        )
-
-    def up(self, nodes: int = 2) -> None:
-        if shutil.which("sbatch") is None:
-            pytest.skip("needs Slurm: apt-get install slurm-wlm munge")
-        result = self.script("up", nodes)
-        if result.returncode == 2:  # what this machine lacks, in one sentence
-            pytest.skip(result.stderr.strip())
-        assert result.returncode == 0, result.stderr + _tails(self.folder / "log")
-
-    def down(self) -> None:
-        result = self.script("down")
-        assert result.returncode == 0, result.stderr
-        shutil.rmtree(self.folder)
-
-    def run(self, *command: object, cwd: Path = REPOSITORY, **variables: str) -> str:
-        """Run one of Slurm's commands; returns what it printed."""
-        result = subprocess.run(
-            list(map(str, command)), cwd=cwd, env={**self.environment, **variables}, capture_output=True, text=True, timeout=60
-        )
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    def job(self, folder: Path, *arguments: object, timeout: int = 240, cwd: Path = REPOSITORY, **variables: str) -> Job:
-        """``sbatch arguments``, and wait for the end of the job; its log goes to ``folder``."""
-        log = folder / "job.out"
-        number = self.run("sbatch", "--parsable", f"--output={log}", *arguments, cwd=cwd, **variables).strip()
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            shown = self.run("scontrol", "show", "job", number)  # sbatch --wait would look every half minute only
-            state = re.search(r"JobState=(\w+)", shown)[1]
-            if state in ENDED:
-                return Job(state, int(re.search(r" ExitCode=(\d+)", shown)[1]), log.read_text())
-            time.sleep(0.3)
-        self.run("scancel", number)
-        pytest.fail(f"the job is {state} after {timeout} s:\n{log.read_text() if log.exists() else shown}")
-
-
-@dataclass(frozen=True)
-class Job:
-    state: str
-    exit_code: int
-    log: str
-
-
-def _tails(folder: Path) -> str:
-    return "\n".join(f"{path}:\n{path.read_text()[-1500:]}" for path in sorted(folder.glob("*.log")))
 
 
 @pytest.fixture(scope="module")
 def ports() -> Iterator[int]:
-    """Below 20000, where the jobs' own ports begin; a cluster uses the port and 100 to 116 above it."""
-    first = random.randrange(10000, 16000, 200)
-    return iter(range(first, 20000, 200))
+    return free_ports()
 
 
 @pytest.fixture(scope="module")
 def cluster(ports: Iterator[int]) -> Iterator[Cluster]:
     """Two nodes for all tests of this file."""
-    started = Cluster(next(ports))
-    try:
-        started.up()
+    with running_cluster(next(ports)) as started:
         yield started
-    finally:
-        started.down()
 
 
 @pytest.fixture
@@ -134,7 +55,7 @@ def toy_repository(tmp_path: Path) -> Path:
         "import json, os, sys\n"
         f"told = {{name: os.environ[name] for name in {TOLD}}}\n"
         "print(json.dumps({'arguments': sys.argv[1:], **told}))\n"
-        "sys.exit(3 if 'fail' in sys.argv else 0)\n"
+        "sys.exit(2 if 'fail' in sys.argv else 0)\n"
     )
     return root
 
@@ -196,12 +117,35 @@ def test_tasks_find_each_other(cluster: Cluster, toy_repository: Path, tmp_path:
         ]
 
 
-@pytest.mark.parametrize("size", ["t", "s", "m"])
-def test_production_settings_are_accepted(size: str, cluster: Cluster, toy_repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["pervit_t.slurm", "pervit_s.slurm", "pervit_m.slurm", "train.slurm"])
+def test_production_settings_are_accepted(script: str, cluster: Cluster, toy_repository: Path, tmp_path: Path) -> None:
     """Guards against #SBATCH lines that Slurm refuses, and a job that reports success although its training failed."""
-    job = cluster.job(tmp_path, f"launch/pervit_{size}.slurm", "fail", cwd=toy_repository)
-    assert job.state == "FAILED", job.log
-    assert "Exited with exit code 3" in job.log
+    words = ["launch/demo.sh"] if script == "train.slurm" else []  # any file for a config: the toy does not read it
+    job = cluster.job(tmp_path, f"launch/{script}", *words, "fail", cwd=toy_repository)
+    assert (job.state, job.exit_code) == ("FAILED", 2), job.log
+    assert "Exited with exit code 2" in job.log
+
+
+@pytest.mark.parametrize("variables", [{}, {"PERVIT_DATA": "/shards", "PERVIT_OUTPUT": "/a b"}])
+def test_any_config(variables: dict[str, str], cluster: Cluster, toy_repository: Path, tmp_path: Path) -> None:
+    """Guards against a general job script that trains in another folder than the config's, or ignores where it was told to."""
+    config = tmp_path / "a config.yaml"
+    config.touch()
+    script = "launch/train.slurm"
+    job = cluster.job(tmp_path, "--ntasks-per-node=1", *ON_CPUS, script, config, "seed=1", cwd=toy_repository, **variables)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+    (task,) = [json.loads(line.partition(": ")[2]) for line in job.log.splitlines() if re.match(r"\d: {", line)]
+    folders = ["data.path=/shards", "output_dir=/a b"] if variables else []
+    assert task["arguments"] == ["--config", str(config), *folders, "seed=1"]
+
+
+@pytest.mark.parametrize("words", [[], ["configs/convit_z.yaml"], ["train.epochs=1"]])
+def test_no_config(words: list[str], cluster: Cluster, tmp_path: Path) -> None:
+    """Guards against a forgotten or misspelt config that is answered by bash, or by every task."""
+    job = cluster.job(tmp_path, *ON_CPUS, "launch/train.slurm", *words)
+    assert (job.state, job.exit_code) == ("FAILED", 2), job.log
+    (sentence,) = job.log.splitlines()
+    assert sentence.startswith(f"error: found '{''.join(words)}', the file of a config is needed")
 
 
 def test_submitted_from_elsewhere(cluster: Cluster, tmp_path: Path) -> None:

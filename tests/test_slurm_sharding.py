@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import run_script
-from test_slurm import ENDED, Cluster
+from slurm_cluster import ENDED, Cluster
 
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards

@@ -1,0 +1,128 @@
+"""May a run that was stopped start again? The job script asks before it requeues its job.
+
+    python -m pipeline.restart --exit-code CODE --config configs/pervit_t.yaml [dotted.key=value ...]
+
+Exit code 0: yes, and the restart is written down in ``restarts.json`` of the run folder. Exit code 1: no, for the reason that
+is printed. A run whose last three restarts all began at the checkpoint that is still the newest one makes no progress: what stops
+it, a fourth restart would not mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from pipeline.checkpoint import latest_step
+from pipeline.config import load_config
+from pipeline.errors import PREEMPTED, RANK_LOST, UserError
+
+RESTARTS = "restarts.json"
+LIMIT = 3  # restarts in a row that may begin at the same checkpoint
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One line of ``restarts.json``."""
+
+    time: str  # ISO 8601, UTC
+    job: str  # Slurm's number; it stays the same over all restarts
+    restart: int  # Slurm's count for this job, from 1
+    exit_code: int  # that the training ended with
+    step: int | None  # of the checkpoint that the restart begins at; None: from the beginning
+
+
+def allow_restart(run_dir: Path, job: str, number: int, exit_code: int) -> Restart:
+    """Write the next restart of a job down.
+
+    Args:
+        run_dir: the run folder; created where the training did not come that far.
+        job: restarts of other jobs do not count: whoever submits again may have mended the cause.
+        number: of this restart.
+        exit_code: that the training ended with.
+
+    Raises:
+        UserError: no progress over the last :data:`LIMIT` restarts, or a file that cannot be read.
+        OSError: the restart cannot be written down, so it could not be counted.
+    """
+    path = run_dir / RESTARTS
+    restarts = read_restarts(path)
+    step = latest_step(run_dir)
+    last = [each for each in restarts if each.job == job][-LIMIT:]
+    if len(last) == LIMIT and all(each.step == step for each in last):
+        raise UserError(
+            f"{run_dir} has made no progress: the last {LIMIT} restarts began {_place(step)} and no newer checkpoint was saved; "
+            f"find the cause in the log, then submit the same command again."
+        )
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    restart = Restart(now, job, number, exit_code, step)
+    write_restarts(path, [*restarts, restart])
+    return restart
+
+
+def read_restarts(path: Path) -> list[Restart]:
+    """The restarts of a run so far, none if there is no file.
+
+    Raises:
+        UserError: the file is not what :func:`write_restarts` writes.
+    """
+    try:
+        return [Restart(**row) for row in json.loads(path.read_text())]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError):  # not JSON, or other keys
+        raise UserError(f"{path} is not a list of restarts, one needed to count them: remove the file.") from None
+
+
+def write_restarts(path: Path, restarts: list[Restart]) -> None:
+    """Replace the file in one step: a job that is killed meanwhile leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.with_name(f".{path.name}")
+    with open(hidden, "w") as file:
+        file.write("[\n" + ",\n".join(json.dumps(asdict(restart)) for restart in restarts) + "\n]\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(hidden, path)
+
+
+def reason(exit_code: int) -> str:
+    """What an exit code of the training says, in words."""
+    if exit_code == PREEMPTED:
+        return "stopped by a signal"
+    if exit_code == RANK_LOST:
+        return "a process was lost"
+    try:
+        return f"a process was ended by {signal.Signals(exit_code - 128).name}"  # as shells and srun count it
+    except ValueError:
+        return "a process failed"
+
+
+def _place(step: int | None) -> str:
+    return "at the beginning" if step is None else f"at step {step}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--exit-code", required=True, type=int, help="that the training ended with")
+    parser.add_argument("--config", required=True, type=Path, help="the training's")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the training's")
+    args = parser.parse_args()
+    job, earlier = os.environ.get("SLURM_JOB_ID", "none"), int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    ended = f"{reason(args.exit_code)} (exit code {args.exit_code})"
+    try:
+        config = load_config(args.config, args.overrides)
+        restart = allow_restart(Path(config.output_dir), job, earlier + 1, args.exit_code)
+    except Exception as error:  # whatever it is, the job script needs an answer, and its log a sentence
+        print(f"no restart of job {job}: {ended}, and {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return 1
+    print(f"restart {restart.restart} of job {job}: {ended}, begins {_place(restart.step)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

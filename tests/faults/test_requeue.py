@@ -1,0 +1,238 @@
+"""A job that is stopped, killed or cancelled, on a real Slurm of two nodes, and what becomes of the run.
+
+Each scenario runs with a toy in place of the training (quick), and with the real one on the digits (part of the soak).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import REPOSITORY, step_rows
+from slurm_cluster import ON_CPUS, Cluster, Job, Submitted, free_ports, running_cluster
+
+from pipeline import restart
+from pipeline.checkpoint import latest_step
+from pipeline.errors import UserError
+
+on_slurm = pytest.mark.slurm
+TOY_TRAIN = Path(__file__).with_name("toy_train.py")
+SCRIPT = "launch/train.slurm"
+TWO_NODES = (*ON_CPUS, "--nodes=2", "--ntasks-per-node=1")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster(next(free_ports())) as started:
+        yield started
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a scenario submits: the toy or the real training, of ``steps`` steps."""
+
+    cluster: Cluster
+    folder: Path
+    repository: Path
+    config: Path
+    steps: int
+    every: int = 20  # steps between checkpoints
+
+    @property
+    def run(self) -> Path:
+        return Path(yaml.safe_load(self.config.read_text())["output_dir"])
+
+    def submit(self, *options: str, steps: int | None = None, **variables: str) -> Submitted:
+        words = [f"train.max_steps={steps or self.steps}", f"checkpoint.every_steps={self.every}", "log.every_steps=1"]
+        command = [*TWO_NODES, *options, SCRIPT, self.config, *words]
+        return self.cluster.submit(self.folder, *command, cwd=self.repository, **variables)
+
+    def at_step(self, step: int) -> bool:
+        """Whether a row of that step, or a later one, is in metrics.jsonl."""
+        try:
+            return bool(rows := step_rows(self.run)) and rows[-1]["step"] >= step
+        except (OSError, ValueError):  # not yet there, or in the middle of a line
+            return False
+
+    def restarts(self) -> list[restart.Restart]:
+        return restart.read_restarts(self.run / restart.RESTARTS)
+
+    def assert_finished(self, job: Job, submitted: Submitted) -> None:
+        """Every step once in what the weights saw; one job; a line for each restart."""
+        assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log[-4000:]
+        assert [row["step"] for row in step_rows(self.run)] == list(range(1, self.steps + 1))
+        assert latest_step(self.run) == self.steps
+        assert {each.job for each in self.restarts()} <= {submitted.number}
+        lives = [
+            int(number) for number in re.findall(rf"^job {submitted.number} on .*, restarts: (\d+),", job.log, re.MULTILINE)
+        ]
+        assert lives == list(range(len(lives)))
+        for each in self.restarts():
+            assert f"restart {each.restart} of job {submitted.number}: {restart.reason(each.exit_code)}" in job.log
+
+
+@pytest.fixture
+def toy(cluster: Cluster, tmp_path: Path) -> Training:
+    repository = tmp_path / "repository"
+    shutil.copytree(REPOSITORY / "launch", repository / "launch")
+    shutil.copytree(REPOSITORY / "pipeline", repository / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(TOY_TRAIN, repository / "pipeline" / "train.py")
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "run")}))
+    return Training(cluster, tmp_path, repository, config, steps=60)
+
+
+@pytest.fixture(params=["toy", pytest.param("real", marks=pytest.mark.soak)])
+def training(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -> Training:
+    if request.param == "toy":
+        return request.getfixturevalue("toy")
+    return Training(cluster, tmp_path, REPOSITORY, request.getfixturevalue("small_run"), steps=60)
+
+
+# ---- the job stops and goes on ----------------------------------------------------------------
+
+
+@on_slurm
+def test_a_chain_of_short_jobs_finishes_the_run(training: Training) -> None:
+    """Guards against a chain of time limits that breaks, repeats steps, leaves steps out or becomes several jobs."""
+    job = training.submit()
+    for restarts, step in enumerate((5, 25)):
+        job.wait(f"at step {step}", lambda step=step: training.at_step(step))
+        job.signal("USR1")
+        job.wait("requeued", lambda n=restarts: int(job.shown("Restarts")) == n + 1)
+    training.assert_finished(job.end(), job)
+    steps = [each.step for each in training.restarts()]
+    assert [each.exit_code for each in training.restarts()] == [75, 75]
+    assert 5 <= steps[0] < 25 <= steps[1] < training.steps
+    assert all(step % training.every for step in steps), "only the periodic checkpoints are there"
+
+
+@on_slurm
+def test_a_killed_task(training: Training) -> None:
+    """Guards against a run that waits for its dead rank until the time limit, or is not started again."""
+    job = training.submit()
+    job.wait("past a checkpoint", lambda: training.at_step(training.every + 5))
+    job.kill_task(1)
+    job.wait("requeued", lambda: int(job.shown("Restarts")) == 1, timeout=120)
+    training.assert_finished(job.end(), job)
+    (only,) = training.restarts()
+    assert only.exit_code not in (0, 2, 75) and only.step >= training.every
+
+
+@on_slurm
+def test_a_cancelled_job(training: Training) -> None:
+    """Guards against scancel that loses the steps since the last checkpoint, and against a job that cannot be cancelled."""
+    job = training.submit()
+    job.wait("past its first checkpoint", lambda: training.at_step(training.every + 5))
+    job.cancel()
+    ended = job.end()
+    assert ended.state == "CANCELLED"
+    assert "it was cancelled" in ended.log
+    step = latest_step(training.run)
+    assert step > training.every and step % training.every and step == step_rows(training.run)[-1]["step"]
+    assert training.restarts() == [] and job.shown("Restarts") == "0"
+    again = training.submit()
+    training.assert_finished(again.end(), again)
+
+
+# ---- the job must not go on -------------------------------------------------------------------
+
+
+@on_slurm
+def test_without_progress_it_stops(toy: Training) -> None:
+    """Guards against a job that crashes at its start and is requeued for ever."""
+    job = toy.submit(TOY_EXIT="1")
+    ended = job.end()
+    assert (ended.state, ended.exit_code) == ("FAILED", 1)
+    assert job.shown("Restarts") == str(restart.LIMIT)
+    assert [(each.restart, each.step) for each in toy.restarts()] == [(1, None), (2, None), (3, None)]
+    (sentence,) = [line for line in ended.log.splitlines() if line.startswith("no restart of job")]
+    assert "has made no progress" in sentence
+    assert "Traceback" not in ended.log
+
+
+@on_slurm
+@pytest.mark.parametrize("option", ["--requeue", "--no-requeue"])
+def test_not_requeued(option: str, toy: Training) -> None:
+    """Guards against a mistake that is repeated by every restart, and a job that is requeued against its submitter's word."""
+    mistake = option == "--requeue"
+    job = toy.submit(option, TOY_EXIT="2" if mistake else "75")
+    ended = job.end()
+    assert (ended.state, ended.exit_code) == ("FAILED", 2 if mistake else 75), ended.log
+    assert job.shown("Restarts") == "0" and not toy.run.exists()
+    assert mistake or "was submitted with --no-requeue. Submit the same command again" in ended.log
+
+
+def checkpoint_at(run: Path, step: int) -> None:
+    (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (run / "checkpoints" / "latest").write_text(f"step-{step:08d}")
+
+
+def test_only_restarts_in_a_row_count(tmp_path: Path) -> None:
+    """Guards against a run that is given up although it gets on, or because of what an earlier job did."""
+    for number in (1, 2, 3):
+        restart.allow_restart(tmp_path, "7", number, 1)
+    with pytest.raises(UserError, match="no progress.*at the beginning"):
+        restart.allow_restart(tmp_path, "7", 4, 1)
+    assert restart.allow_restart(tmp_path, "8", 1, 1).step is None
+    checkpoint_at(tmp_path, 40)
+    for number in (4, 5, 6):
+        assert restart.allow_restart(tmp_path, "7", number, 137).step == 40
+    with pytest.raises(UserError, match="at step 40"):
+        restart.allow_restart(tmp_path, "7", 7, 137)
+    checkpoint_at(tmp_path, 41)
+    restart.allow_restart(tmp_path, "7", 7, 75)
+    rows = json.loads((tmp_path / restart.RESTARTS).read_text())
+    assert [(row["job"], row["restart"], row["step"]) for row in rows][-3:] == [("7", 5, 40), ("7", 6, 40), ("7", 7, 41)]
+
+
+@pytest.mark.parametrize("damage", ["", "[{", "{}x", '[{"job": "7"}]', "7", "[7]"])
+def test_a_damaged_list(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Guards against a traceback in the job's log, or a count that silently begins anew."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"output_dir: {tmp_path}")
+    (tmp_path / restart.RESTARTS).write_text(damage)
+    monkeypatch.setattr("sys.argv", ["restart", "--exit-code", "1", "--config", str(config)])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert restart.main() == 1
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert said.err.startswith("no restart of job 7: a process failed (exit code 1), and ") and "remove the file" in said.err
+    assert (tmp_path / restart.RESTARTS).read_text() == damage
+
+
+# ---- the soak ---------------------------------------------------------------------------------
+
+
+@on_slurm
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_the_time_limit(training: Training) -> None:
+    """Guards against a signal before the time limit that does not reach the training, or a second life without one."""
+    long = replace(training, steps=400)  # more than the minute or so that a life has
+    job = long.submit("--time=2", "--signal=USR1@60", TOY_SECONDS="0.5")
+    ended = job.end(1100)
+    long.assert_finished(ended, job)
+    assert long.restarts() and {each.exit_code for each in long.restarts()} == {75}
+
+
+@on_slurm
+@pytest.mark.soak
+def test_a_crashed_node(training: Training) -> None:
+    """Guards against a job that does not come back after a node is lost."""
+    with running_cluster(next(free_ports()), nodes=3) as cluster:  # one to spare
+        alone = replace(training, cluster=cluster)
+        job = alone.submit()
+        job.wait("past a checkpoint", lambda: alone.at_step(alone.every + 5))
+        nodes = cluster.run("scontrol", "show", "hostnames", job.shown("NodeList")).split()
+        cluster.crash(nodes[1])
+        job.wait("requeued", lambda: int(job.shown("Restarts")) == 1, timeout=120)
+        ended = job.end()
+        alone.assert_finished(ended, job)
+        assert alone.restarts() == [] and "Slurm has done so already" in ended.log
