@@ -21,6 +21,7 @@ from pathlib import Path
 from pipeline.checkpoint import latest_step
 from pipeline.config import load_config
 from pipeline.errors import PREEMPTED, RANK_LOST, UserError
+from pipeline.files import replace_text
 
 RESTARTS = "restarts.json"
 LIMIT = 3  # restarts in a row that may begin at the same checkpoint
@@ -82,12 +83,7 @@ def read_restarts(path: Path) -> list[Restart]:
 def write_restarts(path: Path, restarts: list[Restart]) -> None:
     """Replace the file in one step: a job that is killed meanwhile leaves the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    hidden = path.with_name(f".{path.name}")
-    with open(hidden, "w") as file:
-        file.write("[\n" + ",\n".join(json.dumps(asdict(restart)) for restart in restarts) + "\n]\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(hidden, path)
+    replace_text(path, "[\n" + ",\n".join(json.dumps(asdict(restart)) for restart in restarts) + "\n]\n")
 
 
 def reason(exit_code: int) -> str:

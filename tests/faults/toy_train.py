@@ -38,7 +38,6 @@ def write_down(run: Path, step: int, with_checkpoint: bool) -> None:
         hidden = run / "checkpoints" / ".saving"
         hidden.mkdir(parents=True, exist_ok=True)
         hidden.rename(hidden.with_name(f"step-{step:08d}"))
-        hidden.with_name("latest").write_text(f"step-{step:08d}")
 
 
 def died(path: Path) -> bool:
