@@ -112,6 +112,22 @@ def latest_step(run_dir: Path) -> int | None:
     return max(saved_steps(run_dir), default=None)
 
 
+def find_step(run_dir: Path, step: int | None = None) -> int:
+    """The step of the newest checkpoint, or ``step`` if there is one of it.
+
+    Raises:
+        UserError: there is none.
+    """
+    steps = saved_steps(run_dir)
+    if not steps:
+        raise UserError(
+            f"{run_dir} holds 0 checkpoints, 1 needed (no {FOLDER}/step-*): pass the output_dir of a run that has saved one."
+        )
+    if step is not None and step not in steps:
+        raise UserError(f"{run_dir} has no checkpoint of step {step}, but of {steps}: choose one of them.")
+    return steps[-1] if step is None else step
+
+
 def checksum(path: Path) -> FileRecord:
     """Of a file as it is now."""
     digest, size = xxhash.xxh3_128(), 0

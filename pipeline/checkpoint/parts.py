@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from bisect import bisect_right
 from collections import defaultdict
@@ -98,6 +99,15 @@ class Parts:
     def names(self, quantity: str) -> list[str]:
         """Of the tensors that have this quantity."""
         return [name for have, name in self._stretches if have == quantity]
+
+    def stretches(self, quantity: str) -> dict[str, list[tuple[int, int]]]:
+        """Where a quantity's stretches lie, ascending: name -> (first number, how many). Reads headers only."""
+        found = {}
+        for (have, name), pieces in self._stretches.items():
+            if have == quantity:
+                sizes = (self._files[number].get_slice(key).get_shape() for _, number, key in pieces)
+                found[name] = [(start, math.prod(shape)) for (start, _, _), shape in zip(pieces, sizes)]
+        return found
 
     def read(self, quantity: str, name: str, start: int, count: int) -> Tensor:
         """Numbers ``start`` to ``start + count`` of a flattened tensor.
