@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 import torch
 import xxhash
 from safetensors import safe_open
@@ -20,7 +19,8 @@ from torch import Tensor
 from pipeline.checkpoint.folder import FileRecord
 
 BUFFER = "buffer"
-_DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
+_DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
+_DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"}
 _CHUNK = 16 << 20
 
 
@@ -73,7 +73,7 @@ def _write_blocks(file: BinaryIO, name: str, blocks: Iterable[bytes | memoryview
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.numpy().reshape(-1).view(np.uint8))
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # NumPy has no bfloat16
 
 
 class Parts:

@@ -148,6 +148,8 @@ class Saver:
             saving.record = self._persist(attempt, path)
         except OSError as error:
             saving.error = f"{path} could not be written for {self._config.retry_seconds:g} s ({error.strerror or error})"
+        except Exception as error:  # whatever it is, the others must hear of it: they wait for this file
+            saving.error = f"{path} could not be written ({type(error).__name__}: {error})"
 
     def _publish(self, folder: Path, manifest: Manifest) -> None:
         """In a thread of the main process: the manifest, the name, and what is too old goes."""
@@ -164,6 +166,8 @@ class Saver:
             remove_old(self._run_dir, state.step, self._config.keep_last, best, self._config.keep_every_steps)
         except OSError as error:
             self._publish_error = f"{error.filename or target} could not be written or renamed ({error.strerror or error})"
+        except Exception as error:
+            self._publish_error = f"{target} could not be completed ({type(error).__name__}: {error})"
 
     def _persist(self, attempt: Callable[[], Any], path: Path) -> Any:
         """Repeat an attempt that the file system refuses, until ``retry_seconds`` have passed."""
