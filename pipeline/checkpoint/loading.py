@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint.folder import Manifest, find_damage, saved_steps, step_folder
+from pipeline.checkpoint.folder import Manifest, find_damage, restore_replaced, saved_steps, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
 from pipeline.checkpoint.parts import Parts
 from pipeline.checkpoint.saver import saved_buffers
@@ -24,6 +24,8 @@ def newest_whole(run_dir: Path, world: World) -> Manifest | None:
     Raises:
         UserError: there are checkpoints, but none is whole.
     """
+    if world.is_main:
+        restore_replaced(run_dir)
     steps = world.gather(saved_steps(run_dir))[0]  # the main process's word: network disks may lag elsewhere
     named = ""
     for step in reversed(steps):

@@ -127,6 +127,7 @@ def _others(run_dir: Path) -> list[str]:
     meanings = {
         ".saving-*": "is being saved, or was when the run ended",
         ".removing-*": "is being removed, or was when the run ended",
+        ".replaced-*": "makes room for a newer one of its step, or did when the run ended",
         "damaged-*": "was found damaged and replaced",
     }
     found = ((path, meaning) for pattern, meaning in meanings.items() for path in sorted((run_dir / FOLDER).glob(pattern)))
