@@ -1,6 +1,7 @@
 """Exact evaluation: every image counts once, on any number of processes and with any batch size.
 
 python -m pipeline.evaluate --checkpoint RUN_DIR --data SHARD_DIR [--json FILE]
+python -m pipeline.evaluate --checkpoint FILE.safetensors --data SHARD_DIR
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from pipeline.data.shards import ShardSet
 from pipeline.distributed import World, disconnect, init_world
 from pipeline.errors import UserError, check_writable, run_command
 from pipeline.models import create_model
+from pipeline.models.exported import SUFFIX, read_exported
 
 
 def evaluation_loader(shards: ShardSet, config: Config, world: World) -> Loader:
@@ -105,13 +108,53 @@ def check_same_classes(shards: ShardSet, classes: list[str], of: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Trained:
+    """Weights, and what they were trained for."""
+
+    config: Config
+    classes: list[str]
+    step: int
+    kind: str  # "model" or "ema"
+    weights: dict[str, Tensor]
+
+
+def read_trained(source: Path, step: int | None, kind: str | None) -> Trained:
+    """What is to be evaluated.
+
+    Args:
+        source: a run folder, or a file that ``python -m pipeline.checkpoint export`` wrote.
+        step: which checkpoint of the run; None: the newest.
+        kind: ``model`` or ``ema``; None: the model's, or those of the file.
+
+    Raises:
+        UserError: there is no such thing, or it is damaged.
+    """
+    if source.suffix != SUFFIX:
+        saved, kind = read_weights(source, step), kind or "model"
+        config = config_from_dict(saved.state.config, source=str(source))
+        return Trained(config, saved.state.classes, saved.state.step, kind, saved.choose(kind))
+    model, its = read_exported(source)
+    for option, asked, found in (("--step", step, its.step), ("--weights", kind, its.weights)):
+        if asked not in (None, found):
+            raise UserError(f"{source} has {option} {found}, not {asked}: leave the option out, or pass a run folder.")
+    tree = {
+        "model": {key: getattr(its, key) for key in ("num_classes", "image_size", "switches")} | {"name": its.model},
+        "data": {key: getattr(its, key) for key in ("mean", "std", "eval_crop")},
+        "train": {"precision": its.precision},
+    }
+    return Trained(config_from_dict(tree, source=str(source)), its.classes, its.step, its.weights, model.state_dict())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", required=True, type=Path, metavar="RUN_DIR", help="a run's output_dir")
+    parser.add_argument(
+        "--checkpoint", required=True, type=Path, help="a run's output_dir, or a file that pipeline.checkpoint exported"
+    )
     parser.add_argument("--data", required=True, type=Path, metavar="SHARD_DIR", help="folder that holds the shards")
     parser.add_argument("--split", default="val", help="default: val")
-    parser.add_argument("--weights", choices=("model", "ema"), default="model", help="default: model")
-    parser.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
+    parser.add_argument("--weights", choices=("model", "ema"), help="default: model, or what was exported")
+    parser.add_argument("--step", type=int, help="of the checkpoint (default: the newest, or what was exported)")
     parser.add_argument("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
     parser.add_argument(
         "--switch",
@@ -125,19 +168,24 @@ def main() -> None:
     if args.json:
         check_writable(args.json)
 
-    saved = read_weights(args.checkpoint, args.step)
-    weights = saved.choose(args.weights)
-    config = config_from_dict(saved.state.config, source=str(args.checkpoint))
+    trained = read_trained(args.checkpoint, args.step, args.weights)
+    config = trained.config
     if args.batch_size is not None:
         config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
     config = with_switches(config, args.switch)
     shards = ShardSet(args.data, args.split)
     check_classes(config, shards)
-    check_same_classes(shards, saved.state.classes, of=f"the run {args.checkpoint}")
+    check_same_classes(shards, trained.classes, of=str(args.checkpoint))
 
     world = init_world()
     model = create_model(config.model.name, config.model.num_classes, config.model.image_size, switches=config.model.switches)
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(trained.weights)
+    except RuntimeError:  # its lists of names help nobody here
+        raise UserError(
+            f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}: "
+            f"leave out each --switch that adds, removes or reshapes parameters."
+        ) from None
     model.to(world.device).eval()
 
     def forward(images: Tensor) -> Tensor:
@@ -151,10 +199,10 @@ def main() -> None:
         row = {
             "model": config.model.name,
             "checkpoint": str(args.checkpoint),
-            "step": saved.state.step,
+            "step": trained.step,
             "data": str(shards.folder),
             "split": args.split,
-            "weights": args.weights,
+            "weights": trained.kind,
             "switches": config.model.switches,
             **result,
         }

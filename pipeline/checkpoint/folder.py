@@ -25,6 +25,7 @@ from pipeline.errors import UserError
 from pipeline.files import sync_folder
 
 FOLDER, MANIFEST = "checkpoints", "checkpoint.json"
+SAVING, _REMOVING, _REPLACED = ".saving-", ".removing-", ".replaced-"  # names of folders that are no checkpoints
 FORMAT = 3
 _CHUNK = 16 << 20
 
@@ -112,6 +113,22 @@ def latest_step(run_dir: Path) -> int | None:
     return max(saved_steps(run_dir), default=None)
 
 
+def find_step(run_dir: Path, step: int | None = None) -> int:
+    """The step of the newest checkpoint, or ``step`` if there is one of it.
+
+    Raises:
+        UserError: there is none.
+    """
+    steps = saved_steps(run_dir)
+    if not steps:
+        raise UserError(
+            f"{run_dir} holds 0 checkpoints, 1 needed (no {FOLDER}/step-*): pass the output_dir of a run that has saved one."
+        )
+    if step is not None and step not in steps:
+        raise UserError(f"{run_dir} has no checkpoint of step {step}, but of {steps}: choose one of them.")
+    return steps[-1] if step is None else step
+
+
 def checksum(path: Path) -> FileRecord:
     """Of a file as it is now."""
     digest, size = xxhash.xxh3_128(), 0
@@ -147,14 +164,28 @@ def find_damage(folder: Path, files: list[FileRecord]) -> list[str]:
 
 
 def publish(written: Path, target: Path) -> None:
-    """Give a complete folder its name. One that has the name already makes room; it is kept if it is damaged."""
-    former = None
+    """Give a complete folder its name. One that has the name already makes room; it is kept if it is damaged.
+
+    Between the two renames neither has the name: :func:`restore_replaced` gives it back if the process dies there.
+    """
+    replaced = None
     if target.exists():
-        former = _hide(target) if _is_whole(target) else set_aside(target)
+        if _is_whole(target):
+            replaced = _rename(target, _REPLACED)
+        else:
+            set_aside(target)
     os.rename(written, target)
     sync_folder(target.parent)
-    if former and former.name.startswith("."):
-        shutil.rmtree(former)
+    if replaced:
+        shutil.rmtree(replaced, ignore_errors=True)  # the next start sweeps what resists
+
+
+def restore_replaced(run_dir: Path) -> None:
+    """Give a checkpoint its name back whose successor never got it; only for who holds the run's lock."""
+    for former in (run_dir / FOLDER).glob(f"{_REPLACED}*"):
+        target = former.with_name(f"step-{former.name.removeprefix(_REPLACED)}")
+        if not target.exists():
+            former.rename(target)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -164,8 +195,12 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
-def _hide(folder: Path) -> Path:
-    return folder.rename(folder.with_name(f".removing-{folder.name.removeprefix('step-')}"))
+def _rename(folder: Path, prefix: str) -> Path:
+    """Call ``step-00000040`` ``<prefix>00000040``."""
+    target = folder.with_name(prefix + folder.name.removeprefix("step-"))
+    if target.exists():  # left by a process that died
+        shutil.rmtree(target)
+    return folder.rename(target)
 
 
 def set_aside(folder: Path) -> Path:
@@ -183,11 +218,14 @@ def remove_old(run_dir: Path, now: int, keep_last: int, best: int | None, keep_e
     for step in steps[: max(0, len(steps) - keep_last)]:
         if step == best or (keep_every_steps and step % keep_every_steps == 0):
             continue
-        shutil.rmtree(_hide(step_folder(run_dir, step)))
+        shutil.rmtree(_rename(step_folder(run_dir, step), _REMOVING))
 
 
 def sweep(run_dir: Path) -> None:
-    """Remove what a process that died left half written or half removed; only for who holds the run's lock."""
-    for pattern in (".saving-*", ".removing-*"):
-        for leftover in (run_dir / FOLDER).glob(pattern):
+    """Remove what a process that died left half written or half removed; only for who holds the run's lock.
+
+    To be called after :func:`restore_replaced`.
+    """
+    for prefix in (SAVING, _REMOVING, _REPLACED):
+        for leftover in (run_dir / FOLDER).glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint.folder import Manifest, find_damage, saved_steps, set_aside, step_folder
+from pipeline.checkpoint.folder import Manifest, find_damage, restore_replaced, saved_steps, set_aside, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
 from pipeline.checkpoint.parts import Parts
 from pipeline.checkpoint.saver import saved_buffers
 from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.errors import UserError
+
+_LAG_SECONDS = 30.0  # that another node's network disk may take to show a folder which the main process sees
 
 
 def newest_whole(run_dir: Path, world: World) -> Manifest | None:
@@ -25,6 +28,8 @@ def newest_whole(run_dir: Path, world: World) -> Manifest | None:
     Raises:
         UserError: there are checkpoints, but none is whole.
     """
+    if world.is_main:
+        restore_replaced(run_dir)
     steps = world.gather(saved_steps(run_dir))[0]  # the main process's word: network disks may lag elsewhere
     damaged: dict[int, str] = {}
     for step in reversed(steps):
@@ -51,10 +56,19 @@ def newest_whole(run_dir: Path, world: World) -> Manifest | None:
 
 
 def _examine(folder: Path, world: World) -> tuple[Manifest | None, list[str]]:
-    try:
-        manifest = Manifest.read(folder)
-    except UserError as error:
-        return None, [str(error).rpartition(":")[0]]
+    """The manifest, the same in every process, and what is wrong with this process's share of the files."""
+    manifest = problem = None
+    if world.is_main:
+        try:
+            manifest = Manifest.read(folder)
+        except UserError as error:
+            problem = str(error).rpartition(":")[0]
+    manifest, problem = world.gather((manifest, problem))[0]
+    if problem:
+        return None, [problem]
+    deadline = time.monotonic() + _LAG_SECONDS
+    while not folder.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.1)
     return manifest, find_damage(folder, manifest.files[world.rank :: world.size])
 
 

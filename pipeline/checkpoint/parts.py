@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from bisect import bisect_right
 from collections import defaultdict
@@ -10,7 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 import torch
 import xxhash
 from safetensors import safe_open
@@ -19,7 +19,8 @@ from torch import Tensor
 from pipeline.checkpoint.folder import FileRecord
 
 BUFFER = "buffer"
-_DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
+_DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
+_DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"}
 _CHUNK = 16 << 20
 
 
@@ -72,7 +73,7 @@ def _write_blocks(file: BinaryIO, name: str, blocks: Iterable[bytes | memoryview
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.numpy().reshape(-1).view(np.uint8))
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # NumPy has no bfloat16
 
 
 class Parts:
@@ -98,6 +99,15 @@ class Parts:
     def names(self, quantity: str) -> list[str]:
         """Of the tensors that have this quantity."""
         return [name for have, name in self._stretches if have == quantity]
+
+    def stretches(self, quantity: str) -> dict[str, list[tuple[int, int]]]:
+        """Where a quantity's stretches lie, ascending: name -> (first number, how many). Reads headers only."""
+        found = {}
+        for (have, name), pieces in self._stretches.items():
+            if have == quantity:
+                sizes = (self._files[number].get_slice(key).get_shape() for _, number, key in pieces)
+                found[name] = [(start, math.prod(shape)) for (start, _, _), shape in zip(pieces, sizes)]
+        return found
 
     def read(self, quantity: str, name: str, start: int, count: int) -> Tensor:
         """Numbers ``start`` to ``start + count`` of a flattened tensor.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeline.checkpoint.folder import (
     FOLDER,
     MANIFEST,
+    SAVING,
     FileRecord,
     Manifest,
     RunState,
@@ -85,7 +86,7 @@ class Saver:
         """Begin to save; every process must call, between two steps. An earlier save is completed first."""
         self.finish()
         began = time.perf_counter()
-        folder = self._run_dir / FOLDER / f".saving-{state.step:08d}"
+        folder = self._run_dir / FOLDER / f"{SAVING}{state.step:08d}"
         tensors = snapshot(engine, ema, self._world)
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
         self._saving = saving = _Saving(folder, state, shapes)
@@ -148,22 +149,31 @@ class Saver:
             saving.record = self._persist(attempt, path)
         except OSError as error:
             saving.error = f"{path} could not be written for {self._config.retry_seconds:g} s ({error.strerror or error})"
+        except Exception as error:  # whatever it is, the others must hear of it: they wait for this file
+            saving.error = f"{path} could not be written ({type(error).__name__}: {error})"
 
     def _publish(self, folder: Path, manifest: Manifest) -> None:
         """In a thread of the main process: the manifest, the name, and what is too old goes."""
         state, target = manifest.state, step_folder(self._run_dir, manifest.state.step)
 
         def attempt() -> None:
+            if not folder.exists():  # renamed by an attempt that failed after that
+                return sync_folder(target.parent)
             replace_text(folder / MANIFEST, manifest.to_text())
             sync_folder(folder)
             publish(folder, target)
 
+        def clear() -> None:
+            remove_old(self._run_dir, state.step, self._config.keep_last, best, self._config.keep_every_steps)
+
         best = state.best["step"] if state.best and self._config.keep_best else None
         try:
             self._persist(attempt, target)
-            remove_old(self._run_dir, state.step, self._config.keep_last, best, self._config.keep_every_steps)
+            self._persist(clear, target.parent)
         except OSError as error:
             self._publish_error = f"{error.filename or target} could not be written or renamed ({error.strerror or error})"
+        except Exception as error:
+            self._publish_error = f"{target} could not be completed ({type(error).__name__}: {error})"
 
     def _persist(self, attempt: Callable[[], Any], path: Path) -> Any:
         """Repeat an attempt that the file system refuses, until ``retry_seconds`` have passed."""

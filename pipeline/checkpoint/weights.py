@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.checkpoint.folder import FOLDER, Manifest, RunState, find_damage, saved_steps, step_folder
+from pipeline.checkpoint.folder import Manifest, RunState, find_damage, find_step, saved_steps, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT
 from pipeline.checkpoint.parts import BUFFER, Parts
 from pipeline.errors import UserError
@@ -45,17 +45,10 @@ def read_weights(run_dir: Path, step: int | None = None) -> SavedWeights:
     Raises:
         UserError: there is no such checkpoint, or it is damaged.
     """
-    steps = saved_steps(run_dir)
-    if not steps:
-        raise UserError(
-            f"{run_dir} holds 0 checkpoints, 1 needed (no {FOLDER}/step-*): pass the output_dir of a run that has saved one."
-        )
-    if step is not None and step not in steps:
-        raise UserError(f"{run_dir} has no checkpoint of step {step}, but of {steps}: choose one of them.")
-    folder = step_folder(run_dir, step if step is not None else steps[-1])
+    folder = step_folder(run_dir, find_step(run_dir, step))
     manifest = Manifest.read(folder)
     if damage := find_damage(folder, manifest.files):
-        raise UserError(f"{damage[0]}: take another checkpoint (present: steps {steps}), or restore the file.")
+        raise UserError(f"{damage[0]}: take another checkpoint (present: steps {saved_steps(run_dir)}), or restore the file.")
     parts = Parts(folder, [record.name for record in manifest.files])
     buffers = {name: parts.read_buffer(name) for name in parts.names(BUFFER)}
 

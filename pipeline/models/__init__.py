@@ -6,8 +6,17 @@ from pipeline.models import gmlp as _gmlp  # noqa: F401
 from pipeline.models import lsat as _lsat  # noqa: F401
 from pipeline.models import pervit as _pervit  # noqa: F401
 from pipeline.models import posmlp as _posmlp  # noqa: F401
+from pipeline.models.exported import load_exported
 from pipeline.models.reference import load_reference_state_dict, reference_state_dict
 from pipeline.models.registry import create_model, list_models, model_entry
 from pipeline.models.transfer import load_pretrained
 
-__all__ = ["create_model", "list_models", "load_pretrained", "load_reference_state_dict", "model_entry", "reference_state_dict"]
+__all__ = [
+    "create_model",
+    "list_models",
+    "load_exported",
+    "load_pretrained",
+    "load_reference_state_dict",
+    "model_entry",
+    "reference_state_dict",
+]

@@ -1,0 +1,58 @@
+"""Plain weights out of a checkpoint, in a file that :func:`pipeline.models.load_exported` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.checkpoint.folder import RunState
+from pipeline.checkpoint.weights import read_weights
+from pipeline.config import config_from_dict
+from pipeline.errors import UserError, check_writable
+from pipeline.models.exported import SUFFIX, Description, write_exported
+
+
+def export(run_dir: Path, output: Path, step: int | None, kind: str, names: str, force: bool) -> Description:
+    """Write the weights of a checkpoint to a file.
+
+    Args:
+        run_dir: a run folder.
+        output: the file, ``*.safetensors``.
+        step: which checkpoint; None: the newest.
+        kind: ``model`` or ``ema``.
+        names: ``ours`` or ``authors``.
+        force: replace a file that is there already.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UserError: no such checkpoint or average, a damaged one, or ``output`` is there already or cannot be written.
+    """
+    if output.suffix != SUFFIX:
+        raise UserError(f"--output {output} ends in {output.suffix!r}, {SUFFIX!r} needed: add it.")
+    check_writable(output)
+    if output.exists() and not force:
+        raise UserError(f"{output} exists: choose another --output, or add --force to replace it.")
+    saved = read_weights(run_dir, step)
+    description = describe(saved.state, kind, names)
+    write_exported(output, saved.choose(kind), description)
+    return description
+
+
+def describe(state: RunState, kind: str, names: str) -> Description:
+    """What goes with the weights of a checkpoint."""
+    config = config_from_dict(state.config, source="the checkpoint")
+    return Description(
+        model=config.model.name,
+        num_classes=config.model.num_classes,
+        image_size=config.model.image_size,
+        switches=config.model.switches,
+        classes=state.classes,
+        mean=list(config.data.mean),
+        std=list(config.data.std),
+        eval_crop=config.data.eval_crop,
+        precision=config.train.precision,
+        step=state.step,
+        weights=kind,
+        names=names,
+    )

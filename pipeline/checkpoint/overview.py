@@ -1,0 +1,134 @@
+"""What a run's checkpoints are, as text for ``python -m pipeline.checkpoint inspect``."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+from pipeline.checkpoint.folder import FOLDER, MANIFEST, Manifest, RunState, saved_steps, step_folder
+from pipeline.errors import UserError
+
+_NAMED = 5  # bad samples, of which the sentence is shown
+_HASH_DIGITS = 12
+_COLUMNS = ("step", "epochs", "samples", "written", "size", "processes", "ZeRO", "kept as")
+
+
+def read_manifests(run_dir: Path) -> dict[int, Manifest | UserError]:
+    """Of every checkpoint by step, ascending: the manifest, or why it cannot be read."""
+    manifests: dict[int, Manifest | UserError] = {}
+    for step in saved_steps(run_dir):
+        try:
+            manifests[step] = Manifest.read(step_folder(run_dir, step))
+        except UserError as error:
+            manifests[step] = error
+    return manifests
+
+
+def table(run_dir: Path, manifests: dict[int, Manifest | UserError]) -> str:
+    """A line for each checkpoint; then what else lies there."""
+    reasons = _reasons_to_keep(manifests)
+    rows = [_COLUMNS]
+    damaged = []
+    for step, manifest in manifests.items():
+        if isinstance(manifest, UserError):
+            rows.append((str(step), *["?"] * (len(_COLUMNS) - 2), "damaged"))
+            damaged.append(str(manifest))
+        else:
+            rows.append(_row(step_folder(run_dir, step), manifest, reasons[step]))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths)) + "  " + row[-1] for row in rows]
+    return "\n".join(lines + damaged + _others(run_dir))
+
+
+def details(folder: Path, manifest: Manifest) -> str:
+    """The state that a checkpoint holds, a value a line."""
+    state, data = manifest.state, manifest.state.data
+    model = state.config["model"]
+    switches = ", ".join(f"{name}={value}" for name, value in model["switches"].items())
+    parameters = sum(math.prod(shape) for shape in manifest.shapes.values())
+    rest = "".join(
+        f", {key} {value}" for key, value in data.items() if key not in ("samples", "fingerprint") and value is not None
+    )
+    lines = [
+        ("checkpoint", str(folder)),
+        (
+            "model",
+            f"{model['name']}, {model['num_classes']} classes, {model['image_size']} pixels" + (switches and f", {switches}"),
+        ),
+        ("parameters", f"{parameters:,} in {len(manifest.shapes)} tensors"),
+        ("step", f"{state.step} ({state.optimizer_step} taken by the optimizer, {state.skipped_steps} skipped)"),
+        ("samples seen", f"{state.samples:,}"),
+        ("processes", f"{state.world_size}, ZeRO {state.zero_stage}"),
+        ("config", state.config_hash[:_HASH_DIGITS]),
+        ("data set", f"{data['samples']:,} samples, fingerprint {str(data['fingerprint'])[:_HASH_DIGITS]}{rest}"),
+        ("best", _best_text(state) or "not evaluated yet"),
+        ("bad samples", str(len(state.bad_samples))),
+        *[("", f"{number}: {sentence}") for number, sentence in list(state.bad_samples.items())[:_NAMED]],
+    ]
+    if state.evaluation_due:
+        lines.append(("evaluation", "of this step is due: the run was stopped before its end"))
+    lines += [("files" if i == 0 else "", f"{file.name}  {size_text(file.bytes)}") for i, file in enumerate(manifest.files)]
+    return "\n".join(f"{name:<14}{text}" for name, text in lines)
+
+
+def size_text(count: int) -> str:
+    """Bytes in the unit that suits them."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def _row(folder: Path, manifest: Manifest, reason: str) -> tuple[str, ...]:
+    state = manifest.state
+    try:
+        written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / MANIFEST).stat().st_mtime))
+    except OSError:  # removed meanwhile
+        written = "?"
+    return (
+        str(state.step),
+        f"{state.samples / state.data['samples']:.2f}",
+        f"{state.samples:,}",
+        written,
+        size_text(sum(file.bytes for file in manifest.files)),
+        str(state.world_size),
+        str(state.zero_stage),
+        reason,
+    )
+
+
+def _reasons_to_keep(manifests: dict[int, Manifest | UserError]) -> dict[int, str]:
+    """By step, why the retention of the newest readable checkpoint's config keeps it."""
+    readable = [manifest for manifest in manifests.values() if isinstance(manifest, Manifest)]
+    if not readable:
+        return {}
+    state = readable[-1].state
+    rules, every = state.config["checkpoint"], state.config["checkpoint"]["keep_every_steps"]
+    newest = list(manifests)[-rules["keep_last"] :]
+    reasons = {}
+    for step in manifests:
+        found = [f"one of the last {rules['keep_last']}"] if step in newest else []
+        if state.best and step == state.best["step"] and rules["keep_best"]:
+            found.append(f"best ({_best_text(state)})")
+        if every and step % every == 0:
+            found.append(f"multiple of {every}")
+        reasons[step] = ", ".join(found) or "goes with the next one"
+    return reasons
+
+
+def _best_text(state: RunState) -> str:
+    best = state.best
+    return f"{best['top1']:.2f} % top-1 of the {best['weights']} weights at step {best['step']}" if best else ""
+
+
+def _others(run_dir: Path) -> list[str]:
+    """Folders beside the checkpoints that are none."""
+    meanings = {
+        ".saving-*": "is being saved, or was when the run ended",
+        ".removing-*": "is being removed, or was when the run ended",
+        ".replaced-*": "makes room for a newer one of its step, or did when the run ended",
+        "damaged-*": "was found damaged and replaced",
+    }
+    found = ((path, meaning) for pattern, meaning in meanings.items() for path in sorted((run_dir / FOLDER).glob(pattern)))
+    return [f"{path.name} {meaning}" for path, meaning in found]
