@@ -1,11 +1,14 @@
-"""An error of one process becomes the error of all, so that none waits for one that has stopped."""
+"""Processes that act together: an error of one becomes the error of all, so that none waits for one that has stopped; and once a
+step, without waiting for each other, they agree on whether to stop and on which saves are written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from pipeline.distributed import World
 from pipeline.errors import UserError
@@ -49,3 +52,49 @@ def raise_on_all(error: UserError | None, world: World) -> None:
     failed = torch.tensor(float(error is not None), device=world.device)
     if world.sum(failed):  # seldom: gathering objects is slow
         raise next(UserError(sentence) for sentence in world.gather(str(error) if error else None) if sentence)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all processes know of each other; the same on each at the same exchange."""
+
+    stop: int  # the signal that a process was sent, or 0
+    save_failed: bool  # one cannot write its part of a checkpoint
+    written: int  # saves that all have on the disk
+
+
+class Agreement:
+    """Exchanges a few numbers over CPU connections of its own, beside what the GPUs send each other.
+
+    An exchange begins at one call and its result comes with the next one. So nobody waits, and all still act at the same
+    step. Every process must call equally often.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._work, self._values = None, torch.zeros(3, dtype=torch.int64)
+
+    def exchange(self, stop: int = 0, save_failed: bool = False, written: int = 0) -> Agreed:
+        """Tell the others how this process stands.
+
+        Returns:
+            What all had told at the call before.
+        """
+        self._wait()
+        values = self._values.tolist()
+        result = Agreed(values[0], bool(values[1]), -values[2])
+        self._values = torch.tensor([stop, int(save_failed), -written])
+        self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return result
+
+    def ask(self, yes: bool) -> bool:
+        """Whether anyone says yes; all wait for the answer. Afterwards nothing is under way."""
+        self._wait()
+        value = torch.tensor([int(yes)])
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
+        return bool(value.item())
+
+    def _wait(self) -> None:
+        if self._work:
+            self._work.wait()
+            self._work = None

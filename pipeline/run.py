@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import checkpoint, flops
+from pipeline.agreement import Agreed, Agreement
 from pipeline.bad_sample_report import BadSampleReport
 from pipeline.batchnorm import StepStatistics
 from pipeline.checkpoint.held import optimizer_step_count
 from pipeline.config import Config, accumulation_steps, config_from_dict
-from pipeline.coordination import Agreed, Agreement, StopSignal
 from pipeline.data.loader import Loader
 from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
@@ -31,6 +31,7 @@ from pipeline.run_lock import RunLock
 from pipeline.run_log import RunLog
 from pipeline.sample_log import SampleLog
 from pipeline.schedule import Schedule, make_schedule
+from pipeline.stop_signal import StopSignal
 
 
 @dataclass

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from pipeline import pictures
 from pipeline.config import Config, load_config
-from pipeline.coordination import StopSignal
 from pipeline.data.loader import Batch, to_device
 from pipeline.distillation import hard_distillation_loss
 from pipeline.distributed import World, disconnect, init_world
@@ -35,6 +34,7 @@ from pipeline.optim import learning_rate
 from pipeline.philox import Stream, uniforms
 from pipeline.run import Run, start_run
 from pipeline.run_log import StepRecord
+from pipeline.stop_signal import StopSignal
 
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeline.agreement import Agreed, Agreement
 from pipeline.checkpoint.folder import (
     FOLDER,
     MANIFEST,
@@ -27,7 +28,6 @@ from pipeline.checkpoint.folder import (
 from pipeline.checkpoint.held import held
 from pipeline.checkpoint.parts import BUFFER, stretch_key, write_part
 from pipeline.config import CheckpointConfig
-from pipeline.coordination import Agreed, Agreement
 from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.errors import UserError
