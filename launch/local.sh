@@ -4,7 +4,9 @@
 #   launch/local.sh 2 -- pipeline.train --config configs/pervit_t.yaml train.max_steps=10
 #
 # Rank 0 has the terminal. The other ranks are silent; the one that fails first shows its errors.
-# When a rank fails the others are ended and its exit code is returned; Ctrl-C ends them all.
+# When a rank fails the others are ended and its exit code is returned; Ctrl-C ends them all. SIGTERM and
+# SIGUSR1 are passed on: a training saves a checkpoint and ends with exit code 75. A minute after SIGTERM, or at a
+# second one, all are ended.
 set -uo pipefail
 
 fail() { echo "error: $*" >&2; exit 2; }
@@ -18,13 +20,14 @@ command -v python > /dev/null ||
   fail "no python was found on the PATH, one with this package is needed; run: make install && source .venv/bin/activate"
 
 errors=$(mktemp -d)
-trap 'rm -rf "$errors"' EXIT
 set -m    # each rank leads a process group of its own, so that its helper processes end with it
 
 pids=()                                    # of the ranks that still run
 end_all() {
   local pid second
   for pid in "${pids[@]}"; do kill -TERM -- "-$pid"; done
+  [ -z "$timer" ] || kill "$timer"
+  timer=
   for second in {1..5}; do                 # a rank inside a collective call does not hear SIGTERM
     [ -z "$(jobs -pr)" ] && break
     sleep 1
@@ -33,8 +36,19 @@ end_all() {
   [ "${#pids[@]}" = 0 ] || wait -f "${pids[@]}"   # -f: until they have ended, not only until one is stopped
 } 2> /dev/null                             # bash would announce each ended process
 
+timer=                                     # after SIGTERM: a sleep, at the end of which nobody is waited for any longer
+pass_on() { for pid in "${pids[@]}"; do kill -"$1" -- "-$pid"; done; }
+terminate() {
+  if [ -n "$timer" ]; then end_all; exit 143; fi
+  pass_on TERM
+  sleep 60 &
+  timer=$!
+}
+trap '[ -z "$timer" ] || kill "$timer"; rm -rf "$errors"' EXIT
 trap 'end_all; exit 130' INT
-trap 'end_all; exit 143' TERM HUP
+trap 'end_all; exit 129' HUP
+trap terminate TERM
+trap 'pass_on USR1' USR1
 
 export WORLD_SIZE=$ranks LOCAL_WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1
 MASTER_PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
@@ -56,9 +70,16 @@ for ((rank = 0; rank < ranks; rank++)); do
 done
 
 while [ "${#pids[@]}" != 0 ]; do
-  wait -n -p ended "${pids[@]}"
+  wait -n -p ended "${pids[@]}" $timer
   code=$?
-  if [ -z "${ended:-}" ]; then sleep 1; continue; fi   # all ranks are stopped (SIGSTOP): bash would not wait for them
+  if [ -n "$timer" ] && [ "${ended:-}" = "$timer" ]; then end_all; exit 143; fi
+  if [ -z "${ended:-}" ]; then             # a signal was passed on, or all are stopped (SIGSTOP) and bash does not wait
+    sleep 1
+    for pid in "${pids[@]}"; do            # one that ended meanwhile is not reported a second time
+      if ! kill -0 "$pid" 2> /dev/null; then wait "$pid"; code=$? ended=$pid; break; fi
+    done
+    [ -n "${ended:-}" ] || continue
+  fi
   for rank in "${!pids[@]}"; do [ "${pids[rank]}" = "$ended" ] && break; done
   if [ "$code" != 0 ]; then
     end_all
