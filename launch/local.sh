@@ -83,7 +83,7 @@ while [ "${#pids[@]}" != 0 ]; do
   for rank in "${!pids[@]}"; do [ "${pids[rank]}" = "$ended" ] && break; done
   if [ "$code" != 0 ]; then
     end_all
-    if [ "$rank" != 0 ]; then
+    if [ "$rank" != 0 ] && [ "$code" != 75 ]; then   # 75: a checkpoint was saved, all is well
       echo "rank $rank failed with exit code $code:" >&2
       cat "$errors/$rank" >&2
     fi

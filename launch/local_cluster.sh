@@ -32,9 +32,9 @@ die() { echo "error: $*" >&2; exit 2; }
 
 node_name() { if [ "$private_names" = yes ]; then echo "node$1"; else echo "127.0.1.$1"; fi; }
 
-# Three settings make failures quick to watch: a node silent for SlurmdTimeout counts as crashed, a
-# requeued job may start again once its old credential has expired (cred_expire), and a job that
-# ignores SIGTERM is killed after KillWait. Jobs are numbered from the port number on because their
+# Two settings make failures quick to watch: a node silent for SlurmdTimeout counts as crashed, and a
+# requeued job may start again once its old credential has expired (cred_expire). KillWait is Slurm's
+# default: a cancelled job has as long for its checkpoint as on a real cluster. Jobs are numbered from the port number on because their
 # rendezvous port is derived from the job id and all clusters of a machine share its ports.
 write_config() {
   local host i address
@@ -72,7 +72,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0
 FirstJobId=$port
 JobRequeue=1
-KillWait=5
+KillWait=30
 MinJobAge=600
 SlurmctldTimeout=5
 SlurmdTimeout=10
