@@ -1,13 +1,15 @@
 """Checkpoints: complete or invisible, verified when they are read, for any number of processes and any ZeRO stage.
 
-=============  ====================================================================
-``folder.py``  where they lie, the manifest with checksums, which of them stay
-``held.py``    which stretches of weights and optimizer state a process holds
-``parts.py``   the files: stretches by name
-``saver.py``   writing beside the training, appearing all at once
-``loading.py`` the newest whole one, into any engine
-``weights.py`` plain state dicts, for evaluation and export
-=============  ====================================================================
+=============== ===================================================================
+``folder.py``   where they lie, the manifest with checksums, which of them stay
+``held.py``     which stretches of weights and optimizer state a process holds
+``snapshot.py`` their copy in memory, for which alone the training waits
+``parts.py``    the files: stretches by name
+``saver.py``    writing beside the training, appearing all at once
+``loading.py``  the newest whole one, into any engine
+``weights.py``  plain state dicts, for evaluation and export
+``coverage.py`` ``overview.py`` ``export.py``  the parts of the command
+=============== ===================================================================
 
 ``python -m pipeline.checkpoint inspect|verify|export RUN_DIR`` looks at them from outside.
 """

@@ -11,7 +11,7 @@ import torch
 from pipeline.checkpoint.folder import Manifest, find_damage, restore_replaced, saved_steps, set_aside, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
 from pipeline.checkpoint.parts import Parts
-from pipeline.checkpoint.saver import saved_buffers
+from pipeline.checkpoint.snapshot import saved_buffers
 from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.errors import UserError

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.agreement import Agreed, Agreement
 from pipeline.checkpoint.folder import (
@@ -25,8 +25,8 @@ from pipeline.checkpoint.folder import (
     remove_old,
     step_folder,
 )
-from pipeline.checkpoint.held import held
-from pipeline.checkpoint.parts import BUFFER, stretch_key, write_part
+from pipeline.checkpoint.parts import write_part
+from pipeline.checkpoint.snapshot import HostCopies, saved_tensors
 from pipeline.config import CheckpointConfig
 from pipeline.distributed import World
 from pipeline.ema import WeightAverage
@@ -65,6 +65,7 @@ class Saver:
 
     def __init__(self, run_dir: Path, world: World, config: CheckpointConfig, agreement: Agreement) -> None:
         self._run_dir, self._world, self._config, self._agreement = run_dir, world, config, agreement
+        self._copies = HostCopies()
         self._saving: _Saving | None = None
         self._thread: threading.Thread | None = None
         self._publishing: threading.Thread | None = None
@@ -87,7 +88,7 @@ class Saver:
         self.finish()
         began = time.perf_counter()
         folder = self._run_dir / FOLDER / f"{SAVING}{state.step:08d}"
-        tensors = snapshot(engine, ema, self._world)
+        tensors = self._copies.take(saved_tensors(engine, ema, self._world))  # the thread has done with those before
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
         self._saving = saving = _Saving(folder, state, shapes)
         self.started += 1
@@ -194,22 +195,3 @@ class Saver:
                     )
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-def snapshot(engine, ema: WeightAverage | None, world: World) -> dict[str, Tensor]:
-    """Copies, on the CPU, of all that this process saves: its share of weights, moments and averages; process 0 also buffers."""
-    tensors = {}
-    for stretch in held(engine, ema):
-        share = stretch.share(world.rank, world.size)
-        if share:
-            tensors[stretch_key(share.quantity, share.name, share.start)] = share.values.detach().to("cpu", copy=True)
-    if world.is_main:
-        for name, buffer in saved_buffers(engine.module).items():
-            tensors[stretch_key(BUFFER, name, 0)] = buffer.detach().to("cpu", copy=True).contiguous()
-    return tensors
-
-
-def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a model's state dict has besides parameters: BatchNorm's running statistics, for example."""
-    parameters = {name for name, _ in model.named_parameters()}
-    return {name: value for name, value in model.state_dict().items() if name not in parameters}

@@ -1,0 +1,254 @@
+"""What a checkpoint costs: how long it holds up the training, and how fast it is written and read.
+
+    python -m benchmarks.checkpoint --folder DIR [--config configs/pervit_t.yaml] [--batch 16] [--rounds 5]
+    launch/local.sh 2 -- benchmarks.checkpoint --folder DIR [...]
+
+Training steps are on a batch of random images that is already there; steps with and without a save under way take turns. Files
+are compared with DeepSpeed's own checkpoints and with a plain copy of the same bytes, flushed to the same disk, each process its
+own file; before anything is read the files are dropped from the page cache. Medians; every figure is the slowest process's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from pipeline import checkpoint
+from pipeline.checkpoint.held import optimizer_step_count
+from pipeline.config import Config, load_config
+from pipeline.coordination import Agreement
+from pipeline.distributed import World, disconnect, init_world
+from pipeline.ema import WeightAverage
+from pipeline.engine import build_engine, optimizer_step
+from pipeline.errors import run_command
+from pipeline.models import create_model
+
+CLASSES = 1000
+
+
+class Training:
+    """A run without data: its engine, its saver, and a step.
+
+    Args:
+        config: recipe and model.
+        world: all processes.
+        folder: the run folder.
+    """
+
+    def __init__(self, config: Config, world: World, folder: Path) -> None:
+        self.config, self.world, self.folder, self.steps = config, world, folder, 0
+        self.engine, self.agreement = build_engine(self._model(), config, world), Agreement()
+        self.ema = WeightAverage(self.engine, config.train.ema_decay) if config.train.ema_decay else None
+        self.saver = checkpoint.Saver(folder, world, config.checkpoint, self.agreement)
+        size = config.model.image_size
+        self.images = torch.randn(config.train.micro_batch_size, 3, size, size, device=world.device)  # (B, 3, H, W)
+        self.labels = torch.randint(CLASSES, (len(self.images),), device=world.device)  # (B,)
+
+    def step(self) -> float:
+        """A training step with what the loop does for checkpoints after each.
+
+        Returns:
+            Its seconds.
+        """
+        began = time.perf_counter()
+        self.engine.backward(F.cross_entropy(self.engine(self.images).float(), self.labels))
+        optimizer_step(self.engine)
+        if self.ema:
+            self.ema.update()
+        self.steps += 1
+        self.saver.settle(self.agreement.exchange(save_failed=self.saver.failed, written=self.saver.written))
+        _synchronize(self.world)
+        return time.perf_counter() - began
+
+    def save(self) -> None:
+        """Begin to save."""
+        self.saver.save(self.engine, self.ema, self.state())
+
+    def state(self) -> checkpoint.RunState:
+        """What a run would say of this moment."""
+        return checkpoint.RunState(
+            step=self.steps,
+            samples=self.steps * len(self.images) * self.world.size,
+            optimizer_step=optimizer_step_count(self.engine),
+            skipped_steps=0,
+            config=self.config.model_dump(mode="json"),
+            config_hash="",
+            classes=[str(i) for i in range(CLASSES)],
+            data={},
+            world_size=self.world.size,
+            zero_stage=self.config.train.zero_stage,
+        )
+
+    def fresh(self) -> Training:
+        """Another one of the same config, into which a checkpoint can be read."""
+        return Training(self.config, self.world, self.folder)
+
+    def _model(self) -> torch.nn.Module:
+        model = self.config.model
+        return create_model(model.name, CLASSES, model.image_size, switches=model.switches)
+
+
+def stall_table(training: Training, rounds: int, steps: int) -> list[str]:
+    """Rows: how long a save holds up the training, and what it costs in all.
+
+    Its whole cost is told in CPU time, which other users of the machine do not add to: a writing thread that works beside the
+    training takes cores from it, not time from all of it.
+    """
+    plain, stalls, slower, counts, costs = [], [], [], [], []
+    for round_ in range(rounds + 1):  # the first is a warm-up
+        began = time.process_time()
+        without = [training.step() for _ in range(steps)]
+        cpu = (time.process_time() - began) / steps
+        began, saved_step = time.process_time(), training.steps
+        training.save()
+        during = []
+        for _ in range(steps):
+            complete = checkpoint.latest_step(training.folder) == saved_step
+            during.append((training.step(), complete))
+        cost = time.process_time() - began - steps * cpu
+        training.saver.finish()
+        if round_:
+            slow = [seconds for seconds, complete in during if not complete]
+            plain += without
+            stalls.append(training.saver.stall_seconds)
+            slower.append(statistics.median(slow) / statistics.median(without))
+            counts.append(len(slow))
+            costs.append(cost / cpu)
+    gather = training.world.gather
+    step, stall, slow, count, cost = (
+        max(gather(statistics.median(values))) for values in (plain, stalls, slower, counts, costs)
+    )
+    return [
+        "| training step | a save holds it up for | of a step | steps until it is complete | these take | CPU time of a save / of a step |",
+        "|---|---|---|---|---|---|",
+        f"| {1e3 * step:.0f} ms | {1e3 * stall:.1f} ms | {stall / step:.1%} | {count:.0f} | x {slow:.2f} | {cost:.2f} |",
+    ]
+
+
+def throughput_table(training: Training, rounds: int) -> list[str]:
+    """Rows: bytes per second to the disk and back."""
+    world, folder = training.world, training.folder
+    copies, peers = folder / "copy", folder / "deepspeed"
+    saved, own = checkpoint.step_folder(folder, training.steps), f"part-{world.rank:05d}.safetensors"
+    other = training.fresh()
+    seconds: dict[str, list[float]] = {}
+    sizes: dict[str, int] = {}
+
+    def measure(name: str, action: Callable[[], object], files: Path) -> None:
+        world.barrier()
+        began = time.perf_counter()
+        action()
+        world.barrier()
+        seconds.setdefault(name, []).append(time.perf_counter() - began)
+        sizes[name] = sum(path.stat().st_size for path in files.rglob("*") if path.is_file())
+
+    for _ in range(rounds):
+        for path in (folder / checkpoint.FOLDER, copies, peers):
+            if world.is_main:
+                shutil.rmtree(path, ignore_errors=True)
+        world.barrier()
+        measure("save", lambda: (training.save(), training.saver.finish()), saved.parent)
+        copies.mkdir(exist_ok=True)
+        measure("copy", lambda: _copy(saved / own, copies / own), copies)
+        measure("deepspeed save", lambda: training.engine.save_checkpoint(str(peers), tag="t"), peers)
+        measure("deepspeed flush", lambda: _flush(peers, world), peers)
+        _drop(folder, world)
+        measure("load", lambda: _load(other), saved)
+        _drop(folder, world)
+        measure("copy back", lambda: _copy(saved / own, copies / own), saved)
+        _drop(folder, world)
+        measure("deepspeed load", lambda: other.engine.load_checkpoint(str(peers), tag="t"), peers)
+    seconds["deepspeed save"] = [sum(pair) for pair in zip(seconds["deepspeed save"], seconds.pop("deepspeed flush"))]
+
+    def row(what: str, name: str, copy: str) -> str:
+        """Speeds, and the ratio to the copy round by round."""
+        mb, copied = sizes[name] / 1e6, sizes[copy] / 1e6
+        ratio = statistics.median((mb / a) / (copied / b) for a, b in zip(seconds[name], seconds[copy]))
+        return f"| {what} | {mb:.0f} MB | {statistics.median(seconds[name]):.2f} s | {mb / statistics.median(seconds[name]):.0f} MB/s | {ratio:.2f} |"
+
+    return [
+        "| | size | time | speed | speed / plain copy |",
+        "|---|---|---|---|---|",
+        row("save: copy in memory, write, checksum, flush, publish", "save", "copy"),
+        row("DeepSpeed's save_checkpoint, then flushed", "deepspeed save", "copy"),
+        row("plain copy, flushed", "copy", "copy"),
+        row("load: every checksum, then into the engine", "load", "copy back"),
+        row("DeepSpeed's load_checkpoint", "deepspeed load", "copy back"),
+        row("plain copy from a cold cache, flushed", "copy back", "copy back"),
+    ]
+
+
+def _load(training: Training) -> None:
+    manifest = checkpoint.newest_whole(training.folder, training.world)
+    checkpoint.load(training.engine, training.folder, manifest, training.ema)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with open(source, "rb") as reading, open(target, "wb") as writing:
+        shutil.copyfileobj(reading, writing, 16 << 20)
+        writing.flush()
+        os.fsync(writing.fileno())
+
+
+def _flush(folder: Path, world: World) -> None:
+    """What DeepSpeed leaves out: until then a power cut takes the checkpoint. Each process a share of the files."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file())[world.rank :: world.size]:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _drop(folder: Path, world: World) -> None:
+    """Take all files out of the page cache, so that reading them reads the disk."""
+    world.barrier()
+    for path in folder.rglob("*") if world.is_main else ():
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    world.barrier()
+
+
+def _synchronize(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", required=True, type=Path, help="a new folder on the disk that is to be measured")
+    parser.add_argument("--config", type=Path, default=Path("configs/pervit_t.yaml"), help="recipe and model")
+    parser.add_argument("--batch", type=int, default=16, help="images per process")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="per round without and with a save")
+    parser.add_argument("--zero-stage", type=int, default=1, choices=range(4))
+    parser.add_argument("--ema", action="store_true", help="with averaged weights (DeepSpeed saves none)")
+    args = parser.parse_args()
+    world = init_world()
+    overrides = [
+        f"train.global_batch_size={args.batch * world.size}",
+        f"train.micro_batch_size={args.batch}",
+        f"train.zero_stage={args.zero_stage}",
+        f"train.ema_decay={0.9999 if args.ema else 'null'}",
+        "checkpoint.keep_last=1",
+        "augment.mixup=0",  # no data: mix_group need not divide the batch
+        "augment.cutmix=0",
+    ]
+    training = Training(load_config(args.config, overrides), world, args.folder)
+    tables = [*stall_table(training, args.rounds, args.steps), "", *throughput_table(training, args.rounds)]
+    if world.is_main:
+        print(f"{training.config.model.name}, {world.size} processes, batch {args.batch} each, ZeRO {args.zero_stage}\n")
+        print("\n".join(tables))
+        shutil.rmtree(args.folder)
+    disconnect()
+
+
+if __name__ == "__main__":
+    run_command(main)
