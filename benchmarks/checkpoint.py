@@ -22,9 +22,9 @@ import torch
 from torch.nn import functional as F
 
 from pipeline import checkpoint
+from pipeline.agreement import Agreement
 from pipeline.checkpoint.held import optimizer_step_count
 from pipeline.config import Config, load_config
-from pipeline.coordination import Agreement
 from pipeline.distributed import World, disconnect, init_world
 from pipeline.ema import WeightAverage
 from pipeline.engine import build_engine, optimizer_step
