@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path("configs/pervit_t.yaml"), help="recipe and model")
     parser.add_argument("--batch", type=int, default=16, help="images per process")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--file-rounds", type=int, default=9, help="of writing and reading")
     parser.add_argument("--steps", type=int, default=8, help="per round without and with a save")
     parser.add_argument("--zero-stage", type=int, default=1, choices=range(4))
     parser.add_argument("--ema", action="store_true", help="with averaged weights (DeepSpeed saves none)")
@@ -242,7 +243,7 @@ def main() -> None:
         "augment.cutmix=0",
     ]
     training = Training(load_config(args.config, overrides), world, args.folder)
-    tables = [*stall_table(training, args.rounds, args.steps), "", *throughput_table(training, args.rounds)]
+    tables = [*stall_table(training, args.rounds, args.steps), "", *throughput_table(training, args.file_rounds)]
     if world.is_main:
         print(f"{training.config.model.name}, {world.size} processes, batch {args.batch} each, ZeRO {args.zero_stage}\n")
         print("\n".join(tables))
