@@ -23,13 +23,19 @@ import threading
 from pathlib import Path
 
 _POLL_SECONDS = 0.01
-_DEEP = ("deepspeed.runtime.zero.muon.muon_optimizer", "torch._dynamo", "functorch.compile")  # what DeepSpeed imports late: 4 s
-_MODULES = ("deepspeed", *_DEEP, "pipeline.train", "pipeline.evaluate")
+_IMPORTED_LATE = (  # by DeepSpeed and the log when a run starts: five seconds
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "functorch.compile",
+    "pipeline.event_file",
+    "setuptools",
+)
+_MODULES = ("deepspeed", *_IMPORTED_LATE, "pipeline.train", "faults.save_in_a_loop")
 
 
 def main() -> None:
     for name in _MODULES:
         importlib.import_module(name)
+    sys.modules["deepspeed"].ops.__compatible_ops__  # looks for compilers, a second
     assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1, "a thread would not be there after a fork"
     outputs: dict[int, str] = {}  # of the processes that live
     print("ready", flush=True)
