@@ -50,6 +50,7 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
             f"{run.config.train.max_skipped_steps} that train.max_skipped_steps allows"
         )
         return
+    run.saver.finish()  # a checkpoint on its way is a good one
     folder = run.folder if run.folder.parent.name == FOLDER else _write_dump(run, step, seen)  # a dump that repeats the step
     raise UserError(
         f"at step {step} the gradient is not finite (losses of the micro-batches: {losses}), finite numbers needed, and "

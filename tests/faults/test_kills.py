@@ -20,7 +20,6 @@ pytestmark = pytest.mark.multiprocess
 
 STEPS = 40
 OPTIONS = (f"train.max_steps={STEPS}", "checkpoint.every_steps=4")
-KILLS = [(1, "save"), (2, "step"), (2, "save"), (2, "start"), (2, "save")]
 
 
 @pytest.fixture(scope="module")
