@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.checkpoint import Saver
 from pipeline.config import config_to_yaml
+from pipeline.coordination import Agreement
 from pipeline.data.plan import BatchRequest
 from pipeline.errors import UserError
 from pipeline.files import replace_text
@@ -63,7 +64,7 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
 def _write_dump(run: Run, step: int, seen: list[MicroBatch]) -> Path:
     folder = run.folder / FOLDER / f"step-{step:08d}"
     rows = run.world.gather([_describe(run, number, each) for number, each in enumerate(seen)])
-    saver = Saver(folder, run.world, run.config.checkpoint, run.agreement)
+    saver = Saver(folder, run.world, run.config.checkpoint, Agreement())  # its own: the run's counts the run's saves
     train = run.config.train.model_copy(update={"max_steps": step})
     config = run.config.model_copy(update={"output_dir": str(folder), "train": train})
     before = dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1)

@@ -16,7 +16,7 @@ from pipeline.errors import RANK_LOST
 
 MOMENTS = ("start", "step", "save")
 SHARES = (0.15, 0.4, 0.45)  # of the kills
-SAVE_SECONDS = 0.05  # that a save of the small model takes, about
+SAVE_SECONDS = 0.1  # that a save of the small model takes on a busy machine, about
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Ordeal:
         if moment == "start":
             time.sleep(draw.uniform(0, 3))
         else:
-            goal = steps_taken(self.run, victims[0]) + draw.randrange(1, 8)
+            goal = steps_taken(self.run, victims[0]) + draw.randrange(1, 13)
             job.until(lambda: steps_taken(self.run, victims[0]) >= goal)
             if moment == "save":
                 job.until(lambda: is_saving(self.run))

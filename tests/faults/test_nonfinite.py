@@ -60,7 +60,7 @@ def test_skipped_then_stopped_and_repeated(world_size: int, stage: int, small_ru
 
     command = re.search(r"python -m pipeline.train --config (\S+) repeats the step", sentence)
     again = Job(world_size, "--config", command[1])
-    assert again.wait() == [USER_ERROR] * world_size
+    assert again.wait() == [USER_ERROR] * world_size, again.outputs()
     losses = re.compile(r"at step \d+ the gradient is not finite \(losses of the micro-batches: [^)]*\)")
     assert losses.search(error_of(again))[0] == losses.search(sentence)[0]
 

@@ -13,7 +13,7 @@ from faults.ranks import seed_from_environment, train
 
 pytestmark = [pytest.mark.soak, pytest.mark.multiprocess, pytest.mark.timeout(7200)]
 
-KILLS, STEPS, IMAGES, BATCH = 55, 300, 1438, 16
+KILLS, STEPS, IMAGES, BATCH = 55, 240, 1438, 16
 OPTIONS = (f"train.max_steps={STEPS}", "checkpoint.every_steps=4", "optim.lr_batch_size=16", "eval.every_epochs=0.7")
 LOSS_LIMIT, WEIGHT_LIMIT = 2e-3, 2e-2  # what rounding may make of 300 steps
 
