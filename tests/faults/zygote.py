@@ -45,10 +45,13 @@ def main() -> None:
             if not line:
                 break
             request = json.loads(line)
+            files = [os.open(f"{request['output']}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) for suffix in ("out", "err")]
             pid = os.fork()
             if pid == 0:
-                _become(request)
+                _become(request, *files)
                 return
+            for file in files:
+                os.close(file)
             outputs[pid] = request["output"]
             print(pid, flush=True)
         _note_ends(outputs)
@@ -66,10 +69,10 @@ def _note_ends(outputs: dict[int, str]) -> None:
         note.with_suffix(".new").rename(note)
 
 
-def _become(request: dict) -> None:
+def _become(request: dict, stdout: int, stderr: int) -> None:
     """In the forked process: what ``python -m module arguments`` is."""
-    for number, suffix in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{request['output']}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["environment"])
     sys.argv = [request["module"], *request["arguments"]]
