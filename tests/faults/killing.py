@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from faults.history import Start
-from faults.ranks import Job, is_saving, steps_taken, train
-
+from faults.ranks import Job, is_saving, train, wait_for_steps
 from pipeline.checkpoint import latest_step
 from pipeline.errors import RANK_LOST
 
@@ -36,8 +35,8 @@ class Ordeal:
         self.starts.append(Start(time.time(), latest_step(self.run) or 0, world_size))
         return train(world_size, self.config, self.run, *self.options, *overrides)
 
-    def start_and_kill(self, world_size: int, moment: str, *overrides: str) -> bool:
-        """Kill a random rank, or all, at a random time of one kind.
+    def start_and_kill(self, world_size: int, moment: str, *overrides: str, most_steps: int = 12) -> bool:
+        """Kill a random rank, or all, at a random time of one kind, after up to ``most_steps``.
 
         Returns:
             Whether it came to that; else the run was done before.
@@ -47,8 +46,7 @@ class Ordeal:
         if moment == "start":
             time.sleep(draw.uniform(0, 3))
         else:
-            goal = steps_taken(self.run, victims[0]) + draw.randrange(1, 13)
-            job.until(lambda: steps_taken(self.run, victims[0]) >= goal)
+            wait_for_steps(job, self.run, draw.randint(1, most_steps), victims[0])
             if moment == "save":
                 job.until(lambda: is_saving(self.run))
             time.sleep(draw.uniform(0, SAVE_SECONDS))

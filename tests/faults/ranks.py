@@ -119,7 +119,9 @@ class Job:
 
     def outputs(self) -> str:
         """What all have printed, for a failed test."""
-        return "\n".join(f"--- rank {rank}\n{self.stdout(rank)[-1500:]}\n{self.stderr(rank)[-3000:]}" for rank in range(self.world_size))
+        return "\n".join(
+            f"--- rank {rank}\n{self.stdout(rank)[-1500:]}\n{self.stderr(rank)[-3000:]}" for rank in range(self.world_size)
+        )
 
     def until(self, condition: Callable[[], object]) -> bool:
         """Wait until something is the case, or the job has ended before.
@@ -145,6 +147,12 @@ def steps_taken(run: Path, rank: int = 0) -> int:
     """How many steps a rank has taken in all starts together."""
     path = run / "samples" / f"rank-{rank:05d}.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_steps(job: Job, run: Path, count: int, rank: int = 0) -> bool:
+    """Until a rank has taken ``count`` more steps; False if the job has ended before."""
+    goal = steps_taken(run, rank) + count
+    return job.until(lambda: steps_taken(run, rank) >= goal)
 
 
 def is_saving(run: Path) -> bool:
@@ -173,7 +181,10 @@ class _Zygote:
 
     def __init__(self) -> None:
         environment = clean_environment(
-            PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", DS_ACCELERATOR="cpu"
+            PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}",
+            OMP_NUM_THREADS="1",
+            TORCH_CPP_LOG_LEVEL="ERROR",
+            DS_ACCELERATOR="cpu",
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "faults.zygote"],

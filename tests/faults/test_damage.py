@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from conftest import write_small_config
+
 from faults.history import same_files
 from faults.ranks import train
-
 from pipeline.checkpoint import saved_steps, step_folder
 
 pytestmark = pytest.mark.multiprocess

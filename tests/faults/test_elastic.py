@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 from conftest import step_rows
-from faults.history import Start, assert_each_image_once, distance, loss_difference, what_the_weights_saw
-from faults.ranks import steps_taken, train
 
+from faults.history import Start, assert_each_image_once, distance, loss_difference, what_the_weights_saw
+from faults.ranks import train, wait_for_steps
 from pipeline.checkpoint import latest_step
 from pipeline.errors import PREEMPTED
 
 pytestmark = pytest.mark.multiprocess
 
-STEPS = 26
+STEPS = 22
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-3  # rounding; the benchmarks' figures are below
 OPTIONS = ("optim.lr_batch_size=16", f"train.max_steps={STEPS}")
 CHAIN = [  # processes, ZeRO stage, the rank that gets a signal after some steps
@@ -30,7 +30,7 @@ def test_a_chain_of_world_sizes_and_stages(small_run: Path, tmp_path: Path) -> N
     """Guards against images lost or repeated, and moments or averages mixed up, at a change of processes or stage; against
     processes that do not agree where to stop when one of them gets a signal."""
     straight, changed = tmp_path / "straight", tmp_path / "changed"
-    job = train(1, small_run, straight, *OPTIONS, "train.zero_stage=0", "checkpoint.every_steps=25").succeed()
+    job = train(1, small_run, straight, *OPTIONS, "train.zero_stage=0", f"checkpoint.every_steps={STEPS - 1}").succeed()
     expected = what_the_weights_saw(straight, [Start(job.started, 0, 1)], STEPS)
 
     starts = []
@@ -41,11 +41,10 @@ def test_a_chain_of_world_sizes_and_stages(small_run: Path, tmp_path: Path) -> N
         if signalled is None:
             job.succeed()
         else:
-            goal = steps_taken(changed, signalled) + 4
-            job.until(lambda: steps_taken(changed, signalled) >= goal)
+            wait_for_steps(job, changed, 3, signalled)
             job.signal(signal.SIGUSR1, signalled)
             assert job.wait() == [PREEMPTED] * world_size, job.outputs()
-            assert latest_step(changed) >= before + 4
+            assert latest_step(changed) >= before + 3
     assert latest_step(changed) == STEPS > starts[-1].begins_after
 
     seen = what_the_weights_saw(changed, starts, STEPS)
@@ -65,7 +64,9 @@ def test_another_micro_batch(small_run: Path, tmp_path: Path) -> None:
     started = train(2, small_run, straight, *options).succeed().started
     starts = []
     for micro_batch, last in ((8, 4), (4, 8)):
-        job = train(1, small_run, changed, *options, f"train.micro_batch_size={micro_batch}", f"train.max_steps={last}").succeed()
+        job = train(
+            1, small_run, changed, *options, f"train.micro_batch_size={micro_batch}", f"train.max_steps={last}"
+        ).succeed()
         starts.append(Start(job.started, last - 4, 1))
     assert what_the_weights_saw(changed, starts, 8) == what_the_weights_saw(straight, [Start(started, 0, 2)], 8)
     assert loss_difference(step_rows(changed), step_rows(straight)) < LOSS_LIMIT

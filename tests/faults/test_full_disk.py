@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults.ranks import Job, steps_taken, train
 
+from faults.ranks import Job, steps_taken, train
 from pipeline.checkpoint import latest_step, saved_steps
 from pipeline.errors import USER_ERROR
 

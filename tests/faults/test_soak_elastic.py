@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from conftest import step_rows
+
 from faults.history import loss_difference
 from faults.ranks import Job, train
-
 from pipeline.checkpoint import latest_step
 
 pytestmark = [pytest.mark.soak, pytest.mark.multiprocess, pytest.mark.timeout(7200)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import step_rows
+
 from faults.history import Start, assert_each_image_once, distance, loss_difference, same_files, what_the_weights_saw
 from faults.killing import Ordeal, random_moment
 from faults.ranks import seed_from_environment, train
@@ -52,7 +53,9 @@ def test_fifty_kills_on_changing_world_sizes_and_stages(small_run: Path, tmp_pat
     print(ordeal.report())
     print(f"{len(sizes)} starts on {[sizes.count(size) for size in (1, 2, 4)]} x 1, 2, 4 processes")
     print(f"{STEPS * BATCH} images in {STEPS} steps: the same ones, each once")
-    print(f"loss differs by up to {loss:.1e}, final weights by {weights:.1e}, averaged weights by {distance(ordeal.run, quiet, 'ema'):.1e}")
+    print(
+        f"loss differs by up to {loss:.1e}, final weights by {weights:.1e}, averaged weights by {distance(ordeal.run, quiet, 'ema'):.1e}"
+    )
     print(
         f"two uninterrupted runs, on 1 and 4 processes: loss {loss_difference(step_rows(other), step_rows(quiet)):.1e}, "
         f"weights {distance(other, quiet):.1e}; one step more: weights {distance(quiet, quiet, step_of_b=STEPS - 4):.1e} in 4 steps"

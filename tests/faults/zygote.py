@@ -35,7 +35,7 @@ _MODULES = ("deepspeed", *_IMPORTED_LATE, "pipeline.train", "faults.save_in_a_lo
 def main() -> None:
     for name in _MODULES:
         importlib.import_module(name)
-    sys.modules["deepspeed"].ops.__compatible_ops__  # looks for compilers, a second
+    assert sys.modules["deepspeed"].ops.__compatible_ops__  # when it is first asked for, it looks for libraries: a second
     assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1, "a thread would not be there after a fork"
     outputs: dict[int, str] = {}  # of the processes that live
     print("ready", flush=True)
@@ -45,7 +45,9 @@ def main() -> None:
             if not line:
                 break
             request = json.loads(line)
-            files = [os.open(f"{request['output']}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) for suffix in ("out", "err")]
+            files = [
+                os.open(f"{request['output']}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) for suffix in ("out", "err")
+            ]
             pid = os.fork()
             if pid == 0:
                 _become(request, *files)
