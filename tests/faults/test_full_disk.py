@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,42 +21,51 @@ EVERY, RETRY_SECONDS = 6, 8
 OPTIONS = (f"checkpoint.every_steps={EVERY}", "checkpoint.keep_last=1", f"checkpoint.retry_seconds={RETRY_SECONDS}")
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Path]:
-    """A run folder whose checkpoints lie on a file system of their own."""
-    folder = tmp_path / "run" / "checkpoints"
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of 12 MB in a folder."""
     folder.mkdir(parents=True)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={SIZE_KB}k", "tmpfs", folder], capture_output=True, text=True, check=False
-    )
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_KB}k", "tmpfs", folder]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"cannot mount a file system here: {mounted.stderr.strip()}")
-    yield folder.parent
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def fill(folder: Path) -> Path:
-    """Write a file until nothing more fits."""
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    """A run folder whose checkpoints lie on a small disk of their own."""
+    with small_disk(tmp_path / "run" / "checkpoints"):
+        yield tmp_path / "run"
+
+
+def fill(folder: Path, leave_kb: int = 0) -> Path:
+    """Write a file until nothing more fits, or that much is left."""
     filler = folder / "filler"
     with open(filler, "wb", buffering=0) as file:
         try:
-            while True:
+            while shutil.disk_usage(folder).free > leave_kb << 10:
                 file.write(bytes(4096))
-        except OSError:
-            return filler
+        except OSError:  # full
+            pass
+    return filler
 
 
 def remount(folder: Path, mode: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{mode}", folder], check=True)
 
 
+def retries(job: Job) -> int:
+    """How often a process has said that it tries again."""
+    return sum(job.stderr(rank).count("trying again for") for rank in range(job.world_size))
+
+
 def wait_for_retry(job: Job, run: Path, already: int) -> None:
     """Until a process says that it tries again, and the training has gone on meanwhile."""
-
-    def warnings() -> int:
-        return sum(job.stderr(rank).count("trying again for") for rank in range(job.world_size))
-
-    assert job.until(lambda: warnings() > already), job.outputs()
+    assert job.until(lambda: retries(job) > already), job.outputs()
     steps = steps_taken(run)
     assert job.until(lambda: steps_taken(run) > steps), "training waits for the disk"
 
@@ -71,7 +82,7 @@ def test_a_disk_that_refuses_a_save(small_run: Path, run: Path) -> None:
     remount(checkpoints, "rw")
     assert job.until(lambda: latest_step(run) > EVERY), job.outputs()
 
-    before, already = latest_step(run), sum(job.stderr(rank).count("trying again") for rank in range(2))
+    before, already = latest_step(run), retries(job)
     filler = fill(checkpoints)
     wait_for_retry(job, run, already)
     filler.unlink()
@@ -89,3 +100,17 @@ def test_a_disk_that_refuses_a_save(small_run: Path, run: Path) -> None:
     (checkpoints / "filler").unlink()
     job = train(2, small_run, run, *OPTIONS, f"train.max_steps={last + 2}").succeed()
     assert f"steps {last} to {last + 2}" in job.stdout()
+
+
+def test_a_disk_that_is_nearly_full_takes_the_log(small_run: Path, tmp_path: Path) -> None:
+    """Guards against half a checkpoint that takes the last bytes of the disk, so that the log cannot be written and the run ends
+    although space was made in time."""
+    run = tmp_path / "run"
+    with small_disk(run):
+        job = train(2, small_run, run, *OPTIONS, f"train.max_steps={2 * EVERY + 2}")
+        job.until(lambda: latest_step(run) == EVERY)
+        filler = fill(run, leave_kb=1000)  # a process's part has 1400 kB
+        wait_for_retry(job, run, already=0)
+        filler.unlink()
+        job.succeed()
+        assert latest_step(run) == 2 * EVERY + 2
