@@ -27,6 +27,7 @@ from pipeline.files import sync_folder
 FOLDER, MANIFEST = "checkpoints", "checkpoint.json"
 FORMAT = 3
 _CHUNK = 16 << 20
+_FORMER = ".former-"  # before the name of a checkpoint that is being replaced
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,19 @@ def find_damage(folder: Path, files: list[FileRecord]) -> list[str]:
 
 
 def publish(written: Path, target: Path) -> None:
-    """Give a complete folder its name. One that has the name already makes room; it is kept if it is damaged."""
+    """Give a complete folder its name. One that has the name already makes room; it is kept if it is damaged.
+
+    A kill between the two renames leaves a whole former checkpoint under a hidden name; :func:`sweep` gives it back.
+    """
     former = None
     if target.exists():
-        former = _hide(target) if _is_whole(target) else _set_aside(target)
+        if _is_whole(target):
+            former = target.rename(target.with_name(_FORMER + target.name))
+        else:
+            _set_aside(target)
     os.rename(written, target)
     sync_folder(target.parent)
-    if former and former.name.startswith("."):
+    if former:
         shutil.rmtree(former)
 
 
@@ -187,6 +194,10 @@ def remove_old(run_dir: Path, now: int, keep_last: int, best: int | None, keep_e
 
 def sweep(run_dir: Path) -> None:
     """Remove what a process that died left half written or half removed; only for who holds the run's lock."""
-    for pattern in (".saving-*", ".removing-*"):
+    for former in (run_dir / FOLDER).glob(f"{_FORMER}*"):
+        target = former.with_name(former.name.removeprefix(_FORMER))
+        if not target.exists():
+            former.rename(target)
+    for pattern in (".saving-*", ".removing-*", f"{_FORMER}*"):
         for leftover in (run_dir / FOLDER).glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)

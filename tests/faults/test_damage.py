@@ -66,6 +66,18 @@ def test_each_kind_of_damage_is_named_and_the_one_before_is_taken(whole: Path, t
     assert kept == [f"damaged-step-{step:08d}.1" for step in sorted(DAMAGE)]
 
 
+def test_a_kill_between_two_renames_loses_nothing(whole: Path, tmp_path: Path) -> None:
+    """Guards against a checkpoint that is gone because the run was killed while it replaced it by another one of the same step, as
+    it does after an evaluation that was made up for; and against leftovers that pile up."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    step_folder(run, STEPS).rename(run / "checkpoints" / f".former-step-{STEPS:08d}")
+    (run / "checkpoints" / f".saving-{STEPS:08d}").mkdir()
+    job = train(1, whole.parent / "config.yaml", run, *OPTIONS).succeed()
+    assert "is complete at step 6" in job.stdout()
+    assert same_files(run, whole) and not list((run / "checkpoints").glob(".*"))
+
+
 def test_nothing_whole_is_one_sentence(whole: Path, tmp_path: Path) -> None:
     """Guards against a run that silently begins anew over damaged checkpoints, and against a traceback."""
     run = tmp_path / "run"
