@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.multiprocess, pytest.mark.timeout(72
 
 KILLS, STEPS, IMAGES, BATCH = 55, 240, 1438, 16
 OPTIONS = (f"train.max_steps={STEPS}", "checkpoint.every_steps=4", "optim.lr_batch_size=16", "eval.every_epochs=0.7")
-LOSS_LIMIT, WEIGHT_LIMIT = 2e-3, 2e-2  # what rounding may make of 300 steps
+EARLY, EARLY_LIMIT = 60, 1e-4  # steps; loss. Later the training itself magnifies rounding, tenfold in 20 steps:
+FACTOR = 3  # then the difference is compared with that of two runs that nobody killed
 
 
 def uninterrupted(config: Path, run: Path, world_size: int, *options: str) -> dict:
@@ -47,20 +48,25 @@ def test_fifty_kills_on_changing_world_sizes_and_stages(small_run: Path, tmp_pat
     seen = what_the_weights_saw(ordeal.run, ordeal.starts, STEPS)
     assert_each_image_once(seen, IMAGES, BATCH)
     assert seen == expected
-    loss = loss_difference(step_rows(ordeal.run), step_rows(quiet))
-    weights = distance(ordeal.run, quiet)
     sizes = [start.world_size for start in ordeal.starts]
-    print(ordeal.report())
-    print(f"{len(sizes)} starts on {[sizes.count(size) for size in (1, 2, 4)]} x 1, 2, 4 processes")
+    print(f"{ordeal.report()}\n{len(sizes)} starts on {[sizes.count(size) for size in (1, 2, 4)]} x 1, 2, 4 processes")
     print(f"{STEPS * BATCH} images in {STEPS} steps: the same ones, each once")
-    print(
-        f"loss differs by up to {loss:.1e}, final weights by {weights:.1e}, averaged weights by {distance(ordeal.run, quiet, 'ema'):.1e}"
-    )
-    print(
-        f"two uninterrupted runs, on 1 and 4 processes: loss {loss_difference(step_rows(other), step_rows(quiet)):.1e}, "
-        f"weights {distance(other, quiet):.1e}; one step more: weights {distance(quiet, quiet, step_of_b=STEPS - 4):.1e} in 4 steps"
-    )
-    assert loss < LOSS_LIMIT and weights < WEIGHT_LIMIT
+    killed, undisturbed = compare(ordeal.run, quiet), compare(other, quiet)
+    print(f"killed: {killed}\ntwo uninterrupted runs, on 1 and 4 processes: {undisturbed}")
+    print(f"for comparison, the weights move by {distance(quiet, quiet, step_of_b=STEPS - 4):.1e} in the last 4 steps")
+    assert killed["loss, early"] < EARLY_LIMIT
+    assert all(killed[what] < FACTOR * undisturbed[what] for what in ("loss", "weights", "averaged weights"))
+
+
+def compare(a: Path, b: Path) -> dict[str, float]:
+    """Relative differences."""
+    first, second = step_rows(a), step_rows(b)
+    return {
+        "loss, early": loss_difference(first[:EARLY], second[:EARLY]),
+        "loss": loss_difference(first, second),
+        "weights": distance(a, b),
+        "averaged weights": distance(a, b, "ema"),
+    }
 
 
 @pytest.mark.parametrize("stage", [1, 3])
