@@ -1,4 +1,4 @@
-# make install | demo | test | clean      (both demo and test install first when needed)
+# make install | demo | test | soak | clean      (demo, test and soak install first when needed)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ HAS_GPU := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH   := torch==2.13.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: install demo test clean
+.PHONY: install demo test soak clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
@@ -26,6 +26,10 @@ demo: install
 
 test: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests
+
+# An hour of kills at random; the tables that it prints are those of benchmarks/RESULTS.md.
+soak: install
+	PERVIT_SOAK=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s -m soak tests/faults
 
 clean:
 	rm -rf $(VENV) demo runs logs *.egg-info

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pipeline.agreement import Agreement
 from pipeline.checkpoint import Saver
 from pipeline.config import config_to_yaml
 from pipeline.data.plan import BatchRequest
@@ -50,6 +51,7 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
             f"{run.config.train.max_skipped_steps} that train.max_skipped_steps allows"
         )
         return
+    run.saver.finish()  # a checkpoint on its way is a good one
     folder = run.folder if run.folder.parent.name == FOLDER else _write_dump(run, step, seen)  # a dump that repeats the step
     raise UserError(
         f"at step {step} the gradient is not finite (losses of the micro-batches: {losses}), finite numbers needed, and "
@@ -62,7 +64,7 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
 def _write_dump(run: Run, step: int, seen: list[MicroBatch]) -> Path:
     folder = run.folder / FOLDER / f"step-{step:08d}"
     rows = run.world.gather([_describe(run, number, each) for number, each in enumerate(seen)])
-    saver = Saver(folder, run.world, run.config.checkpoint, run.agreement)
+    saver = Saver(folder, run.world, run.config.checkpoint, Agreement())  # its own: the run's counts the run's saves
     train = run.config.train.model_copy(update={"max_steps": step})
     config = run.config.model_copy(update={"output_dir": str(folder), "train": train})
     before = dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1)

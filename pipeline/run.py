@@ -110,6 +110,8 @@ def start_run(config: Config, world: World) -> Run | None:
     accumulation = accumulation_steps(config.train, world.size)
     schedule = make_schedule(config, train_set)
     folder, lock = Path(config.output_dir), open_run_folder(config, world)
+    if world.is_main:
+        checkpoint.sweep(folder)
     before = checkpoint.newest_whole(folder, world)
     begun_with = config_from_dict(before.state.config, source=str(folder)) if before else None
     check_same_run(config, begun_with, world)
@@ -119,8 +121,6 @@ def start_run(config: Config, world: World) -> Run | None:
             print(f"{folder} is complete at step {before.state.step}: nothing to train.", flush=True)
             lock.release()
         return None
-    if world.is_main:
-        checkpoint.sweep(folder)
 
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
     cost = world.gather(flops.count(*count) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear

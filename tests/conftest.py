@@ -121,9 +121,14 @@ def imagenet_shards(imagenet_samples: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def small_run(digits_shards: Path, tmp_path: Path) -> Path:
-    """A config file for a run of seconds: PerViT-T at 32 pixels on the digits, every randomness on."""
+    """:func:`write_small_config`, a file for this test alone."""
+    return write_small_config(digits_shards, tmp_path)
+
+
+def write_small_config(digits_shards: Path, folder: Path) -> Path:
+    """A config file for a run of seconds in ``folder``: PerViT-T at 32 pixels on the digits, every randomness on."""
     config = {
-        "output_dir": str(tmp_path / "run"),
+        "output_dir": str(folder / "run"),
         "model": {"name": "pervit_t", "image_size": 32, "num_classes": 10, "drop_path": 0.1},
         "data": {"path": str(digits_shards), "num_threads": 1},
         "augment": {"rand_augment_ops": 2, "erasing": 0.25, "mixup": 0.8, "cutmix": 1.0, "mix_group": 4},
@@ -132,6 +137,6 @@ def small_run(digits_shards: Path, tmp_path: Path) -> Path:
         "eval": {"every_epochs": None},
         "checkpoint": {"every_steps": None},
     }
-    path = tmp_path / "config.yaml"
+    path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

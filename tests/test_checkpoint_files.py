@@ -21,7 +21,6 @@ from pipeline.checkpoint.folder import (
     find_damage,
     publish,
     remove_old,
-    restore_replaced,
 )
 from pipeline.checkpoint.parts import Parts, stretch_key, write_part
 from pipeline.errors import UserError
@@ -215,7 +214,6 @@ def test_what_ends_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         publish(tmp_path / "gone", target)
     assert saved_steps(tmp_path) == []
-    restore_replaced(tmp_path)
     sweep(tmp_path)
     assert saved_steps(tmp_path) == [4] and not find_damage(target, Manifest.read(target).files)
 
@@ -226,7 +224,6 @@ def test_sweeping_touches_no_checkpoint(tmp_path: Path) -> None:
     for name in (".saving-00000008", ".removing-00000002", ".replaced-00000004", "damaged-step-00000002.1", "mine"):
         (tmp_path / FOLDER / name).mkdir()
         (tmp_path / FOLDER / name / "part-00000.safetensors").write_bytes(b"x")
-    restore_replaced(tmp_path)  # step 4 has its name: nothing to restore
     sweep(tmp_path)
     assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["damaged-step-00000002.1", "mine", "step-00000004"]
     (tmp_path / FOLDER / "step-00000009.txt").touch()

@@ -166,7 +166,7 @@ def find_damage(folder: Path, files: list[FileRecord]) -> list[str]:
 def publish(written: Path, target: Path) -> None:
     """Give a complete folder its name. One that has the name already makes room; it is kept if it is damaged.
 
-    Between the two renames neither has the name: :func:`restore_replaced` gives it back if the process dies there.
+    Between the two renames neither has the name: :func:`sweep` gives it back if the process dies there.
     """
     replaced = None
     if target.exists():
@@ -178,14 +178,6 @@ def publish(written: Path, target: Path) -> None:
     sync_folder(target.parent)
     if replaced:
         shutil.rmtree(replaced, ignore_errors=True)  # the next start sweeps what resists
-
-
-def restore_replaced(run_dir: Path) -> None:
-    """Give a checkpoint its name back whose successor never got it; only for who holds the run's lock."""
-    for former in (run_dir / FOLDER).glob(f"{_REPLACED}*"):
-        target = former.with_name(f"step-{former.name.removeprefix(_REPLACED)}")
-        if not target.exists():
-            former.rename(target)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -222,10 +214,12 @@ def remove_old(run_dir: Path, now: int, keep_last: int, best: int | None, keep_e
 
 
 def sweep(run_dir: Path) -> None:
-    """Remove what a process that died left half written or half removed; only for who holds the run's lock.
-
-    To be called after :func:`restore_replaced`.
-    """
+    """At the start of a run: remove what a process that died left half written or half removed, and give a checkpoint its name back
+    whose successor never got it; only for who holds the run's lock."""
+    for former in (run_dir / FOLDER).glob(f"{_REPLACED}*"):
+        target = former.with_name(f"step-{former.name.removeprefix(_REPLACED)}")
+        if not target.exists():
+            former.rename(target)
     for prefix in (SAVING, _REMOVING, _REPLACED):
         for leftover in (run_dir / FOLDER).glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint.folder import Manifest, find_damage, restore_replaced, saved_steps, set_aside, step_folder
+from pipeline.checkpoint.folder import Manifest, find_damage, saved_steps, set_aside, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
 from pipeline.checkpoint.parts import Parts
 from pipeline.checkpoint.snapshot import saved_buffers
@@ -28,8 +28,6 @@ def newest_whole(run_dir: Path, world: World) -> Manifest | None:
     Raises:
         UserError: there are checkpoints, but none is whole.
     """
-    if world.is_main:
-        restore_replaced(run_dir)
     steps = world.gather(saved_steps(run_dir))[0]  # the main process's word: network disks may lag elsewhere
     damaged: dict[int, str] = {}
     for step in reversed(steps):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import shutil
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
@@ -49,6 +51,8 @@ def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    if shutil.disk_usage(path.parent).free < offset + len(text):  # not even begun: the rows of the log need what is left
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     blocks = (len(text).to_bytes(8, "little"), text, *map(_bytes, tensors.values()))
     try:
         with open(path, "wb") as file:

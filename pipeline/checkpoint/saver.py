@@ -34,6 +34,7 @@ from pipeline.errors import UserError
 from pipeline.files import replace_text, sync_folder
 
 _LONGEST_PAUSE = 30.0  # seconds between two attempts
+_LAST_ATTEMPT = 10.0  # seconds for it to end when another process has failed
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._publishing: threading.Thread | None = None
         self._publish_error: str | None = None
+        self._given_up = threading.Event()  # another process cannot write: it is no use to try again
         self.started = 0  # saves so far
         self.stall_seconds = 0.0  # that the last save held up the training
 
@@ -104,6 +106,9 @@ class Saver:
         """
         if agreed.save_failed:
             reason = self._saving.error if self._saving and self._saving.error else self._publish_error
+            self._given_up.set()
+            if self._thread:
+                self._thread.join(_LAST_ATTEMPT)
             reasons = [text for text in self._world.gather(reason) if text]
             if self._saving and self._world.is_main:  # nobody writes any more: the space is wanted
                 shutil.rmtree(self._saving.folder, ignore_errors=True)
@@ -193,5 +198,6 @@ class Saver:
                         file=sys.stderr,
                         flush=True,
                     )
-                time.sleep(min(pause, left))
+                if self._given_up.wait(min(pause, left)):
+                    raise
                 pause = min(2 * pause, _LONGEST_PAUSE)

@@ -41,7 +41,7 @@ class Ring:
     ended_at: dict[int, float] = field(default_factory=dict)  # rank -> time
 
     def start(self, context: multiprocessing.context.ForkServerContext) -> None:
-        import ring
+        from faults import ring
 
         self.folder.mkdir()
         common = {
@@ -114,13 +114,13 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ring]]
     """All cases, run to their end. PyTorch and DeepSpeed are imported once, in the process from which the ranks fork."""
     folder = tmp_path_factory.mktemp("rings")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{REPOSITORY}:{FOLDER}")
+        patch.setenv("PYTHONPATH", f"{REPOSITORY}:{FOLDER.parent}")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as launch/local.sh does
         for name in [name for name in os.environ if name.startswith("SLURM_")]:
             patch.delenv(name)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["ring"])
+        context.set_forkserver_preload(["faults.ring"])
         rings = {name: Ring(folder / name, *case) for name, case in CASES.items()}
         for each in rings.values():
             each.start(context)

@@ -1,0 +1,39 @@
+"""A program that saves one checkpoint after the other: ``--config FILE [key=value ...]``, until it is killed.
+
+It begins like the training, from the newest whole checkpoint. Before each save every number of the weights and of their average
+becomes the number of the step, so that a checkpoint that mixes two saves, or holds half of one, shows.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipeline.checkpoint.held import EMA, WEIGHT, held
+from pipeline.config import load_config
+from pipeline.distributed import init_world
+from pipeline.run import start_run
+
+
+@torch.no_grad()
+def main() -> None:
+    config = load_config(Path(sys.argv[2]), sys.argv[3:])
+    run = start_run(config, init_world())
+    wrong = 0
+    for stretch in _weights(run):
+        wrong += int((stretch.values != run.step).sum()) if run.step else 0
+    dist.barrier()
+    print(f"loaded {run.step} wrong {wrong}", flush=True)
+    while True:
+        run.step += 1
+        for stretch in _weights(run):
+            stretch.values.fill_(run.step)
+        run.saver.save(run.engine, run.ema, run.state())
+        run.saver.finish()
+
+
+def _weights(run):
+    return (stretch for stretch in held(run.engine, run.ema) if stretch.quantity in (WEIGHT, EMA))

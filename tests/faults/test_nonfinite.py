@@ -1,0 +1,73 @@
+"""Gradients that are not finite: skipped and counted, then the end with all that repeats the step."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import step_rows
+
+from faults.ranks import Job, train
+from pipeline.checkpoint import read_weights, saved_steps
+from pipeline.data.shards import ShardSet
+from pipeline.errors import USER_ERROR
+
+pytestmark = pytest.mark.multiprocess
+
+SKIPPED = 2
+OPTIONS = (
+    "optim.lr=1e20",
+    "optim.warmup_epochs=0",
+    "train.max_steps=40",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep_last=40",
+    f"train.max_skipped_steps={SKIPPED}",
+)
+
+
+@pytest.mark.parametrize("world_size, stage", [(1, 0), (2, 1)])
+def test_skipped_then_stopped_and_repeated(
+    world_size: int, stage: int, small_run: Path, tmp_path: Path, digits_shards: Path
+) -> None:
+    """Guards against a week of NaN, weights or BatchNorm statistics that a skipped step has touched, and a dump that does not
+    show the fault again."""
+    run = tmp_path / "run"
+    job = train(world_size, small_run, run, *OPTIONS, f"train.zero_stage={stage}")
+    assert job.wait() == [USER_ERROR] * world_size, job.outputs()
+    sentence = error_of(job)
+    assert "Traceback" not in job.stderr() and f"train.max_skipped_steps is {SKIPPED}" in sentence
+    step = int(re.search(r"at step (\d+) the gradient is not finite", sentence)[1])
+
+    rows = {row["step"]: row for row in step_rows(run)}
+    last_good = step - SKIPPED - 1
+    assert [rows[number]["skipped_steps"] for number in range(last_good, step)] == list(range(SKIPPED + 1))
+    assert saved_steps(run)[-1] == step - 1
+    good, skipped = (read_weights(run, number) for number in (last_good, step - 1))
+    for kind in ("model", "ema"):
+        for name, value in good.choose(kind).items():
+            assert torch.equal(value, skipped.choose(kind)[name]) and value.isfinite().all(), name
+
+    dump = run / "nonfinite" / f"step-{step:08d}"
+    report = json.loads((dump / "report.json").read_text())
+    assert report["step"] == step and report["world_size"] == world_size
+    keys = [key for micro_batch in report["micro_batches"] for key in micro_batch["keys"]]
+    line = json.loads((run / "samples" / "rank-00000.jsonl").read_text().splitlines()[-1])
+    shards = ShardSet(digits_shards, "train")
+    assert len(set(keys)) == 16 and line["step"] == step - 1
+    known = {shards.key(index) for index in range(len(shards))}
+    assert known.issuperset(keys)
+
+    command = re.search(r"python -m pipeline.train --config (\S+) repeats the step", sentence)
+    again = Job(world_size, "--config", command[1])
+    assert again.wait() == [USER_ERROR] * world_size, again.outputs()
+    losses = re.compile(r"at step \d+ the gradient is not finite \(losses of the micro-batches: [^)]*\)")
+    assert losses.search(error_of(again))[0] == losses.search(sentence)[0]
+
+
+def error_of(job: Job) -> str:
+    """The sentence with which rank 0 ended."""
+    (sentence,) = [line for line in job.stderr().splitlines() if line.startswith("error:")]
+    return sentence

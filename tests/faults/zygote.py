@@ -1,0 +1,87 @@
+"""Starts the ranks of a job by forking: PyTorch, DeepSpeed and DALI are imported once, a start takes a second in place of six.
+
+The process that runs this program imports the training and then only waits. A line on its stdin is a request::
+
+    {"module": "pipeline.train", "arguments": [...], "environment": {"RANK": "0", ...}, "output": "FOLDER/0"}
+
+It forks a process that goes on as ``python -m pipeline.train ...`` would, with stdout and stderr in FOLDER/0.out and FOLDER/0.err,
+and answers with the process id. FOLDER/0.code appears when that process has ended: its exit code, or minus the signal that killed it.
+
+Forking is sound here because nothing was started before it: no thread (OMP_NUM_THREADS=1 keeps BLAS from having some), no DALI
+pipeline, no connection. The forked processes are as separate as any others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+from pathlib import Path
+
+_POLL_SECONDS = 0.01
+_IMPORTED_LATE = (  # by DeepSpeed and the log when a run starts: five seconds
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "functorch.compile",
+    "pipeline.event_file",
+    "setuptools",
+)
+_MODULES = ("deepspeed", *_IMPORTED_LATE, "pipeline.train", "faults.save_in_a_loop")
+
+
+def main() -> None:
+    for name in _MODULES:
+        importlib.import_module(name)
+    assert sys.modules["deepspeed"].ops.__compatible_ops__  # when it is first asked for, it looks for libraries: a second
+    assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1, "a thread would not be there after a fork"
+    outputs: dict[int, str] = {}  # of the processes that live
+    print("ready", flush=True)
+    while True:
+        if select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+            line = os.read(0, 1 << 20)  # requests come one at a time, each waits for its answer
+            if not line:
+                break
+            request = json.loads(line)
+            files = [
+                os.open(f"{request['output']}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) for suffix in ("out", "err")
+            ]
+            pid = os.fork()
+            if pid == 0:
+                _become(request, *files)
+                return
+            for file in files:
+                os.close(file)
+            outputs[pid] = request["output"]
+            print(pid, flush=True)
+        _note_ends(outputs)
+    for pid in outputs:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _note_ends(outputs: dict[int, str]) -> None:
+    while outputs:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        note = Path(f"{outputs.pop(pid)}.code")
+        note.with_suffix(".new").write_text(str(os.waitstatus_to_exitcode(status)))
+        note.with_suffix(".new").rename(note)
+
+
+def _become(request: dict, stdout: int, stderr: int) -> None:
+    """In the forked process: what ``python -m module arguments`` is."""
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(request["environment"])
+    sys.argv = [request["module"], *request["arguments"]]
+    from pipeline.errors import run_command
+
+    run_command(sys.modules[request["module"]].main)
+
+
+if __name__ == "__main__":
+    main()
