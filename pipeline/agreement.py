@@ -1,10 +1,10 @@
-"""Processes that act together: an error of one becomes the error of all, so that none waits for one that has stopped; and once a
-step, without waiting for each other, they agree on whether to stop and on which saves are written."""
+"""Processes that act together: an error of one becomes the error of all, and all stop, or complete a save, at the same step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -68,10 +68,23 @@ class Agreement:
 
     An exchange begins at one call and its result comes with the next one. So nobody waits, and all still act at the same
     step. Every process must call equally often.
+
+    Args:
+        patience: seconds that an exchange may wait for a process.
+
+    Raises:
+        UserError: the processes cannot reach each other.
     """
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, patience: float = 1800) -> None:
+        try:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"the processes cannot connect their CPUs ({reason}): set GLOO_SOCKET_IFNAME to the network interface between the nodes, "
+                f"such as eth0 (ip addr lists them)."
+            ) from None
         self._work, self._values = None, torch.zeros(3, dtype=torch.int64)
 
     def exchange(self, stop: int = 0, save_failed: bool = False, written: int = 0) -> Agreed:

@@ -26,7 +26,10 @@ class StepStatistics:
         self._world = world
         self._norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._momentum = [norm.momentum for norm in self._norms]
-        self._running = self._copies()
+        self._running: list[tuple[Tensor, Tensor, Tensor]] = []  # as they were before the step
+
+    def __len__(self) -> int:
+        return len(self._norms)
 
     def begin(self) -> None:
         """Before the first micro-batch of a step."""

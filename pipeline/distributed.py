@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -50,10 +51,14 @@ class World:
         return values
 
 
-def init_world() -> World:
+def init_world(patience: float = 1800) -> World:
     """Find rank and world size, choose the device, connect the processes through DeepSpeed.
 
     Sources, in this order: RANK and WORLD_SIZE (``launch/local.sh``), a Slurm step (``srun``), else a world of one.
+
+    Args:
+        patience: seconds that a collective operation may wait for a process. Who is hung is for the heartbeat to say, so this
+            should be more than its ``progress_timeout``: PyTorch would end those who wait.
 
     Raises:
         UserError: several processes, but a variable they need is missing.
@@ -91,7 +96,7 @@ def init_world() -> World:
             )
         device = torch.device("cpu")
         torch.set_num_threads(cpu_threads)
-    _connect("nccl" if device.type == "cuda" else "gloo", device)
+    _connect("nccl" if device.type == "cuda" else "gloo", device, timedelta(seconds=patience))
     return World(rank, world_size, device, cpu_threads)
 
 
@@ -150,21 +155,21 @@ def _slurm_tasks_per_node() -> int | None:
     return max((int(part.partition("(")[0]) for part in text.split(",") if part), default=None)
 
 
-def _connect(backend: str, device: torch.device) -> None:
+def _connect(backend: str, device: torch.device, timeout: timedelta) -> None:
     # DeepSpeed 0.19 still calls what PyTorch 2.13 renamed; nothing a user could do about it.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if int(os.environ["WORLD_SIZE"]) == 1 and os.environ["MASTER_PORT"] == "0":
         # A world of one needs no port, and must not fail because another run on this machine took it.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     with quiet_deepspeed():
         import deepspeed
 
         # DeepSpeed would compile a shared-memory extension that only inference uses: a minute, and a build
         # that is killed leaves a lock on which every later start hangs.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(dist_backend=backend)
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout)
 
 
 @contextlib.contextmanager

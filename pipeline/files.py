@@ -69,27 +69,35 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+class DiskRefuses(UserError):
+    """A file cannot be written now; free space, or a disk that is writable again, would mend it."""
+
+
 def write_error(path: Path, error: OSError) -> UserError:
     """The sentence for a file of a run folder that could not be written.
 
     Args:
         path: the file.
         error: what the system said.
+
+    Returns:
+        A :class:`DiskRefuses` if trying again may help.
     """
     go_on = "and start again: the run goes on from its newest checkpoint"
     if error.errno in _FULL:
-        return UserError(
+        return DiskRefuses(
             f"{path} cannot be written: its disk is full ({_free_mb(path)}, {error.strerror}): free some space {go_on}."
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
         return UserError(f"{path} cannot be written: it, or its folder, was removed while the run went on: restore it {go_on}.")
-    return UserError(f"{path} cannot be written ({error.strerror}): see to its permissions and its file system {go_on}.")
+    return DiskRefuses(f"{path} cannot be written ({error.strerror}): see to its permissions and its file system {go_on}.")
 
 
 class GrowingFile:
     """A file that gets rows at its end; nothing that was added is lost without a word.
 
-    Rows are collected and written by :meth:`flush`, all of them or none: what a full disk took of them is cut off again.
+    Rows are collected and written by :meth:`flush`, all of them or none: what a full disk took of them is cut off again, and they
+    are kept for the next attempt.
 
     Args:
         path: created, in an existing folder, or continued.
@@ -105,6 +113,7 @@ class GrowingFile:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise write_error(path, error) from None
+        self._size = os.fstat(self._descriptor).st_size  # with whole rows only
 
     def add(self, row: bytes) -> None:
         """Collect a row."""
@@ -117,21 +126,26 @@ class GrowingFile:
             to_disk: also wait until they would survive a power cut.
 
         Raises:
-            UserError: the file cannot be written, or is no longer there: rows in a removed file nobody would ever see.
+            DiskRefuses: the file cannot be written now.
+            UserError: it is no longer there: rows in a removed file nobody would ever see.
         """
-        size = os.fstat(self._descriptor).st_size
         try:
-            if not os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
+            present = os.fstat(self._descriptor)
+            if not os.path.samestat(present, os.stat(self.path)):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-            while self._rows:
-                del self._rows[: os.write(self._descriptor, self._rows)]
+            if present.st_size > self._size:  # a part of a row, of an attempt that could not even be cut off again
+                os.ftruncate(self._descriptor, self._size)
+            rows = memoryview(self._rows)
+            while rows:
+                rows = rows[os.write(self._descriptor, rows) :]
             if to_disk:
                 os.fsync(self._descriptor)
         except OSError as error:
-            self._rows.clear()
             with suppress(OSError):
-                os.ftruncate(self._descriptor, size)
+                os.ftruncate(self._descriptor, self._size)
             raise write_error(self.path, error) from None
+        self._size += len(self._rows)
+        self._rows = bytearray()
 
     def close(self) -> None:
         """Write what is left, and close.

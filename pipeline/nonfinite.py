@@ -6,21 +6,19 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pipeline.agreement import Agreement
+from pipeline.agreement import Agreement, do_in_main
 from pipeline.checkpoint import Saver
 from pipeline.config import config_to_yaml
 from pipeline.data.plan import BatchRequest
 from pipeline.errors import UserError
-from pipeline.files import replace_text
-
-if TYPE_CHECKING:
-    from pipeline.run import Run
+from pipeline.files import replace_text, write_error
+from pipeline.run import Run, patience
 
 FOLDER, REPORT = "nonfinite", "report.json"
+_SHOWN = 8  # losses in a sentence; the report has all
 
 
 @dataclass(frozen=True)
@@ -45,42 +43,55 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
     """
     run.skipped_steps += 1
     losses = [loss for part in run.world.gather([each.loss.item() for each in seen]) for loss in part]
+    shown = ", ".join(f"{loss:.4g}" for loss in losses[:_SHOWN]) + ", ..." * (len(losses) > _SHOWN)
     if run.skipped_steps <= run.config.train.max_skipped_steps:
         run.log.say(
-            f"warning: step {step} is skipped, its gradient is not finite (losses of the micro-batches: {losses}); {run.skipped_steps} of "
+            f"warning: step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown}); {run.skipped_steps} of "
             f"{run.config.train.max_skipped_steps} that train.max_skipped_steps allows"
         )
         return
-    run.saver.finish()  # a checkpoint on its way is a good one
-    folder = run.folder if run.folder.parent.name == FOLDER else _write_dump(run, step, seen)  # a dump that repeats the step
+    sentence = (
+        f"at step {step} the gradient is not finite (losses of its micro-batches: {shown}), finite numbers needed, and "
+        f"train.max_skipped_steps is {run.config.train.max_skipped_steps}: lower optim.lr, raise optim.warmup_epochs, set "
+        f"optim.clip_grad_norm or raise train.max_skipped_steps"
+    )
+    if (run.folder / REPORT).exists():  # this run is the repetition of such a step
+        raise UserError(f"{sentence}; {run.folder / REPORT} names the samples.")
+    folder = run.folder / FOLDER / f"step-{step:08d}"
+    try:
+        run.saver.finish()  # a checkpoint on its way is a good one
+        _write_dump(run, step, folder, seen)
+    except UserError as error:
+        raise UserError(f"{sentence}; what reproduces the step could not be written: {error}") from None
     raise UserError(
-        f"at step {step} the gradient is not finite (losses of the micro-batches: {losses}), finite numbers needed, and "
-        f"train.max_skipped_steps is {run.config.train.max_skipped_steps}: {folder / REPORT} names the samples, and python -m pipeline.train --config "
-        f"{folder / 'config.yaml'} repeats the step; lower optim.lr, raise optim.warmup_epochs, set optim.clip_grad_norm or raise "
-        f"train.max_skipped_steps."
+        f"{sentence}; {folder / REPORT} names the samples, and python -m pipeline.train --config {folder / 'config.yaml'} repeats the step."
     )
 
 
-def _write_dump(run: Run, step: int, seen: list[MicroBatch]) -> Path:
-    folder = run.folder / FOLDER / f"step-{step:08d}"
+def _write_dump(run: Run, step: int, folder: Path, seen: list[MicroBatch]) -> None:
     rows = run.world.gather([_describe(run, number, each) for number, each in enumerate(seen)])
-    saver = Saver(folder, run.world, run.config.checkpoint, Agreement())  # its own: the run's counts the run's saves
+    report = {
+        "step": step,
+        "world_size": run.world.size,
+        "data": str(run.train_set.folder),
+        "micro_batches": [row for part in rows for row in part],
+    }
     train = run.config.train.model_copy(update={"max_steps": step})
     config = run.config.model_copy(update={"output_dir": str(folder), "train": train})
-    before = dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1)
-    saver.save(run.engine, run.ema, before)
+
+    def write() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / REPORT, json.dumps(report, indent=1) + "\n")
+            replace_text(folder / "config.yaml", config_to_yaml(config))
+        except OSError as error:
+            raise write_error(Path(error.filename or folder), error) from None
+
+    do_in_main(write, run.world)
+    agreement = Agreement(patience(run.config))  # its own: the run's counts the run's saves
+    saver = Saver(folder, run.world, run.config.checkpoint, agreement, run.still_saving)
+    saver.save(run.engine, run.ema, dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1))
     saver.finish()
-    if run.world.is_main:
-        report = {
-            "step": step,
-            "world_size": run.world.size,
-            "data": str(run.train_set.folder),
-            "micro_batches": [row for part in rows for row in part],
-        }
-        replace_text(folder / REPORT, json.dumps(report, indent=1) + "\n")
-        replace_text(folder / "config.yaml", config_to_yaml(config))
-    run.world.barrier()
-    return folder
 
 
 def _describe(run: Run, number: int, micro_batch: MicroBatch) -> dict:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import checkpoint, flops
-from pipeline.agreement import Agreed, Agreement
+from pipeline.agreement import Agreed, Agreement, do_in_main
 from pipeline.bad_sample_report import BadSampleReport
 from pipeline.batchnorm import StepStatistics
 from pipeline.checkpoint.held import optimizer_step_count
@@ -24,6 +26,7 @@ from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.engine import build_engine
 from pipeline.evaluate import check_classes, check_same_classes, evaluation_loader
+from pipeline.heartbeat import Heartbeat
 from pipeline.models import create_model, load_pretrained
 from pipeline.run_files import write_run_files
 from pipeline.run_folder import check_same_data, check_same_run, config_hash, open_run_folder
@@ -33,13 +36,17 @@ from pipeline.sample_log import SampleLog
 from pipeline.schedule import Schedule, make_schedule
 from pipeline.stop_signal import StopSignal
 
+_HEARTBEAT_NEEDS = 120.0  # seconds, on top of distributed.progress_timeout
+
 
 @dataclass
 class Run:
-    """A run that was started. The last four fields change as it goes on, and are what a checkpoint keeps of it."""
+    """A run that was started; a context manager. The last four fields change as it goes on, and are what a checkpoint keeps of it."""
 
     config: Config
     world: World
+    stop: StopSignal
+    heartbeat: Heartbeat
     folder: Path
     lock: RunLock | None  # held by the main process
     schedule: Schedule
@@ -62,9 +69,9 @@ class Run:
     best: dict[str, Any] | None
     evaluation_due: bool
 
-    def tell(self, stop: StopSignal) -> Agreed:
+    def tell(self) -> Agreed:
         """Once a step, or batch of an evaluation: hear how all processes stand, and complete a save that all have written."""
-        agreed = self.agreement.exchange(stop.received, self.saver.failed, self.saver.written)
+        agreed = self.agreement.exchange(self.stop.received, self.saver.failed, self.saver.written)
         self.saver.settle(agreed)
         return agreed
 
@@ -86,16 +93,34 @@ class Run:
             evaluation_due=self.evaluation_due,
         )
 
-    def close(self) -> None:
-        """Stop threads, close files, let the next run have the folder."""
-        for part in (self.loader, self.val_loader, self.log, self.samples):
-            if part:
-                part.close()
+    def still_saving(self) -> None:
+        """To be called while the run waits for a save: a sign that it does not hang."""
+        self.heartbeat.at(self.step, "saving")
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Stop threads and close files. After an error the lock stays with the process, whose threads may still be writing."""
+        with ExitStack() as parts:
+            if error is None:
+                parts.callback(self.release)
+            for part in (self.samples, self.log, self.val_loader, self.loader):
+                if part:
+                    parts.callback(part.close if error is None else partial(_close_quietly, part))
+
+    def release(self) -> None:
+        """Let the next run have the folder."""
         if self.lock:
             self.lock.release()
 
 
-def start_run(config: Config, world: World) -> Run | None:
+def _close_quietly(part: Any) -> None:
+    with suppress(Exception):  # it would hide the error that matters
+        part.close()
+
+
+def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbeat) -> Run | None:
     """Start a run, or go on with it from its newest whole checkpoint; every process must call.
 
     Returns:
@@ -107,21 +132,45 @@ def start_run(config: Config, world: World) -> Run | None:
     train_set, val_set = ShardSet(config.data.path, "train"), ShardSet(config.data.path, "val")
     check_classes(config, train_set)
     check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
-    accumulation = accumulation_steps(config.train, world.size)
+    accumulation_steps(config.train, world.size)
     schedule = make_schedule(config, train_set)
-    folder, lock = Path(config.output_dir), open_run_folder(config, world)
-    if world.is_main:
-        checkpoint.sweep(folder)
-    before = checkpoint.newest_whole(folder, world)
-    begun_with = config_from_dict(before.state.config, source=str(folder)) if before else None
-    check_same_run(config, begun_with, world)
-    check_same_data(config, before.state.data if before else None, train_set.identity(), world)
-    if before and before.state.step >= schedule.last_step and not before.state.evaluation_due:
+    lock = open_run_folder(config, world)
+    before = find_start(config, world, train_set)
+    if before and before.step >= schedule.last_step and not before.evaluation_due:
         if world.is_main:
-            print(f"{folder} is complete at step {before.state.step}: nothing to train.", flush=True)
+            print(f"{config.output_dir} is complete at step {before.step}: nothing to train.", flush=True)
             lock.release()
         return None
+    return _build_run(config, world, stop, heartbeat, lock, schedule, train_set, val_set, before)
 
+
+def find_start(config: Config, world: World, train_set: ShardSet) -> checkpoint.RunState | None:
+    """The state of the checkpoint that the run goes on from, None for a new run; every process must call.
+
+    Raises:
+        UserError: no checkpoint is whole, or they are of another config or data set.
+    """
+    folder = Path(config.output_dir)
+    do_in_main(lambda: checkpoint.sweep(folder), world)
+    manifest = checkpoint.newest_whole(folder, world)
+    before = manifest.state if manifest else None
+    check_same_run(config, config_from_dict(before.config, source=str(folder)) if before else None, world)
+    check_same_data(config, before.data if before else None, train_set.identity(), world)
+    return before
+
+
+def _build_run(
+    config: Config,
+    world: World,
+    stop: StopSignal,
+    heartbeat: Heartbeat,
+    lock: RunLock | None,
+    schedule: Schedule,
+    train_set: ShardSet,
+    val_set: ShardSet,
+    before: checkpoint.RunState | None,
+) -> Run:
+    folder, step = Path(config.output_dir), before.step if before else 0
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
     cost = world.gather(flops.count(*count) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
     model = build_model(config, world, fresh=before is None)
@@ -129,16 +178,17 @@ def start_run(config: Config, world: World) -> Run | None:
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if before:
-        checkpoint.load(engine, folder, before, ema)
-    step = before.state.step if before else 0
+        checkpoint.load(engine, folder, step, ema)
 
-    write_run_files(config, world, step + 1)  # only now: a start that was refused leaves no trace
+    write_run_files(config, world, step + 1)  # only now: a start that was refused does not change them
     flops_per_image = cost.training_flops_per_image(config.train.micro_batch_size)
-    known = {int(sample): sentence for sample, sentence in before.state.bad_samples.items()} if before else {}
-    agreement = Agreement()
+    known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
+    agreement = Agreement(patience(config))
     run = Run(
         config=config,
         world=world,
+        stop=stop,
+        heartbeat=heartbeat,
         folder=folder,
         lock=lock,
         schedule=schedule,
@@ -150,17 +200,22 @@ def start_run(config: Config, world: World) -> Run | None:
         loader=training_loader(train_set, config, world, step),
         val_loader=evaluation_loader(val_set, config, world),
         agreement=agreement,
-        saver=checkpoint.Saver(folder, world, config.checkpoint, agreement),
+        saver=checkpoint.Saver(folder, world, config.checkpoint, agreement, lambda: run.still_saving()),
         log=RunLog(config, world, step, schedule.last_step, flops_per_image, BadSampleReport(world, known)),
         samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
         first_step=step,
         step=step,
-        skipped_steps=before.state.skipped_steps if before else 0,
-        best=before.state.best if before else None,
-        evaluation_due=before.state.evaluation_due if before else False,
+        skipped_steps=before.skipped_steps if before else 0,
+        best=before.best if before else None,
+        evaluation_due=before.evaluation_due if before else False,
     )
-    _introduce(run, cost, accumulation)
+    _introduce(run, cost, before)
     return run
+
+
+def patience(config: Config) -> float:
+    """Seconds that a collective operation may wait: longer than the heartbeat needs to say who is hung."""
+    return config.distributed.progress_timeout + _HEARTBEAT_NEEDS
 
 
 def build_model(config: Config, world: World, fresh: bool) -> nn.Module:
@@ -198,15 +253,21 @@ def training_loader(shards: ShardSet, config: Config, world: World, first_step: 
     return Loader(plan, config.data, world.device, world.cpu_threads, start=first_step * plan.batches_per_step)
 
 
-def _introduce(run: Run, cost: flops.FlopRow, accumulation: int) -> None:
+def _introduce(run: Run, cost: flops.FlopRow, before: checkpoint.RunState | None) -> None:
     """The first lines of the log."""
     config, schedule, world = run.config, run.schedule, run.world
     if config.optim.warmup_epochs >= schedule.epochs:
         run.log.say(
             f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"
         )
+    micro_batch_size = before.config["train"]["micro_batch_size"] if before else config.train.micro_batch_size
+    if micro_batch_size != config.train.micro_batch_size and run.norms:
+        run.log.say(
+            f"note: train.micro_batch_size was {micro_batch_size} and is {config.train.micro_batch_size}: {config.model.name} has BatchNorm, which "
+            f"normalizes over a micro-batch, so the run goes on a little differently"
+        )
     run.log.say(
         f"{config.model.name} on {world.device}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {config.train.global_batch_size} = "
-        f"{config.train.micro_batch_size} x {world.size} processes x {accumulation}; steps {run.step} to {schedule.last_step}, "
-        f"{schedule.steps_per_epoch:.1f} per epoch"
+        f"{config.train.micro_batch_size} x {world.size} processes x {accumulation_steps(config.train, world.size)}; steps {run.step} to "
+        f"{schedule.last_step}, {schedule.steps_per_epoch:.1f} per epoch"
     )

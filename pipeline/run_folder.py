@@ -36,7 +36,8 @@ _FREE_KEYS = (
     "train.micro_batch_size",
     "train.zero_stage",
 )
-_SHAPES = ("model.name", "model.image_size", "model.num_classes", "model.switches")  # no checkpoint fits another value
+# No checkpoint fits another shape; with another batch the place in the stream would jump over samples, or back.
+_NEVER = ("model.name", "model.image_size", "model.num_classes", "model.switches", "train.global_batch_size")
 _DATA = "data"  # in checkpoint.accept: another data set. Keys of the section `data` are accepted one by one.
 _NAMED = 5  # differences that a sentence lists
 _DYING_SECONDS = 120.0  # for the former life of a restarted job; a network file system frees a dead node's locks after about 90
@@ -72,7 +73,7 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
         return
     before, now = flatten(begun_with), flatten(config)
     changed = [key for key in now if not is_free(key) and before.get(key) != now[key]]
-    accepted = [key for key in changed if _is_accepted(key, config) and key not in _SHAPES]
+    accepted = [key for key in changed if _is_accepted(key, config) and key not in _NEVER]
     refused = [key for key in changed if key not in accepted]
     if refused:
         raise UserError(_refusal(config.output_dir, {key: (before.get(key), now[key]) for key in refused}))
@@ -148,9 +149,11 @@ def _refusal(run_dir: str, changes: dict[str, tuple[Any, Any]]) -> str:
     named = list(changes.items())[:_NAMED]
     begun = "; ".join(f"{'with ' if i else ''}{key}={old}, this run has {new}" for i, (key, (old, new)) in enumerate(named))
     more = f"; and {len(changes) - _NAMED} more keys differ" if len(changes) > _NAMED else ""
-    shapes = [key for key in changes if key in _SHAPES]
-    if shapes:
-        way_out = f"or choose another output_dir (no checkpoint fits another {' or '.join(shapes)}, so that cannot be accepted)"
+    never = [key for key in changes if key in _NEVER]
+    if never:
+        way_out = (
+            f"or choose another output_dir (no run can go on with another {' or '.join(never)}, so that cannot be accepted)"
+        )
     else:
         keys = ",".join([key for key, _ in named] + ["..."] * bool(more))
         change = "change" if len(changes) == 1 else "changes"

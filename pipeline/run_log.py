@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from pipeline.bad_sample_report import BadSampleReport
 from pipeline.config import Config, config_to_yaml
 from pipeline.distributed import World
 from pipeline.errors import UserError
-from pipeline.files import GrowingFile, remove_leftovers, replace_text, write_error
+from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
 from pipeline.hardware import memory_gib, peak_flops
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
@@ -81,7 +82,7 @@ class RunLog:
         self._flops_per_image = flops_per_image
         self._peak, source = peak_flops(world.device, config.train.precision)
         self._pending: list[StepRecord] = []
-        self._skipped_steps = 0  # of the last row
+        self._refused_since: float | None = None  # when the disk began to refuse rows
         self.bad_samples = BadSampleReport(world) if bad_samples is None else bad_samples
         self._since = time.perf_counter()
         self._bar = tqdm(
@@ -118,11 +119,12 @@ class RunLog:
             to_disk: also wait until all rows would survive a power cut, as before a checkpoint that comes after them.
 
         Raises:
-            UserError: in every process: a file cannot be written or is gone, a loss is not finite although its step was not skipped, or
-                the processes together met too many bad samples.
+            UserError: in every process: a file is gone, or could not be written for ``checkpoint.retry_seconds``, or the processes
+                together met too many bad samples.
         """
         pending, self._pending = self._pending, []
-        losses = self._note_rows(pending) if pending else []
+        if pending:
+            self._note_rows(pending)
         self._write_files(to_disk)
         self._since = time.perf_counter()
         limit = self._config.data.max_bad_samples
@@ -131,16 +133,9 @@ class RunLog:
                 f"{len(self.bad_samples)} training samples cannot be used, data.max_bad_samples allows {limit}: the warnings above name "
                 f"them; restore the files, or raise data.max_bad_samples."
             )
-        for record, loss in zip(pending, losses):
-            if not math.isfinite(loss) and record.skipped_steps == self._skipped_steps:
-                raise UserError(
-                    f"at step {record.step} the loss is {loss}, finite numbers needed: lower optim.lr, raise optim.warmup_epochs or set "
-                    f"optim.clip_grad_norm, with another output_dir; checkpoints from before are unharmed."
-                )
-            self._skipped_steps = record.skipped_steps
 
-    def _note_rows(self, records: list[StepRecord]) -> list[float]:
-        """Make rows of steps, for the next writing of the files; returns their losses, means over all processes."""
+    def _note_rows(self, records: list[StepRecord]) -> None:
+        """Make rows of steps, for the next writing of the files."""
         losses = self._world.sum(torch.stack([r.loss.detach().double() for r in records])) / self._world.size
         losses = losses.tolist()  # waits for the device
         replaced = self._count_bad_samples(records)
@@ -153,7 +148,6 @@ class RunLog:
                 row = {**row, "bad_samples": len(self.bad_samples), "skipped_steps": record.skipped_steps}
                 self._add_row(row, group="train")
             self._show(records[-1], losses[-1], norms[-1], speed)
-        return losses
 
     def _speed(self, records: list[StepRecord]) -> dict[str, float]:
         """What the time since the last writing was spent on."""
@@ -230,8 +224,17 @@ class RunLog:
         """Every process must call, so that all of them stop when the main one cannot write."""
 
         def write() -> None:
-            self._metrics.flush(to_disk)
-            self._events.flush(to_disk)
+            try:
+                self._metrics.flush(to_disk)
+                self._events.flush(to_disk)
+                self._refused_since = None
+            except DiskRefuses as refusal:  # as with a checkpoint, it may be over soon
+                now, patience = time.monotonic(), self._config.checkpoint.retry_seconds
+                if self._refused_since is None:
+                    self._refused_since = now
+                    tqdm.write(f"warning: {refusal} Until then it is tried again, for {patience:g} s.", file=sys.stderr)
+                if now - self._refused_since >= patience:
+                    raise
 
         do_in_main(write, self._world)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -32,19 +31,20 @@ from pipeline.heartbeat import Heartbeat
 from pipeline.nonfinite import MicroBatch, skip_or_stop
 from pipeline.optim import learning_rate
 from pipeline.philox import Stream, uniforms
-from pipeline.run import Run, start_run
+from pipeline.run import Run, patience, start_run
 from pipeline.run_log import StepRecord
 from pipeline.stop_signal import StopSignal
 
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
 
 
-def train(config: Config, world: World) -> int:
+def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
     """Train to the end of the schedule, from the newest whole checkpoint if there is one.
 
     Args:
         config: the run.
         world: all processes; each calls this.
+        stop: where a wish to end the run shows.
 
     Returns:
         The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint.
@@ -52,27 +52,29 @@ def train(config: Config, world: World) -> int:
     Raises:
         UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
     """
-    with StopSignal() as stop, Heartbeat(world, config.distributed) as heartbeat:
-        run = start_run(config, world)
+    stop = stop or StopSignal()
+    with Heartbeat(world, config.distributed) as heartbeat:
+        run = start_run(config, world, stop, heartbeat)
         if run is None:
             return 0
-        with closing(run):
-            stopping = run.evaluation_due and complete_step(run, stop, heartbeat, stopping=False)
+        with run:
+            stopping = run.agreement.ask(stop.received != 0)  # it may have come while the run was starting: nothing new to save
+            if run.evaluation_due and not stopping:
+                stopping = complete_step(run, stopping=False)
             while run.step < run.schedule.last_step and not stopping:
-                images = training_step(run, heartbeat)
-                agreed = run.tell(stop)
+                images = training_step(run)
+                agreed = run.tell()
                 run.evaluation_due = run.schedule.passes(run.step, config.eval.every_epochs)
                 if run.step == run.first_step + 1:
                     run.log.images("train/images", pictures.image_grid(images, config.data.mean, config.data.std), run.step)
-                ends = agreed.stop != 0 and run.step < run.schedule.last_step
-                stopping = complete_step(run, stop, heartbeat, ends)
+                stopping = complete_step(run, agreed.stop != 0 and run.step < run.schedule.last_step)
             run.saver.finish()
             if stopping:
-                run.log.say(f"stopped by a signal at step {run.step}, with a checkpoint: the same command goes on from here")
+                run.log.say(f"stopped by a signal at step {run.step}: the same command goes on from here")
     return PREEMPTED if stopping else 0
 
 
-def training_step(run: Run, heartbeat: Heartbeat) -> Tensor:
+def training_step(run: Run) -> Tensor:
     """One optimizer step.
 
     Returns:
@@ -84,18 +86,18 @@ def training_step(run: Run, heartbeat: Heartbeat) -> Tensor:
     run.norms.begin()
     data_seconds, replaced, seen = 0.0, 0, []
     for number in range(engine.gradient_accumulation_steps()):
-        heartbeat.at(step, "reading data")
+        run.heartbeat.at(step, "reading data")
         started = time.perf_counter()
         batch = next(run.loader)
         data_seconds += time.perf_counter() - started
         replaced += batch.replaced
-        heartbeat.at(step, "training")
+        run.heartbeat.at(step, "training")
         run.norms.micro_batch(number)
         scores = engine(batch.images, sample_noise(engine.module, batch, config.seed))
         loss = mixed_cross_entropy(scores, batch, config.train.label_smoothing)
         if run.teacher:
             loss = hard_distillation_loss(loss, scores, run.teacher(batch.images))
-        engine.backward(loss)
+        engine.backward(spread_nonfinite(loss))
         grad_norm = optimizer_step(engine)
         seen.append(MicroBatch(batch.request, loss.detach()))
     taken = math.isfinite(grad_norm)  # the same on all processes
@@ -109,14 +111,14 @@ def training_step(run: Run, heartbeat: Heartbeat) -> Tensor:
     where = (step, schedule.epoch(step), schedule.samples(step))
     bad = run.loader.bad.take_unreported()
     run.log.step(StepRecord(*where, lr, loss_mean, grad_norm, data_seconds, replaced, bad, run.skipped_steps))
-    if run.samples:
+    if run.samples and taken:
         for each in seen:
             run.samples.add(each.request)
         run.samples.write(step)
     return batch.images
 
 
-def complete_step(run: Run, stop: StopSignal, heartbeat: Heartbeat, stopping: bool) -> bool:
+def complete_step(run: Run, stopping: bool) -> bool:
     """What follows a step: an evaluation and a checkpoint, where they are due.
 
     Args:
@@ -126,32 +128,33 @@ def complete_step(run: Run, stop: StopSignal, heartbeat: Heartbeat, stopping: bo
         Whether the run ends here.
     """
     every, improved = run.config.checkpoint.every_steps, False
+    made_up_for = run.evaluation_due and run.step == run.first_step  # its checkpoint still says that it is due
     if run.evaluation_due and not stopping:
-        heartbeat.at(run.step, "evaluating")
+        run.heartbeat.at(run.step, "evaluating")
         run.log.flush()
-        results = evaluate_run(run, stop, heartbeat)
+        results = evaluate_run(run)
         if results:
             improved = note_results(run, results)
             run.evaluation_due = False
         run.engine.train()
         stopping = results is None
-    if stopping or improved or run.step == run.schedule.last_step or (every and run.step % every == 0):
-        heartbeat.at(run.step, "saving")
+    if stopping or improved or made_up_for or run.step == run.schedule.last_step or (every and run.step % every == 0):
+        run.heartbeat.at(run.step, "saving")
         run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
         run.saver.save(run.engine, run.ema, run.state())
         run.log.restart_clock()
     return stopping
 
 
-def evaluate_run(run: Run, stop: StopSignal, heartbeat: Heartbeat) -> dict[str, dict[str, float]] | None:
+def evaluate_run(run: Run) -> dict[str, dict[str, float]] | None:
     """Results of the current weights, and of their average if there is one; None if a signal came in between.
 
     Leaves the engine in eval mode.
     """
 
     def stopped() -> bool:
-        heartbeat.at(run.step, "evaluating")
-        return run.tell(stop).stop != 0
+        run.heartbeat.at(run.step, "evaluating")
+        return run.tell().stop != 0
 
     run.engine.eval()
     results = {"model": evaluate(run.engine, run.val_loader, run.world, stopped)}
@@ -197,6 +200,11 @@ def mixed_cross_entropy(scores: Tensor, batch: Batch, label_smoothing: float) ->
     return (batch.weight * own + (1 - batch.weight) * other).mean()
 
 
+def spread_nonfinite(loss: Tensor) -> Tensor:
+    """The loss itself; if it is not finite then its gradient is not either, which all processes notice and none has to ask for."""
+    return loss * torch.where(loss.isfinite(), 1.0, torch.nan)
+
+
 def sample_noise(model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
     """The uniform numbers that the model may draw for each image (stochastic depth), a function of its place in the stream.
 
@@ -216,10 +224,11 @@ def main() -> int:
     parser.add_argument("--config", required=True, type=Path, help="a file of configs/")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=100")
     args = parser.parse_args()
-    config = load_config(args.config, args.overrides)
-    world = init_world()
-    code = train(config, world)
-    disconnect()
+    with StopSignal() as stop:  # from the beginning: to start takes a while
+        config = load_config(args.config, args.overrides)
+        world = init_world(patience(config))
+        code = train(config, world, stop)
+        disconnect()
     return code
 
 

@@ -79,14 +79,15 @@ class Manifest:
 
         Raises:
             UserError: it is missing, damaged or of another format.
+            OSError: it cannot be read now.
         """
         path = folder / MANIFEST
         try:
             saved = json.loads(path.read_text())
             content = json.dumps(saved["content"], sort_keys=True)
             whole = saved["xxh3"] == xxhash.xxh3_128_hexdigest(content.encode())
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}): take another checkpoint.") from None
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing: take another checkpoint.") from None
         except (ValueError, KeyError, TypeError):
             whole = False
         if not whole:
@@ -148,6 +149,9 @@ def find_damage(folder: Path, files: list[FileRecord]) -> list[str]:
 
     Returns:
         A sentence for each that differs, naming it.
+
+    Raises:
+        OSError: a file cannot be read now, which says nothing about what is in it.
     """
     sentences = []
     for written in files:
@@ -158,8 +162,8 @@ def find_damage(folder: Path, files: list[FileRecord]) -> list[str]:
                 sentences.append(f"{path} has {size} bytes, {written.bytes} were written")
             elif checksum(path) != written:
                 sentences.append(f"{path} was changed after it was written: its checksum does not match")
-        except OSError as error:
-            sentences.append(f"{path} cannot be read ({error.strerror})")
+        except FileNotFoundError:
+            sentences.append(f"{path} is missing")
     return sentences
 
 

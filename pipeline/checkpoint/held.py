@@ -72,7 +72,7 @@ def create_moments(engine, optimizer_step: int) -> None:
 def optimizer_step_count(engine) -> int:
     """How many steps AdamW has taken."""
     optimizer, flat = _optimizer_and_tensors(engine)
-    return max((int(optimizer.state[tensor]["step"]) for tensor in flat if tensor in optimizer.state), default=0)
+    return next((int(optimizer.state[tensor]["step"]) for tensor in flat if tensor in optimizer.state), 0)
 
 
 def _optimizer_and_tensors(engine) -> tuple[torch.optim.Optimizer, list[Tensor]]:

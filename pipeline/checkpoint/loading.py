@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from pathlib import Path
 
 import torch
 
+from pipeline.agreement import raise_on_all
 from pipeline.checkpoint.folder import Manifest, find_damage, saved_steps, set_aside, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
 from pipeline.checkpoint.parts import Parts
@@ -16,7 +18,7 @@ from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.errors import UserError
 
-_LAG_SECONDS = 30.0  # that another node's network disk may take to show a folder which the main process sees
+_LAG_SECONDS = 90.0  # that another node's network disk may take to show a folder which the main process sees
 
 
 def newest_whole(run_dir: Path, world: World) -> Manifest | None:
@@ -54,51 +56,71 @@ def newest_whole(run_dir: Path, world: World) -> Manifest | None:
 
 
 def _examine(folder: Path, world: World) -> tuple[Manifest | None, list[str]]:
-    """The manifest, the same in every process, and what is wrong with this process's share of the files."""
-    manifest = problem = None
+    """The manifest, the same in every process, and what is wrong with this process's share of the files.
+
+    Raises:
+        UserError: in every process: a file cannot be read now, which is no reason to pass the checkpoint over.
+    """
+    manifest = problem = refusal = None
     if world.is_main:
         try:
             manifest = Manifest.read(folder)
         except UserError as error:
             problem = str(error).rpartition(":")[0]
+        except OSError as error:
+            refusal = _unreadable(error)
+    raise_on_all(refusal, world)
     manifest, problem = world.gather((manifest, problem))[0]
     if problem:
         return None, [problem]
     deadline = time.monotonic() + _LAG_SECONDS
     while not folder.is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)
-    return manifest, find_damage(folder, manifest.files[world.rank :: world.size])
+    damage = []
+    try:
+        damage = find_damage(folder, manifest.files[world.rank :: world.size])
+    except OSError as error:
+        refusal = _unreadable(error)
+    raise_on_all(refusal, world)
+    return manifest, damage
+
+
+def _unreadable(error: OSError) -> UserError:
+    return UserError(
+        f"{error.filename or 'a checkpoint'} cannot be read on {socket.gethostname()} ({error.strerror}): see to its file system, then "
+        f"give the same command again."
+    )
 
 
 @torch.no_grad()
-def load(engine, run_dir: Path, manifest: Manifest, ema: WeightAverage | None) -> None:
+def load(engine, run_dir: Path, step: int, ema: WeightAverage | None) -> None:
     """Put a checkpoint into an engine of any ZeRO stage on any number of processes; every process must call.
 
     Args:
         engine: new, of the same model.
         run_dir: the run folder.
-        manifest: of the checkpoint (:func:`newest_whole`).
+        step: of the checkpoint, a whole one (:func:`newest_whole`).
         ema: averaged weights; they begin as the weights where the checkpoint has none.
 
     Raises:
         UserError: the checkpoint is of another model.
     """
-    folder = step_folder(run_dir, manifest.state.step)
+    folder = step_folder(run_dir, step)
+    manifest = Manifest.read(folder)
     parts = Parts(folder, [record.name for record in manifest.files])
     create_moments(engine, manifest.state.optimizer_step)
     averaged = set(parts.names(EMA))
     with_moments = set(parts.names("exp_avg"))
-    for stretch in held(engine, ema):
-        quantity = stretch.quantity
-        if quantity == EMA and stretch.name not in averaged:
-            quantity = WEIGHT
-        if quantity not in (WEIGHT, EMA) and stretch.name not in with_moments:
-            continue  # never had a gradient: its moments are zero
-        try:
-            values = parts.read(quantity, stretch.name, stretch.start, len(stretch.values))
-        except KeyError as error:
-            raise UserError(f"{folder} lacks {error.args[0]}: it is of another model; choose another output_dir.") from None
-        stretch.values.copy_(values)
-    for name, buffer in saved_buffers(engine.module).items():
-        buffer.copy_(parts.read_buffer(name))
+    try:
+        for stretch in held(engine, ema):
+            quantity = stretch.quantity
+            if quantity == EMA and stretch.name not in averaged:
+                quantity = WEIGHT
+            if quantity not in (WEIGHT, EMA) and stretch.name not in with_moments:
+                continue  # never had a gradient: its moments are zero
+            stretch.values.copy_(parts.read(quantity, stretch.name, stretch.start, len(stretch.values)))
+        for name, buffer in saved_buffers(engine.module).items():
+            buffer.copy_(parts.read_buffer(name))
+    except (KeyError, RuntimeError) as error:  # a stretch or buffer that is not there, or of another shape
+        raise UserError(f"{folder} is of another model ({error.args[0]}): choose another output_dir.") from None
     engine.empty_partition_cache()

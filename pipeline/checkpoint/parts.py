@@ -31,6 +31,20 @@ def stretch_key(quantity: str, name: str, start: int) -> str:
     return f"{quantity}/{name}/{start}"
 
 
+def check_space(folder: Path, size: int) -> None:
+    """See that a checkpoint fits before it is begun: half of one would take the space that the log's rows need.
+
+    Args:
+        folder: on the disk in question.
+        size: of all parts, in bytes.
+
+    Raises:
+        OSError: it does not fit.
+    """
+    if shutil.disk_usage(folder).free < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
 def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
     """Write tensors as a safetensors file and wait until it is on the disk.
 
@@ -51,8 +65,6 @@ def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    if shutil.disk_usage(path.parent).free < offset + len(text):  # not even begun: the rows of the log need what is left
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     blocks = (len(text).to_bytes(8, "little"), text, *map(_bytes, tensors.values()))
     try:
         with open(path, "wb") as file:
@@ -138,6 +150,12 @@ class Parts:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_buffer(self, name: str) -> Tensor:
-        """A buffer, whole."""
+        """A buffer, whole.
+
+        Raises:
+            KeyError: it is in no file.
+        """
+        if (BUFFER, name) not in self._stretches:
+            raise KeyError(f"the buffer {name}")
         ((_, number, key),) = self._stretches[BUFFER, name]
         return self._files[number].get_tensor(key)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from pipeline.checkpoint.folder import (
     remove_old,
     step_folder,
 )
-from pipeline.checkpoint.parts import write_part
+from pipeline.checkpoint.parts import check_space, write_part
 from pipeline.checkpoint.snapshot import HostCopies, saved_tensors
 from pipeline.config import CheckpointConfig
 from pipeline.distributed import World
@@ -62,18 +64,33 @@ class Saver:
         world: all processes.
         config: what stays on the disk, and for how long a write is tried.
         agreement: by which the processes tell each other.
+        waiting: called again and again while the training waits for a save, as a sign that this is no hang.
+
+    Attributes:
+        started: saves so far.
+        stall_seconds: that the last save held up the training, with the wait for the one before.
     """
 
-    def __init__(self, run_dir: Path, world: World, config: CheckpointConfig, agreement: Agreement) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        config: CheckpointConfig,
+        agreement: Agreement,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> None:
         self._run_dir, self._world, self._config, self._agreement = run_dir, world, config, agreement
+        self._waiting = waiting
+        # Processes of an earlier start may live on for a while: their files must not meet ours in one hidden folder.
+        self._token = world.gather(uuid.uuid4().hex[:8])[0]
         self._copies = HostCopies()
         self._saving: _Saving | None = None
         self._thread: threading.Thread | None = None
         self._publishing: threading.Thread | None = None
         self._publish_error: str | None = None
         self._given_up = threading.Event()  # another process cannot write: it is no use to try again
-        self.started = 0  # saves so far
-        self.stall_seconds = 0.0  # that the last save held up the training
+        self.started = 0
+        self.stall_seconds = 0.0
 
     @property
     def written(self) -> int:
@@ -87,9 +104,9 @@ class Saver:
 
     def save(self, engine, ema: WeightAverage | None, state: RunState) -> None:
         """Begin to save; every process must call, between two steps. An earlier save is completed first."""
-        self.finish()
         began = time.perf_counter()
-        folder = self._run_dir / FOLDER / f"{SAVING}{state.step:08d}"
+        self.finish()
+        folder = self._run_dir / FOLDER / f"{SAVING}{state.step:08d}-{self._token}"
         tensors = self._copies.take(saved_tensors(engine, ema, self._world))  # the thread has done with those before
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
         self._saving = saving = _Saving(folder, state, shapes)
@@ -110,7 +127,7 @@ class Saver:
             if self._thread:
                 self._thread.join(_LAST_ATTEMPT)
             reasons = [text for text in self._world.gather(reason) if text]
-            if self._saving and self._world.is_main:  # nobody writes any more: the space is wanted
+            if self._saving and self._world.is_main:  # the space is wanted
                 shutil.rmtree(self._saving.folder, ignore_errors=True)
             self._saving = self._publish_error = None
             raise UserError(
@@ -127,13 +144,16 @@ class Saver:
         """
         while self._saving:
             self.settle(self._agreement.exchange(save_failed=self.failed, written=self.written))
-            time.sleep(0.005)
-        if self._publishing:
-            self._publishing.join()
-            self._publishing = None
-        # Also when nothing was on its way: one more exchange lets all learn that the publishing failed on one.
+            self._wait()
+        while self._agreement.ask(self._publishing is not None and self._publishing.is_alive()):
+            self._wait()
+        self._publishing = None
         if self._agreement.ask(self._publish_error is not None):
             self.settle(Agreed(stop=0, save_failed=True, written=0))
+
+    def _wait(self) -> None:
+        self._waiting()
+        time.sleep(0.005)
 
     def _complete(self) -> None:
         saving, self._saving = self._saving, None
@@ -148,13 +168,17 @@ class Saver:
         path = saving.folder / f"part-{self._world.rank:05d}.safetensors"
 
         def attempt() -> FileRecord:
+            if self._given_up.is_set():
+                raise InterruptedError(errno.EINTR, "another process cannot write its part")
             path.parent.mkdir(parents=True, exist_ok=True)
+            check_space(path.parent, self._world.size * sum(each.nbytes for each in tensors.values()))  # the parts are equal
             return write_part(path, tensors)
 
+        began = time.monotonic()
         try:
             saving.record = self._persist(attempt, path)
         except OSError as error:
-            saving.error = f"{path} could not be written for {self._config.retry_seconds:g} s ({error.strerror or error})"
+            saving.error = f"{path} could not be written for {time.monotonic() - began:.0f} s ({error.strerror or error})"
         except Exception as error:  # whatever it is, the others must hear of it: they wait for this file
             saving.error = f"{path} could not be written ({type(error).__name__}: {error})"
 
@@ -163,11 +187,11 @@ class Saver:
         state, target = manifest.state, step_folder(self._run_dir, manifest.state.step)
 
         def attempt() -> None:
-            if not folder.exists():  # renamed by an attempt that failed after that
-                return sync_folder(target.parent)
-            replace_text(folder / MANIFEST, manifest.to_text())
-            sync_folder(folder)
-            publish(folder, target)
+            if folder.exists() or not target.exists():  # else an attempt has renamed it, and failed after that
+                replace_text(folder / MANIFEST, manifest.to_text())
+                sync_folder(folder)
+                publish(folder, target)
+            sync_folder(target.parent)
 
         def clear() -> None:
             remove_old(self._run_dir, state.step, self._config.keep_last, best, self._config.keep_every_steps)

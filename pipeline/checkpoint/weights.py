@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -80,7 +79,7 @@ def read_initial_weights(source: Path) -> dict[str, Tensor]:
         if source.suffix == ".safetensors":
             return load_file(source)
         saved = torch.load(source, map_location="cpu", weights_only=True)
-    except (SafetensorError, Exception) as error:  # unpickling damaged bytes raises anything
+    except Exception as error:  # unpickling damaged bytes raises anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"train.init_from {source} cannot be read ({reason}): pass a file that torch.save or safetensors wrote."

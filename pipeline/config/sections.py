@@ -209,8 +209,8 @@ class LogConfig(Section):
 class DistributedConfig(Section):
     """When the other processes give up on one."""
 
-    silence_timeout: Annotated[float, Field(ge=5, allow_inf_nan=False)] = 60
-    """Seconds without a sign of life from a process after which the others name it and end."""
+    silence_timeout: Annotated[float, Field(ge=5, le=100, allow_inf_nan=False)] = 60
+    """Seconds without a sign of life from a process after which the others name it and end; the job scripts wait 120 for that."""
     progress_timeout: Annotated[float, Field(ge=5, allow_inf_nan=False)] = 1800
     """Seconds that a living process may stay at one place of the run (a step, a batch of an evaluation, a save)."""
 
