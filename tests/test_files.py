@@ -116,7 +116,10 @@ def test_a_full_disk_and_a_read_only_one_are_named_and_harm_nothing(tmp_path: Pa
     assert said["space again"] is None
     for name, file in (("read-only, rows", "rows.jsonl"), ("read-only, whole", "whole.txt")):
         assert f"{file} cannot be written (Read-only file system): see to its permissions and its file system" in said[name]
-    assert said["read-only, contents"] == ["first\nsecond\n", "before"]
+    whole_rows = (
+        "first\n" + "x" * 100_000 + "\nsecond\n"
+    )  # what the full disk refused was kept, and written when there was space
+    assert said["read-only, contents"] == [whole_rows, "before"]
 
 
 @pytest.mark.parametrize("fault", ["file removed", "file replaced", "folder removed", "folder moved"])

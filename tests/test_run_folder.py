@@ -101,7 +101,9 @@ def test_what_changes_shapes_cannot_be_accepted() -> None:
     for accept in (["model"], ["model.num_classes"]):
         sentence = refusal(changed(model={"num_classes": 10}, checkpoint={"accept": accept}), before)
         assert "begun with model.num_classes=1000, this run has 10: set it back, or choose another output_dir" in sentence
-        assert "no checkpoint fits another model.num_classes, so that cannot be accepted" in sentence
+        assert "no run can go on with another model.num_classes, so that cannot be accepted" in sentence
+    sentence = refusal(changed(train={"global_batch_size": 2048}, checkpoint={"accept": ["train"]}), before)
+    assert "no run can go on with another train.global_batch_size" in sentence  # its place in the stream would jump
     check_same_run(changed(model={"drop_path": 0.1}, checkpoint={"accept": ["model"]}), before, ALONE)
 
 
