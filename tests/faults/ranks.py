@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import itertools
+import functools
 import json
 import os
 import random
@@ -37,7 +37,7 @@ class Job:
 
     def __init__(self, world_size: int, *arguments: object, module: str = "pipeline.train") -> None:
         self.world_size, self.started = world_size, time.time()
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._folder = Path(tempfile.mkdtemp(dir=_logs().name))
         common = {
             "WORLD_SIZE": world_size,
             "SLURM_CPUS_PER_TASK": 1,  # threads of a rank: more would wait for each other on a busy machine
@@ -171,9 +171,11 @@ def free_port() -> int:
             return port
 
 
-def seed_from_environment(draw: random.Random | None = None) -> int:
-    """PERVIT_SOAK_SEED, to repeat a soak; else a new one, which the caller prints."""
-    return int(os.environ.get("PERVIT_SOAK_SEED") or (draw or random.SystemRandom()).randrange(10**6))
+def seed_from_environment() -> int:
+    """PERVIT_SOAK_SEED, to kill at the same moments again; else a new one. It is printed."""
+    seed = int(os.environ.get("PERVIT_SOAK_SEED") or random.SystemRandom().randrange(10**6))
+    print(f"\nPERVIT_SOAK_SEED={seed}")
+    return seed
 
 
 class _Zygote:
@@ -210,16 +212,15 @@ class _Zygote:
         raise AssertionError("the process that starts the ranks has ended")
 
 
+@functools.cache
+def _logs() -> tempfile.TemporaryDirectory:
+    """What the ranks print; removed at the end of the session."""
+    return tempfile.TemporaryDirectory(prefix="ranks-")
+
+
 _ports: set[int] = set()
-_zygotes: list[_Zygote] = []
 
 
+@functools.cache
 def _zygote() -> _Zygote:
-    if not _zygotes:
-        _zygotes.append(_Zygote())
-    return _zygotes[0]
-
-
-def numbered(folder: Path) -> Path:
-    """A new run folder in ``folder``."""
-    return next(path for path in (folder / f"run-{number}" for number in itertools.count()) if not path.exists())
+    return _Zygote()

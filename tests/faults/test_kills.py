@@ -36,9 +36,7 @@ def straight(config: Path) -> tuple[Path, Start]:
 
 def test_random_kills_leave_no_trace(config: Path, straight: tuple[Path, Start], tmp_path: Path) -> None:
     """Guards against images lost or seen twice, and against a checkpoint that is visible before it is complete."""
-    seed = seed_from_environment()
-    print(f"PERVIT_SOAK_SEED={seed}")
-    ordeal = Ordeal(config, tmp_path / "killed", OPTIONS, random.Random(seed))
+    ordeal = Ordeal(config, tmp_path / "killed", OPTIONS, random.Random(seed_from_environment()))
     for moment in ("save", "start", "step", "save"):
         assert ordeal.start_and_kill(2, moment, most_steps=7)
     ordeal.start(2).succeed()

@@ -20,9 +20,7 @@ MODEL = "model.switches={widths: [64, 64, 64, 64]}"  # 20 MB per checkpoint
 def test_a_hundred_kills_within_a_save(small_run: Path, tmp_path: Path) -> None:
     """Guards against a checkpoint that is visible before it is complete: each start compares all checksums, loads, and sees that
     every number of weights and averages is the one that was saved at that step."""
-    seed = seed_from_environment()
-    print(f"\nPERVIT_SOAK_SEED={seed}")
-    draw, run = random.Random(seed), tmp_path / "run"
+    draw, run = random.Random(seed_from_environment()), tmp_path / "run"
     unfinished = 0
     for _ in range(KILLS):
         kill_within_a_save(start_and_check(small_run, run, draw), run, draw)
