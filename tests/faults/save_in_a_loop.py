@@ -15,13 +15,15 @@ import torch.distributed as dist
 from pipeline.checkpoint.held import EMA, WEIGHT, held
 from pipeline.config import load_config
 from pipeline.distributed import init_world
+from pipeline.heartbeat import Heartbeat
 from pipeline.run import start_run
+from pipeline.stop_signal import StopSignal
 
 
 @torch.no_grad()
 def main() -> None:
-    config = load_config(Path(sys.argv[2]), sys.argv[3:])
-    run = start_run(config, init_world())
+    config, world = load_config(Path(sys.argv[2]), sys.argv[3:]), init_world()
+    run = start_run(config, world, StopSignal(), Heartbeat(world, config.distributed))
     wrong = 0
     for stretch in _weights(run):
         wrong += int((stretch.values != run.step).sum()) if run.step else 0
