@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run_module, step_rows
+from conftest import step_rows
+from faults.ranks import run_forked
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,6 @@ def test_the_loss_goes_down_on_the_digits(name: str, image_size: int, lr: float,
     ]
     system = ["train.zero_stage=2", "train.activation_checkpointing=true", "train.precision=bf16", "model.drop_path=0.05"]
     size = ["train.global_batch_size=32", "train.micro_batch_size=32", f"train.max_steps={steps}", "train.epochs=1"]
-    run_module("pipeline.train", "--config", small_run, f"model.name={name}", plain, *recipe, *system, *size)
+    run_forked("pipeline.train", "--config", small_run, f"model.name={name}", plain, *recipe, *system, *size)
     losses = [row["loss"] for row in step_rows(small_run.parent / "run")]
     assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.05, losses

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_module, run_script, step_rows
+from conftest import run_script, step_rows
+from faults.ranks import run_forked
 
 from pipeline.checkpoint import read_weights
 from pipeline.errors import UserError
@@ -20,7 +21,7 @@ def test_other_classes_and_another_size_take_over_everything_but_the_head(
 ) -> None:
     """Guards against a fine-tuning that silently starts from fresh weights, or that cannot change classes and size."""
     base = tmp_path / "run"
-    run_module("pipeline.train", "--config", small_run, "train.max_steps=2")
+    run_forked("pipeline.train", "--config", small_run, "train.max_steps=2")
     three = tmp_path / "three"
     for split in ("train", "val"):
         for digit in "147":
@@ -37,7 +38,7 @@ def test_other_classes_and_another_size_take_over_everything_but_the_head(
         "optim.warmup_lr=1e-12",
         "optim.lr=1e-9",
     ]
-    result = run_module("pipeline.train", *fine)
+    result = run_forked("pipeline.train", *fine)
     assert "head.weight starts anew: (10, 280) there, (3, 280) needed" in result.stdout
     before, after = read_weights(base).model, read_weights(tuned).model
     assert after["head.weight"].shape == (3, 280)
@@ -51,7 +52,7 @@ def test_other_classes_and_another_size_take_over_everything_but_the_head(
         (f"train.init_from={small_run}", "cannot be read"),
         ("model.name=pervit_s", "of another shape"),
     ):
-        result = run_module("pipeline.train", *fine, wrong, f"output_dir={tmp_path / 'refused'}", check=False)
+        result = run_forked("pipeline.train", *fine, wrong, f"output_dir={tmp_path / 'refused'}", check=False)
         assert result.returncode == 2 and sentence in result.stderr and "Traceback" not in result.stderr
 
 
@@ -91,15 +92,15 @@ def test_resampled_positions_keep_their_place() -> None:
 def test_a_student_learns_a_teachers_decisions(small_run: Path, tmp_path: Path) -> None:
     """Guards against a teacher that changes nothing, and against one of other classes that ends in a traceback."""
     teacher = tmp_path / "run"
-    run_module("pipeline.train", "--config", small_run, "train.max_steps=1")
+    run_forked("pipeline.train", "--config", small_run, "train.max_steps=1")
     arguments = ["--config", small_run, "train.max_steps=2", "model.name=deit_t"]
-    run_module("pipeline.train", *arguments, f"output_dir={tmp_path / 'alone'}")
-    run_module(
+    run_forked("pipeline.train", *arguments, f"output_dir={tmp_path / 'alone'}")
+    run_forked(
         "pipeline.train", *arguments, f"output_dir={tmp_path / 'taught'}", f"train.teacher={teacher}", "train.zero_stage=3"
     )
     alone, taught = (step_rows(tmp_path / run) for run in ("alone", "taught"))
     assert [a["loss"] != t["loss"] for a, t in zip(alone, taught)] == [True, True]
-    result = run_module(
+    result = run_forked(
         "pipeline.train",
         *arguments,
         f"output_dir={tmp_path / 'x'}",
@@ -112,15 +113,15 @@ def test_a_student_learns_a_teachers_decisions(small_run: Path, tmp_path: Path) 
 
 def test_evaluation_with_another_switch(small_run: Path, digits_shards: Path, tmp_path: Path) -> None:
     """Guards against test-time masks (ConViT's Tables 5 and 6) that need a new training, or that change nothing."""
-    run_module("pipeline.train", "--config", small_run, "train.max_steps=1", "model.name=deit_t")
+    run_forked("pipeline.train", "--config", small_run, "train.max_steps=1", "model.name=deit_t")
     arguments = ["--checkpoint", tmp_path / "run", "--data", digits_shards]
-    plain = run_module("pipeline.evaluate", *arguments).stdout
-    masked = run_module("pipeline.evaluate", *arguments, "--switch", "mask_position_embedding=true").stdout
+    plain = run_forked("pipeline.evaluate", *arguments).stdout
+    masked = run_forked("pipeline.evaluate", *arguments, "--switch", "mask_position_embedding=true").stdout
     loss = [next(line for line in text.splitlines() if line.startswith("loss")) for text in (plain, masked)]
     assert loss[0] != loss[1]
     for wrong, sentence in (
         ("mask_positions=true", "unknown switch 'mask_positions': did you mean"),
         ("mask", "of the form name=value"),
     ):
-        result = run_module("pipeline.evaluate", *arguments, "--switch", wrong, check=False)
+        result = run_forked("pipeline.evaluate", *arguments, "--switch", wrong, check=False)
         assert result.returncode == 2 and sentence in result.stderr and "Traceback" not in result.stderr

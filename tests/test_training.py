@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import evaluation_rows, run_module, step_rows
+from conftest import evaluation_rows, step_rows
+from faults.ranks import run_forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.checkpoint import latest_step, read_weights, saved_steps
@@ -17,17 +18,20 @@ from pipeline.schedule import Schedule
 
 pytestmark = pytest.mark.multiprocess
 
+SMALL = "model.switches={widths: [16, 16, 16, 16]}"  # the same layers, a thirtieth of the numbers
+
 
 def train(config: Path, run: Path, *overrides: str, processes: int = 2):
     """Train into ``run``; returns its rows without what depends on the clock."""
-    run_module("pipeline.train", "--config", config, f"output_dir={run}", *overrides, processes=processes)
+    arguments = ("--config", config, f"output_dir={run}", SMALL, *overrides)
+    run_forked("pipeline.train", *arguments, processes=processes)
     return [(row["step"], row["samples"], row["loss"], row["grad_norm"], row["lr"]) for row in step_rows(run)]
 
 
 def evaluate(run: Path, file: Path, *options: object, processes: int = 1) -> dict:
     """The result of ``pipeline.evaluate`` on the run's own validation set."""
     data = read_weights(run).state.config["data"]["path"]
-    run_module("pipeline.evaluate", "--checkpoint", run, "--data", data, "--json", file, *options, processes=processes)
+    run_forked("pipeline.evaluate", "--checkpoint", run, "--data", data, "--json", file, *options, processes=processes)
     return json.loads(file.read_text())
 
 
@@ -137,12 +141,12 @@ def test_a_finished_run_is_left_alone_and_another_config_is_refused(small_run: P
     before = files()
     assert (
         "nothing to train"
-        in run_module("pipeline.train", "--config", small_run, f"output_dir={run}", "train.max_steps=2").stdout
+        in run_forked("pipeline.train", "--config", small_run, f"output_dir={run}", SMALL, "train.max_steps=2").stdout
     )
     assert before == files()
-    other = run_module("pipeline.train", "--config", small_run, f"output_dir={run}", "optim.lr=1", check=False)
+    other = run_forked("pipeline.train", "--config", small_run, f"output_dir={run}", SMALL, "optim.lr=1", check=False)
     assert other.returncode == 2 and "was begun with optim.lr=0.0005, this run has 1.0" in other.stderr
-    refused = run_module(
+    refused = run_forked(
         "pipeline.train", "--config", small_run, f"output_dir={tmp_path / 'new'}", "model.image_size=60", check=False
     )
     assert refused.returncode == 2 and not (tmp_path / "new" / "config.yaml").exists(), (
@@ -153,8 +157,15 @@ def test_a_finished_run_is_left_alone_and_another_config_is_refused(small_run: P
 def test_a_loss_that_is_not_finite_stops_the_run(small_run: Path, tmp_path: Path) -> None:
     """Guards against a week of NaN, and against a checkpoint that is overwritten with it."""
     run = tmp_path / "run"
-    options = [f"output_dir={run}", "optim.lr=1e9", "optim.warmup_epochs=0", "train.max_steps=40", "checkpoint.every_steps=20"]
-    result = run_module("pipeline.train", "--config", small_run, *options, check=False)
+    options = [
+        f"output_dir={run}",
+        SMALL,
+        "optim.lr=1e9",
+        "optim.warmup_epochs=0",
+        "train.max_steps=40",
+        "checkpoint.every_steps=20",
+    ]
+    result = run_forked("pipeline.train", "--config", small_run, *options, check=False)
     assert result.returncode == 2
     assert "finite numbers needed" in result.stderr and "lower optim.lr" in result.stderr and "Traceback" not in result.stderr
 
