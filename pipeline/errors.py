@@ -40,8 +40,10 @@ def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
     print(message, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: with exchanges between processes under way the interpreter would crash as it tidies up, with another code.
-    os._exit(code)
+    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
+        # With exchanges between processes under way the interpreter would crash as it tidies up, with another code.
+        os._exit(code)
+    sys.exit(code)
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
