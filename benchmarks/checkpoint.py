@@ -188,7 +188,7 @@ def throughput_table(training: Training, rounds: int) -> list[str]:
 
 def _load(training: Training) -> None:
     manifest = checkpoint.newest_whole(training.folder, training.world)
-    checkpoint.load(training.engine, training.folder, manifest.state.step, training.ema)
+    checkpoint.load(training.engine, training.folder, manifest, training.ema)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -135,17 +135,18 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     accumulation_steps(config.train, world.size)
     schedule = make_schedule(config, train_set)
     lock = open_run_folder(config, world)
-    before = find_start(config, world, train_set)
+    start = find_start(config, world, train_set)
+    before = start.state if start else None
     if before and before.step >= schedule.last_step and not before.evaluation_due:
         if world.is_main:
             print(f"{config.output_dir} is complete at step {before.step}: nothing to train.", flush=True)
             lock.release()
         return None
-    return _build_run(config, world, stop, heartbeat, lock, schedule, train_set, val_set, before)
+    return _build_run(config, world, stop, heartbeat, lock, schedule, train_set, val_set, start)
 
 
-def find_start(config: Config, world: World, train_set: ShardSet) -> checkpoint.RunState | None:
-    """The state of the checkpoint that the run goes on from, None for a new run; every process must call.
+def find_start(config: Config, world: World, train_set: ShardSet) -> checkpoint.Manifest | None:
+    """The manifest of the checkpoint that the run goes on from, None for a new run; every process must call.
 
     Raises:
         UserError: no checkpoint is whole, or they are of another config or data set.
@@ -156,7 +157,7 @@ def find_start(config: Config, world: World, train_set: ShardSet) -> checkpoint.
     before = manifest.state if manifest else None
     check_same_run(config, config_from_dict(before.config, source=str(folder)) if before else None, world)
     check_same_data(config, before.data if before else None, train_set.identity(), world)
-    return before
+    return manifest
 
 
 def _build_run(
@@ -168,8 +169,9 @@ def _build_run(
     schedule: Schedule,
     train_set: ShardSet,
     val_set: ShardSet,
-    before: checkpoint.RunState | None,
+    start: checkpoint.Manifest | None,
 ) -> Run:
+    before = start.state if start else None
     folder, step = Path(config.output_dir), before.step if before else 0
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
     cost = world.gather(flops.count(*count) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
@@ -177,8 +179,8 @@ def _build_run(
     teacher = load_teacher(config, world.device) if config.train.teacher else None
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
-    if before:
-        checkpoint.load(engine, folder, step, ema)
+    if start:
+        checkpoint.load(engine, folder, start, ema)
 
     write_run_files(config, world, step + 1)  # only now: a start that was refused does not change them
     flops_per_image = cost.training_flops_per_image(config.train.micro_batch_size)

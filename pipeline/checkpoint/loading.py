@@ -93,20 +93,19 @@ def _unreadable(error: OSError) -> UserError:
 
 
 @torch.no_grad()
-def load(engine, run_dir: Path, step: int, ema: WeightAverage | None) -> None:
+def load(engine, run_dir: Path, manifest: Manifest, ema: WeightAverage | None) -> None:
     """Put a checkpoint into an engine of any ZeRO stage on any number of processes; every process must call.
 
     Args:
         engine: new, of the same model.
         run_dir: the run folder.
-        step: of the checkpoint, a whole one (:func:`newest_whole`).
+        manifest: of the checkpoint, a whole one (:func:`newest_whole`).
         ema: averaged weights; they begin as the weights where the checkpoint has none.
 
     Raises:
         UserError: the checkpoint is of another model.
     """
-    folder = step_folder(run_dir, step)
-    manifest = Manifest.read(folder)
+    folder = step_folder(run_dir, manifest.state.step)
     parts = Parts(folder, [record.name for record in manifest.files])
     create_moments(engine, manifest.state.optimizer_step)
     averaged = set(parts.names(EMA))
