@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from two_steps import two_steps
 
 from pipeline import flops
 from pipeline.config import OptimConfig
@@ -144,12 +145,7 @@ def test_all_parameters_learn_and_those_named_do_not_decay() -> None:
     optimizer = build_optimizer(model, OptimConfig(lr=1e-3, warmup_lr=1e-3))
     decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
     assert not decayed & {id(model.class_token), id(model.position_embedding.weight)}
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(torch.randn(4, 3, 48, 48)), torch.tensor([0, 1, 2, 3]))
-        assert torch.isfinite(loss)
-        loss.backward()
-        optimizer.step()
+    two_steps(model, optimizer, (torch.randn(4, 3, 48, 48) for _ in range(2)), labels=[0, 1, 2, 3])
     assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from golden import RULES, Golden, assert_close, make_input
 from torch import nn
+from two_steps import two_steps
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
@@ -151,13 +152,7 @@ def test_every_switch_builds_and_trains_the_parameters_it_has(
     assert kinds(model) - kinds(default_model) == added and kinds(default_model) - kinds(model) == removed
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    images = torch.randn(4, 3, 64, 64)
-    for _ in range(2):
-        loss = nn.functional.cross_entropy(model(images), torch.arange(4))
-        assert torch.isfinite(loss)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    two_steps(model, optimizer, [torch.randn(4, 3, 64, 64)] * 2, labels=[0, 1, 2, 3])
     windows_of_one = {"stages.3"} if switches.get("windows", [0])[-1] == 1 else set()  # a softmax over one key is 1
     for name, parameter in model.named_parameters():
         gaussian_of_one = name[:8] in windows_of_one and name.endswith(("centers", "spreads"))
