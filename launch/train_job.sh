@@ -9,7 +9,7 @@
 #   0                  the last epoch is done                          the job is COMPLETED
 #   2                  a mistake that a restart does not mend          the job is FAILED
 #   75                 a signal (the time limit is near); it saved     requeue
-#   any other          a crash, a killed or lost process               requeue, as pipeline.restart allows
+#   any other          a crash, a killed or lost process               requeue, as pipeline.faults.restart allows
 #
 # srun's code is the highest among the tasks, so they must end by themselves: a SIGTERM from srun when
 # the first one fails would make 143 of the others' 2 or 75, and would ask them to save together with
@@ -97,7 +97,7 @@ see_that_it_may_go_on() {
 }
 
 see_that_it_may_go_on
-python -m pipeline.restart --exit-code "$code" "${run[@]}" || exit "$code"
+python -m pipeline.faults.restart --exit-code "$code" "${run[@]}" || exit "$code"
 see_that_it_may_go_on                      # again: it may have been cancelled in these seconds
 scontrol requeue "$SLURM_JOB_ID" || end "scontrol refused, see above. Submit the same command again."
 exit "$code"                               # of no consequence: Slurm has put the job back into the queue

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from pipeline.bad_sample_report import BadSampleReport
 from pipeline.checkpoint import read_weights
 from pipeline.config import Config, config_from_dict
 from pipeline.data.loader import Loader
@@ -26,6 +25,7 @@ from pipeline.data.plan import EvalPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed import World, disconnect, init_world
 from pipeline.errors import UserError, check_writable, run_command
+from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.models import create_model
 from pipeline.models.exported import SUFFIX, read_exported
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from pipeline import checkpoint, flops
 from pipeline.agreement import Agreed, Agreement, do_in_main
-from pipeline.bad_sample_report import BadSampleReport
 from pipeline.batchnorm import StepStatistics
 from pipeline.checkpoint.held import optimizer_step_count
 from pipeline.config import Config, accumulation_steps, config_from_dict
@@ -26,15 +25,16 @@ from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.engine import build_engine
 from pipeline.evaluate import check_classes, check_same_classes, evaluation_loader
-from pipeline.heartbeat import Heartbeat
+from pipeline.faults.heartbeat import Heartbeat
+from pipeline.faults.stop_signal import StopSignal
+from pipeline.logs.bad_sample_report import BadSampleReport
+from pipeline.logs.run_files import write_run_files
+from pipeline.logs.run_log import RunLog
+from pipeline.logs.sample_log import SampleLog
 from pipeline.models import create_model, load_pretrained
-from pipeline.run_files import write_run_files
 from pipeline.run_folder import check_same_data, check_same_run, config_hash, open_run_folder
 from pipeline.run_lock import RunLock
-from pipeline.run_log import RunLog
-from pipeline.sample_log import SampleLog
 from pipeline.schedule import Schedule, make_schedule
-from pipeline.stop_signal import StopSignal
 
 _HEARTBEAT_NEEDS = 120.0  # seconds, on top of distributed.progress_timeout
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline import pictures
 from pipeline.config import Config, load_config
 from pipeline.data.loader import Batch, to_device
 from pipeline.distillation import hard_distillation_loss
@@ -27,13 +26,14 @@ from pipeline.distributed import World, disconnect, init_world
 from pipeline.engine import optimizer_step, set_learning_rate
 from pipeline.errors import PREEMPTED, run_command
 from pipeline.evaluate import evaluate
-from pipeline.heartbeat import Heartbeat
-from pipeline.nonfinite import MicroBatch, skip_or_stop
+from pipeline.faults.heartbeat import Heartbeat
+from pipeline.faults.nonfinite import MicroBatch, skip_or_stop
+from pipeline.faults.stop_signal import StopSignal
+from pipeline.logs import pictures
+from pipeline.logs.run_log import StepRecord
 from pipeline.optim import learning_rate
 from pipeline.philox import Stream, uniforms
 from pipeline.run import Run, patience, start_run
-from pipeline.run_log import StepRecord
-from pipeline.stop_signal import StopSignal
 
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
 

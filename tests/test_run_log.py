@@ -18,12 +18,12 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from pipeline.bad_sample_report import BadSampleReport
+from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.config import config_from_dict
 from pipeline.distributed import World
 from pipeline.errors import run_command
-from pipeline.run_files import write_run_files
-from pipeline.run_log import RunLog, StepRecord
+from pipeline.logs.run_files import write_run_files
+from pipeline.logs.run_log import RunLog, StepRecord
 
 folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from pipeline.data.plan import BatchRequest, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed import World
 from pipeline.errors import UserError
-from pipeline.sample_log import SampleLog, augmentation_digests
+from pipeline.logs.sample_log import SampleLog, augmentation_digests
 
 EVERYTHING = AugmentConfig(rand_augment_ops=2, erasing=0.5, mixup=0.8, cutmix=1.0, mix_group=4)
 
@@ -32,7 +32,7 @@ import numpy as np, torch
 from pipeline.data.augment import Geometry
 from pipeline.data.plan import BatchRequest
 from pipeline.distributed import World
-from pipeline.sample_log import SampleLog
+from pipeline.logs.sample_log import SampleLog
 count = 3000
 ints = np.arange(count)
 pairs = np.zeros((count, 2), dtype=np.int32)

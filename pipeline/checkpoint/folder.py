@@ -30,6 +30,10 @@ FORMAT = 3
 _CHUNK = 16 << 20
 
 
+class OtherFormat(UserError):
+    """A checkpoint that another version of the pipeline wrote. It may well be whole, so it is never passed over."""
+
+
 @dataclass(frozen=True)
 class RunState:
     """All of a run that is not a tensor. Random generators are not in it: every draw is a function of seed and place."""
@@ -78,7 +82,8 @@ class Manifest:
         """Of a checkpoint.
 
         Raises:
-            UserError: it is missing, damaged or of another format.
+            UserError: it is missing or damaged.
+            OtherFormat: another version wrote it.
             OSError: it cannot be read now.
         """
         path = folder / MANIFEST
@@ -93,8 +98,11 @@ class Manifest:
         if not whole:
             raise UserError(f"{path} is damaged, its checksum does not match: take another checkpoint.")
         values = saved["content"]
-        if values.pop("format") != FORMAT:
-            raise UserError(f"{path} has another format than {FORMAT}: use the version of the pipeline that wrote it.")
+        found = values.pop("format")
+        if found != FORMAT:
+            raise OtherFormat(
+                f"{path} has format {found}, {FORMAT} needed: use the version of the pipeline that wrote it, or another output_dir."
+            )
         files = [FileRecord(**record) for record in values["files"]]
         return cls(RunState(**values["state"]), values["shapes"], files)
 

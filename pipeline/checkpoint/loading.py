@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from pipeline.agreement import raise_on_all
-from pipeline.checkpoint.folder import Manifest, find_damage, saved_steps, set_aside, step_folder
+from pipeline.checkpoint.folder import Manifest, OtherFormat, find_damage, saved_steps, set_aside, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
 from pipeline.checkpoint.parts import Parts
 from pipeline.checkpoint.snapshot import saved_buffers
@@ -28,7 +28,7 @@ def newest_whole(run_dir: Path, world: World) -> Manifest | None:
     caller holds the run's lock.
 
     Raises:
-        UserError: there are checkpoints, but none is whole.
+        UserError: there are checkpoints, but none is whole; or the newest is of another version, or cannot be read now.
     """
     steps = world.gather(saved_steps(run_dir))[0]  # the main process's word: network disks may lag elsewhere
     damaged: dict[int, str] = {}
@@ -59,12 +59,14 @@ def _examine(folder: Path, world: World) -> tuple[Manifest | None, list[str]]:
     """The manifest, the same in every process, and what is wrong with this process's share of the files.
 
     Raises:
-        UserError: in every process: a file cannot be read now, which is no reason to pass the checkpoint over.
+        UserError: in every process: another version wrote it, or a file cannot be read now, which is no reason to pass it over.
     """
     manifest = problem = refusal = None
     if world.is_main:
         try:
             manifest = Manifest.read(folder)
+        except OtherFormat as error:
+            refusal = error
         except UserError as error:
             problem = str(error).rpartition(":")[0]
         except OSError as error:

@@ -20,7 +20,7 @@ import torch  # noqa: E402
 from pipeline.config import DistributedConfig  # noqa: E402
 from pipeline.distributed import disconnect, init_world  # noqa: E402
 from pipeline.errors import UserError, run_command  # noqa: E402
-from pipeline.heartbeat import Heartbeat  # noqa: E402
+from pipeline.faults.heartbeat import Heartbeat  # noqa: E402
 
 LIMITS = DistributedConfig(silence_timeout=5, progress_timeout=5)
 FAULT_STEP = 30  # after more than a second, so that a sign of life from before it has been sent

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from pipeline.checkpoint.held import EMA, WEIGHT, held
 from pipeline.config import load_config
 from pipeline.distributed import init_world
-from pipeline.heartbeat import Heartbeat
+from pipeline.faults.heartbeat import Heartbeat
+from pipeline.faults.stop_signal import StopSignal
 from pipeline.run import start_run
-from pipeline.stop_signal import StopSignal
 
 
 @torch.no_grad()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import xxhash
 from conftest import write_small_config
 
 from faults.history import same_files
@@ -92,3 +94,19 @@ def test_nothing_whole_is_one_sentence(whole: Path, tmp_path: Path) -> None:
     assert "0 of the 6 checkpoints" in sentence and "restore the files, or choose another output_dir" in sentence
     assert "Traceback" not in job.stderr()
     assert sorted(path for path in run.rglob("*")) == before
+
+
+def test_a_checkpoint_of_another_version_is_not_passed_over(whole: Path, tmp_path: Path) -> None:
+    """Guards against steps of training thrown away because an older version of the pipeline takes a newer one's checkpoint for a
+    damaged one, sets it aside and goes on from before."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    newest = step_folder(run, STEPS) / MANIFEST
+    content = json.loads(newest.read_text())["content"] | {"format": 4}
+    checksum = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    newest.write_text(json.dumps({"xxh3": checksum, "content": content}))
+    job = train(1, whole.parent / "config.yaml", run, *OPTIONS)
+    assert job.wait() == [2]
+    *_, sentence = job.stderr().splitlines()
+    assert sentence.startswith(f"error: {newest} has format 4, 3 needed: use the version of the pipeline that wrote it")
+    assert "Traceback" not in job.stderr() and saved_steps(run) == list(range(1, STEPS + 1))

@@ -17,7 +17,7 @@ from conftest import REPOSITORY, clean_environment
 
 from pipeline.config import DistributedConfig
 from pipeline.errors import RANK_LOST, USER_ERROR
-from pipeline.lost_ranks import Judge, Sign, Status
+from pipeline.faults.lost_ranks import Judge, Sign, Status
 
 pytestmark = pytest.mark.multiprocess
 

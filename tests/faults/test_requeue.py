@@ -17,9 +17,9 @@ import yaml
 from conftest import REPOSITORY, step_rows
 from slurm_cluster import ON_CPUS, Cluster, Job, Submitted, free_ports, running_cluster
 
-from pipeline import restart
 from pipeline.checkpoint import latest_step
 from pipeline.errors import UserError
+from pipeline.faults import restart
 
 on_slurm = pytest.mark.slurm
 TOY_TRAIN = Path(__file__).with_name("toy_train.py")

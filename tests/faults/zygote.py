@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.01
 _IMPORTED_LATE = (  # by DeepSpeed and the log when a run starts: five seconds
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "functorch.compile",
-    "pipeline.event_file",
+    "pipeline.logs.event_file",
     "setuptools",
 )
 _MODULES = ("deepspeed", *_IMPORTED_LATE, "pipeline.train", "faults.save_in_a_loop")

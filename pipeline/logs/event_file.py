@@ -38,7 +38,7 @@ class EventFile:
             raise write_error(folder, error) from None
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"  # sorts by time
         self._file = GrowingFile(folder / name)
-        source = SourceMetadata(writer="pipeline.event_file")
+        source = SourceMetadata(writer="pipeline.logs.event_file")
         self._add(Event(file_version="brain.Event:2", source_metadata=source), step=0)
         self._add(Event(session_log=SessionLog(status=SessionLog.START)), step=purge_step)
 

@@ -1,6 +1,6 @@
 """May a run that was stopped start again? The job script asks before it requeues its job.
 
-    python -m pipeline.restart --exit-code CODE --config configs/pervit_t.yaml [dotted.key=value ...]
+    python -m pipeline.faults.restart --exit-code CODE --config configs/pervit_t.yaml [dotted.key=value ...]
 
 Exit code 0: yes, and the restart is written down in ``restarts.json`` of the run folder. Exit code 1: no, for the reason that
 is printed. A run whose last three restarts all began at the checkpoint that is still the newest one makes no progress: what stops

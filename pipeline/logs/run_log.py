@@ -26,12 +26,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pipeline.agreement import do_in_main
-from pipeline.bad_sample_report import BadSampleReport
 from pipeline.config import Config, config_to_yaml
 from pipeline.distributed import World
 from pipeline.errors import UserError
 from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
 from pipeline.hardware import memory_gib, peak_flops
+from pipeline.logs.bad_sample_report import BadSampleReport
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 
@@ -92,7 +92,9 @@ class RunLog:
         self.say(f"peak of one device: {self._peak / 1e12:.3g} TFLOP/s {config.train.precision} ({source})")
 
     def _open_files(self, run_dir: Path, start_step: int) -> None:
-        from pipeline.event_file import EventFile  # TensorBoard takes a second to import, and only the main process needs it
+        from pipeline.logs.event_file import (
+            EventFile,  # TensorBoard takes a second to import, and only the main process needs it
+        )
 
         path = run_dir / METRICS
         try:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from pipeline.config import DistributedConfig
 from pipeline.distributed import World
 from pipeline.errors import RANK_LOST, USER_ERROR, UserError
-from pipeline.lost_ranks import BROKEN_PATIENCE, Judge, Sign, Status, Verdict, connection_lost
+from pipeline.faults.lost_ranks import BROKEN_PATIENCE, Judge, Sign, Status, Verdict, connection_lost
 
 BEAT = 1.0  # seconds between two signs of life
 _LAST_WORD = 5.0  # seconds that rank 0 keeps the store open for those who have not read the verdict
