@@ -72,6 +72,7 @@ trap : TERM
 code=0
 srun --kill-on-bad-exit=0 --wait=120 --label --export=ALL --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
   python -u -m pipeline.train "${run[@]}" || code=$?
+trap '' TERM                               # from here on for the commands below too: they decide whether the run goes on
 
 # ---- the end: start again? ---------------------------------------------------------------------
 
@@ -79,13 +80,23 @@ case $code in 0 | 2) exit "$code" ;; esac
 
 end() { echo "job $SLURM_JOB_ID is not requeued: $*" >&2; exit "$code"; }
 
+# Where one unanswered question would end a run of days, the controller has a minute or two to come back.
+ask_slurm() {
+  local attempt
+  for attempt in {1..6}; do
+    if scontrol "$@"; then return 0; fi
+    sleep 10
+  done
+  return 1
+}
+
 # A job that Slurm is ending is COMPLETING, and so no longer RUNNING, before its tasks hear of it:
 # that tells scancel from any other signal. scontrol would requeue a cancelled job all the same.
 # At the time limit the reason is TimeLimit: the early signal was not enough, but it may go on. A job
 # that Slurm itself requeues has one restart more than this life of it knows of.
 see_that_it_may_go_on() {
   local shown
-  shown=$(scontrol show job --oneliner "$SLURM_JOB_ID") || end "scontrol does not answer. Submit the same command again."
+  shown=$(ask_slurm show job --oneliner "$SLURM_JOB_ID") || end "scontrol does not answer. Submit the same command again."
   case $shown in
     *" Requeue=0 "*)
       end "it was submitted with --no-requeue. Submit the same command again, it goes on from the newest checkpoint." ;;
@@ -99,5 +110,5 @@ see_that_it_may_go_on() {
 see_that_it_may_go_on
 python -m pipeline.faults.restart --exit-code "$code" "${run[@]}" || exit "$code"
 see_that_it_may_go_on                      # again: it may have been cancelled in these seconds
-scontrol requeue "$SLURM_JOB_ID" || end "scontrol refused, see above. Submit the same command again."
+ask_slurm requeue "$SLURM_JOB_ID" || end "scontrol refused, see above. Submit the same command again."
 exit "$code"                               # of no consequence: Slurm has put the job back into the queue

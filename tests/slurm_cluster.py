@@ -90,6 +90,16 @@ class Cluster:
         for pid in _processes(lambda process: _host_names(process) == names):
             _kill(pid)
 
+    @contextmanager
+    def controller_away(self) -> Iterator[None]:
+        """slurmctld is stopped, as for maintenance; at the end it is there again."""
+        pid = int((self.folder / "run" / "slurmctld.pid").read_text())
+        os.kill(pid, signal.SIGTERM)
+        while Path("/proc", str(pid)).exists():
+            time.sleep(0.1)
+        yield
+        self.run("slurmctld", PATH=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
 
 @contextmanager
 def running_cluster(port: int, nodes: int = 2) -> Iterator[Cluster]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -227,7 +228,7 @@ def test_a_crashed_node(training: Training) -> None:
     """Guards against a job that does not come back after a node is lost."""
     with running_cluster(next(free_ports()), nodes=3) as cluster:  # one to spare
         alone = replace(training, cluster=cluster)
-        job = alone.submit()
+        job = alone.submit(TOY_SECONDS="0.5")
         job.wait("past a checkpoint", lambda: alone.at_step(alone.every + 5))
         nodes = cluster.run("scontrol", "show", "hostnames", job.shown("NodeList")).split()
         cluster.crash(nodes[1])
@@ -235,3 +236,20 @@ def test_a_crashed_node(training: Training) -> None:
         ended = job.end()
         alone.assert_finished(ended, job)
         assert alone.restarts() == [] and "Slurm has done so already" in ended.log
+
+
+@on_slurm
+@pytest.mark.soak
+def test_the_controller_is_away(toy: Training) -> None:
+    """Guards against a run of days that ends because nobody answered when its job asked to be requeued."""
+    job = toy.submit(TOY_SECONDS="0.5")
+    job.wait("past a checkpoint", lambda: toy.at_step(toy.every + 5))
+    with toy.cluster.controller_away():
+        job.kill_task(1)
+        unanswered = "Unable to contact slurm controller"
+        deadline = time.monotonic() + 120
+        while unanswered not in job.log:
+            assert time.monotonic() < deadline, job.log
+            time.sleep(0.2)
+    job.wait("requeued", lambda: int(job.shown("Restarts")) == 1, timeout=120)
+    toy.assert_finished(job.end(), job)
