@@ -27,7 +27,7 @@ demo: install
 test: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests
 
-# An hour of kills at random; the tables that it prints are those of benchmarks/RESULTS.md.
+# Kills at random for 40 minutes or more; the tables that it prints are those of benchmarks/RESULTS.md.
 soak: install
 	PERVIT_SOAK=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s -m soak tests/faults
 
