@@ -92,9 +92,8 @@ class RunLog:
         self.say(f"peak of one device: {self._peak / 1e12:.3g} TFLOP/s {config.train.precision} ({source})")
 
     def _open_files(self, run_dir: Path, start_step: int) -> None:
-        from pipeline.logs.event_file import (
-            EventFile,  # TensorBoard takes a second to import, and only the main process needs it
-        )
+        # Here, because TensorBoard takes a second to import, and only the main process needs it.
+        from pipeline.logs.event_file import EventFile
 
         path = run_dir / METRICS
         try:
