@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,11 @@ import yaml
 REPOSITORY = Path(__file__).parent.parent
 PYTHON_BIN = Path(sys.executable).parent
 IMAGENET_VARIABLE = "PERVIT_IMAGENET_SAMPLES"
+
+
+def pytest_configure() -> None:
+    """A job in the background of a script has Ctrl-C ignored and hands that down, also to the processes whose Ctrl-C is tested."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
