@@ -97,8 +97,10 @@ class Cluster:
         os.kill(pid, signal.SIGTERM)
         while Path("/proc", str(pid)).exists():
             time.sleep(0.1)
-        yield
-        self.run("slurmctld", PATH=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+        try:
+            yield
+        finally:
+            self.run("slurmctld", PATH=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
 @contextmanager

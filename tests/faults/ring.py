@@ -10,20 +10,23 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # before the imports that look for a GPU
 
 import deepspeed  # noqa: E402, F401  here, so that processes forked from one that imported this module have it ready
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 from pipeline.config import DistributedConfig  # noqa: E402
-from pipeline.distributed import disconnect, init_world  # noqa: E402
+from pipeline.distributed import World, disconnect, init_world  # noqa: E402
 from pipeline.errors import UserError, run_command  # noqa: E402
-from pipeline.faults.heartbeat import Heartbeat  # noqa: E402
+from pipeline.faults.heartbeat import Heartbeat, _read_signs  # noqa: E402
+from pipeline.faults.lost_ranks import Sign  # noqa: E402
 
 LIMITS = DistributedConfig(silence_timeout=5, progress_timeout=5)
-FAULT_STEP = 30  # after more than a second, so that a sign of life from before it has been sent
+FAULT_STEP = 30
 
 
 def go_round(steps: int, fault: str, victim: int, folder: Path) -> None:
@@ -42,12 +45,28 @@ def go_round(steps: int, fault: str, victim: int, folder: Path) -> None:
             time.sleep(0.05)
             heartbeat.at(step, "training")
             assert world.sum(torch.ones(1)).item() == world.size
+            if step == FAULT_STEP - 1:
+                hear_each_other(world, heartbeat, step)
             note = folder / f"{world.rank}.new"
             note.write_text(f"{os.getpid()} {step}")
             note.rename(folder / f"{world.rank}.at")
         if fault == "leave late":
             time.sleep(2.5)
     disconnect()
+
+
+def hear_each_other(world: World, heartbeat: Heartbeat, step: int) -> None:
+    """Wait until every rank has sent a sign from one of the steps, and read the others': a fault before that has no step to name."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+    def wait_for(condition: Callable[[Sign], bool]) -> list[int]:
+        while not all(map(condition, signs := _read_signs(store, range(world.size)))):
+            heartbeat.at(step, "training")
+            time.sleep(0.05)
+        return [sign.beat for sign in signs]
+
+    beats = wait_for(lambda sign: sign.step > 0)
+    wait_for(lambda sign: sign.beat >= beats[sign.rank] + 2)  # the beat between has sent and read after all had a step
 
 
 def forked_rank(environment: dict[str, str], steps: int, fault: str, victim: int, folder: Path) -> None:

@@ -154,7 +154,7 @@ def test_the_silent_one_is_named(name: str, rings: dict[str, Ring]) -> None:
         (sentence,) = ring.stderr(rank).splitlines()
         assert sentence.startswith(f"error: rank {ring.victim} (host {socket.gethostname()}, pid {pid}) ")
         named = int(sentence.partition("from step ")[2].partition(",")[0])
-        assert 0 <= named <= step + 1  # of its last sign, which is up to a beat old
+        assert 0 < named <= step + 1  # of its last sign, which is up to a beat old
         assert "ended without a word" in sentence if name == "rank 0 killed" else "gave no sign of life for" in sentence
 
 
