@@ -18,6 +18,6 @@ echo "== 3/4 training: PerViT-T, DALI and DeepSpeed, $processes processes (log: 
 # The demo's batch of 64 is 32 images for each of 2 processes, or 2 x 32 accumulated on one.
 bash launch/local.sh "$processes" -- pipeline.train --config configs/demo.yaml
 echo "== 4/4 evaluation of the saved checkpoint"
-python -m pipeline.evaluate --checkpoint runs/demo --data demo/shards --json "$result"
+python -m pipeline.evaluate --checkpoint runs/demo --data demo/shards --json "$result" > /dev/null
 echo
-echo "Curves, images and position maps: .venv/bin/tensorboard --logdir runs/demo/tensorboard"
+python launch/demo_summary.py "$result" runs/demo "$SECONDS" "$processes"

@@ -17,6 +17,7 @@ from pipeline.checkpoint import read_weights
 from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
 from pipeline.models import create_model
+from pipeline.precision import autocast
 
 
 def hard_distillation_loss(label_loss: Tensor, scores: Tensor, teacher_scores: Tensor, teacher_share: float = 0.5) -> Tensor:
@@ -69,7 +70,7 @@ def load_teacher(config: Config, device: torch.device) -> Callable[[Tensor], Ten
 
     @torch.no_grad()
     def scores(images: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
+        with autocast(device, config.train.precision):
             return teacher(images)
 
     return scores

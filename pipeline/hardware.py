@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -23,10 +24,36 @@ BF16_PEAK_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
+# What multiplies bf16 matrices on an x86 CPU, as PyTorch reports it.
+_BF16_INSTRUCTIONS = {
+    "AVX512-BF16": torch.cpu._is_avx512_bf16_supported,
+    "AMX": torch.cpu._is_amx_tile_supported,
+}
+
+
+def native_bf16(device: torch.device) -> tuple[bool, str]:
+    """Whether a device multiplies bf16 matrices with instructions made for it; everything else is emulation, and slow.
+
+    Returns:
+        Whether, and why, as half a sentence.
+    """
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        name = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
+        return (major >= 8, name if major >= 8 else f"{name}, 8.0 needed for bf16")
+    found = [name for name, has in _BF16_INSTRUCTIONS.items() if has()]
+    if not found:
+        return False, "this CPU has no bf16 instructions (AVX512-BF16 or AMX)"
+    # PyTorch multiplies with oneDNN, which heeds ONEDNN_MAX_CPU_ISA.
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False, f"this CPU has {found[0]}, but ONEDNN_MAX_CPU_ISA={os.environ.get('ONEDNN_MAX_CPU_ISA')} does without"
+    return True, f"this CPU has {found[0]}"
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     """Peak FLOP/s of one process's device.
+
+    Where bf16 is emulated the peak is that of fp32, with whose instructions it is emulated: a share of it stays below 100 %.
 
     Returns:
         FLOP/s, and where the figure comes from ("data sheet" or "measured").
@@ -37,7 +64,8 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
         for known, teraflops in BF16_PEAK_TFLOPS.items():
             if whole_card and re.search(rf"\b{known}\b", name):
                 return teraflops * 1e12, "data sheet"
-    return _measured_peak(device, torch.bfloat16 if precision == "bf16" else torch.float32), "measured"
+    native = precision == "bf16" and native_bf16(device)[0]
+    return _measured_peak(device, torch.bfloat16 if native else torch.float32), "measured"
 
 
 def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:

@@ -32,6 +32,7 @@ from pipeline.logs.run_files import write_run_files
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
 from pipeline.models import create_model, load_pretrained
+from pipeline.precision import Precision, choose_precision, with_precision
 from pipeline.run_folder import check_same_data, check_same_run, config_hash, open_run_folder
 from pipeline.run_lock import RunLock
 from pipeline.schedule import Schedule, make_schedule
@@ -142,7 +143,9 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             print(f"{config.output_dir} is complete at step {before.step}: nothing to train.", flush=True)
             lock.release()
         return None
-    return _build_run(config, world, stop, heartbeat, lock, schedule, train_set, val_set, start)
+    precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)
+    config = with_precision(config, precision.name)
+    return _build_run(config, precision, world, stop, heartbeat, lock, schedule, train_set, val_set, start)
 
 
 def find_start(config: Config, world: World, train_set: ShardSet) -> checkpoint.Manifest | None:
@@ -162,6 +165,7 @@ def find_start(config: Config, world: World, train_set: ShardSet) -> checkpoint.
 
 def _build_run(
     config: Config,
+    precision: Precision,
     world: World,
     stop: StopSignal,
     heartbeat: Heartbeat,
@@ -182,7 +186,7 @@ def _build_run(
     if start:
         checkpoint.load(engine, folder, start, ema)
 
-    write_run_files(config, world, step + 1)  # only now: a start that was refused does not change them
+    write_run_files(config, world, step + 1, str(precision))  # only now: a start that was refused does not change them
     flops_per_image = cost.training_flops_per_image(config.train.micro_batch_size)
     known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
     agreement = Agreement(patience(config))
@@ -211,7 +215,7 @@ def _build_run(
         best=before.best if before else None,
         evaluation_due=before.evaluation_due if before else False,
     )
-    _introduce(run, cost, before)
+    _introduce(run, precision, cost, before)
     return run
 
 
@@ -255,9 +259,12 @@ def training_loader(shards: ShardSet, config: Config, world: World, first_step: 
     return Loader(plan, config.data, world.device, world.cpu_threads, start=first_step * plan.batches_per_step)
 
 
-def _introduce(run: Run, cost: flops.FlopRow, before: checkpoint.RunState | None) -> None:
+def _introduce(run: Run, precision: Precision, cost: flops.FlopRow, before: checkpoint.RunState | None) -> None:
     """The first lines of the log."""
     config, schedule, world = run.config, run.schedule, run.world
+    run.log.say(str(precision))
+    if precision.warning:
+        run.log.say(f"warning: {precision.warning}")
     if config.optim.warmup_epochs >= schedule.epochs:
         run.log.say(
             f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"

@@ -72,6 +72,8 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
     if begun_with is None:
         return
     before, now = flatten(begun_with), flatten(config)
+    if now["train.precision"] == "auto":  # which keeps what the run was begun with
+        now["train.precision"] = before["train.precision"]
     changed = [key for key in now if not is_free(key) and before.get(key) != now[key]]
     accepted = [key for key in changed if _is_accepted(key, config) and key not in _NEVER]
     refused = [key for key in changed if key not in accepted]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from precisions import FP32
 
 REPOSITORY = Path(__file__).parent.parent
 PYTHON_BIN = Path(sys.executable).parent
@@ -35,14 +36,14 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 def run_module(
-    module: str, *arguments: object, processes: int = 1, check: bool = True, timeout: int = 300
+    module: str, *arguments: object, processes: int = 1, check: bool = True, timeout: int = 300, **environment: str
 ) -> subprocess.CompletedProcess:
-    """``python -m module arguments``, in several processes through ``launch/local.sh``."""
+    """``python -m module arguments``, in several processes through ``launch/local.sh``, with variables more than usual."""
     command = [sys.executable, "-m"] if processes == 1 else ["bash", "launch/local.sh", str(processes), "--"]
     result = subprocess.run(
         [*command, module, *map(str, arguments)],
         cwd=REPOSITORY,
-        env=clean_environment(),
+        env=clean_environment(**environment),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -138,7 +139,7 @@ def write_small_config(digits_shards: Path, folder: Path) -> Path:
         "model": {"name": "pervit_t", "image_size": 32, "num_classes": 10, "drop_path": 0.1},
         "data": {"path": str(digits_shards), "num_threads": 1},
         "augment": {"rand_augment_ops": 2, "erasing": 0.25, "mixup": 0.8, "cutmix": 1.0, "mix_group": 4},
-        "train": {"epochs": 10, "global_batch_size": 16, "micro_batch_size": 4, "precision": "fp32"},
+        "train": {"epochs": 10, "global_batch_size": 16, "micro_batch_size": 4, "precision": FP32},
         "optim": {"warmup_epochs": 0.1},
         "eval": {"every_epochs": None},
         "checkpoint": {"every_steps": None},

@@ -263,8 +263,9 @@ def train_two_steps(paths: list[Path], shards: Path, out: Path) -> None:
         assert all(math.isfinite(row["loss"]) and 0 < row["grad_norm"] < math.inf for row in steps), name(path)
         assert evaluation_rows(run_dir), name(path)
         ran, recipe = flatten(load_config(run_dir / "config.yaml")), flatten(loaded(path))
-        for key in ("model.name", "model.switches", "augment.repeats", "optim.lr", "train.precision", "train.ema_decay"):
+        for key in ("model.name", "model.switches", "augment.repeats", "optim.lr", "train.ema_decay"):
             assert ran[key] == recipe[key], f"{name(path)}: {key}"
+        assert recipe["train.precision"] == "auto" and ran["train.precision"] in ("bf16", "fp32"), name(path)
 
 
 def test_one_config_of_each_family_trains(tiny_shards: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import evaluation_rows, step_rows
 from faults.ranks import run_forked
+from precisions import RECIPE
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.checkpoint import latest_step, read_weights, saved_steps
@@ -51,7 +52,7 @@ def test_twenty_steps_equal_eleven_and_nine(stage: int, small_run: Path, tmp_pat
     saves on its way, which must not touch what it trains."""
     options = [
         f"train.zero_stage={stage}",
-        "train.precision=bf16",
+        f"train.precision={RECIPE}",
         "train.activation_checkpointing=true",
         "train.ema_decay=0.9",
     ]

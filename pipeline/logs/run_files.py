@@ -24,25 +24,27 @@ _PACKAGES = ("torch", "deepspeed", "nvidia-dali-cuda130", "numpy")
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 
-def write_run_files(config: Config, world: World, first_step: int) -> None:
+def write_run_files(config: Config, world: World, first_step: int, precision: str) -> None:
     """Write ``config.yaml`` and add this start to ``environment.json``; every process must call.
 
     Args:
         config: of this start.
         world: all processes.
         first_step: the step that this start takes first, counted from 1.
+        precision: which it computes in, and why.
 
     Raises:
         UserError: in every process: a file cannot be written, or ``environment.json`` was damaged.
     """
     hosts = sorted(set(world.gather(socket.gethostname())))
-    do_in_main(lambda: _write(config, {**_environment(world), "hosts": hosts, "first_step": first_step}), world)
+    start = {**_environment(world), "precision": precision, "hosts": hosts, "first_step": first_step}
+    do_in_main(lambda: _write(config, start), world)
 
 
 def _write(config: Config, start: dict) -> None:
     config_file, environment_file = (Path(config.output_dir) / name for name in (CONFIG, ENVIRONMENT))
     starts = [*_earlier_starts(environment_file), start]
-    contents = {config_file: config_to_yaml(config), environment_file: json.dumps(starts, indent=1) + "\n"}
+    contents = {config_file: f"# {start['precision']}\n{config_to_yaml(config)}", environment_file: json.dumps(starts, indent=1) + "\n"}
     for path, content in contents.items():
         try:
             remove_leftovers(path)
