@@ -73,24 +73,23 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
             if run.evaluation_due and not stopping:
                 stopping = complete_step(run, stopping=False)
             while run.step < run.schedule.last_step and not stopping:
-                images = training_step(run)
+                batch = training_step(run)
                 agreed = run.tell()
                 run.evaluation_due = run.schedule.passes(run.step, config.eval.every_epochs)
                 if run.step == run.first_step + 1:
-                    run.log.images("train/images", pictures.image_grid(images, config.data.mean, config.data.std), run.step)
+                    grid = pictures.image_grid(batch, run.train_set.classes, config.data.mean, config.data.std)
+                    run.log.image(pictures.IMAGES, grid, run.step)
                 stopping = complete_step(run, agreed.stop != 0 and run.step < run.schedule.last_step)
             run.saver.finish()
             if stopping:
                 run.log.say(f"stopped by a signal at step {run.step}: the same command goes on from here")
+            else:
+                run.log.say(f"done at step {run.step}; curves, beside those of other runs: tensorboard --logdir {run.folder.parent}")
     return PREEMPTED if stopping else 0
 
 
-def training_step(run: Run) -> Tensor:
-    """One optimizer step.
-
-    Returns:
-        The last micro-batch's images, (B, 3, H, W).
-    """
+def training_step(run: Run) -> Batch:
+    """One optimizer step; returns its last micro-batch."""
     config, engine, schedule, step = run.config, run.engine, run.schedule, run.step + 1  # its number, once it is done
     lr = learning_rate(run.step, schedule.steps_per_epoch, schedule.epochs, config.train.global_batch_size, config.optim)
     set_learning_rate(engine, lr)
@@ -126,7 +125,7 @@ def training_step(run: Run) -> Tensor:
         for each in seen:
             run.samples.add(each.request)
         run.samples.write(step)
-    return batch.images
+    return batch
 
 
 def complete_step(run: Run, stopping: bool) -> bool:
@@ -185,7 +184,7 @@ def note_results(run: Run, results: dict[str, dict[str, float]]) -> bool:
     run.log.evaluation(*where, results)
     phi = pictures.peripheral_maps(run.engine.module, run.config.model.image_size)
     if phi is not None:
-        run.log.images("model/peripheral_attention", phi, run.step)
+        run.log.image(pictures.PHI, pictures.map_grid(phi), run.step)
     weights, result = max(results.items(), key=lambda item: item[1]["top1"])
     if run.best and result["top1"] <= run.best["top1"]:
         return False
