@@ -27,6 +27,7 @@ from pipeline.engine import build_engine
 from pipeline.evaluate import check_classes, check_same_classes, evaluation_loader
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
+from pipeline.logs import console, pictures
 from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.logs.run_files import write_run_files
 from pipeline.logs.run_log import RunLog
@@ -140,9 +141,14 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     before = start.state if start else None
     if before and before.step >= schedule.last_step and not before.evaluation_due:
         if world.is_main:
-            print(f"{config.output_dir} is complete at step {before.step}: nothing to train.", flush=True)
+            console.say(f"{config.output_dir} is complete at step {before.step}: nothing to train.")
             lock.release()
         return None
+    if world.is_main:  # to build the engine takes a while
+        console.say(
+            f"data: {train_set.folder}: {len(train_set):,} training and {len(val_set):,} validation images, {len(train_set.classes)} classes"
+        )
+        console.say(f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
     precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)
     config = with_precision(config, precision.name)
     return _build_run(config, precision, world, stop, heartbeat, lock, schedule, train_set, val_set, start)
@@ -180,6 +186,8 @@ def _build_run(
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
     cost = world.gather(flops.count(*count) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
     model = build_model(config, world, fresh=before is None)
+    first_maps = None if before else pictures.peripheral_maps(model.eval(), config.model.image_size)  # before ZeRO-3 has the weights
+    model.train()
     teacher = load_teacher(config, world.device) if config.train.teacher else None
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
@@ -215,6 +223,8 @@ def _build_run(
         best=before.best if before else None,
         evaluation_due=before.evaluation_due if before else False,
     )
+    if first_maps is not None:
+        run.log.image(pictures.PHI, pictures.map_grid(first_maps), step)
     _introduce(run, precision, cost, before)
     return run
 
@@ -277,6 +287,6 @@ def _introduce(run: Run, precision: Precision, cost: flops.FlopRow, before: chec
         )
     run.log.say(
         f"{config.model.name} on {world.device}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {config.train.global_batch_size} = "
-        f"{config.train.micro_batch_size} x {world.size} processes x {accumulation_steps(config.train, world.size)}; steps {run.step} to "
-        f"{schedule.last_step}, {schedule.steps_per_epoch:.1f} per epoch"
+        f"{config.train.micro_batch_size} x {world.size} {'processes' if world.size > 1 else 'process'} x {accumulation_steps(config.train, world.size)}; steps {run.step} to "
+        f"{schedule.last_step}, {round(schedule.steps_per_epoch, 1):g} per epoch"
     )

@@ -9,22 +9,25 @@ checkpoint and end with exit code 75.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the imports below, which take seconds: --help, what is wrong with the config, the first line
+    from pipeline.cli import train_command
+
+    train_command()
+
 import math
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.config import Config, load_config
+from pipeline.config import Config
 from pipeline.data.loader import Batch, to_device
 from pipeline.distillation import hard_distillation_loss
 from pipeline.distributed import World, disconnect, init_world
 from pipeline.engine import optimizer_step, set_learning_rate
-from pipeline.errors import PREEMPTED, run_command
+from pipeline.errors import PREEMPTED
 from pipeline.evaluate import evaluate
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.nonfinite import MicroBatch, skip_or_stop
@@ -36,6 +39,14 @@ from pipeline.philox import Stream, uniforms
 from pipeline.run import Run, patience, start_run
 
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
+
+
+def connect_and_train(config: Config, stop: StopSignal) -> int:
+    """Connect the processes and :func:`train`; what ``python -m pipeline.train`` does once it knows the config."""
+    world = init_world(patience(config))
+    code = train(config, world, stop)
+    disconnect()
+    return code
 
 
 def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
@@ -62,24 +73,23 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
             if run.evaluation_due and not stopping:
                 stopping = complete_step(run, stopping=False)
             while run.step < run.schedule.last_step and not stopping:
-                images = training_step(run)
+                batch = training_step(run)
                 agreed = run.tell()
                 run.evaluation_due = run.schedule.passes(run.step, config.eval.every_epochs)
                 if run.step == run.first_step + 1:
-                    run.log.images("train/images", pictures.image_grid(images, config.data.mean, config.data.std), run.step)
+                    grid = pictures.image_grid(batch, run.train_set.classes, config.data.mean, config.data.std)
+                    run.log.image(pictures.IMAGES, grid, run.step)
                 stopping = complete_step(run, agreed.stop != 0 and run.step < run.schedule.last_step)
             run.saver.finish()
             if stopping:
                 run.log.say(f"stopped by a signal at step {run.step}: the same command goes on from here")
+            else:
+                run.log.say(f"done at step {run.step}; curves, beside those of other runs: tensorboard --logdir {run.folder.parent}")
     return PREEMPTED if stopping else 0
 
 
-def training_step(run: Run) -> Tensor:
-    """One optimizer step.
-
-    Returns:
-        The last micro-batch's images, (B, 3, H, W).
-    """
+def training_step(run: Run) -> Batch:
+    """One optimizer step; returns its last micro-batch."""
     config, engine, schedule, step = run.config, run.engine, run.schedule, run.step + 1  # its number, once it is done
     lr = learning_rate(run.step, schedule.steps_per_epoch, schedule.epochs, config.train.global_batch_size, config.optim)
     set_learning_rate(engine, lr)
@@ -115,7 +125,7 @@ def training_step(run: Run) -> Tensor:
         for each in seen:
             run.samples.add(each.request)
         run.samples.write(step)
-    return batch.images
+    return batch
 
 
 def complete_step(run: Run, stopping: bool) -> bool:
@@ -174,7 +184,7 @@ def note_results(run: Run, results: dict[str, dict[str, float]]) -> bool:
     run.log.evaluation(*where, results)
     phi = pictures.peripheral_maps(run.engine.module, run.config.model.image_size)
     if phi is not None:
-        run.log.images("model/peripheral_attention", phi, run.step)
+        run.log.image(pictures.PHI, pictures.map_grid(phi), run.step)
     weights, result = max(results.items(), key=lambda item: item[1]["top1"])
     if run.best and result["top1"] <= run.best["top1"]:
         return False
@@ -217,20 +227,3 @@ def sample_noise(model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
     noise = uniforms(Stream.STOCHASTIC_DEPTH, seed, batch.request.epoch, batch.request.position, count).astype(np.float32)
     noise = np.minimum(noise, _BELOW_ONE)  # rounding must not make a 1 of it
     return to_device(noise, batch.images.device)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, type=Path, help="a file of configs/")
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=100")
-    args = parser.parse_args()
-    with StopSignal() as stop:  # from the beginning: to start takes a while
-        config = load_config(args.config, args.overrides)
-        world = init_world(patience(config))
-        code = train(config, world, stop)
-        disconnect()
-    return code
-
-
-if __name__ == "__main__":
-    run_command(main)

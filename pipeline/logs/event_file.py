@@ -47,7 +47,7 @@ class EventFile:
         self._add(Event(summary=summary.scalar(name, value)), step)
 
     def image(self, name: str, image: Tensor, step: int) -> None:
-        """A picture: (3, H, W) or (1, H, W), values in [0, 1]."""
+        """A picture: (3, H, W), uint8."""
         self._add(Event(summary=summary.image(name, image, dataformats="CHW")), step)
 
     def text(self, name: str, markdown: str, step: int) -> None:

@@ -4,7 +4,7 @@
 
     RUN/config.yaml         the resolved config                                              (run_files.py)
     RUN/environment.json    versions, git commit, hosts, Slurm job; one entry per start      (run_files.py)
-    RUN/metrics.jsonl       one JSON object a line, a line per step and per evaluation
+    RUN/metrics.jsonl       one JSON object a line, a line per step and per evaluation; ``time`` is seconds since 1970
     RUN/tensorboard/        the same as curves, and images                                   (event_file.py)
 
 A file that cannot be written, or that somebody removed, ends the run in every process with one sentence: rows that nobody
@@ -31,9 +31,16 @@ from pipeline.distributed import World
 from pipeline.errors import UserError
 from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
 from pipeline.hardware import memory_gib, peak_flops
+from pipeline.logs import console
 from pipeline.logs.bad_sample_report import BadSampleReport
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
+
+# TensorBoard sorts groups and the cards in them by name, and opens the first two groups: eval and train are to be those.
+_UTILIZATION = ("images_per_second", "mfu", "data_wait", "memory_gib", "peak_memory_gib")
+_TROUBLE = ("replaced", "bad_samples", "skipped_steps")
+_GROUPS = {**dict.fromkeys(_UTILIZATION, "utilization"), **dict.fromkeys(_TROUBLE, "trouble")}
+_NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count")  # straight lines, or another curve's again
 
 
 @dataclass
@@ -50,6 +57,7 @@ class StepRecord:
     replaced: int = 0  # images of this process's share that stood in for bad ones
     bad_samples: dict[int, str] = field(default_factory=dict)  # that this process met in this step: sample -> sentence
     skipped_steps: int = 0  # so far in the run, this step included: without a finite gradient, so they changed no weight
+    time: float = field(default_factory=time.time)  # when it was done: seconds since 1970
 
 
 class RunLog:
@@ -85,6 +93,8 @@ class RunLog:
         self._refused_since: float | None = None  # when the disk began to refuse rows
         self.bad_samples = BadSampleReport(world) if bad_samples is None else bad_samples
         self._since = time.perf_counter()
+        self._total_steps = total_steps
+        self._pace: tuple[int, float] | None = None  # step and time from which on the time left is judged
         self._bar = tqdm(
             total=total_steps, initial=start_step, desc="training", unit="step", disable=None if world.is_main else True
         )
@@ -109,6 +119,7 @@ class RunLog:
     def step(self, record: StepRecord) -> None:
         """Note a step; every ``log.every_steps`` steps write what was noted."""
         self._pending.append(record)
+        self._pace = self._pace or (record.step, time.perf_counter())
         self._bar.update()
         if record.step % self._config.log.every_steps == 0:
             self.flush()
@@ -144,8 +155,8 @@ class RunLog:
         if self._world.is_main:
             speed = self._speed(records)
             for record, loss, norm, count in zip(records, losses, norms, replaced):
-                row = {"step": record.step, "epoch": record.epoch, "samples": record.samples, "loss": loss}
-                row = {**row, "lr": record.lr, "grad_norm": norm, **speed, "replaced": count}
+                row = {"step": record.step, "time": round(record.time, 3), "epoch": record.epoch, "samples": record.samples}
+                row = {**row, "loss": loss, "lr": record.lr, "grad_norm": norm, **speed, "replaced": count}
                 row = {**row, "bad_samples": len(self.bad_samples), "skipped_steps": record.skipped_steps}
                 self._add_row(row, group="train")
             self._show(records[-1], losses[-1], norms[-1], speed)
@@ -178,10 +189,10 @@ class RunLog:
         Raises:
             UserError: in every process: a file cannot be written or is gone.
         """
-        where = {"step": step, "epoch": epoch, "samples": samples}
+        where = {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
         for weights, result in results.items():
             if self._world.is_main:
-                self._add_row({**where, "weights": weights, **result}, "eval" if weights == "model" else f"eval_{weights}")
+                self._add_row({**where, "weights": weights, **result}, "eval", "" if weights == "model" else f"_{weights}")
             self.say(
                 f"step {step} epoch {epoch:.2f}: {weights} top-1 {result['top1']:.2f} % top-5 {result['top5']:.2f} % "
                 f"loss {result['loss']:.4f} on {result['count']} images"
@@ -189,10 +200,10 @@ class RunLog:
         self._write_files()
         self._since = time.perf_counter()  # the time it took is not the training's
 
-    def images(self, name: str, grid: Tensor, step: int) -> None:
-        """Add a picture (3, H, W) or (1, H, W), values in [0, 1], to what is written next."""
+    def image(self, name: str, picture: Tensor, step: int) -> None:
+        """Add a picture (3, H, W), uint8, to what is written next."""
         if self._world.is_main:
-            self._events.image(name, grid, step)
+            self._events.image(name, picture, step)
 
     def restart_clock(self) -> None:
         """After something that is not training (a checkpoint): its time does not count."""
@@ -201,7 +212,7 @@ class RunLog:
     def say(self, text: str) -> None:
         """One line for humans, from the main process."""
         if self._world.is_main:
-            self._bar.write(text) if not self._bar.disable else print(text, flush=True)
+            console.say(text)
 
     def close(self) -> None:
         """Write what is left.
@@ -214,12 +225,12 @@ class RunLog:
             self._metrics.close()
             self._events.close()
 
-    def _add_row(self, row: dict[str, Any], group: str) -> None:
+    def _add_row(self, row: dict[str, Any], group: str, suffix: str = "") -> None:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}  # JSON has no NaN
         self._metrics.add(json.dumps(plain).encode() + b"\n")
         for name, value in row.items():
-            if isinstance(value, (int, float)) and name != "step":
-                self._events.scalar(f"{group}/{name}", value, row["step"])
+            if isinstance(value, (int, float)) and name not in _NO_CURVES:
+                self._events.scalar(f"{_GROUPS.get(name, group)}/{name}{suffix}", value, row["step"])
 
     def _write_files(self, to_disk: bool = False) -> None:
         """Every process must call, so that all of them stop when the main one cannot write."""
@@ -240,14 +251,18 @@ class RunLog:
         do_in_main(write, self._world)
 
     def _show(self, record: StepRecord, loss: float, norm: float, speed: dict[str, float]) -> None:
-        if self._bar.disable:
-            self.say(
-                f"step {record.step}/{self._bar.total} epoch {record.epoch:.2f} loss {loss:.4f} lr {record.lr:.2e} "
-                f"grad norm {norm:.3g} {speed['images_per_second']:.1f} images/s mfu {speed['mfu']:.1%} "
-                f"data wait {speed['data_wait']:.1%} memory {speed['memory_gib']:.2f} GiB"
-            )
-        else:
-            self._bar.set_postfix_str(f"loss {loss:.3f}, {speed['images_per_second']:.0f} images/s")
+        self.say(
+            f"step {record.step}/{self._total_steps} epoch {record.epoch:.2f} loss {loss:.4f} lr {record.lr:.2e} "
+            f"grad norm {norm:.3g} {speed['images_per_second']:.1f} images/s mfu {speed['mfu']:.1%} "
+            f"data wait {speed['data_wait']:.1%} memory {speed['memory_gib']:.2f} GiB{self._time_left(record.step)}"
+        )
+
+    def _time_left(self, step: int) -> str:
+        """At the pace of this start so far, evaluations and checkpoints included, its first step, which is slow, not."""
+        first, began = self._pace
+        if not first < step < self._total_steps:
+            return ""
+        return f", {console.duration((time.perf_counter() - began) / (step - first) * (self._total_steps - step))} left"
 
 
 def _drop_rows_after(metrics: Path, step: int) -> None:
