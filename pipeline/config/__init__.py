@@ -22,6 +22,7 @@ from pipeline.config.sections import (
     Section,
     TrainConfig,
 )
+from pipeline.config.values import parse_value
 
 __all__ = [
     "AugmentConfig",
@@ -43,5 +44,6 @@ __all__ = [
     "flatten",
     "load_config",
     "markdown_table",
+    "parse_value",
     "section_from_dict",
 ]
