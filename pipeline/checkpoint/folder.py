@@ -11,6 +11,7 @@ them is removed. So what is called ``step-...`` is complete, unless a file was d
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from pipeline.files import sync_folder
 FOLDER, MANIFEST = "checkpoints", "checkpoint.json"
 SAVING, _REMOVING, _REPLACED = ".saving-", ".removing-", ".replaced-"  # names of folders that are no checkpoints
 FORMAT = 3
+BEST = "best"  # as a value of --step
 _CHUNK = 16 << 20
 
 
@@ -113,8 +115,14 @@ def step_folder(run_dir: Path, step: int) -> Path:
 
 def saved_steps(run_dir: Path) -> list[int]:
     """Steps of the run's checkpoints, ascending."""
-    names = (path.name for path in (run_dir / FOLDER).glob("step-*") if path.is_dir())
-    return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{8,}", name))
+    names = [path.name for path in (run_dir / FOLDER).glob("step-*") if path.is_dir()]
+    return sorted(step for step in map(_step_of, names) if step is not None)
+
+
+def _step_of(name: str) -> int | None:
+    """The step that a checkpoint's folder of this name has, or None if that is no checkpoint's name."""
+    match = re.fullmatch(r"step-(0[0-9]{7}|[1-9][0-9]{7,})", name)  # no other name is ever given
+    return int(match[1]) if match else None
 
 
 def latest_step(run_dir: Path) -> int | None:
@@ -122,8 +130,43 @@ def latest_step(run_dir: Path) -> int | None:
     return max(saved_steps(run_dir), default=None)
 
 
-def find_step(run_dir: Path, step: int | None = None) -> int:
-    """The step of the newest checkpoint, or ``step`` if there is one of it.
+def parse_step(text: str) -> int | str:
+    """The value of ``--step``: a number or ``best``; a ``type`` for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    if text == BEST:
+        return BEST
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no step: write a number, or `{BEST}`") from None
+
+
+def locate(path: Path) -> tuple[Path, int | None]:
+    """What a path means that a command was given: a run folder, or one of its checkpoints as ``inspect`` shows them.
+
+    Args:
+        path: ``RUN``, ``RUN/checkpoints`` or ``RUN/checkpoints/step-00000040``; it need not exist.
+
+    Returns:
+        The run folder, and the step if the path names one.
+    """
+    whole = path.absolute()
+    step = _step_of(whole.name)
+    levels = 1 if step is None else 2  # from the path up to the run folder
+    if (path / FOLDER).is_dir() or (whole if step is None else whole.parent).name != FOLDER:
+        return path, None
+    return (path if len(path.parts) >= levels else whole).parents[levels - 1], step
+
+
+def find_step(run_dir: Path, step: int | str | None = None) -> int:
+    """The step of a checkpoint that is there.
+
+    Args:
+        run_dir: a run folder.
+        step: None: the newest; ``best``: the one with the best top-1 so far, as the newest readable one says; else this one.
 
     Raises:
         UserError: there is none.
@@ -133,9 +176,47 @@ def find_step(run_dir: Path, step: int | None = None) -> int:
         raise UserError(
             f"{run_dir} holds 0 checkpoints, 1 needed (no {FOLDER}/step-*): pass the output_dir of a run that has saved one."
         )
+    if step == BEST:
+        return _best_step(run_dir, steps)
     if step is not None and step not in steps:
         raise UserError(f"{run_dir} has no checkpoint of step {step}, but of {steps}: choose one of them.")
     return steps[-1] if step is None else step
+
+
+def find_checkpoint(path: Path, step: int | str | None = None) -> tuple[Path, int]:
+    """The checkpoint that a command was asked for: :func:`locate` and :func:`find_step` together.
+
+    Args:
+        path: a run folder, or one of its checkpoints.
+        step: as in :func:`find_step`.
+
+    Returns:
+        The run folder and the step.
+
+    Raises:
+        UserError: there is none, or path and step name two.
+    """
+    run_dir, named = locate(path)
+    found = find_step(run_dir, named if step is None else step)
+    if named is not None and found != named:
+        raise UserError(f"{path} is of step {named}, but --step is {step}: leave one of them out.")
+    return run_dir, found
+
+
+def _best_step(run_dir: Path, steps: list[int]) -> int:
+    for step in reversed(steps):
+        try:
+            best = Manifest.read(step_folder(run_dir, step)).state.best
+        except UserError:
+            continue  # a damaged one
+        if best is None:
+            raise UserError(f"{run_dir} has no best checkpoint, it was not evaluated yet: choose a step of {steps}.")
+        if best["step"] not in steps:
+            raise UserError(
+                f"{run_dir} no longer has its best checkpoint, that of step {best['step']}, but those of {steps}: choose one of them."
+            )
+        return best["step"]
+    raise UserError(f"{run_dir} has no checkpoint that says which is the best, of {steps} none can be read: choose one of them.")
 
 
 def checksum(path: Path) -> FileRecord:
