@@ -23,6 +23,7 @@ from pipeline.checkpoint.folder import (
     remove_old,
 )
 from pipeline.checkpoint.parts import Parts, stretch_key, write_part
+from pipeline.config import Config
 from pipeline.errors import UserError
 
 STATE = RunState(
@@ -30,8 +31,8 @@ STATE = RunState(
     samples=64,
     optimizer_step=4,
     skipped_steps=0,
-    config={},
-    config_hash="",
+    config=Config().model_dump(mode="json"),
+    config_hash="0" * 64,
     classes=["a", "b"],
     data={"samples": 100, "fingerprint": "f"},
     world_size=1,

@@ -100,6 +100,11 @@ class Parts:
     Args:
         folder: the checkpoint's.
         names: of its files.
+
+    Raises:
+        ValueError: a tensor in them is none that a checkpoint has.
+        safetensors.SafetensorError: one is no safetensors file.
+        OSError: one cannot be read.
     """
 
     def __init__(self, folder: Path, names: list[str]) -> None:
@@ -108,6 +113,8 @@ class Parts:
         for number, file in enumerate(self._files):
             for key in file.keys():  # noqa: SIM118 - not a dict
                 quantity, name, start = key.split("/")
+                if quantity != BUFFER and len(file.get_slice(key).get_shape()) != 1:
+                    raise ValueError(f"{key} is no stretch of a flattened tensor")
                 self._stretches[quantity, name].append((int(start), number, key))
         for pieces in self._stretches.values():
             pieces.sort()

@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipeline.checkpoint.coverage import find_gaps
 from pipeline.checkpoint.folder import Manifest, RunState, find_damage, find_step, saved_steps, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT
 from pipeline.checkpoint.parts import BUFFER, Parts
+from pipeline.checkpoint.whole import Seen
 from pipeline.errors import UserError
 
 
@@ -46,7 +48,8 @@ def read_weights(run_dir: Path, step: int | None = None) -> SavedWeights:
     """
     folder = step_folder(run_dir, find_step(run_dir, step))
     manifest = Manifest.read(folder)
-    if damage := find_damage(folder, manifest.files):
+    seen = Seen.look(folder, manifest.files)
+    if damage := find_damage(folder, manifest.files) or find_gaps(folder, manifest):
         raise UserError(f"{damage[0]}: take another checkpoint (present: steps {saved_steps(run_dir)}), or restore the file.")
     parts = Parts(folder, [record.name for record in manifest.files])
     buffers = {name: parts.read_buffer(name) for name in parts.names(BUFFER)}
@@ -57,7 +60,9 @@ def read_weights(run_dir: Path, step: int | None = None) -> SavedWeights:
             tensors[name] = parts.read(quantity, name, 0, torch.Size(shape).numel()).reshape(shape)
         return {**tensors, **buffers}
 
-    return SavedWeights(manifest.state, whole(WEIGHT), whole(EMA) if parts.names(EMA) else None)
+    saved = SavedWeights(manifest.state, whole(WEIGHT), whole(EMA) if parts.names(EMA) else None)
+    seen.check()
+    return saved
 
 
 def read_initial_weights(source: Path) -> dict[str, Tensor]:
