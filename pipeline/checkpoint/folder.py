@@ -1,4 +1,4 @@
-"""Where checkpoints lie, what says that one is whole, and which of them stay.
+"""Where checkpoints lie, how one of them is named to a command, and which of them stay.
 
 ::
 
@@ -18,8 +18,8 @@ import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, OtherFormat, RunState, folder_name
-from pipeline.checkpoint.whole import checksum, find_damage
+from pipeline.checkpoint.manifest import Manifest, RunState, folder_name  # noqa: F401 - the state is imported from here
+from pipeline.checkpoint.whole import find_damage
 from pipeline.errors import UserError
 from pipeline.files import sync_folder
 

@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -161,8 +161,8 @@ def folder_name(step: int) -> str:
 
 class _Model(BaseModel):
     name: _Text
-    num_classes: _Count
-    image_size: _Count
+    num_classes: _Positive
+    image_size: _Positive
     switches: dict[str, Any]
 
 
@@ -171,7 +171,7 @@ class _Train(BaseModel):
 
 
 class _Retention(BaseModel):
-    keep_last: _Count
+    keep_last: _Positive
     keep_best: _Flag
     keep_every_steps: _Positive | None
 
@@ -192,7 +192,7 @@ class _Data(BaseModel):
 class _Best(BaseModel):
     top1: _Percent
     step: _Count
-    weights: _Text
+    weights: Literal["model", "ema"]
 
 
 def _validated(values: dict[str, Any], source: str) -> Manifest:

@@ -18,7 +18,7 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.folder import FileRecord
+from pipeline.checkpoint.manifest import FileRecord
 
 BUFFER = "buffer"
 _DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
@@ -95,7 +95,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 class Parts:
     """Reads stretches from all files of a checkpoint, each from wherever it was saved.
 
-    The files are mapped into memory: they must be whole (:func:`~pipeline.checkpoint.folder.find_damage`).
+    The files are mapped into memory: they must be whole (:func:`~pipeline.checkpoint.whole.find_damage`).
 
     Args:
         folder: the checkpoint's.

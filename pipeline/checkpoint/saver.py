@@ -16,17 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.agreement import Agreed, Agreement
-from pipeline.checkpoint.folder import (
-    FOLDER,
-    MANIFEST,
-    SAVING,
-    FileRecord,
-    Manifest,
-    RunState,
-    publish,
-    remove_old,
-    step_folder,
-)
+from pipeline.checkpoint.folder import FOLDER, SAVING, publish, remove_old, step_folder
+from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, RunState
 from pipeline.checkpoint.parts import check_space, write_part
 from pipeline.checkpoint.snapshot import HostCopies, saved_tensors
 from pipeline.config import CheckpointConfig

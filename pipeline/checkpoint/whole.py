@@ -62,6 +62,17 @@ def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) ->
     return sentences
 
 
+def find_all_damage(folder: Path, manifest: Manifest) -> list[str]:
+    """A sentence for each file that is not as it was written, and if there is none, for each number that is in none of them.
+
+    Raises:
+        OSError: a file cannot be read now.
+    """
+    from pipeline.checkpoint.coverage import find_gaps  # needs PyTorch
+
+    return find_damage(folder, manifest.files) or find_gaps(folder, manifest)
+
+
 @dataclass(frozen=True)
 class Seen:
     """A checkpoint's files as they lay there before they were compared with their checksums.
