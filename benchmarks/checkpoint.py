@@ -187,8 +187,8 @@ def throughput_table(training: Training, rounds: int) -> list[str]:
 
 
 def _load(training: Training) -> None:
-    manifest = checkpoint.newest_whole(training.folder, training.world)
-    checkpoint.load(training.engine, training.folder, manifest, training.ema)
+    verified = checkpoint.newest_whole(training.folder, training.world)
+    checkpoint.load(training.engine, verified, training.ema, training.world)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,13 @@ from typing import BinaryIO
 from pipeline.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_KINDS = (
+    (stat.S_ISLNK, "symbolic link"),
+    (stat.S_ISDIR, "folder"),
+    (stat.S_ISFIFO, "named pipe"),
+    (stat.S_ISSOCK, "socket"),
+    (lambda mode: True, "device"),
+)
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -55,6 +63,21 @@ def remove_leftovers(path: Path) -> None:
     """Remove what killed writers of a file left beside it. Nobody else may be writing it now."""
     for temporary in path.parent.glob(f".{path.name}.*.tmp"):
         temporary.unlink(missing_ok=True)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading that must be one of its own: a named pipe would be waited for, a symbolic link leads elsewhere.
+
+    Raises:
+        UserError: it is something else than a regular file.
+        OSError: it is not there or cannot be read.
+    """
+    mode = path.lstat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = next(name for is_one, name in _KINDS if is_one(mode))
+        raise UserError(f"{path} is a {kind}, a regular file needed: restore the file.")
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # it may have been replaced just now
+    return open(descriptor, "rb")
 
 
 def sync_folder(folder: Path) -> None:

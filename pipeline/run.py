@@ -16,6 +16,7 @@ from pipeline import checkpoint, flops
 from pipeline.agreement import Agreed, Agreement, do_in_main
 from pipeline.batchnorm import StepStatistics
 from pipeline.checkpoint.held import optimizer_step_count
+from pipeline.checkpoint.whole import Verified
 from pipeline.config import Config, accumulation_steps, config_from_dict
 from pipeline.data.loader import Loader
 from pipeline.data.plan import TrainPlan
@@ -154,19 +155,19 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     return _build_run(config, precision, world, stop, heartbeat, lock, schedule, train_set, val_set, start)
 
 
-def find_start(config: Config, world: World, train_set: ShardSet) -> checkpoint.Manifest | None:
-    """The manifest of the checkpoint that the run goes on from, None for a new run; every process must call.
+def find_start(config: Config, world: World, train_set: ShardSet) -> Verified | None:
+    """The checkpoint that the run goes on from, None for a new run; every process must call.
 
     Raises:
         UserError: no checkpoint is whole, or they are of another config or data set.
     """
     folder = Path(config.output_dir)
     do_in_main(lambda: checkpoint.sweep(folder), world)
-    manifest = checkpoint.newest_whole(folder, world)
-    before = manifest.state if manifest else None
+    verified = checkpoint.newest_whole(folder, world)
+    before = verified.state if verified else None
     check_same_run(config, config_from_dict(before.config, source=str(folder)) if before else None, world)
     check_same_data(config, before.data if before else None, train_set.identity(), world)
-    return manifest
+    return verified
 
 
 def _build_run(
@@ -179,7 +180,7 @@ def _build_run(
     schedule: Schedule,
     train_set: ShardSet,
     val_set: ShardSet,
-    start: checkpoint.Manifest | None,
+    start: Verified | None,
 ) -> Run:
     before = start.state if start else None
     folder, step = Path(config.output_dir), before.step if before else 0
@@ -192,7 +193,7 @@ def _build_run(
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if start:
-        checkpoint.load(engine, folder, start, ema)
+        checkpoint.load(engine, start, ema, world)
 
     write_run_files(config, world, step + 1, str(precision))  # only now: a start that was refused does not change them
     flops_per_image = cost.training_flops_per_image(config.train.micro_batch_size)

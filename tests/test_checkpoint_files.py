@@ -14,15 +14,11 @@ from torch import Tensor
 
 from pipeline.checkpoint import Manifest, RunState, saved_steps, step_folder, sweep
 from pipeline.checkpoint.coverage import find_gaps
-from pipeline.checkpoint.folder import (
-    FOLDER,
-    MANIFEST,
-    checksum,
-    find_damage,
-    publish,
-    remove_old,
-)
+from pipeline.checkpoint.folder import FOLDER, publish, remove_old
+from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.parts import Parts, stretch_key, write_part
+from pipeline.checkpoint.whole import checksum, find_damage
+from pipeline.config import Config
 from pipeline.errors import UserError
 
 STATE = RunState(
@@ -30,8 +26,8 @@ STATE = RunState(
     samples=64,
     optimizer_step=4,
     skipped_steps=0,
-    config={},
-    config_hash="",
+    config=Config().model_dump(mode="json"),
+    config_hash="0" * 64,
     classes=["a", "b"],
     data={"samples": 100, "fingerprint": "f"},
     world_size=1,

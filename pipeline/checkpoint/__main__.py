@@ -1,10 +1,10 @@
 """Look at a run's checkpoints from outside; a training may go on meanwhile.
 
-    python -m pipeline.checkpoint inspect RUN_DIR [--step N]
-    python -m pipeline.checkpoint verify RUN_DIR [--step N]
-    python -m pipeline.checkpoint export RUN_DIR --output FILE.safetensors [--weights ema] [--names authors] [--step N] [--force]
+    python -m pipeline.checkpoint inspect runs/pervit_t
+    python -m pipeline.checkpoint verify runs/pervit_t/checkpoints/step-00001000
+    python -m pipeline.checkpoint export runs/pervit_t --step best --output pervit_t.safetensors
 
-``verify`` ends with exit code 1 if anything is damaged.
+A run is meant by its output_dir, or by the folder of one of its checkpoints. ``COMMAND --help`` lists the options and shows examples.
 """
 
 from __future__ import annotations
@@ -12,31 +12,39 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.checkpoint import overview
-from pipeline.checkpoint.coverage import find_gaps
-from pipeline.checkpoint.export import export
-from pipeline.checkpoint.folder import Manifest, find_damage, find_step, saved_steps, step_folder
+from pipeline.checkpoint.folder import find_checkpoint, locate, parse_step, saved_steps, step_folder
+from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.whole import find_damage
 from pipeline.errors import UserError, run_command
 
+_EXAMPLES = {
+    "inspect": "inspect runs/pervit_t\n  {} inspect runs/pervit_t --step best",
+    "verify": "verify runs/pervit_t\n  {} verify runs/pervit_t --step 1000\n\nThe exit code is 1 if anything is damaged.",
+    "export": "export runs/pervit_t --output pervit_t.safetensors\n"
+    "  {} export runs/pervit_t --step best --weights ema --output best.safetensors --force",
+}
 
-def inspect(run_dir: Path, step: int | None) -> None:
-    """Print a line for every checkpoint, and what one of them holds: that of ``step``, else the newest that can be read.
+
+def inspect(path: Path, step: int | str | None) -> None:
+    """Print a line for every checkpoint, and what one of them holds: that which was asked for, else the newest that can be read.
 
     Raises:
         UserError: there is none.
     """
-    find_step(run_dir, step)
+    from pipeline.checkpoint import overview
+
+    run_dir, chosen = find_checkpoint(path, step)
     manifests = overview.read_manifests(run_dir)
     print(overview.table(run_dir, manifests), flush=True)
-    readable = [number for number, manifest in manifests.items() if isinstance(manifest, Manifest)]
-    chosen = step if step is not None else max(readable, default=max(manifests))
+    if step is None and locate(path)[1] is None:
+        chosen = max((each for each, manifest in manifests.items() if isinstance(manifest, Manifest)), default=chosen)
     manifest = manifests[chosen]
     if isinstance(manifest, UserError):
         raise manifest
     print("\n" + overview.details(step_folder(run_dir, chosen), manifest))
 
 
-def verify(run_dir: Path, step: int | None) -> int:
+def verify(path: Path, step: int | str | None) -> int:
     """Compare every file of every checkpoint, or of one, with its checksum, and see that nothing is missing in them.
 
     Returns:
@@ -45,9 +53,10 @@ def verify(run_dir: Path, step: int | None) -> int:
     Raises:
         UserError: there is no checkpoint.
     """
-    newest = find_step(run_dir, step)
+    run_dir, found = find_checkpoint(path, step)
+    everything = step is None and locate(path)[1] is None
     damaged = []
-    for number in saved_steps(run_dir) if step is None else [newest]:
+    for number in saved_steps(run_dir) if everything else [found]:
         folder = step_folder(run_dir, number)
         problems = verify_one(folder)
         if problems and not folder.exists():
@@ -68,6 +77,9 @@ def verify_one(folder: Path) -> list[str]:
     Returns:
         A sentence for each thing that is damaged.
     """
+    from pipeline.checkpoint.coverage import find_gaps
+    from pipeline.checkpoint.overview import size_text
+
     print(folder)
     try:
         manifest = Manifest.read(folder)
@@ -78,7 +90,7 @@ def verify_one(folder: Path) -> list[str]:
         found = find_damage(folder, [record])
         problems += found
         if not found:
-            print(f"  whole   {record.name}  {overview.size_text(record.bytes)}", flush=True)
+            print(f"  whole   {record.name}  {size_text(record.bytes)}", flush=True)
     return problems or find_gaps(folder, manifest)  # the headers of damaged files say nothing
 
 
@@ -92,10 +104,13 @@ def main() -> int | None:
         ("verify", "compare every file with its checksum"),
         ("export", "write plain weights to a file"),
     ):
-        command = commands.add_parser(name, help=what)
-        command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's output_dir")
+        examples = f"examples:\n  {parser.prog} " + _EXAMPLES[name].format(parser.prog)
+        command = commands.add_parser(
+            name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=examples, formatter_class=parser.formatter_class
+        )
+        command.add_argument("path", type=Path, metavar="RUN_DIR", help="a run's output_dir, or the folder of one of its checkpoints")
         default = "all" if name == "verify" else "the newest"
-        command.add_argument("--step", type=int, help=f"of the checkpoint (default: {default})")
+        command.add_argument("--step", type=parse_step, metavar="N|best", help=f"of the checkpoint (default: {default})")
     command.add_argument("--output", type=Path, required=True, metavar="FILE", help="*.safetensors")
     command.add_argument("--weights", choices=("model", "ema"), default="model", help="default: model")
     command.add_argument(
@@ -104,10 +119,12 @@ def main() -> int | None:
     command.add_argument("--force", action="store_true", help="replace a file that is there already")
     args = parser.parse_args()
     if args.command == "inspect":
-        return inspect(args.run_dir, args.step)
+        return inspect(args.path, args.step)
     if args.command == "verify":
-        return verify(args.run_dir, args.step)
-    written = export(args.run_dir, args.output, args.step, args.weights, args.names, args.force)
+        return verify(args.path, args.step)
+    from pipeline.checkpoint.export import export
+
+    written = export(args.path, args.output, args.step, args.weights, args.names, args.force)
     print(
         f"{args.output}: {written.model}, {written.weights} weights of step {written.step}, named as {'the authors do' if written.names == 'authors' else 'here'}"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from pipeline.checkpoint.folder import Manifest
 from pipeline.checkpoint.held import EMA, MOMENTS, WEIGHT
+from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.parts import BUFFER, Parts
 
 

@@ -8,20 +8,25 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from pipeline.agreement import raise_on_all
-from pipeline.checkpoint.folder import Manifest, OtherFormat, find_damage, saved_steps, set_aside, step_folder
+from pipeline.checkpoint.coverage import find_gaps
+from pipeline.checkpoint.folder import saved_steps, set_aside, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
+from pipeline.checkpoint.manifest import MANIFEST, Manifest, OtherFormat
 from pipeline.checkpoint.parts import Parts
 from pipeline.checkpoint.snapshot import saved_buffers
+from pipeline.checkpoint.whole import Seen, Verified, find_damage
 from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.errors import UserError
 
+_NAMED = 3  # gaps that a sentence lists
 _LAG_SECONDS = 90.0  # that another node's network disk may take to show a folder which the main process sees
 
 
-def newest_whole(run_dir: Path, world: World) -> Manifest | None:
+def newest_whole(run_dir: Path, world: World) -> Verified | None:
     """The newest checkpoint whose every file is as it was written, or None when the run has none; every process must call.
 
     Each process compares some of the files. A damaged checkpoint is named in a warning, set aside, and the one before is taken. The
@@ -33,8 +38,7 @@ def newest_whole(run_dir: Path, world: World) -> Manifest | None:
     steps = world.gather(saved_steps(run_dir))[0]  # the main process's word: network disks may lag elsewhere
     damaged: dict[int, str] = {}
     for step in reversed(steps):
-        manifest, problems = _examine(step_folder(run_dir, step), world)
-        problems = sorted({sentence for part in world.gather(problems) for sentence in part})
+        verified, problems = _examine(step_folder(run_dir, step), world)
         if not problems:
             if world.is_main:
                 for passed_over, sentence in damaged.items():
@@ -45,7 +49,7 @@ def newest_whole(run_dir: Path, world: World) -> Manifest | None:
                         flush=True,
                     )
             world.barrier()
-            return manifest
+            return verified
         damaged[step] = "; ".join(problems)
     if damaged:
         raise UserError(
@@ -55,16 +59,16 @@ def newest_whole(run_dir: Path, world: World) -> Manifest | None:
     return None
 
 
-def _examine(folder: Path, world: World) -> tuple[Manifest | None, list[str]]:
-    """The manifest, the same in every process, and what is wrong with this process's share of the files.
+def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
+    """The checkpoint, with the same manifest in every process, and what all have found wrong with it.
 
     Raises:
         UserError: in every process: another version wrote it, or a file cannot be read now, which is no reason to pass it over.
     """
-    manifest = problem = refusal = None
+    text = problem = refusal = None
     if world.is_main:
         try:
-            manifest = Manifest.read(folder)
+            text = Manifest.read(folder).to_text()
         except OtherFormat as error:
             refusal = error
         except UserError as error:
@@ -72,19 +76,24 @@ def _examine(folder: Path, world: World) -> tuple[Manifest | None, list[str]]:
         except OSError as error:
             refusal = _unreadable(error)
     raise_on_all(refusal, world)
-    manifest, problem = world.gather((manifest, problem))[0]
+    text, problem = world.gather([text, problem])[0]
     if problem:
         return None, [problem]
+    manifest = Manifest.parse(text, str(folder / MANIFEST))
     deadline = time.monotonic() + _LAG_SECONDS
     while not folder.is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)
-    damage = []
+    seen, damage = Seen.look(folder, manifest.files), []
     try:
-        damage = find_damage(folder, manifest.files[world.rank :: world.size])
+        damage = find_damage(folder, manifest.files, contents=False)  # all are read here, whoever compares their contents
+        damage = damage or find_damage(folder, manifest.files[world.rank :: world.size])
     except OSError as error:
         refusal = _unreadable(error)
     raise_on_all(refusal, world)
-    return manifest, damage
+    problems = sorted({sentence for part in world.gather(damage) for sentence in part})
+    if not problems:  # the headers of damaged files say nothing
+        problems = world.gather(find_gaps(folder, manifest)[:_NAMED] if world.is_main else [])[0]
+    return Verified(folder, manifest, seen), problems
 
 
 def _unreadable(error: OSError) -> UserError:
@@ -95,33 +104,45 @@ def _unreadable(error: OSError) -> UserError:
 
 
 @torch.no_grad()
-def load(engine, run_dir: Path, manifest: Manifest, ema: WeightAverage | None) -> None:
+def load(engine, verified: Verified, ema: WeightAverage | None, world: World) -> None:
     """Put a checkpoint into an engine of any ZeRO stage on any number of processes; every process must call.
 
     Args:
         engine: new, of the same model.
-        run_dir: the run folder.
-        manifest: of the checkpoint, a whole one (:func:`newest_whole`).
+        verified: a whole checkpoint (:func:`newest_whole`); the files that were compared with their checksums are read.
         ema: averaged weights; they begin as the weights where the checkpoint has none.
+        world: all processes.
 
     Raises:
-        UserError: the checkpoint is of another model.
+        UserError: in every process: the checkpoint is of another model, or was changed since :func:`newest_whole`.
     """
-    folder = step_folder(run_dir, manifest.state.step)
-    parts = Parts(folder, [record.name for record in manifest.files])
-    create_moments(engine, manifest.state.optimizer_step)
+    refusal = None
+    try:
+        _read(engine, verified, ema)
+    except (KeyError, RuntimeError) as error:  # a stretch or buffer that is not there, or of another shape
+        refusal = UserError(f"{verified.folder} is of another model ({error.args[0]}): choose another output_dir.")
+    except (SafetensorError, OSError) as error:
+        refusal = UserError(f"{verified.folder} can no longer be read ({error}): see to its file system, then start again.")
+    try:
+        verified.seen.check()
+    except UserError as error:
+        refusal = error  # which explains whatever else went wrong
+    raise_on_all(refusal, world)
+    engine.empty_partition_cache()
+
+
+def _read(engine, verified: Verified, ema: WeightAverage | None) -> None:
+    state = verified.state
+    parts = Parts(verified.folder, [record.name for record in verified.manifest.files])
+    create_moments(engine, state.optimizer_step)
     averaged = set(parts.names(EMA))
     with_moments = set(parts.names("exp_avg"))
-    try:
-        for stretch in held(engine, ema):
-            quantity = stretch.quantity
-            if quantity == EMA and stretch.name not in averaged:
-                quantity = WEIGHT
-            if quantity not in (WEIGHT, EMA) and stretch.name not in with_moments:
-                continue  # never had a gradient: its moments are zero
-            stretch.values.copy_(parts.read(quantity, stretch.name, stretch.start, len(stretch.values)))
-        for name, buffer in saved_buffers(engine.module).items():
-            buffer.copy_(parts.read_buffer(name))
-    except (KeyError, RuntimeError) as error:  # a stretch or buffer that is not there, or of another shape
-        raise UserError(f"{folder} is of another model ({error.args[0]}): choose another output_dir.") from None
-    engine.empty_partition_cache()
+    for stretch in held(engine, ema):
+        quantity = stretch.quantity
+        if quantity == EMA and stretch.name not in averaged:
+            quantity = WEIGHT
+        if quantity not in (WEIGHT, EMA) and stretch.name not in with_moments:
+            continue  # never had a gradient: its moments are zero
+        stretch.values.copy_(parts.read(quantity, stretch.name, stretch.start, len(stretch.values)))
+    for name, buffer in saved_buffers(engine.module).items():
+        buffer.copy_(parts.read_buffer(name))

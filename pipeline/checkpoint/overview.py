@@ -6,7 +6,8 @@ import math
 import time
 from pathlib import Path
 
-from pipeline.checkpoint.folder import FOLDER, MANIFEST, Manifest, RunState, saved_steps, step_folder
+from pipeline.checkpoint.folder import FOLDER, saved_steps, step_folder
+from pipeline.checkpoint.manifest import MANIFEST, Manifest, RunState
 from pipeline.errors import UserError
 
 _NAMED = 5  # bad samples, of which the sentence is shown
@@ -69,7 +70,7 @@ def details(folder: Path, manifest: Manifest) -> str:
     if state.evaluation_due:
         lines.append(("evaluation", "of this step is due: the run was stopped before its end"))
     lines += [("files" if i == 0 else "", f"{file.name}  {size_text(file.bytes)}") for i, file in enumerate(manifest.files)]
-    return "\n".join(f"{name:<14}{text}" for name, text in lines)
+    return "\n".join(f"{name:<14}{_printable(text)}" for name, text in lines)
 
 
 def size_text(count: int) -> str:
@@ -78,6 +79,11 @@ def size_text(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
+
+
+def _printable(text: str) -> str:
+    """Names and sentences come from files: what would move a terminal's cursor is shown as a question mark."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _row(folder: Path, manifest: Manifest, reason: str) -> tuple[str, ...]:

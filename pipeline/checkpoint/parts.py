@@ -18,7 +18,7 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.folder import FileRecord
+from pipeline.checkpoint.manifest import FileRecord
 
 BUFFER = "buffer"
 _DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
@@ -95,11 +95,16 @@ def _bytes(tensor: Tensor) -> memoryview:
 class Parts:
     """Reads stretches from all files of a checkpoint, each from wherever it was saved.
 
-    The files are mapped into memory: they must be whole (:func:`~pipeline.checkpoint.folder.find_damage`).
+    The files are mapped into memory: they must be whole (:func:`~pipeline.checkpoint.whole.find_damage`).
 
     Args:
         folder: the checkpoint's.
         names: of its files.
+
+    Raises:
+        ValueError: a tensor in them is none that a checkpoint has.
+        safetensors.SafetensorError: one is no safetensors file.
+        OSError: one cannot be read.
     """
 
     def __init__(self, folder: Path, names: list[str]) -> None:
@@ -108,6 +113,8 @@ class Parts:
         for number, file in enumerate(self._files):
             for key in file.keys():  # noqa: SIM118 - not a dict
                 quantity, name, start = key.split("/")
+                if quantity != BUFFER and len(file.get_slice(key).get_shape()) != 1:
+                    raise ValueError(f"{key} is no stretch of a flattened tensor")
                 self._stretches[quantity, name].append((int(start), number, key))
         for pieces in self._stretches.values():
             pieces.sort()

@@ -9,24 +9,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from pipeline.agreement import Agreed, Agreement
-from pipeline.checkpoint.folder import (
-    FOLDER,
-    MANIFEST,
-    SAVING,
-    FileRecord,
-    Manifest,
-    RunState,
-    publish,
-    remove_old,
-    step_folder,
-)
+from pipeline.checkpoint.folder import FOLDER, SAVING, publish, remove_old, step_folder
+from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, RunState
 from pipeline.checkpoint.parts import check_space, write_part
 from pipeline.checkpoint.snapshot import HostCopies, saved_tensors
 from pipeline.config import CheckpointConfig
@@ -157,7 +148,7 @@ class Saver:
 
     def _complete(self) -> None:
         saving, self._saving = self._saving, None
-        records = self._world.gather(saving.record)
+        records = [FileRecord(**values) for values in self._world.gather(asdict(saving.record))]
         if self._world.is_main:
             manifest = Manifest(saving.state, saving.shapes, records)
             self._publishing = threading.Thread(target=self._publish, args=(saving.folder, manifest), daemon=True)

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.checkpoint.folder import Manifest, RunState, find_damage, find_step, saved_steps, step_folder
+from pipeline.checkpoint.folder import Manifest, RunState, find_step, saved_steps, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT
 from pipeline.checkpoint.parts import BUFFER, Parts
+from pipeline.checkpoint.whole import Seen, find_all_damage
 from pipeline.errors import UserError
 
 
@@ -46,15 +47,18 @@ def read_weights(run_dir: Path, step: int | None = None) -> SavedWeights:
     """
     folder = step_folder(run_dir, find_step(run_dir, step))
     manifest = Manifest.read(folder)
-    if damage := find_damage(folder, manifest.files):
+    seen = Seen.look(folder, manifest.files)
+    if damage := find_all_damage(folder, manifest):
         raise UserError(f"{damage[0]}: take another checkpoint (present: steps {saved_steps(run_dir)}), or restore the file.")
     parts = Parts(folder, [record.name for record in manifest.files])
-    buffers = {name: parts.read_buffer(name) for name in parts.names(BUFFER)}
+    buffers = {name: parts.read_buffer(name).clone() for name in parts.names(BUFFER)}
 
     def whole(quantity: str) -> dict[str, Tensor]:
         tensors = {}
         for name, shape in manifest.shapes.items():
-            tensors[name] = parts.read(quantity, name, 0, torch.Size(shape).numel()).reshape(shape)
+            # A copy: what is only mapped would follow the file when that is changed later.
+            tensors[name] = parts.read(quantity, name, 0, torch.Size(shape).numel()).reshape(shape).clone()
+        seen.check()
         return {**tensors, **buffers}
 
     return SavedWeights(manifest.state, whole(WEIGHT), whole(EMA) if parts.names(EMA) else None)

@@ -68,6 +68,22 @@ def test_each_kind_of_damage_is_named_and_the_one_before_is_taken(whole: Path, t
     assert kept == [f"damaged-step-{step:08d}.1" for step in sorted(DAMAGE)]
 
 
+def test_folders_under_other_names_are_passed_over(whole: Path, tmp_path: Path) -> None:
+    """Guards against a run that goes on with the weights of another step because two folders were exchanged, and against a traceback,
+    which the job script takes for a crash, because one was renamed."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for old, new in ((4, 40), (5, 4), (40, 5), (6, 7)):
+        step_folder(run, old).rename(step_folder(run, new))
+    job = train(2, whole.parent / "config.yaml", run, *OPTIONS).succeed()
+    warnings = [line for line in job.stderr().splitlines() if line.startswith("warning:")]
+    for warning, (folder, written) in zip(warnings, ((7, 6), (5, 4), (4, 5))):
+        assert f"{step_folder(run, folder) / MANIFEST} is of step {written}" in warning, warning
+    assert len(warnings) == 3 and "steps 3 to 6" in job.stdout() and "Traceback" not in job.stderr()
+    assert same_files(run, whole)
+    assert len(list((run / "checkpoints").glob("damaged-*"))) == 3
+
+
 def test_a_kill_between_two_renames_loses_nothing(whole: Path, tmp_path: Path) -> None:
     """Guards against a checkpoint that is gone because the run was killed while it replaced it by another one of the same step, as
     it does after an evaluation that was made up for; and against leftovers that pile up."""

@@ -1,0 +1,241 @@
+"""``checkpoint.json``: the state of a run and a checksum of every file beside it; what it says is checked once, when it is read.
+
+Its own checksum finds what a disk or a slip of an editor did to it. Whoever changes a value and the checksum too is not held up by
+that, so that every value is also of its type and within its range, and names a file in the checkpoint's own folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import xxhash
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from pipeline.errors import UserError
+from pipeline.files import open_regular
+
+MANIFEST = "checkpoint.json"
+FORMAT = 3
+_LARGEST = 2**53 - 1  # beyond it JSON's numbers are no longer exact everywhere
+_SHOWN = 60  # characters of a wrong value
+_STRICT = ConfigDict(extra="forbid")
+_Kind = TypeVar("_Kind")
+
+
+def _check_shape(shape: list[int]) -> list[int]:
+    if math.prod(shape) > _LARGEST:
+        raise ValueError(f"should have at most {_LARGEST} numbers in all")
+    return shape
+
+
+# A value of another type is never converted: "1" is no number here, and 1 is no truth value.
+_Count = Annotated[int, Field(strict=True, ge=0, le=_LARGEST)]
+_Positive = Annotated[int, Field(strict=True, ge=1, le=_LARGEST)]
+_Stage = Annotated[int, Field(strict=True, ge=0, le=3)]
+_Flag = Annotated[bool, Field(strict=True)]
+_Text = Annotated[str, Field(strict=True)]
+_Percent = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False)]
+_PartName = Annotated[str, Field(strict=True, pattern=r"^part-[0-9]{5,10}\.safetensors$")]
+_Hex128 = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{32}$")]
+_Hex256 = Annotated[str, Field(strict=True, pattern=r"^[0-9a-f]{64}$")]
+_SampleNumber = Annotated[str, Field(strict=True, pattern=r"^[0-9]{1,16}$")]
+_Shape = Annotated[list[_Count], Field(max_length=16), AfterValidator(_check_shape)]
+
+
+class OtherFormat(UserError):
+    """A checkpoint that another version of the pipeline wrote. It may well be whole, so it is never passed over."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All of a run that is not a tensor. Random generators are not in it: every draw is a function of seed and place."""
+
+    __pydantic_config__ = _STRICT
+
+    step: _Count  # optimizer steps done
+    samples: _Count  # images seen
+    optimizer_step: _Count  # AdamW's count: steps without the skipped ones
+    skipped_steps: _Count
+    config: dict[str, Any]
+    config_hash: _Hex256  # of the keys that decide the weights
+    classes: list[_Text]
+    data: dict[str, Any]  # identity of the training set
+    world_size: _Positive
+    zero_stage: _Stage
+    bad_samples: dict[_SampleNumber, _Text] = field(default_factory=dict)  # number -> sentence
+    best: dict[str, Any] | None = None  # {"top1": 71.2, "step": 40, "weights": "ema"}
+    evaluation_due: _Flag = False  # the run was stopped within this step's evaluation
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of a checkpoint as it was written."""
+
+    __pydantic_config__ = _STRICT
+
+    name: _PartName  # a plain name: no file outside of the folder
+    bytes: _Count
+    xxh3: _Hex128  # 128 bits, hexadecimal
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``checkpoint.json`` says."""
+
+    __pydantic_config__ = _STRICT
+
+    state: RunState
+    shapes: dict[_Text, _Shape]  # of every parameter
+    files: list[FileRecord]
+
+    def to_text(self) -> str:
+        """As JSON, with a checksum of itself."""
+        content = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
+        return (
+            json.dumps({"xxh3": xxhash.xxh3_128_hexdigest(content.encode()), "content": json.loads(content)}, indent=1) + "\n"
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Of a checkpoint.
+
+        Args:
+            folder: the checkpoint's, under the name that it was given.
+
+        Raises:
+            UserError: it is missing or damaged, or the folder is not that of its step.
+            OtherFormat: another version wrote it.
+            OSError: it cannot be read now.
+        """
+        path = folder / MANIFEST
+        try:
+            with open_regular(path) as file:
+                text = file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{path} is missing: take another checkpoint.") from None
+        manifest = cls.parse(text, str(path))
+        if folder.name != folder_name(manifest.state.step):
+            raise UserError(
+                f"{path} is of step {manifest.state.step}, so that its folder's name was {folder_name(manifest.state.step)} when it was "
+                f"written: give it that name again, or take another checkpoint."
+            )
+        return manifest
+
+    @classmethod
+    def parse(cls, text: str | bytes, source: str) -> Manifest:
+        """What :meth:`to_text` made.
+
+        Raises:
+            UserError: it is damaged; the sentence names ``source``.
+            OtherFormat: another version wrote it.
+        """
+        try:
+            saved = json.loads(text)
+            content = json.dumps(saved["content"], sort_keys=True)
+            whole = saved["xxh3"] == xxhash.xxh3_128_hexdigest(content.encode())
+            values = dict(saved["content"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            whole = False
+        if not whole:
+            raise UserError(f"{source} is damaged, its checksum does not match: take another checkpoint.")
+        found = values.pop("format", None)
+        if type(found) is not int:
+            raise _damage(source, "format", found, f"should be {FORMAT}")
+        if found != FORMAT:
+            raise OtherFormat(
+                f"{source} has format {found}, {FORMAT} needed: use the version of the pipeline that wrote it, or another output_dir."
+            )
+        return _validated(values, source)
+
+
+def folder_name(step: int) -> str:
+    """Of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+class _Model(BaseModel):
+    name: _Text
+    num_classes: _Positive
+    image_size: _Positive
+    switches: dict[str, Any]
+
+
+class _Train(BaseModel):
+    micro_batch_size: _Positive
+
+
+class _Retention(BaseModel):
+    keep_last: _Positive
+    keep_best: _Flag
+    keep_every_steps: _Positive | None
+
+
+class _Config(BaseModel):
+    """The keys that are read without the rest; the whole is checked where a run goes on with it, as any config is."""
+
+    model: _Model
+    train: _Train
+    checkpoint: _Retention
+
+
+class _Data(BaseModel):
+    samples: _Positive
+    fingerprint: _Text
+
+
+class _Best(BaseModel):
+    top1: _Percent
+    step: _Count
+    weights: Literal["model", "ema"]
+
+
+def _validated(values: dict[str, Any], source: str) -> Manifest:
+    """The manifest of plain values, each of which was looked at."""
+    manifest = _of_type(Manifest, values, source)
+    state = manifest.state
+    for name, kind, found in (("config", _Config, state.config), ("data", _Data, state.data), ("best", _Best, state.best)):
+        if found is not None:
+            _of_type(kind, found, source, ("state", name))
+    names = [record.name for record in manifest.files]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise _damage(source, f"files[{number}].name", name, "should be there once")
+    return manifest
+
+
+def _of_type(kind: type[_Kind], values: Any, source: str, place: tuple[str, ...] = ()) -> _Kind:
+    try:
+        return _adapter(kind).validate_python(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = _dotted((*place, *problem["loc"]))
+        if problem["type"] == "missing":
+            raise UserError(f"{source}: {where} is missing, but it is needed: take another checkpoint.") from None
+        need = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").lower()
+        if problem["type"] == "unexpected_keyword_argument":
+            need = "is of no field that is known"
+        raise _damage(source, where, problem["input"], need) from None
+
+
+@functools.cache
+def _adapter(kind: type) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
+def _dotted(place: tuple[str | int, ...]) -> str:
+    """Such as ``files[0].name``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]").lstrip(".")
+    return re.sub(r"[^\x20-\x7e]", "?", text)[:_SHOWN]
+
+
+def _damage(source: str, place: str, found: Any, need: str) -> UserError:
+    shown = ascii(found)  # no control characters
+    if len(shown) > _SHOWN:
+        shown = shown[: _SHOWN - 3] + "..."
+    return UserError(f"{source}: {place} is {shown}, but the value {need}: take another checkpoint.")
