@@ -60,7 +60,7 @@ def verify(folder: Path, manifest: Manifest, workers: int = 1, decode: bool = Fa
     findings = _check_folder(folder, manifest)
     tasks: list[ShardCheck] = []
     for split, info in manifest.splits.items():
-        rows, wrong = _read_sample_table(folder, manifest, split)
+        rows, wrong = read_sample_table(folder, manifest, split)
         findings += wrong
         limits = [0, *accumulate(shard.samples for shard in info.shards)]
         for number, (first, last) in enumerate(pairwise(limits)):
@@ -118,7 +118,7 @@ def _lines_of(path: Path) -> list[str]:
         return file.read().splitlines()
 
 
-def _read_sample_table(folder: Path, manifest: Manifest, split: str) -> tuple[np.ndarray | None, list[Finding]]:
+def read_sample_table(folder: Path, manifest: Manifest, split: str) -> tuple[np.ndarray | None, list[Finding]]:
     """(samples,) of ``SAMPLE_DTYPE``, or None when it is unusable, and what is wrong with it."""
     info: SplitInfo = manifest.splits[split]
     findings, path = Findings(info.samples_file), folder / info.samples_file
