@@ -12,7 +12,7 @@ import numpy as np
 from data_prep.checks import ImageRules
 from data_prep.shard_writer import ShardTask, record_file
 from data_prep.sources import Source
-from pipeline.data.manifest import MANIFEST, Manifest, SplitInfo, shard_name
+from pipeline.data.manifest import MANIFEST, Manifest, SplitInfo, in_progress_file, shard_name
 from pipeline.data.order import sample_at
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
@@ -45,7 +45,7 @@ class ShardJob:
     @property
     def in_progress(self) -> Path:
         """A file that is there from the first shard to the manifest; holds the description."""
-        return self.folder / f".{self.split}-in-progress"
+        return in_progress_file(self.folder, self.split)
 
     def task(self, number: int) -> ShardTask:
         """One shard with only its own samples, in the order of the tar: small enough to send to a worker."""

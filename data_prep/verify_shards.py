@@ -21,8 +21,10 @@ from tqdm import tqdm
 
 from data_prep.shard_checks import Finding, Findings, ShardCheck, check_shard
 from data_prep.workers import run_tasks
-from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, SAMPLE_DTYPE, Manifest, SplitInfo, file_sha256
+from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, Manifest, SplitInfo, file_sha256
+from pipeline.data.sample_table import find_out_of_range, map_sample_table
 from pipeline.errors import UserError, run_command
+from pipeline.files import open_regular
 
 
 def main() -> int:
@@ -58,7 +60,7 @@ def verify(folder: Path, manifest: Manifest, workers: int = 1, decode: bool = Fa
     findings = _check_folder(folder, manifest)
     tasks: list[ShardCheck] = []
     for split, info in manifest.splits.items():
-        rows, wrong = _read_sample_table(folder, manifest, split)
+        rows, wrong = read_sample_table(folder, manifest, split)
         findings += wrong
         limits = [0, *accumulate(shard.samples for shard in info.shards)]
         for number, (first, last) in enumerate(pairwise(limits)):
@@ -99,7 +101,7 @@ def _check_list(folder: Path, name: str, expected: dict[str, int]) -> list[Findi
     """Does a list have as many lines for each split as the manifest says?"""
     findings, path = Findings(name), folder / name
     try:
-        splits = [json.loads(line)["split"] for line in path.read_text().splitlines()] if path.exists() else []
+        splits = [json.loads(line)["split"] for line in _lines_of(path)]
     except (ValueError, KeyError, TypeError, OSError) as error:
         findings.add("list", f"damaged ({type(error).__name__})", "a JSON object with a split on each line")
         return findings.table()
@@ -108,19 +110,27 @@ def _check_list(folder: Path, name: str, expected: dict[str, int]) -> list[Findi
     return findings.table()
 
 
-def _read_sample_table(folder: Path, manifest: Manifest, split: str) -> tuple[np.ndarray | None, list[Finding]]:
+def _lines_of(path: Path) -> list[str]:
+    """A text file's lines; none of one that is not there."""
+    if not path.exists():
+        return []
+    with open(open_regular(path), encoding="utf-8") as file:
+        return file.read().splitlines()
+
+
+def read_sample_table(folder: Path, manifest: Manifest, split: str) -> tuple[np.ndarray | None, list[Finding]]:
     """(samples,) of ``SAMPLE_DTYPE``, or None when it is unusable, and what is wrong with it."""
     info: SplitInfo = manifest.splits[split]
     findings, path = Findings(info.samples_file), folder / info.samples_file
     try:
         findings.expect("sha256", file_sha256(path)[:16], info.samples_sha256[:16])
-        rows = np.load(path)
-    except (OSError, ValueError, EOFError) as error:
-        findings.add("sample table", f"cannot be read ({getattr(error, 'strerror', None) or error})", f"{info.samples} samples")
+        rows = np.array(map_sample_table(path, info.samples))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        findings.add("sample table", f"cannot be read ({reason})", f"{info.samples} samples by the manifest")
         return None, findings.table()
-    if rows.dtype != SAMPLE_DTYPE or rows.shape != (info.samples,):
-        findings.add("sample table", f"shape {rows.shape}", f"({info.samples},) by the manifest")
-        return None, findings.table()
+    if wrong := find_out_of_range(rows, [shard.bytes for shard in info.shards], len(manifest.classes)):
+        findings.add("sample table", wrong, "rows that point at images")
     counts = np.bincount(rows["label"].clip(0, len(manifest.classes)), minlength=len(manifest.classes)).tolist()
     findings.expect("samples per class", counts == info.samples_per_class, True, "as in the manifest: ")
     findings.expect("samples", sum(shard.samples for shard in info.shards), info.samples, "of all shards: ")

@@ -65,8 +65,21 @@ def remove_leftovers(path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading that must be one of its own: a named pipe would be waited for, a symbolic link leads elsewhere.
+def open_regular(path: Path) -> int:
+    """Open a file for reading; a pipe or a device, which may never begin or never end, is an ``OSError`` that names it.
+
+    Returns:
+        The descriptor.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def open_own(path: Path) -> BinaryIO:
+    """:func:`open_regular` for a file that must lie in its folder itself: a symbolic link leads elsewhere.
 
     Raises:
         UserError: it is something else than a regular file.
@@ -76,8 +89,7 @@ def open_regular(path: Path) -> BinaryIO:
     if not stat.S_ISREG(mode):
         kind = next(name for is_one, name in _KINDS if is_one(mode))
         raise UserError(f"{path} is a {kind}, a regular file needed: restore the file.")
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # it may have been replaced just now
-    return open(descriptor, "rb")
+    return open(open_regular(path), "rb")
 
 
 def sync_folder(folder: Path) -> None:

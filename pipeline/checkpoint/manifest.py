@@ -18,7 +18,7 @@ import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pipeline.errors import UserError
-from pipeline.files import open_regular
+from pipeline.files import open_own
 
 MANIFEST = "checkpoint.json"
 FORMAT = 3
@@ -115,7 +115,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            with open_regular(path) as file:
+            with open_own(path) as file:
                 text = file.read()
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{path} is missing: take another checkpoint.") from None
