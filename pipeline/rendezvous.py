@@ -45,7 +45,8 @@ def connect(backend: str, rank: int, size: int, device: torch.device, timeout: t
     binding = {"device_id": device} if device.type == "cuda" else {}  # as DeepSpeed would: NCCL connects now, not in the first step
     try:
         store.set(f"{_ARRIVED}/{rank}", "")
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, **binding)
+        meeting = dist.PrefixStore("default_pg", store)  # as PyTorch would name it
+        dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=timeout, **binding)
         prove_membership(secret, rank, size, device)
     except RuntimeError as error:  # all that PyTorch raises; UserError is none
         raise NotConnected(_why(error, store, rank, size)) from None
