@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
