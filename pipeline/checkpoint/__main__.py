@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import NoReturn
 
 from pipeline.checkpoint import overview
 from pipeline.checkpoint.coverage import find_gaps
@@ -114,5 +115,10 @@ def main() -> int | None:
     return None
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """``python -m pipeline.checkpoint``."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.config.describe import flatten
+from pipeline.config.recipes import find_recipe
 from pipeline.config.sections import Config, Section
 from pipeline.errors import UserError
 
@@ -18,10 +19,15 @@ from pipeline.errors import UserError
 def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     """Read a YAML file with its bases, apply ``dotted.key=value`` overrides (values are YAML), validate.
 
+    Args:
+        path: the file, or the name of a config that the project brings along (:func:`find_recipe`).
+        overrides: what differs.
+
     Raises:
         UserError: missing file, not YAML, unknown key, wrong type, value out of range.
     """
-    tree = _read_with_bases(Path(path), seen=())
+    path = find_recipe(path)
+    tree = _read_with_bases(path, seen=())
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
@@ -78,8 +84,6 @@ def section_from_dict(section: type[Section], values: Mapping[str, Any], key: st
 
 
 def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict:
-    if not path.is_file():
-        raise UserError(f"config file {path} does not exist: pass --config with one of the files in configs/.")
     if path.resolve() in seen:
         raise UserError(f"config file {path} is its own base ({' -> '.join(p.name for p in seen)}): remove one 'base:' line.")
     try:
@@ -96,7 +100,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict:
     base = tree.pop("base", None)
     if base is None:
         return tree
-    return _merge(_read_with_bases(path.parent / str(base), (*seen, path.resolve())), tree)
+    return _merge(_read_with_bases(find_recipe(str(base), path.parent), (*seen, path.resolve())), tree)
 
 
 class _UniqueKeys(yaml.SafeLoader):
