@@ -1,6 +1,7 @@
 """Parameters and multiply-accumulates (GMACs = 1e9) of the models, counted by fvcore.
 
-    python -m pipeline.flops pervit_t pervit_s pervit_m [--image-size 224] [--json FILE]
+  python -m pipeline.flops pervit_t pervit_s pervit_m
+  python -m pipeline.flops deit_s --image-size 384 --json FILE
 
 Three numbers per model, since each answers another question. ``gmacs_modules`` is what the papers print: they counted
 modules, so the products inside attention are missing. ``gmacs`` is everything one image costs. ``gmacs_phi`` is the
@@ -17,15 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-from fvcore.nn import FlopCountAnalysis
-from fvcore.nn.jit_handles import conv_flop_jit
-from torch import nn
-
+from pipeline import models
 from pipeline.errors import check_writable, run_command
-from pipeline.models import create_model, list_models, model_entry
+
+if TYPE_CHECKING:  # what takes seconds to import is imported where it is used: --help does not wait for it
+    import torch
+    from torch import nn
 
 # Operators known to multiply no matrices. One that fvcore has no handler for and that is not here makes the count fail.
 _NO_PRODUCT = frozenset(
@@ -69,8 +69,10 @@ def count(
         UserError: unknown model or unsuitable size.
         RuntimeError: an operator that may multiply matrices went uncounted.
     """
-    entry = model_entry(name)
-    model = create_model(name, num_classes=num_classes, image_size=image_size, switches=switches).eval()
+    import torch
+
+    entry = models.model_entry(name)
+    model = models.create_model(name, num_classes=num_classes, image_size=image_size, switches=switches).eval()
     image = torch.zeros(1, 3, image_size, image_size)
     with torch.no_grad():
         model(image)  # fills the cache of Φp, so that the traces below do not contain it
@@ -92,7 +94,7 @@ def count(
 
 def count_at(name: str, image_size: int | None = None) -> FlopRow:
     """:func:`count` for the classes and, unless another is given, the image size of the model's paper."""
-    entry = model_entry(name)
+    entry = models.model_entry(name)
     return count(name, image_size or entry.image_size, entry.num_classes)
 
 
@@ -103,6 +105,8 @@ def _attention_macs(inputs: list, outputs: list) -> float:
 
 
 def _conv_and_bias(inputs: list, outputs: list) -> float:
+    from fvcore.nn.jit_handles import conv_flop_jit
+
     has_bias = inputs[2].type().kind() == "TensorType"
     return conv_flop_jit(inputs, outputs)["conv"] + has_bias * _numel(outputs)
 
@@ -131,6 +135,8 @@ def _macs(model: nn.Module, image: torch.Tensor, handlers: dict[str, Callable] =
     Raises:
         RuntimeError: an operator that may multiply matrices was not counted.
     """
+    from fvcore.nn import FlopCountAnalysis
+
     logging.getLogger("fvcore.nn.jit_analysis").setLevel(logging.ERROR)
     analysis = FlopCountAnalysis(model, image)
     analysis.set_op_handle(**{"aten::scaled_dot_product_attention": _attention_macs, **handlers})
@@ -151,7 +157,7 @@ def table(rows: list[FlopRow]) -> str:
         f"{'GMACs modules':>14} {'paper':>6} {'diff':>7} {'GMACs + attention':>18} {'Φp GMACs, once':>15}"
     ]
     for row in rows:
-        native = row.image_size == model_entry(row.name).image_size  # the size that the paper's figure is for
+        native = row.image_size == models.model_entry(row.name).image_size  # the size that the paper's figure is for
         paper_gmacs = row.paper_gmacs if native else None
         lines.append(
             f"{row.name:<14} {row.image_size:>5} {row.params:>12,} {_figure(row.paper_params_m):>8} "
@@ -177,19 +183,26 @@ convolution runs over 4 x heads maps that are one distance map times a number; o
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all of {', '.join(list_models())}")
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.flops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all that python -m pipeline.models lists")
     parser.add_argument("--image-size", type=int, help="pixels (default: each model's own, which its paper's figures are for)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     if args.json:
         check_writable(args.json)
-    rows = [count_at(name, args.image_size) for name in args.models or list_models()]
+    rows = [count_at(name, args.image_size) for name in args.models or models.list_models()]
     print(table(rows))
     print(_NOTES)
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """``python -m pipeline.flops``."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -9,22 +9,25 @@ checkpoint and end with exit code 75.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":  # before the imports below, which take seconds: --help, what is wrong with the config, the first line
+    from pipeline.cli import train_command
+
+    train_command()
+
 import math
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.config import Config, load_config
+from pipeline.config import Config
 from pipeline.data.loader import Batch, to_device
 from pipeline.distillation import hard_distillation_loss
 from pipeline.distributed import World, disconnect, init_world
 from pipeline.engine import optimizer_step, set_learning_rate
-from pipeline.errors import PREEMPTED, run_command
+from pipeline.errors import PREEMPTED
 from pipeline.evaluate import evaluate
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.nonfinite import MicroBatch, skip_or_stop
@@ -36,6 +39,14 @@ from pipeline.philox import Stream, uniforms
 from pipeline.run import Run, patience, start_run
 
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
+
+
+def connect_and_train(config: Config, stop: StopSignal) -> int:
+    """Connect the processes and :func:`train`; what ``python -m pipeline.train`` does once it knows the config."""
+    world = init_world(patience(config))
+    code = train(config, world, stop)
+    disconnect()
+    return code
 
 
 def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
@@ -217,20 +228,3 @@ def sample_noise(model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
     noise = uniforms(Stream.STOCHASTIC_DEPTH, seed, batch.request.epoch, batch.request.position, count).astype(np.float32)
     noise = np.minimum(noise, _BELOW_ONE)  # rounding must not make a 1 of it
     return to_device(noise, batch.images.device)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, type=Path, help="a file of configs/")
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=100")
-    args = parser.parse_args()
-    with StopSignal() as stop:  # from the beginning: to start takes a while
-        config = load_config(args.config, args.overrides)
-        world = init_world(patience(config))
-        code = train(config, world, stop)
-        disconnect()
-    return code
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -14,23 +14,29 @@
 ``python -m pipeline.checkpoint inspect|verify|export RUN_DIR`` looks at them from outside.
 """
 
-from pipeline.checkpoint.folder import FOLDER, Manifest, RunState, latest_step, saved_steps, step_folder, sweep
-from pipeline.checkpoint.loading import load, newest_whole
-from pipeline.checkpoint.saver import Saver
-from pipeline.checkpoint.weights import SavedWeights, read_initial_weights, read_weights
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "FOLDER",
-    "Manifest",
-    "RunState",
-    "SavedWeights",
-    "Saver",
-    "latest_step",
-    "load",
-    "newest_whole",
-    "read_initial_weights",
-    "read_weights",
-    "saved_steps",
-    "step_folder",
-    "sweep",
-]
+from pipeline.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.folder import FOLDER as FOLDER
+    from pipeline.checkpoint.folder import Manifest as Manifest
+    from pipeline.checkpoint.folder import RunState as RunState
+    from pipeline.checkpoint.folder import latest_step as latest_step
+    from pipeline.checkpoint.folder import saved_steps as saved_steps
+    from pipeline.checkpoint.folder import step_folder as step_folder
+    from pipeline.checkpoint.folder import sweep as sweep
+    from pipeline.checkpoint.loading import load as load
+    from pipeline.checkpoint.loading import newest_whole as newest_whole
+    from pipeline.checkpoint.saver import Saver as Saver
+    from pipeline.checkpoint.weights import SavedWeights as SavedWeights
+    from pipeline.checkpoint.weights import read_initial_weights as read_initial_weights
+    from pipeline.checkpoint.weights import read_weights as read_weights
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    folder="FOLDER Manifest RunState latest_step saved_steps step_folder sweep",
+    loading="load newest_whole",
+    saver="Saver",
+    weights="SavedWeights read_initial_weights read_weights",
+)

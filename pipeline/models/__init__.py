@@ -1,22 +1,22 @@
 """Models by name. One file per family; ``registry`` holds the names."""
 
-from pipeline.models import convit as _convit  # noqa: F401  (each registers its models)
-from pipeline.models import deit as _deit  # noqa: F401
-from pipeline.models import gmlp as _gmlp  # noqa: F401
-from pipeline.models import lsat as _lsat  # noqa: F401
-from pipeline.models import pervit as _pervit  # noqa: F401
-from pipeline.models import posmlp as _posmlp  # noqa: F401
-from pipeline.models.exported import load_exported
-from pipeline.models.reference import load_reference_state_dict, reference_state_dict
-from pipeline.models.registry import create_model, list_models, model_entry
-from pipeline.models.transfer import load_pretrained
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "create_model",
-    "list_models",
-    "load_exported",
-    "load_pretrained",
-    "load_reference_state_dict",
-    "model_entry",
-    "reference_state_dict",
-]
+from pipeline.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from pipeline.models.exported import load_exported as load_exported
+    from pipeline.models.reference import load_reference_state_dict as load_reference_state_dict
+    from pipeline.models.reference import reference_state_dict as reference_state_dict
+    from pipeline.models.registry import create_model as create_model
+    from pipeline.models.registry import list_models as list_models
+    from pipeline.models.registry import model_entry as model_entry
+    from pipeline.models.transfer import load_pretrained as load_pretrained
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    exported="load_exported",
+    reference="load_reference_state_dict reference_state_dict",
+    registry="create_model list_models model_entry",
+    transfer="load_pretrained",
+)

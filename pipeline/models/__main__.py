@@ -1,9 +1,9 @@
-"""Which models there are, and which switches one has.
+"""Which models there are, and which switches (a config's model.switches.NAME) one has.
 
-    python -m pipeline.models [--gmacs]
-    python -m pipeline.models pervit_t
+  python -m pipeline.models
+  python -m pipeline.models pervit_t --gmacs
 
-Multiply-accumulates are counted by :mod:`pipeline.flops` on request: it runs every model once, which takes minutes.
+Multiply-accumulates are counted on request, as python -m pipeline.flops does: it runs every model once, which takes minutes.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
-import torch
-
+from pipeline import models
 from pipeline.errors import run_command
-from pipeline.models import create_model, list_models, model_entry
-from pipeline.models.registry import ModelEntry
+
+if TYPE_CHECKING:
+    from pipeline.models.registry import ModelEntry
 
 
 def parameter_count(entry: ModelEntry) -> int:
     """Parameters at the paper's image size, without allocating any."""
+    import torch  # here, as --help does not wait for it
+
     with torch.device("meta"):
-        model = create_model(entry.name, num_classes=entry.num_classes, image_size=entry.image_size)
+        model = models.create_model(entry.name, num_classes=entry.num_classes, image_size=entry.image_size)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -39,8 +41,8 @@ def overview(with_gmacs: bool) -> str:
     """A line for each registered model."""
     gmacs_header = f"{'GMACs':>9} {'attention':>9} {'(paper)':>7}  " if with_gmacs else ""
     lines = [f"{'model':<18} {'parameters':>12} {'(paper)':>8} {'pixels':>6} {'classes':>7}  {gmacs_header}what and from where"]
-    for name in list_models():
-        entry = model_entry(name)
+    for name in models.list_models():
+        entry = models.model_entry(name)
         gmacs = gmacs_text(entry) + "  " if with_gmacs else ""
         lines.append(
             f"{name:<18} {parameter_count(entry):>12,} {_in_brackets(entry.paper_params_m, 'M'):>8} {entry.image_size:>6} "
@@ -57,7 +59,7 @@ def details(name: str, with_gmacs: bool) -> str:
     Raises:
         UserError: unknown name.
     """
-    entry = model_entry(name)
+    entry = models.model_entry(name)
     top1 = "" if entry.paper_top1 is None else f"; the paper's top-1 is {entry.paper_top1} %"
     lines = [
         f"{name}: {entry.description}",
@@ -101,5 +103,10 @@ def main() -> None:
     print(overview(args.gmacs) if args.model is None else details(args.model, args.gmacs))
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """``python -m pipeline.models``."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

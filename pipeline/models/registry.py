@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,14 +32,21 @@ class ModelEntry:
     switches: type[Switches] = Switches  # the family's ablations
 
 
-_REGISTRY: dict[str, ModelEntry] = {}
+_FAMILIES = ("convit", "deit", "gmlp", "lsat", "pervit", "posmlp")  # modules beside this one; each registers its models
+_registered: dict[str, ModelEntry] = {}
+
+
+def _registry() -> dict[str, ModelEntry]:
+    for family in _FAMILIES:
+        importlib.import_module(f"pipeline.models.{family}")
+    return _registered
 
 
 def register(description: str, **paper) -> Callable:
     """Decorator: put a builder function into the registry under its own name."""
 
     def add(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-        _REGISTRY[build.__name__] = ModelEntry(build.__name__, build, description, **paper)
+        _registered[build.__name__] = ModelEntry(build.__name__, build, description, **paper)
         return build
 
     return add
@@ -46,7 +54,7 @@ def register(description: str, **paper) -> Callable:
 
 def list_models() -> list[str]:
     """Names that :func:`create_model` knows, sorted."""
-    return sorted(_REGISTRY)
+    return sorted(_registry())
 
 
 def model_entry(name: str) -> ModelEntry:
@@ -55,11 +63,12 @@ def model_entry(name: str) -> ModelEntry:
     Raises:
         UserError: unknown name.
     """
-    if name not in _REGISTRY:
-        close = difflib.get_close_matches(name, _REGISTRY, n=1)
+    known = _registry()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise UserError(f"model.name is {name!r}{hint}, but it must be one of: {', '.join(list_models())}.")
-    return _REGISTRY[name]
+    return known[name]
 
 
 def create_model(

@@ -23,9 +23,10 @@ import threading
 from pathlib import Path
 
 _POLL_SECONDS = 0.01
-_IMPORTED_LATE = (  # by DeepSpeed and the log when a run starts: five seconds
+_IMPORTED_LATE = (  # by DeepSpeed and the log when a run starts: six seconds
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "functorch.compile",
+    "fvcore.nn",
     "pipeline.logs.event_file",
     "setuptools",
 )
@@ -78,9 +79,11 @@ def _become(request: dict, stdout: int, stderr: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["environment"])
     sys.argv = [request["module"], *request["arguments"]]
+    from pipeline.cli import train_main
     from pipeline.errors import run_command
 
-    run_command(sys.modules[request["module"]].main)
+    module = request["module"]
+    run_command(train_main if module == "pipeline.train" else importlib.import_module(module).main)
 
 
 if __name__ == "__main__":

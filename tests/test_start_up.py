@@ -1,0 +1,52 @@
+"""Commands answer at once: what takes seconds to import is imported when it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from conftest import REPOSITORY, clean_environment
+
+HEAVY = ("torch", "deepspeed", "nvidia.dali", "scipy", "fvcore", "tensorboard", "sklearn")
+COMMANDS = ["pipeline.train", "pipeline.models", "pipeline.flops", "pipeline.faults.restart"]
+
+# What ``python -m COMMAND --help`` does, then the heavy modules that it has imported.
+HELP = f"""
+import runpy, sys
+sys.argv = [sys.argv[1], "--help"]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    print("IMPORTED", [name for name in {HEAVY} if name in sys.modules], end.code)
+"""
+
+
+def run_python(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=clean_environment(PYTHONPATH=str(REPOSITORY)), capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_help_needs_none_of_the_heavy_imports(module: str) -> None:
+    """Guards against eleven seconds of silence before ``--help``; names the modules in place of measuring a busy machine."""
+    result = run_python("-c", HELP, module)
+    assert result.stdout.endswith("IMPORTED [] 0\n"), f"{result.stdout}\n{result.stderr}"
+    if module != "pipeline.faults.restart":  # the job script's own
+        assert result.stdout.count(f"\n  python -m {module}") + result.stdout.count("\n  bash launch/local.sh") >= 2, (
+            "two examples needed"
+        )
+
+
+def test_a_mistake_in_the_config_and_the_first_line_come_before_the_heavy_imports() -> None:
+    """Guards against a minute, on a busy machine, in which nothing shows whether the training has begun."""
+    wrong = run_python("-X", "importtime", "-m", "pipeline.train", "--config", "configs/demo.yaml", "train.epoch=1")
+    assert wrong.returncode == 2 and "did you mean 'train.epochs'" in wrong.stderr
+    assert "| torch\n" not in wrong.stderr and "pydantic\n" in wrong.stderr
+
+    block = "import sys; sys.modules['torch'] = None; from pipeline.cli import train_command; train_command()"
+    begun = run_python("-c", block, "--config", "configs/demo.yaml")
+    assert begun.returncode == 1 and "torch" in begun.stderr  # it got as far as importing it
+    assert begun.stdout.endswith("pervit_t into runs/demo: loading PyTorch, DeepSpeed and DALI\n")
