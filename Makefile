@@ -1,35 +1,72 @@
-# make install | demo | test | soak | clean      (demo, test and soak install first when needed)
+# `make` lists the targets. demo, test and soak install first when needed.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# A machine without an NVIDIA driver gets PyTorch's CPU build, from PyTorch's own index where that
-# can be reached and from pip's default sources otherwise.
-HAS_GPU := $(shell command -v nvidia-smi 2>/dev/null)
-TORCH   := torch==2.13.0
-CPU_INDEX := https://download.pytorch.org/whl/cpu
+TORCH  := $(shell grep ^torch== constraints.txt)
+CPU_INDEX  := https://download.pytorch.org/whl/cpu
+CU12_INDEX := https://download.pytorch.org/whl/cu126
+DALI_BUILDS := nvidia-dali-cuda120 nvidia-dali-cuda130
 
-.PHONY: install demo test soak clean
-install: $(VENV)/.installed
+# Which build of PyTorch: CUDA=12, CUDA=13 or HAS_GPU=1 (the same as CUDA=13), or HAS_GPU= (the CPU's). Without a word:
+# the build that is installed; in a fresh folder CUDA 13's where there is an NVIDIA driver, else the CPU's.
+# A stamp carries its build's name, so that asking for another one is something to do: .installed-NAME when all is
+# there, .began-NAME until then.
+STAMPS := $(wildcard $(VENV)/.installed* $(VENV)/.began*)
+ifeq ($(origin CUDA),command line)
+BUILD := cuda$(CUDA)
+else ifneq ($(origin HAS_GPU),undefined)
+BUILD := $(if $(HAS_GPU),cuda13,cpu)
+else ifneq ($(filter $(VENV)/.installed-%,$(STAMPS)),)
+BUILD := $(patsubst $(VENV)/.installed-%,%,$(firstword $(filter $(VENV)/.installed-%,$(STAMPS))))
+else
+BUILD := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda13,cpu)
+endif
+ifeq ($(filter $(BUILD),cpu cuda12 cuda13),)
+$(error CUDA is '$(CUDA)', 12 or 13 needed: run for example `make install CUDA=12`)
+endif
+STAMP  := $(VENV)/.installed-$(BUILD)
+OTHERS := $(filter-out %-$(BUILD),$(STAMPS))
 
-$(VENV)/.installed: pyproject.toml
+.PHONY: help install demo test soak clean
+help:     ## list the targets
+	@sed -n 's/^\([a-z]*\): .*## /make \1\t/p' Makefile
+
+install: $(STAMP)   ## everything at tested versions into .venv; HAS_GPU=1 on a login node without a GPU, CUDA=12 for old drivers
+
+$(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 14) else f"Python {v[0]}.{v[1]} found, 3.10 to 3.13 needed: run make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-ifeq ($(HAS_GPU),)
+	touch $(VENV)/.began-$(BUILD) $(subst .installed,.began,$(OTHERS))
+	rm -f $(VENV)/.installed*
+	@# pip sees no difference between builds of one version: another one has to go first.
+	$(if $(OTHERS),$(BIN)/pip uninstall --quiet --yes torch $(if $(findstring cuda12,$(OTHERS)),$(DALI_BUILDS)))
+ifeq ($(BUILD),cpu)
+	@# From PyTorch's own index where that can be reached, and from pip's default sources otherwise.
 	$(BIN)/pip install --quiet --no-deps --retries 0 --timeout 20 --index-url $(CPU_INDEX) "$(TORCH)" \
 	  || $(BIN)/pip install --quiet --no-deps "$(TORCH)"
 endif
-	$(BIN)/pip install --quiet --editable '.[demo,test,lock]'
+ifeq ($(BUILD),cuda12)
+	$(BIN)/pip install --quiet --constraint constraints.txt --extra-index-url $(CU12_INDEX) "$(TORCH)+cu126"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test,cuda12]'
+	@# The two builds of DALI write the same files. The one for CUDA 13, which the package requires, gives way.
+	$(BIN)/pip uninstall --quiet --yes $(DALI_BUILDS)
+	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt nvidia-dali-cuda120
+else
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test]'
+endif
+	rm -f $(VENV)/.began*
 	touch $@
 
-demo: install
+demo: install   ## handwritten digits, from images to an evaluated model, in a few minutes
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
 
-test: install
+test: install   ## all tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests
 
-# Kills at random for 40 minutes or more; the tables that it prints are those of benchmarks/RESULTS.md.
-soak: install
+# The tables that it prints are those of benchmarks/RESULTS.md.
+soak: install   ## 40 minutes or more of random kills
 	PERVIT_SOAK=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s -m soak tests/faults
 
-clean:
-	rm -rf $(VENV) demo runs logs *.egg-info
+clean:    ## remove what make can make again; runs/, data/ and logs stay
+	rm -rf $(VENV) demo build dist *.egg-info .pytest_cache .ruff_cache
+	find pipeline data_prep tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,6 +12,7 @@ import argparse
 import os
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from PIL import Image
@@ -62,5 +63,10 @@ def write_digits(folder: Path) -> dict[str, int]:
     return counts
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """``python data_prep/make_demo_dataset.py``."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

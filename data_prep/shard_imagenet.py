@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from typing import NoReturn
 
 from data_prep.checks import ImageRules
 from data_prep.sources import SPLITS, Source, check_fraction, open_sources, take_subset
@@ -128,5 +129,10 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
     return rules, Share(args.task, args.tasks)
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """``python data_prep/shard_imagenet.py``."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -15,6 +15,7 @@ import os
 from contextlib import closing
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -137,5 +138,10 @@ def read_sample_table(folder: Path, manifest: Manifest, split: str) -> tuple[np.
     return rows, findings.table()
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """``python data_prep/verify_shards.py``."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -27,7 +27,7 @@ def train_main() -> int:
         epilog=_KEYS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, type=Path, help="a file of configs/")
+    parser.add_argument("--config", required=True, type=Path, help="a file, or the name of one of configs/: pervit_t")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=100")
     args = parser.parse_args()
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import yaml
@@ -245,5 +246,10 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """``python -m pipeline.evaluate``."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import NoReturn
 
 from pipeline.checkpoint.folder import find_checkpoint, locate, parse_step, saved_steps, step_folder
 from pipeline.checkpoint.manifest import Manifest
@@ -131,5 +132,10 @@ def main() -> int | None:
     return None
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """``python -m pipeline.checkpoint``."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

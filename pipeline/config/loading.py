@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from pipeline.config.problems import Layer, describe, section_fields, unknown_key
+from pipeline.config.recipes import find_recipe
 from pipeline.config.sections import Config, Section
 from pipeline.config.values import parse_value, shown
 from pipeline.errors import UserError
@@ -25,10 +26,14 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     ``output_dir=runs/exp #2`` and ``data.path=123`` mean what they say. Two exceptions: a value in quotes, ``'...'`` or
     ``"..."``, is what YAML makes of it, and where a key may be null, as ``train.init_from``, the word ``null`` is that.
 
+    Args:
+        path: the file, or the name of a config that the project brings along (:func:`find_recipe`).
+        overrides: what differs.
+
     Raises:
         UserError: missing file, not YAML, unknown key, wrong type, value out of range.
     """
-    layers = _read_with_bases(Path(path), seen=())
+    layers = _read_with_bases(find_recipe(path), seen=())
     layers += [Layer(f"override {shown(override)}", _override(override)) for override in overrides]
     return _validate(layers)
 
@@ -84,8 +89,6 @@ def section_from_dict(section: type[Section], values: Mapping[str, Any], key: st
 
 def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
     """The file's layer on top of those of its bases."""
-    if not path.is_file():
-        raise UserError(f"config file {path} does not exist: pass --config with one of the files in configs/.")
     if path.resolve() in seen:
         raise UserError(f"config file {path} is its own base ({' -> '.join(p.name for p in seen)}): remove one 'base:' line.")
     try:
@@ -104,7 +107,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
         return [layer]
     if not isinstance(base, str) or not base.isprintable():
         raise UserError(f"config file {path} has base: {shown(base)}, the name of a file needed: correct it.")
-    return [*_read_with_bases(path.parent / base, (*seen, path.resolve())), layer]
+    return [*_read_with_bases(find_recipe(base, path.parent), (*seen, path.resolve())), layer]
 
 
 def _override(text: str) -> dict:
