@@ -60,6 +60,13 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         _fail(
             f"error: {error.filename or 'writing a file'}: {error.strerror}: see to the path, its permissions and the free space."
         )
+    except ModuleNotFoundError as error:
+        if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):
+            _fail(traceback.format_exc(), 1)
+        _fail(
+            f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment that has this project's "
+            f"packages (`source .venv/bin/activate`; `make install` makes it)."
+        )
     except Exception:
         _fail(traceback.format_exc(), 1)
     sys.exit(code or 0)
