@@ -40,7 +40,8 @@ def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
     print(message, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
+    distributed = sys.modules.get("torch.distributed")  # without the function while it is being imported
+    if distributed and getattr(distributed, "is_initialized", bool)():
         # With exchanges between processes under way the interpreter would crash as it tidies up, with another code.
         os._exit(code)
     sys.exit(code)
