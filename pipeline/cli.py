@@ -11,7 +11,7 @@ from pipeline.errors import run_command
 _TRAIN = """Train a model, or go on with a run that was stopped: the same command, on any number of processes.
 
   python -m pipeline.train --config configs/pervit_t.yaml data.path=SHARD_DIR output_dir=runs/pervit_t
-  bash launch/local.sh 8 -- pipeline.train --config configs/pervit_t.yaml train.epochs=100 model.switches.conv_stem=false
+  bash launch/local.sh 8 -- pipeline.train --config configs/pervit_t.yaml model.switches.conv_stem=false output_dir=runs/no_stem
 
 The first is one process; the second is one for each of a machine's 8 GPUs; on a cluster: sbatch launch/train.slurm configs/pervit_t.yaml.
 """

@@ -48,7 +48,8 @@ def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
     print(message, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
+    distributed = sys.modules.get("torch.distributed")  # without the function while it is being imported
+    if distributed and getattr(distributed, "is_initialized", bool)():
         # With exchanges between processes under way the interpreter would crash as it tidies up, with another code.
         os._exit(code)
     sys.exit(code)
@@ -67,6 +68,13 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             _fail(traceback.format_exc(), 1)  # not from the file system
         _fail(
             f"error: {error.filename or 'writing a file'}: {error.strerror}: see to the path, its permissions and the free space."
+        )
+    except ModuleNotFoundError as error:
+        if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):
+            _fail(traceback.format_exc(), 1)
+        _fail(
+            f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment that has this project's "
+            f"packages (`source .venv/bin/activate`; `make install` makes it)."
         )
     except Exception:
         _fail(traceback.format_exc(), 1)

@@ -79,7 +79,7 @@ def test_it_trains() -> None:
     two_steps(model, optimizer, [images] * 2, labels=[0, 1, 2, 3])
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert {"distance_scales.weight", "blocks.0.position.projection1.weight", "blocks.2.position.norm2.bias"} <= moved
-    assert peripheral_maps(model.eval(), images.shape[-1]).shape[0] == 1
+    assert peripheral_maps(model.eval(), images.shape[-1]).shape == (3, 2, 4, 4)  # layers, heads, patches
     assert peripheral_maps(small_model(peripheral=False).eval(), images.shape[-1]) is None
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, clean_environment, step_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pipeline.logs.console import duration
+
 # One process of two that logs steps as training does. The scenario is code that may use run_dir, log, world and steps().
 PROCESS = """
-import os, shutil, subprocess, sys
+import os, shutil, subprocess, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch
@@ -186,3 +193,42 @@ assert RunLog(config, world, 5, 100, 1.0, empty).bad_samples is empty
     assert [(row["bad_samples"], row["replaced"]) for row in step_rows(tmp_path / "run")] == [(3, 0)] * 4 + [(3, 4)]
     warnings = [line for _, _, err in ended for line in err.splitlines() if line.startswith("warning: ")]
     assert warnings == ["warning: sample 7 is bad", "warning: sample 8 is bad"]
+
+
+def test_a_terminal_shows_the_history_and_may_vanish(tmp_path: Path) -> None:
+    """Guards against a progress bar that replaces all that was said, and against a run that ends because nobody reads it any more."""
+    scenario = """
+from pipeline.logs import console
+console.outlive_the_terminal()
+log = RunLog(config, world, 0, 100, 1.0)
+steps(log, 1, 10)
+while not (Path(folder) / "gone").exists(): time.sleep(0.05)
+steps(log, 11, 15)
+print("to stdout"); print("to stderr", file=sys.stderr, flush=True)
+log.close()
+"""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+    command = [sys.executable, "-c", PROCESS, str(tmp_path), "0", "1", scenario, "0"]
+    environment = clean_environment(PYTHONPATH=str(REPOSITORY))
+    process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    while b"step 10/100" not in shown:
+        shown += os.read(ours, 4096)  # raises when the process has ended
+    os.close(ours)  # what is written to the terminal from now on is refused with EIO
+    (tmp_path / "gone").touch()
+    assert process.wait(timeout=100) == 0
+    assert [row["step"] for row in step_rows(tmp_path / "run")] == list(range(1, 16))
+
+    text = shown.decode()
+    assert "training:" in text and "/100 [" in text, "no progress bar"
+    line = r"\r?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 5/100 epoch 0.50 loss 6.0000 .* images/s .*, \d+ s left\r\n"
+    assert re.search(line, text), text
+
+
+def test_durations() -> None:
+    """Guards against "0 h 60 min left"."""
+    assert [duration(s) for s in (0, 29, 60, 3599, 3600, 4300, 86399, 86400, 183_000)] == [
+        "0 s", "29 s", "1 min", "1 h 0 min", "1 h 0 min", "1 h 12 min", "1 d 0 h", "1 d 0 h", "2 d 3 h",
+    ]  # fmt: skip

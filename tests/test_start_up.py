@@ -48,5 +48,5 @@ def test_a_mistake_in_the_config_and_the_first_line_come_before_the_heavy_import
 
     block = "import sys; sys.modules['torch'] = None; from pipeline.cli import train_command; train_command()"
     begun = run_python("-c", block, "--config", "configs/demo.yaml")
-    assert begun.returncode == 1 and "torch" in begun.stderr  # it got as far as importing it
+    assert begun.returncode == 2 and "has no package 'torch': use the Python of the environment" in begun.stderr
     assert begun.stdout.endswith("pervit_t into runs/demo: loading PyTorch, DeepSpeed and DALI\n")

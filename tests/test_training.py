@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -98,12 +99,15 @@ def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path:
         "checkpoint.keep_last=2",
         "log.every_steps=4",
     ]
+    started = time.time()
     train(small_run, run, *options)
 
     rows = step_rows(run)
     assert [row["step"] for row in rows] == list(range(1, 19))  # ceil(0.2 * 1438 / 16)
     keys = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "images_per_second", "mfu", "data_wait", "memory_gib"}
     assert all(keys <= row.keys() for row in rows)
+    times = [json.loads(line)["time"] for line in (run / "metrics.jsonl").read_text().splitlines()]  # of every row
+    assert started < times[0] and sorted(times) == times and times[-1] < time.time()
     assert all(0 < row["mfu"] < 1.5 and 0 <= row["data_wait"] < 1 for row in rows)
     assert [row["step"] for row in evaluation_rows(run)] == [9, 18]
     best = max(evaluation_rows(run), key=lambda row: row["top1"])["step"]  # the first of equals
@@ -121,10 +125,16 @@ def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path:
 
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
-    scalars = {f"train/{name}" for name in keys - {"step", "epoch", "samples"}} | {"eval/top1", "eval/top5", "eval/loss"}
-    assert scalars <= set(events.Tags()["scalars"])
+    shown = {
+        "eval": {"top1", "top5", "loss"},  # TensorBoard opens the first two groups
+        "train": {"loss", "lr", "grad_norm"},
+        "trouble": {"replaced", "bad_samples", "skipped_steps"},
+        "utilization": {"images_per_second", "mfu", "data_wait", "memory_gib", "peak_memory_gib"},
+    }
+    assert set(events.Tags()["scalars"]) == {f"{group}/{name}" for group, names in shown.items() for name in names}
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 19))
-    assert {"train/images", "model/peripheral_attention"} <= set(events.Tags()["images"])
+    assert [event.step for event in events.Images("train/images")] == [1]
+    assert [event.step for event in events.Images("weights/peripheral_attention")] == [0, 9, 18]
     assert "config/text_summary" in events.Tags()["tensors"]
 
     environment = json.loads((run / "environment.json").read_text())
