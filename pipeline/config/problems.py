@@ -122,7 +122,7 @@ def _as_list(key: str, found: Any) -> str:
     """What was probably meant: the same values in brackets if their number is right, else the default."""
     section, _, name = key.rpartition(".")
     field = section_fields(section)[name]
-    parts = found.split(",") if isinstance(found, str) else [str(found)]
+    parts = found.split(",") if isinstance(found, str) else [shown(found)]
     needed = len(field.default) if isinstance(field.default, tuple) else len(parts)
     words = [part.strip() for part in parts] if len(parts) == needed else [str(part) for part in field.default]
     text = f"[{','.join(words)}]"
