@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Hashable
 from typing import Any
 
 import yaml
@@ -39,7 +38,8 @@ def _reason(error: Exception) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice, where YAML's own rule is that the last one wins silently, and a value inside itself."""
+    """Refuses a key that is given twice, where YAML's own rule is that the last one wins silently, one that is not text, and a
+    value inside itself."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -73,10 +73,12 @@ class _StrictLoader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
         seen = set()
         for key in keys:
-            if not isinstance(key, Hashable):
-                break  # PyYAML refuses it
-            if key in seen:
+            said = ""
+            if not isinstance(key, str):
+                said = f"the key {shown(key)} is not text, the name of a key needed"
+            elif key in seen:
                 said = f"the key {shown(key)} is given {keys.count(key)} times"
+            if said:
                 raise yaml.constructor.ConstructorError(problem=said, problem_mark=node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
