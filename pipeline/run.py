@@ -135,7 +135,6 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     train_set, val_set = ShardSet(config.data.path, "train"), ShardSet(config.data.path, "val")
     check_classes(config, train_set)
     check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
-    accumulation_steps(config.train, world.size, config.augment.unit)
     schedule = make_schedule(config, train_set)
     lock = open_run_folder(config, world)
     start = find_start(config, world, train_set)

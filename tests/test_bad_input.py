@@ -61,6 +61,22 @@ def test_evaluation_says_what_is_wrong(arguments: list[str], expected: str, dama
     assert result.returncode == 2 and expected in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.epoch=1", "error: override 'train.epoch=1': unknown key 'train.epoch'"),
+        ("train.global_batch_size=8", "= 12 does not divide it (8 / 12 = 0.6667 accumulation steps"),
+    ],
+)
+def test_what_all_ranks_find_wrong_is_said_once(override: str, expected: str, small_run: Path) -> None:
+    """Guards against a launcher that shows the same sentence twice, once for the rank that ended first."""
+    result = run_module("pipeline.train", "--config", small_run, override, processes=3, check=False)
+    assert result.returncode == 2
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and expected in lines[0], result.stderr
+
+
 def test_several_processes_without_a_meeting_point(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against DeepSpeed's "No module named mpi4py" when a variable is missing."""
     import conftest

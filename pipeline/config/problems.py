@@ -67,7 +67,7 @@ def _source(loc: tuple, message: str, layers: list[Layer]) -> str:
     paths = [loc]
     if len(loc) < 2:
         named = [(*loc, *word.split(".")) for word in _KEY.findall(message)]
-        paths = [path for path in named if ".".join(path) in flatten(Config())] or [loc]
+        paths = [path for path in named if ".".join(map(str, path)) in flatten(Config())] or [loc]
     setting = (layer for layer in reversed(layers) if any(layer.sets(path) for path in paths))
     return next(setting, layers[-1] if loc else layers[0]).label
 
@@ -76,8 +76,6 @@ def _complaint(problem: dict, key: str, message: str, missing: int) -> str:
     kind, found = problem["type"], problem["input"]
     if kind == "extra_forbidden":
         return unknown_key(key, str(problem["loc"][-1]))
-    if kind == "invalid_key":
-        return f"{key or 'a key'} is {shown(found)}, the name of a key needed: write it as text, without a colon in front."
     if kind == "missing":
         return f"{key} has {len(found)} values, {'one' if missing == 1 else missing} more needed: add {'it' if missing == 1 else 'them'}."
     if kind == "too_long" and isinstance(found, list | tuple):
@@ -122,7 +120,7 @@ def _as_list(key: str, found: Any) -> str:
     """What was probably meant: the same values in brackets if their number is right, else the default."""
     section, _, name = key.rpartition(".")
     field = section_fields(section)[name]
-    parts = found.split(",") if isinstance(found, str) else [str(found)]
+    parts = found.split(",") if isinstance(found, str) else [shown(found)]
     needed = len(field.default) if isinstance(field.default, tuple) else len(parts)
     words = [part.strip() for part in parts] if len(parts) == needed else [str(part) for part in field.default]
     text = f"[{','.join(words)}]"

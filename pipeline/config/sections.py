@@ -44,7 +44,7 @@ def _printable(text: str) -> str:
     return text
 
 
-Text = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_printable)]
+Text = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
 
 
 class Section(BaseModel):
@@ -64,7 +64,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    name: Text = "pervit_t"
+    name: Annotated[Text, Field(max_length=100)] = "pervit_t"
     """Which model: `python -m pipeline.models` lists them."""
     image_size: Annotated[int, Field(ge=1, le=MAX_SIDE)] = 224
     """Side of the square input, in pixels."""

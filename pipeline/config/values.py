@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Hashable
 from typing import Any
 
 import yaml
 
 _LONG = 80  # characters of a value that a sentence shows
+_DEEPEST = 32  # levels of nesting; PyYAML's time grows with their square, and then Python's stack ends
 
 
 def parse_value(text: str) -> Any:
@@ -28,8 +28,6 @@ def parse_value(text: str) -> Any:
             said += f" in line {error.problem_mark.line + 1}"
     except yaml.reader.ReaderError as error:
         said = f"the character U+{error.character:04X} is not allowed"
-    except RecursionError:
-        said = "it is nested too deeply"
     except Exception as error:  # such as "\\U99999999", which PyYAML leaves to Python
         said = _reason(error)
     raise ValueError(" ".join(said.split()))
@@ -40,16 +38,33 @@ def _reason(error: Exception) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice, where YAML's own rule is that the last one wins silently, and a value inside itself."""
+    """Refuses a key that is given twice, where YAML's own rule is that the last one wins silently, one that is not text, and a
+    value inside itself."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.deep_construct = True  # whole values at once: an alias to what it is a part of is an error then
+        self._depth = 0
+
+    def fetch_flow_collection_start(self, TokenClass: type) -> None:
+        self._refuse_depth(self.flow_level)
+        super().fetch_flow_collection_start(TokenClass)
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+        self._refuse_depth(self._depth)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def _refuse_depth(self, depth: int) -> None:
+        if depth > _DEEPEST:
+            raise yaml.scanner.ScannerError(problem="it is nested too deeply", problem_mark=self.get_mark())
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (yaml.YAMLError, RecursionError):
+        except yaml.YAMLError:
             raise
         except Exception as error:  # what `!!int x`, `!!bool x` and a thirteenth month run into
             raise yaml.constructor.ConstructorError(problem=_reason(error), problem_mark=node.start_mark) from None
@@ -58,10 +73,12 @@ class _StrictLoader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
         seen = set()
         for key in keys:
-            if not isinstance(key, Hashable):
-                break  # PyYAML refuses it
-            if key in seen:
+            said = ""
+            if not isinstance(key, str):
+                said = f"the key {shown(key)} is not text, the name of a key needed"
+            elif key in seen:
                 said = f"the key {shown(key)} is given {keys.count(key)} times"
+            if said:
                 raise yaml.constructor.ConstructorError(problem=said, problem_mark=node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
