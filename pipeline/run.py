@@ -25,6 +25,7 @@ from pipeline.distillation import load_teacher
 from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.engine import build_engine
+from pipeline.errors import UserError
 from pipeline.evaluate import check_classes, check_same_classes, evaluation_loader
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
@@ -136,14 +137,19 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     accumulation_steps(config.train, world.size)
     schedule = make_schedule(config, train_set)
     lock = open_run_folder(config, world)
-    start = find_start(config, world, train_set)
-    before = start.state if start else None
-    if before and before.step >= schedule.last_step and not before.evaluation_due:
-        if world.is_main:
-            print(f"{config.output_dir} is complete at step {before.step}: nothing to train.", flush=True)
-            lock.release()
-        return None
-    return _build_run(config, world, stop, heartbeat, lock, schedule, train_set, val_set, start)
+    try:
+        start = find_start(config, world, train_set)
+        before = start.state if start else None
+        if before and before.step >= schedule.last_step and not before.evaluation_due:
+            if world.is_main:
+                print(f"{config.output_dir} is complete at step {before.step}: nothing to train.", flush=True)
+                lock.release()
+            return None
+        return _build_run(config, world, stop, heartbeat, lock, schedule, train_set, val_set, start)
+    except UserError:
+        if lock:
+            lock.abandon()
+        raise
 
 
 def find_start(config: Config, world: World, train_set: ShardSet) -> Verified | None:
