@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.files import write_error
+from pipeline.files import disk_reason, write_error
 
 LOCK = ".lock"
 _POLL_SECONDS = 0.5
@@ -57,7 +57,7 @@ class RunLock:
             except OSError as error:
                 if left and error.errno == errno.ENOENT:
                     continue  # another start, which was refused, has just removed the folder that it had created
-                raise UserError(f"output_dir {run_dir} is not writable ({error.strerror}): choose another output_dir.") from None
+                raise UserError(f"output_dir {run_dir} is not writable ({disk_reason(path, error)}): choose another output_dir.") from None
             try:
                 _wait_for_lock(descriptor, run_dir, wait_seconds)
                 if not _is_there(path, descriptor):  # likewise; the lock of a removed file keeps nobody out
@@ -100,7 +100,7 @@ def _create(run_dir: Path) -> list[Path]:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"output_dir {run_dir} cannot be created ({error.strerror}), a writable folder needed: choose another output_dir."
+            f"output_dir {run_dir} cannot be created ({disk_reason(run_dir, error)}), a writable folder needed: choose another output_dir."
         ) from None
     return missing
 
