@@ -121,7 +121,7 @@ def write_error(path: Path, error: OSError) -> UserError:
     go_on = "and start again: the run goes on from its newest checkpoint"
     if error.errno in _FULL:
         return DiskRefuses(
-            f"{path} cannot be written: its disk is full ({_free_mb(path)}, {error.strerror}): free some space {go_on}."
+            f"{path} cannot be written: its disk is full ({_free_mb(path)}, {disk_reason(path, error)}): free some space {go_on}."
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
         return UserError(f"{path} cannot be written: it, or its folder, was removed while the run went on: restore it {go_on}.")
@@ -197,6 +197,17 @@ class GrowingFile:
 def _remove(temporary: Path) -> None:
     with suppress(OSError):  # on a file system that became read-only: what stopped the writing is what is to be told
         temporary.unlink(missing_ok=True)
+
+
+def disk_reason(path: Path, error: OSError) -> str:
+    """What the system said about a write to ``path``. That a disk has space and yet no room for another file nobody would guess."""
+    reason = error.strerror or str(error)
+    try:
+        space = os.statvfs(next(folder for folder in path.absolute().parents if folder.exists()))
+    except OSError:
+        return reason
+    no_inode = error.errno == errno.ENOSPC and space.f_files > 0 and space.f_favail == 0
+    return f"{reason}, 0 inodes free: too many files" if no_inode else reason
 
 
 def _free_mb(path: Path) -> str:

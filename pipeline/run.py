@@ -25,6 +25,7 @@ from pipeline.distillation import load_teacher
 from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.engine import build_engine
+from pipeline.errors import UserError
 from pipeline.evaluate import check_classes, check_same_classes, evaluation_loader
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
@@ -137,21 +138,26 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
     schedule = make_schedule(config, train_set)
     lock = open_run_folder(config, world)
-    start = find_start(config, world, train_set)
-    before = start.state if start else None
-    if before and before.step >= schedule.last_step and not before.evaluation_due:
-        if world.is_main:
-            console.say(f"{config.output_dir} is complete at step {before.step}: nothing to train.")
-            lock.release()
-        return None
-    if world.is_main:  # to build the engine takes a while
-        console.say(
-            f"data: {train_set.folder}: {len(train_set):,} training and {len(val_set):,} validation images, {len(train_set.classes)} classes"
-        )
-        console.say(f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
-    precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)
-    config = with_precision(config, precision.name)
-    return _build_run(config, precision, world, stop, heartbeat, lock, schedule, train_set, val_set, start)
+    try:
+        start = find_start(config, world, train_set)
+        before = start.state if start else None
+        if before and before.step >= schedule.last_step and not before.evaluation_due:
+            if world.is_main:
+                console.say(f"{config.output_dir} is complete at step {before.step}: nothing to train.")
+                lock.release()
+            return None
+        if world.is_main:  # to build the engine takes a while
+            console.say(
+                f"data: {train_set.folder}: {len(train_set):,} training and {len(val_set):,} validation images, {len(train_set.classes)} classes"
+            )
+            console.say(f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
+        precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)
+        config = with_precision(config, precision.name)
+        return _build_run(config, precision, world, stop, heartbeat, lock, schedule, train_set, val_set, start)
+    except UserError:
+        if lock:
+            lock.abandon()
+        raise
 
 
 def find_start(config: Config, world: World, train_set: ShardSet) -> Verified | None:

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ _FREE_KEYS = (
 _NEVER = ("model.name", "model.image_size", "model.num_classes", "model.switches", "train.global_batch_size")
 _DATA = "data"  # in checkpoint.accept: another data set. Keys of the section `data` are accepted one by one.
 _NAMED = 5  # differences that a sentence lists
+_DIGITS = 12  # of a digest, as `inspect` shows it
 _DYING_SECONDS = 120.0  # for the former life of a restarted job; a network file system frees a dead node's locks after about 90
 
 
@@ -54,7 +56,7 @@ def open_run_folder(config: Config, world: World) -> RunLock | None:
     Raises:
         UserError: in every process: the folder cannot be created, written or locked, or another run has it.
     """
-    return do_in_main(lambda: _create_and_lock(Path(config.output_dir)), world)
+    return do_in_main(lambda: _lock(Path(config.output_dir)), world)
 
 
 def check_same_run(config: Config, begun_with: Config | None, world: World) -> None:
@@ -99,7 +101,7 @@ def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict
     if begun_with is None or begun_with == now:
         return
     keys = [key for key in sorted({*begun_with, *now}) if begun_with.get(key) != now.get(key)]
-    differences = ", ".join(f"{key}={begun_with.get(key)} (this one has {now.get(key)})" for key in keys)
+    differences = ", ".join(f"{key}={_short(begun_with.get(key))} (this one has {_short(now.get(key))})" for key in keys)
     if _DATA not in config.checkpoint.accept:
         raise UserError(
             f"{config.output_dir} was begun with another data set than {config.data.path}, one with {differences}: set data.path "
@@ -120,13 +122,7 @@ def is_free(key: str) -> bool:
     return key in _FREE_KEYS or key.startswith(_FREE_SECTIONS)
 
 
-def _create_and_lock(run_dir: Path) -> RunLock:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"output_dir {run_dir} cannot be created ({error.strerror}), a writable folder needed: choose another output_dir."
-        ) from None
+def _lock(run_dir: Path) -> RunLock:
     restarted = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     return RunLock.take(run_dir, wait_seconds=_DYING_SECONDS if restarted else 0)
 
@@ -134,6 +130,11 @@ def _create_and_lock(run_dir: Path) -> RunLock:
 def _is_accepted(key: str, config: Config) -> bool:
     section = key.partition(".")[0]
     return key in config.checkpoint.accept or (section != _DATA and section in config.checkpoint.accept)
+
+
+def _short(value: Any) -> Any:
+    """A digest's first digits tell two of them apart."""
+    return value[:_DIGITS] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else value
 
 
 def _check_accepted_names(config: Config) -> None:

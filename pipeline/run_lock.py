@@ -19,10 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.files import write_error
+from pipeline.files import disk_reason, write_error
 
 LOCK = ".lock"
 _POLL_SECONDS = 0.5
+_ATTEMPTS = 100  # of starts that are refused at the same moment, each of which removes what it has created
 _HELD = (errno.EAGAIN, errno.EACCES)  # POSIX allows both
 _held_here: set[Path] = set()  # a second lock of the same process would be granted, and would release the first when it closes
 
@@ -30,8 +31,8 @@ _held_here: set[Path] = set()  # a second lock of the same process would be gran
 class RunLock:
     """The right to train in a run folder. :meth:`take` gets it; it lasts until :meth:`release` or the end of the process."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
+    def __init__(self, path: Path, descriptor: int, created: list[Path]) -> None:
+        self._path, self._descriptor, self._created = path, descriptor, created
         _held_here.add(path.resolve())
 
     @classmethod
@@ -39,29 +40,38 @@ class RunLock:
         """Lock a run folder.
 
         Args:
-            run_dir: exists.
+            run_dir: is created where it does not exist.
             wait_seconds: how long to wait for another holder to end, saying so once.
 
         Raises:
-            UserError: another process holds it, the folder cannot be written, or its file system has no locks.
+            UserError: another process holds it, the folder cannot be created or written, or its file system has no locks.
         """
         path = run_dir / LOCK
         if path.resolve() in _held_here:
             raise _refusal(run_dir, _describe(_about_me()))
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise UserError(f"output_dir {run_dir} is not writable ({error.strerror}): choose another output_dir.") from None
-        try:
-            _wait_for_lock(descriptor, run_dir, wait_seconds)
-            _write(descriptor, json.dumps(_about_me()) + "\n")
-        except OSError as error:
-            os.close(descriptor)
-            raise write_error(path, error) from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return cls(path, descriptor)
+        created: list[Path] = []
+        for left in reversed(range(_ATTEMPTS)):
+            created += _create(run_dir)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                if left and error.errno == errno.ENOENT:
+                    continue  # another start, which was refused, has just removed the folder that it had created
+                raise UserError(f"output_dir {run_dir} is not writable ({disk_reason(path, error)}): choose another output_dir.") from None
+            try:
+                _wait_for_lock(descriptor, run_dir, wait_seconds)
+                if not _is_there(path, descriptor):  # likewise; the lock of a removed file keeps nobody out
+                    os.close(descriptor)
+                    continue
+                _write(descriptor, json.dumps(_about_me()) + "\n")
+            except OSError as error:
+                os.close(descriptor)
+                raise write_error(path, error) from None
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return cls(path, descriptor, created)
+        raise UserError(f"{path} was removed {_ATTEMPTS} times, a folder that stays needed: choose another output_dir.")
 
     def release(self) -> None:
         """Let the next run have the folder."""
@@ -70,6 +80,36 @@ class RunLock:
             with suppress(OSError):
                 _write(self._descriptor, "")  # names nobody who is gone
             os.close(self._descriptor)
+
+    def abandon(self) -> None:
+        """After a start that was refused: if it has created the folder, and nothing else is in it, both go. Else the lock stays."""
+        with suppress(OSError):
+            if self._created and os.listdir(self._path.parent) == [LOCK]:
+                # Whoever has opened this file and waits for it sees that it is gone. Who comes later makes a new one, and then the
+                # folder is not empty and stays.
+                self._path.unlink()
+                self.release()
+                for folder in self._created:
+                    folder.rmdir()
+
+
+def _create(run_dir: Path) -> list[Path]:
+    """The folder, and those above it; which of them were not there, the innermost first."""
+    try:
+        missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"output_dir {run_dir} cannot be created ({disk_reason(run_dir, error)}), a writable folder needed: choose another output_dir."
+        ) from None
+    return missing
+
+
+def _is_there(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _wait_for_lock(descriptor: int, run_dir: Path, wait_seconds: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, clean_environment
 
+from faults.ranks import run_forked
 from pipeline.config import Config, config_from_dict
 from pipeline.data.shards import ShardSet
 from pipeline.distributed import World
@@ -160,13 +161,24 @@ def test_another_data_set_is_refused_unless_it_is_accepted(digits_shards: Path, 
     check_same_data(config, None, train, ALONE)
     with pytest.raises(UserError) as error:
         check_same_data(config, train, val, ALONE)
-    for part in ("samples=1438 (this one has 359)", "fingerprint=", str(digits_shards), "checkpoint.accept=[data]."):
+    prints = f"fingerprint={train['fingerprint'][:12]} (this one has {val['fingerprint'][:12]})"
+    for part in ("samples=1438 (this one has 359)", prints, str(digits_shards), "checkpoint.accept=[data]."):
         assert part in str(error.value)
     assert "shard_seed" not in str(error.value)  # is the same
     accepting = changed(data={"path": str(digits_shards), "flip": 0.1}, checkpoint={"accept": ["data"]})
     check_same_data(accepting, train, val, ALONE)
     assert capsys.readouterr().out.count("samples=1438 (this one has 359)") == 1
     assert "accept=[data.flip]" in refusal(accepting, changed())
+
+
+@pytest.mark.multiprocess
+def test_a_start_that_is_refused_leaves_nothing(small_run: Path, tmp_path: Path) -> None:
+    """Guards against a folder for every mistake in a config, and against the loss of one that was there before."""
+    (tmp_path / "mine").mkdir()
+    for folder, override in (("new", "checkpoint.accept=[nonsense]"), ("mine", "train.init_from=nowhere")):
+        result = run_forked("pipeline.train", "--config", small_run, f"output_dir={tmp_path / folder}", override, check=False)
+        assert result.returncode == 2 and ("nonsense" in result.stderr or "nowhere" in result.stderr), result.stderr
+    assert not (tmp_path / "new").exists() and (tmp_path / "mine").is_dir()
 
 
 def test_a_refusal_reaches_every_process(tmp_path: Path) -> None:

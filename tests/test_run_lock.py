@@ -39,6 +39,28 @@ if sys.argv[2] == "releases":
 """
 
 
+# Starts that are refused as soon as they have the folder: 40 times each, beside others that do the same.
+REFUSED = """
+import os, sys
+from pathlib import Path
+from pipeline.errors import UserError
+from pipeline.run_lock import RunLock
+folder, alone, held = Path(sys.argv[1]), Path(sys.argv[2]), 0
+sys.stdin.read()
+while held < 40:
+    try:
+        lock = RunLock.take(folder)
+    except UserError as error:
+        assert "1 run per folder possible" in str(error), error
+        continue
+    os.close(os.open(alone, os.O_CREAT | os.O_EXCL))  # fails if another one holds the folder too
+    alone.unlink()
+    lock.abandon()
+    lock.release()  # where another one has created the folder it is not this one's to remove
+    held += 1
+"""
+
+
 def holder(run_dir: Path, how: str = "", **environment: str) -> subprocess.Popen:
     """Another process, once it holds the folder; it ends, or releases the lock, when its stdin is closed."""
     process = subprocess.Popen(
@@ -151,3 +173,37 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     if "CalledProcessError" in result.stderr or "unshare" in result.stderr:
         pytest.skip("needs the right to mount a file system")
     assert f"output_dir {tmp_path} is not writable (Read-only file system): choose another output_dir." in result.stderr
+
+
+def test_a_refused_start_leaves_no_folder_that_it_created(tmp_path: Path) -> None:
+    """Guards against folders with nothing but a lock, and against the removal of what was there before or holds anything else."""
+    RunLock.take(tmp_path / "a" / "b").abandon()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    RunLock.take(tmp_path / "mine").abandon()
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", ".lock"]
+    lock = RunLock.take(tmp_path / "used")
+    (tmp_path / "used" / "config.yaml").touch()
+    lock.abandon()
+    assert sorted(path.name for path in (tmp_path / "used").iterdir()) == [".lock", "config.yaml"]
+    with pytest.raises(UserError, match="1 run per folder possible"):  # its threads may still be writing
+        RunLock.take(tmp_path / "used")
+    (tmp_path / "nowhere").mkdir()
+    (tmp_path / "nowhere" / ".lock").symlink_to(tmp_path / "x" / "y")
+    with pytest.raises(UserError, match="nowhere is not writable"):
+        RunLock.take(tmp_path / "nowhere")
+
+
+def test_refused_starts_that_meet_never_share_a_folder(tmp_path: Path) -> None:
+    """Guards against two runs in one folder, one of which holds the lock of a file that a third has removed; and against an error
+    because a folder is removed between two system calls."""
+    command = [sys.executable, "-c", REFUSED, str(tmp_path / "run"), str(tmp_path / "alone")]
+    environment = clean_environment(PYTHONPATH=str(REPOSITORY))
+    starts = [
+        subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    for process in starts:
+        process.stdin.close()
+    errors = [process.stderr.read() for process in starts]
+    assert [process.wait() for process in starts] == [0] * 4, errors
+    assert not (tmp_path / "alone").exists()

@@ -1,7 +1,9 @@
 """Checkpoints: complete or invisible, verified when they are read, for any number of processes and any ZeRO stage.
 
 =============== ===================================================================
-``folder.py``   where they lie, the manifest with checksums, which of them stay
+``folder.py``   where they lie, how one is named to a command, which of them stay
+``manifest.py`` the state of the run and checksums, validated when they are read
+``whole.py``    comparing the files with their checksums, before they are read and after
 ``held.py``     which stretches of weights and optimizer state a process holds
 ``snapshot.py`` their copy in memory, for which alone the training waits
 ``parts.py``    the files: stretches by name

@@ -90,7 +90,7 @@ def _row(folder: Path, manifest: Manifest, reason: str) -> tuple[str, ...]:
     state = manifest.state
     try:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / MANIFEST).stat().st_mtime))
-    except OSError:  # removed meanwhile
+    except (OSError, OverflowError, ValueError):  # removed meanwhile, or of a year that no calendar has
         written = "?"
     return (
         str(state.step),

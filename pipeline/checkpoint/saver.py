@@ -24,7 +24,7 @@ from pipeline.config import CheckpointConfig
 from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.errors import UserError
-from pipeline.files import replace_text, sync_folder
+from pipeline.files import disk_reason, replace_text, sync_folder
 
 _LONGEST_PAUSE = 30.0  # seconds between two attempts
 _LAST_ATTEMPT = 10.0  # seconds for it to end when another process has failed
@@ -169,7 +169,7 @@ class Saver:
         try:
             saving.record = self._persist(attempt, path)
         except OSError as error:
-            saving.error = f"{path} could not be written for {time.monotonic() - began:.0f} s ({error.strerror or error})"
+            saving.error = f"{path} could not be written for {time.monotonic() - began:.0f} s ({disk_reason(path, error)})"
         except Exception as error:  # whatever it is, the others must hear of it: they wait for this file
             saving.error = f"{path} could not be written ({type(error).__name__}: {error})"
 
@@ -192,7 +192,7 @@ class Saver:
             self._persist(attempt, target)
             self._persist(clear, target.parent)
         except OSError as error:
-            self._publish_error = f"{error.filename or target} could not be written or renamed ({error.strerror or error})"
+            self._publish_error = f"{error.filename or target} could not be written or renamed ({disk_reason(target, error)})"
         except Exception as error:
             self._publish_error = f"{target} could not be completed ({type(error).__name__}: {error})"
 
@@ -207,9 +207,8 @@ class Saver:
                 if left <= 0:
                     raise
                 if pause == 0.5:
-                    reason = error.strerror or error
                     print(
-                        f"warning: {path} cannot be written ({reason}); trying again for {left:.0f} s",
+                        f"warning: {path} cannot be written ({disk_reason(path, error)}); trying again for {left:.0f} s",
                         file=sys.stderr,
                         flush=True,
                     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from pipeline.errors import USER_ERROR
 
 pytestmark = pytest.mark.multiprocess
 
+INODES = 100
 SIZE_KB = 12 << 10  # a checkpoint has 2.8 MB; the last one, the next one and something to fill
 EVERY, RETRY_SECONDS = 6, 8
 OPTIONS = (f"checkpoint.every_steps={EVERY}", "checkpoint.keep_last=1", f"checkpoint.retry_seconds={RETRY_SECONDS}")
@@ -23,9 +24,9 @@ OPTIONS = (f"checkpoint.every_steps={EVERY}", "checkpoint.keep_last=1", f"checkp
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A file system of 12 MB in a folder."""
+    """A file system of 12 MB and some files in a folder."""
     folder.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_KB}k", "tmpfs", folder]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_KB}k,nr_inodes={INODES}", "tmpfs", folder]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"cannot mount a file system here: {mounted.stderr.strip()}")
@@ -54,6 +55,16 @@ def fill(folder: Path, leave_kb: int = 0) -> Path:
     return filler
 
 
+def use_up_inodes(folder: Path) -> list[Path]:
+    """Create empty files until the file system has no inode for another one."""
+    files = []
+    with suppress(OSError):
+        while True:
+            (folder / f"empty-{len(files)}").touch()
+            files.append(folder / f"empty-{len(files)}")
+    return files
+
+
 def remount(folder: Path, mode: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{mode}", folder], check=True)
 
@@ -71,7 +82,7 @@ def wait_for_retry(job: Job, run: Path, already: int) -> None:
 
 
 def test_a_disk_that_refuses_a_save(small_run: Path, run: Path) -> None:
-    """Guards against a run that ends because the disk was full or read-only for a minute, and, where it stays so, against one that
+    """Guards against a run that ends because the disk was full, out of inodes or read-only for a minute, and, where it stays so, against one that
     hangs, leaves half a checkpoint in the way or spoils the former one."""
     checkpoints = run / "checkpoints"
     job = train(2, small_run, run, *OPTIONS)
@@ -86,6 +97,14 @@ def test_a_disk_that_refuses_a_save(small_run: Path, run: Path) -> None:
     filler = fill(checkpoints)
     wait_for_retry(job, run, already)
     filler.unlink()
+    assert job.until(lambda: latest_step(run) > before), job.outputs()
+
+    before, already = latest_step(run), retries(job)
+    files = use_up_inodes(checkpoints)
+    wait_for_retry(job, run, already)
+    assert "0 inodes free: too many files" in job.stderr(0) + job.stderr(1)
+    for file in files:
+        file.unlink()
     assert job.until(lambda: latest_step(run) > before), job.outputs()
 
     fill(checkpoints)
