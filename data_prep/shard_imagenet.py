@@ -74,8 +74,10 @@ def main() -> None:
 
 
 def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
+    from data_prep.workers import stop_like_ctrl_c
     from data_prep.writer import write_shards
 
+    stop_like_ctrl_c()
     sources = _open_sources(args)  # a mistake in one is found before hours of work
     for split, source in sources.items():
         classes = counted(len(set(source.labels.tolist())), "class")
