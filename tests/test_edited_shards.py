@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.verify_shards import read_sample_table, verify
+from data_prep.set_checks import read_sample_table, verify
 from pipeline.data.manifest import MANIFEST, Manifest, file_sha256
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError

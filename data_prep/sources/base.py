@@ -16,7 +16,6 @@ import numpy as np
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 
-SPLITS = ("train", "val")
 # The names that a split's folder may have; the first that is there counts. CIFAR's trees say test, and in ImageNet's, where
 # both are there, test has no labels.
 SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "test")}

@@ -10,7 +10,8 @@ import json
 import re
 from pathlib import Path
 
-from data_prep.sources.base import SPLITS, Entry, ListedSource, read_listed
+from data_prep import SPLITS
+from data_prep.sources.base import Entry, ListedSource, read_listed
 from pipeline.errors import UserError
 
 

@@ -17,6 +17,7 @@ with SIGBUS instead of an error that names the file.)
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import stat
@@ -31,6 +32,9 @@ from pipeline.data.manifest import MANIFEST, SHARDER, Manifest, file_sha256, in_
 from pipeline.data.sample_table import find_out_of_range, map_sample_table
 from pipeline.errors import UserError
 from pipeline.files import open_regular
+
+
+_BLOCK = 512  # bytes: headers and data of a tar begin at multiples of it
 
 
 class DamagedSample(Exception):
@@ -136,7 +140,23 @@ class ShardSet:
     def damaged(self, index: int, reason: str) -> DamagedSample:
         """The error that says what is wrong with a sample."""
         path = self.folder / self.info.shards[int(self.samples["shard"][index])].file
-        return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}")
+        original = self._original(index)
+        name = f" (it was {original} in the source)" if original else ""
+        return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}{name}")
+
+    def _original(self, index: int) -> str:
+        """The name that an image had in the source, if the tar still has it beside the image: after the label, as JSON."""
+        sample = self.samples[index]
+        end = int(sample["offset"]) + -(-int(sample["bytes"]) // _BLOCK) * _BLOCK
+        try:
+            after = os.pread(self._descriptor(int(sample["shard"])), 16 * _BLOCK, end)  # header and data of .cls, then of .json
+            header, data = after[2 * _BLOCK : 3 * _BLOCK], after[3 * _BLOCK :]
+            if not header.startswith(f"{self.key(index)}.json\0".encode()):
+                return ""
+            original = json.loads(data[: int(header[124:135], 8)])["file"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+        return original if isinstance(original, str) and original.isprintable() else ""
 
     def _read(self, index: int) -> np.ndarray:
         sample = self.samples[index]
