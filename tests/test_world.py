@@ -15,7 +15,7 @@ from conftest import REPOSITORY, clean_environment
 
 from pipeline.distributed import _refuse_unusable_gpu, _slurm_granted_gpus, init_world
 from pipeline.errors import RANK_LOST, NotConnected, UserError, run_command
-from pipeline.rendezvous import _host_store, _is_loopback, _reach_store, connect
+from pipeline.rendezvous import _host_store, _is_loopback, _listen, _reach_store, connect
 
 PAIR = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PERVIT_JOB_SECRET": "0" * 64}
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -63,9 +63,12 @@ def test_who_cannot_be_reached_is_named(environment: pytest.MonkeyPatch, capsys:
         port = taken.getsockname()[1]
         for name, value in (PAIR | {"MASTER_PORT": str(port)}).items():
             environment.setenv(name, value)
-        with pytest.raises(NotConnected, match=f"rank 0 cannot listen at .* 127.0.0.1:{port} .*in use"):
-            taken.listen()
-            _host_store(2, timedelta(seconds=1))
+        taken.listen()
+        for address in ("127.0.0.1", "localhost", socket.gethostname()):
+            environment.setenv("MASTER_ADDR", address)
+            with pytest.raises(NotConnected, match=rf"rank 0 cannot listen at .*:{port} \(Address already in use\)"):
+                _host_store(2, timedelta(seconds=1))
+        environment.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(NotConnected, match=rf"rank 1 found nobody at .* 127.0.0.1:{port} for 0 s \(Connection refused\), rank 0 needed"):
         _reach_store(1, patience=0.3)
     for address in ("no-such-host.invalid", "a" * 70 + ".invalid", "not a name"):
@@ -96,6 +99,13 @@ def test_loopback_is_what_is_written_not_what_a_name_resolves_to() -> None:
     """Guards against a store that other nodes cannot reach because a node knows its own name as 127.0.1.1."""
     assert all(map(_is_loopback, ("127.0.0.1", "127.0.1.2", "::1", "localhost")))
     assert not any(map(_is_loopback, (socket.gethostname(), "10.0.0.1", "0.0.0.0", "node1", "localhost.example.org", "")))
+
+
+def test_the_store_listens_where_it_is_needed() -> None:
+    """Guards against a store of one machine that strangers reach, and against one between nodes that its own ranks do not."""
+    for address, addresses in (("127.0.0.1", {"127.0.0.1"}), ("localhost", {"127.0.0.1", "::1"}), (socket.gethostname(), {"::", "0.0.0.0"})):
+        with _listen(address, 0) as listener:
+            assert listener.getsockname()[0] in addresses
 
 
 def test_gpus_are_those_of_the_step(environment: pytest.MonkeyPatch) -> None:
