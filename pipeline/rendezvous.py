@@ -7,6 +7,7 @@ and the connections of gloo and NCCL are open to the network between them: ``doc
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import secrets
@@ -22,6 +23,7 @@ from pipeline.exchange import gather_json
 from pipeline.faults.signing import is_signed, job_secret, signature
 
 _NAME_PATIENCE = 10.0  # seconds for a name service that does not answer at once
+_BACKLOG = 2048  # processes that may connect at the same moment
 _ARRIVED = "arrived"
 _PURPOSE = "membership"
 
@@ -103,22 +105,27 @@ def _meeting_point() -> tuple[str, int]:
 def _host_store(size: int, timeout: timedelta) -> dist.TCPStore:
     address, port = _meeting_point()
     try:
-        if not _is_loopback(address):
-            _resolve(address, port)
-            return dist.TCPStore(address, port, size, is_master=True, wait_for_workers=False, timeout=timeout)
-        family, _, _, _, place = _resolve(address, port)
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place)
-            listener.listen(1024)
-            return dist.TCPStore(
-                address, port, size, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-            )
-    except (OSError, dist.DistNetworkError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is in use"
+        listener = _listen(address, port)
+    except OSError as error:
         raise NotConnected(
-            f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {address}:{port} ({reason}): start again, or set MASTER_PORT to a free port."
+            f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {address}:{port} ({os.strerror(error.errno)}): start again, or set MASTER_PORT to a free port."
         ) from None
+    return dist.TCPStore(
+        address, port, size, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """On the loopback address, or on all: by which of its addresses other nodes know this one is not known here."""
+    family, _, _, _, place = _resolve(address, port)
+    if _is_loopback(address):
+        return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+    try:
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise
+        return socket.create_server(("", port), backlog=_BACKLOG)  # a machine without IPv6
 
 
 def _reach_store(rank: int, patience: float) -> dist.TCPStore:
