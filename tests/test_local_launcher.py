@@ -15,10 +15,12 @@ from conftest import REPOSITORY, clean_environment
 pytestmark = pytest.mark.multiprocess
 
 TOY = """
-import json, os, sys, time
+import json, os, signal, sys, time
 rank, what = os.environ["RANK"], sys.argv[1]
 print(json.dumps(dict(os.environ)), flush=True)
 print(f"stderr of rank {rank}", file=sys.stderr, flush=True)
+if what == "save-at-hangup":
+    signal.signal(signal.SIGHUP, lambda *_: sys.exit(75))
 with open(os.path.join(os.environ["NOTES"], rank), "w") as file:
     json.dump({"pid": os.getpid(), **os.environ}, file)
 if what == f"rank{rank}-fails":
@@ -42,8 +44,8 @@ class Launch:
             cwd=self.folder, env=clean_environment(NOTES=str(self.notes)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def start_two_that_sleep(self) -> subprocess.Popen:
-        process = self.start(2, "--", "toy", "sleep")
+    def start_two_that_sleep(self, what: str = "sleep") -> subprocess.Popen:
+        process = self.start(2, "--", "toy", what)
         deadline = time.monotonic() + 30
         while len(list(self.notes.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -110,6 +112,31 @@ def test_signal_ends_all(number: int, code: int, launch: Launch) -> None:
     process.communicate(timeout=30)
     assert process.returncode == code
     assert launch.alive() == []
+
+
+def test_closed_terminal(launch: Launch) -> None:
+    """Guards against a hang-up, of which the shell and the system each send one, that ends ranks before they have saved."""
+    process = launch.start_two_that_sleep("save-at-hangup")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert launch.alive() == []
+
+
+def test_nohup(launch: Launch) -> None:
+    """Guards against a hang-up that ends what was started with nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    try:
+        process = launch.start_two_that_sleep()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    assert len(launch.alive()) == 2
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 143
 
 
 def test_killed_launcher_ends_all(launch: Launch) -> None:

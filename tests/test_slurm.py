@@ -139,6 +139,20 @@ def test_any_config(variables: dict[str, str], cluster: Cluster, toy_repository:
     assert task["arguments"] == ["--config", str(config), *folders, "seed=1"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "folder"), [({}, "runs/pervit_s_4"), ({"PERVIT_OUTPUT": "/a %a/%a b"}, "/a 4/4 b")]
+)
+def test_a_task_of_an_array(
+    variables: dict[str, str], folder: str, cluster: Cluster, toy_repository: Path, tmp_path: Path
+) -> None:
+    """Guards against runs of an array that share a folder or a seed."""
+    options = ("--array=4", "--nodes=1", "--ntasks-per-node=1", *ON_CPUS)
+    job = cluster.job(tmp_path, *options, "launch/pervit_s.slurm", "seed=%a", "a=%A", cwd=toy_repository, **variables)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+    (task,) = [json.loads(line.partition(": ")[2]) for line in job.log.splitlines() if re.match(r"\d: {", line)]
+    assert task["arguments"][3:] == [f"output_dir={folder}", "seed=4", "a=%A"]
+
+
 @pytest.mark.parametrize("words", [[], ["configs/convit_z.yaml"], ["train.epochs=1"]])
 def test_no_config(words: list[str], cluster: Cluster, tmp_path: Path) -> None:
     """Guards against a forgotten or misspelt config that is answered by bash, or by every task."""

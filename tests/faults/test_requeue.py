@@ -157,7 +157,7 @@ def test_a_job_array(toy: Training) -> None:
         task.wait("at step 5", lambda run=run: run.at_step(5))
     parents = [task.shown("JobId") for task in tasks].index(array)  # the task that bears the array's id
     tasks[parents].signal("USR1")
-    tasks[parents].wait("requeued", lambda: tasks[parents].shown("Restarts") == "1")
+    tasks[parents].wait("running again", lambda: "restarts: 1," in tasks[parents].log)
     for i, (task, run) in enumerate(zip(tasks, runs)):
         run.assert_finished(task.end(), task)
         assert task.shown("Restarts") == str(int(i == parents))
