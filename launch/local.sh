@@ -82,6 +82,15 @@ while [ "${#pids[@]}" != 0 ]; do
   fi
   for rank in "${!pids[@]}"; do [ "${pids[rank]}" = "$ended" ] && break; done
   if [ "$code" != 0 ]; then
+    if [ "$code" = 2 ] && [ "$rank" != 0 ] && [ -n "${pids[0]:-}" ]; then
+      # A mistake in a config is one for all ranks: rank 0 has the terminal and says it, given a moment. Else it would be there twice.
+      for _ in {1..25}; do kill -0 "${pids[0]}" 2> /dev/null || break; sleep 0.2; done
+      if ! kill -0 "${pids[0]}" 2> /dev/null; then
+        wait "${pids[0]}"
+        [ $? != 2 ] || rank=0
+        unset 'pids[0]'
+      fi
+    fi
     end_all
     if [ "$rank" != 0 ] && [ "$code" != 75 ]; then   # 75: a checkpoint was saved, all is well
       echo "rank $rank failed with exit code $code:" >&2

@@ -21,7 +21,7 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
     return {
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
-        "gradient_accumulation_steps": accumulation_steps(config.train, world_size),
+        "gradient_accumulation_steps": accumulation_steps(config.train, world_size, config.augment.unit),
         "gradient_clipping": config.optim.clip_grad_norm or 0.0,
         "zero_optimization": {
             "stage": config.train.zero_stage,

@@ -132,7 +132,6 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     train_set, val_set = ShardSet(config.data.path, "train"), ShardSet(config.data.path, "val")
     check_classes(config, train_set)
     check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
-    accumulation_steps(config.train, world.size)
     schedule = make_schedule(config, train_set)
     lock = open_run_folder(config, world)
     start = find_start(config, world, train_set)
@@ -268,8 +267,9 @@ def _introduce(run: Run, cost: flops.FlopRow, before: checkpoint.RunState | None
             f"note: train.micro_batch_size was {micro_batch_size} and is {config.train.micro_batch_size}: {config.model.name} has BatchNorm, which "
             f"normalizes over a micro-batch, so the run goes on a little differently"
         )
+    steps, per_epoch = accumulation_steps(config.train, world.size), schedule.steps_per_epoch
     run.log.say(
         f"{config.model.name} on {world.device}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {config.train.global_batch_size} = "
-        f"{config.train.micro_batch_size} x {world.size} processes x {accumulation_steps(config.train, world.size)}; steps {run.step} to "
-        f"{schedule.last_step}, {schedule.steps_per_epoch:.1f} per epoch"
+        f"{config.train.micro_batch_size} x {world.size} process{'' if world.size == 1 else 'es'} x {steps}; steps {run.step} to "
+        f"{schedule.last_step}, {round(per_epoch, 1) or per_epoch:,.10g} per epoch"
     )

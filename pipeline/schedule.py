@@ -9,6 +9,7 @@ from fractions import Fraction
 from pipeline.config import Config
 from pipeline.data.plan import epoch_length
 from pipeline.data.shards import ShardSet
+from pipeline.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,19 @@ class Schedule:
 
 
 def make_schedule(config: Config, train_set: ShardSet) -> Schedule:
-    """The run's schedule; with ``train.scale_epochs`` the epochs of a subset are as many steps as those of the full set."""
+    """The run's schedule; with ``train.scale_epochs`` the epochs of a subset are as many steps as those of the full set.
+
+    Raises:
+        UserError: it has no step at all.
+    """
     images = epoch_length(len(train_set), config.augment.repeats)
     epochs = config.train.epochs
     if config.train.scale_epochs:
         epochs /= train_set.subset
-    return Schedule(images, config.train.global_batch_size, epochs, config.train.max_steps)
+    schedule = Schedule(images, config.train.global_batch_size, epochs, config.train.max_steps)
+    if schedule.last_step < 1:
+        raise UserError(
+            f"train.epochs is {config.train.epochs:g}, which with {images} images an epoch and train.global_batch_size "
+            f"{config.train.global_batch_size} is not one optimizer step, at least one needed: raise train.epochs."
+        )
+    return schedule

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.config import Config
+from pipeline.config import Config, accumulation_steps
 from pipeline.data.loader import Batch, to_device
 from pipeline.distillation import hard_distillation_loss
 from pipeline.distributed import World, disconnect, init_world
@@ -64,6 +64,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
         UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
     """
     stop = stop or StopSignal()
+    accumulation_steps(config.train, world.size, config.augment.unit)  # all see it: nobody needs to hear it from another
     with Heartbeat(world, config.distributed) as heartbeat:
         run = start_run(config, world, stop, heartbeat)
         if run is None:

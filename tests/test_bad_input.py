@@ -27,7 +27,7 @@ def damaged(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         ("train.epochs=many", ["train.epochs is 'many' (str)", "a valid number"]),
         (
             "train.global_batch_size=18",
-            ["train.global_batch_size is 18", "4 x 1 processes = 4", "set train.micro_batch_size to 3"],
+            ["train.global_batch_size is 18", "4 x 1 process = 4", "to a multiple of 4 (augment.mix_group 4 x 1 processes)"],
         ),
         ("data.path={nowhere}", ["nowhere does not exist", "set data.path"]),
         ("data.path={no_index}", ["train-000002.idx is missing", "wds2idx"]),

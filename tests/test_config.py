@@ -51,7 +51,7 @@ def test_recipe_of_table_s6() -> None:
         ("data.order=sorted", "'full' or 'block'"),
         ("train=3", "it is a section"),
         ("train.epochs", "not of the form dotted.key=value"),
-        ("model.name=[1", "not a YAML value"),
+        ("train.epochs=[1", "not a YAML value"),
         ("data.mean=[.nan, 0, 0]", "finite number"),
         ("output_dir=''", "at least 1 character"),
     ],

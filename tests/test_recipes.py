@@ -137,7 +137,7 @@ def test_header_has_the_command_the_source_and_the_figures(path: Path) -> None:
     commands = [line for line in lines if f"pipeline.train --config configs/{name(path)}" in line]
     assert len(commands) == 1 and lines.index(commands[0]) < 3
     processes = int(re.search(r"launch/local\.sh (\d+) ", commands[0])[1])
-    accumulation_steps(loaded(path).train, processes)  # raises where the batch does not divide
+    accumulation_steps(loaded(path).train, processes, loaded(path).augment.unit)  # raises where the batch does not divide
     if path in OURS:
         return
     submitted = [line for line in lines if line.startswith("# sbatch launch/")]

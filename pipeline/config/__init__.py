@@ -23,6 +23,7 @@ from pipeline.config.sections import (
     Section,
     TrainConfig,
 )
+from pipeline.config.values import parse_value
 
 __all__ = [
     "AugmentConfig",
@@ -45,6 +46,7 @@ __all__ = [
     "flatten",
     "load_config",
     "markdown_table",
+    "parse_value",
     "section_from_dict",
     "shipped_recipes",
 ]

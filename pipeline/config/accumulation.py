@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
+import math
+
 from pipeline.config.sections import TrainConfig
 from pipeline.errors import UserError
 
 
-def accumulation_steps(train: TrainConfig, world_size: int) -> int:
+def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> int:
     """Micro-batches per optimizer step: global batch / (micro-batch * processes).
 
+    Args:
+        train: both batch sizes.
+        world_size: processes.
+        unit: what a micro-batch must be a multiple of (``config.augment.unit``), so that the advice is one that works.
+
     Raises:
-        UserError: it does not divide; the sentence shows the arithmetic.
+        UserError: it does not divide; the sentence shows the arithmetic, and what would divide.
     """
-    per_pass = train.micro_batch_size * world_size
-    steps, rest = divmod(train.global_batch_size, per_pass)
+    whole, micro = train.global_batch_size, train.micro_batch_size
+    per_pass = micro * world_size
+    steps, rest = divmod(whole, per_pass)
     if rest or steps == 0:
-        fitting = [m for m in range(1, train.micro_batch_size + 1) if train.global_batch_size % (m * world_size) == 0]
-        remedy = (
-            f"set train.micro_batch_size to {fitting[-1]}"
-            if fitting
-            else f"set train.global_batch_size to a multiple of {world_size}"
-        )
+        processes = "process" if world_size == 1 else "processes"
         raise UserError(
-            f"train.global_batch_size is {train.global_batch_size}, but train.micro_batch_size {train.micro_batch_size} x "
-            f"{world_size} processes = {per_pass} does not divide it ({train.global_batch_size} / {per_pass} = "
-            f"{train.global_batch_size / per_pass:.4g} accumulation steps, a whole number needed): {remedy}."
+            f"train.global_batch_size is {whole}, but train.micro_batch_size {micro} x {world_size} {processes} = {per_pass} does "
+            f"not divide it ({whole} / {per_pass} = {whole / per_pass:.4g} accumulation steps, a whole number needed): "
+            f"{_remedy(whole, micro, world_size, unit)}."
         )
     return steps
+
+
+def _remedy(whole: int, micro: int, world_size: int, unit: int) -> str:
+    """What works with this global batch, which a run that was begun cannot change: another micro-batch, other numbers of processes."""
+    if whole % unit:  # so it is no such run
+        needed = unit * world_size
+        return f"set train.global_batch_size to a multiple of {needed} (augment.mix_group {unit} x {world_size} processes)"
+    fitting = _divisors(whole // unit)  # numbers of processes
+    nearest = max((n for n in fitting if n < world_size), default=0), min((n for n in fitting if n > world_size), default=0)
+    starts = []
+    for number in filter(None, nearest):
+        best = _largest(whole, number, micro, unit)
+        starts.append(f"{number}" if best == micro else f"{number} with train.micro_batch_size={best}")
+    remedies = [f"start another number of processes, such as {' or '.join(starts)}"] if starts else []
+    if world_size in fitting:
+        remedies.insert(0, f"set train.micro_batch_size to {_largest(whole, world_size, micro, unit)}")
+    return ", or ".join(remedies)
+
+
+def _largest(whole: int, world_size: int, micro: int, unit: int) -> int:
+    """The largest micro-batch that fits, up to the one that was asked for (a multiple of ``unit``, so ``unit`` itself is left)."""
+    return unit * max(n for n in _divisors(whole // world_size // unit) if n * unit <= micro)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

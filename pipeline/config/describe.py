@@ -22,11 +22,17 @@ def flatten(config: Config) -> dict[str, Any]:
     return flat
 
 
-def markdown_table() -> str:
-    """Every key with its default and meaning, as the README shows them (``python -m pipeline.config`` prints it)."""
+def markdown_table(beginnings: tuple[str, ...] = ("",)) -> str:
+    """Every key with its default and meaning, as the README shows them (``python -m pipeline.config`` prints it).
+
+    Args:
+        beginnings: only keys whose dotted name begins with one of these.
+    """
     defaults = flatten(Config())
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for key, default in defaults.items():
+        if not key.startswith(beginnings):
+            continue
         section, _, name = key.rpartition(".")
         fields = (Config.model_fields[section].annotation if section else Config).model_fields
         shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]

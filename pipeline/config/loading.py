@@ -5,19 +5,26 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import ValidationError
 
-from pipeline.config.describe import flatten
+from pipeline.config.problems import Layer, describe, section_fields, unknown_key
 from pipeline.config.recipes import find_recipe
 from pipeline.config.sections import Config, Section
+from pipeline.config.values import parse_value, shown
 from pipeline.errors import UserError
+
+_DEEPEST = 3  # names of a dotted key: model.switches.NAME
 
 
 def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
-    """Read a YAML file with its bases, apply ``dotted.key=value`` overrides (values are YAML), validate.
+    """Read a YAML file with its bases, apply ``dotted.key=value`` overrides, validate.
+
+    An override's value is YAML, except that of a key which takes text: that is taken as it stands, so that
+    ``output_dir=runs/exp #2`` and ``data.path=123`` mean what they say. Two exceptions: a value in quotes, ``'...'`` or
+    ``"..."``, is what YAML makes of it, and where a key may be null, as ``train.init_from``, the word ``null`` is that.
 
     Args:
         path: the file, or the name of a config that the project brings along (:func:`find_recipe`).
@@ -26,19 +33,9 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     Raises:
         UserError: missing file, not YAML, unknown key, wrong type, value out of range.
     """
-    path = find_recipe(path)
-    tree = _read_with_bases(path, seen=())
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals or not key:
-            raise UserError(f"override {override!r} is not of the form dotted.key=value: write for example train.epochs=100.")
-        try:
-            _set(tree, key, yaml.safe_load(value))
-        except yaml.YAMLError:
-            raise UserError(
-                f"override {override!r}: {value!r} is not a YAML value: quote it, for example {key}='\"text\"'."
-            ) from None
-    return config_from_dict(tree, source=str(path))
+    layers = _read_with_bases(find_recipe(path), seen=())
+    layers += [Layer(f"override {shown(override)}", _override(override)) for override in overrides]
+    return _validate(layers)
 
 
 def config_from_dict(tree: dict, source: str) -> Config:
@@ -51,10 +48,17 @@ def config_from_dict(tree: dict, source: str) -> Config:
     Raises:
         UserError: the first thing that is wrong, as one sentence.
     """
+    return _validate([Layer(f"config {source}", tree)])
+
+
+def _validate(layers: list[Layer]) -> Config:
+    tree: dict = {}
+    for layer in layers:
+        tree = _merge(tree, layer.tree)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_one_sentence(error.errors()[0], source)) from None
+        raise UserError(describe(error, layers)) from None
 
 
 def section_from_dict(section: type[Section], values: Mapping[str, Any], key: str) -> Section:
@@ -77,20 +81,20 @@ def section_from_dict(section: type[Section], values: Mapping[str, Any], key: st
         if problem["type"] == "extra_forbidden":
             close = difflib.get_close_matches(name, section.model_fields, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"this model has: {known}."
-            raise UserError(f"{key}: unknown switch {name!r}: {hint}") from None
+            raise UserError(f"{key}: unknown switch {shown(name)}: {hint}") from None
         message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
         where = f"{key}.{name}" if name else key
-        raise UserError(f"{where} is {problem['input']!r}, but the value {message}: correct it.") from None
+        raise UserError(f"{where} is {shown(problem['input'])}, but the value {message}: correct it.") from None
 
 
-def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict:
+def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
+    """The file's layer on top of those of its bases."""
     if path.resolve() in seen:
         raise UserError(f"config file {path} is its own base ({' -> '.join(p.name for p in seen)}): remove one 'base:' line.")
     try:
-        tree = yaml.load(path.read_text(), Loader=_UniqueKeys)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = " ".join(str(error).split())
-        raise UserError(f"config file {path} is not valid YAML ({problem}): mend that line.") from None
+        tree = parse_value(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # or UnicodeDecodeError, which is one
+        raise UserError(f"config file {path} is not valid YAML ({error}): mend that line.") from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -98,66 +102,64 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> dict:
             f"config file {path} holds a {type(tree).__name__}, keys with values needed: see configs/pervit_t.yaml."
         )
     base = tree.pop("base", None)
+    layer = Layer(f"config {path}", tree)
     if base is None:
-        return tree
-    return _merge(_read_with_bases(find_recipe(str(base), path.parent), (*seen, path.resolve())), tree)
+        return [layer]
+    if not isinstance(base, str) or not base.isprintable():
+        raise UserError(f"config file {path} has base: {shown(base)}, the name of a file needed: correct it.")
+    return [*_read_with_bases(find_recipe(base, path.parent), (*seen, path.resolve())), layer]
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that is given twice, where YAML's own rule is that the last one wins silently."""
+def _override(text: str) -> dict:
+    """The keys that ``dotted.key=value`` sets, as a tree."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {shown(text)} is not of the form dotted.key=value: write for example train.epochs=100.")
+    names = key.split(".")
+    if len(names) > _DEEPEST:
+        raise UserError(f"override {shown(text)}: {unknown_key(key, names[-1])}")
+    try:
+        tree = _value_of(key, value)
+    except ValueError as error:
+        raise UserError(f"override {shown(text)}: what follows the = is not a YAML value ({error}): correct it, or quote it.") from None
+    for name in reversed(names):
+        tree = {name: tree}
+    return tree
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"the key {key!r} is given {keys.count(key)} times, line {node.start_mark.line + 1} on")
-        return super().construct_mapping(node, deep)
+
+def _value_of(key: str, text: str) -> Any:
+    """What the command line gives a key; see :func:`load_config`."""
+    section, _, name = key.rpartition(".")
+    fields = section_fields(section)
+    if name not in fields or not _takes_text(fields[name].annotation):
+        return parse_value(text)
+    if text == "null" and NoneType in get_args(fields[name].annotation):
+        return None
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        try:
+            inside = parse_value(text)
+        except ValueError:
+            return text
+        return inside if isinstance(inside, str) else text
+    return text
+
+
+def _takes_text(annotation: Any) -> bool:
+    """Whether text, or text or null, is all that a key takes."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return all(isinstance(part, str) for part in parts)
+    if get_origin(annotation) is Annotated:
+        return _takes_text(parts[0])
+    if NoneType in parts:
+        return all(part is NoneType or _takes_text(part) for part in parts)
+    return annotation is str
 
 
 def _merge(base: dict, over: dict) -> dict:
+    """``over`` on top of ``base``; a section changes only the keys that it names."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
-
-
-def _set(tree: dict, dotted: str, value: Any) -> None:
-    """Set one key; a whole section given as a value changes only the keys that it names."""
-    *sections, key = dotted.split(".")
-    for section in sections:
-        child = tree.get(section)
-        tree[section] = dict(child) if isinstance(child, dict) else {}
-        tree = tree[section]
-    both = isinstance(value, dict) and isinstance(tree.get(key), dict)
-    tree[key] = _merge(tree[key], value) if both else value
-
-
-def _known_keys() -> list[str]:
-    return list(flatten(Config())) + [name for name, field in Config.model_fields.items() if _is_section(field.annotation)]
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def _one_sentence(problem: dict, source: str) -> str:
-    parts = [str(part) for part in problem["loc"] if not isinstance(part, int)]
-    key = ".".join(parts[:2])
-    where = f"config ({source} and overrides)"
-    if problem["type"] == "extra_forbidden":
-        leaf = {known.rpartition(".")[2]: known for known in _known_keys()}
-        close = difflib.get_close_matches(key, _known_keys(), n=1, cutoff=0.7) or difflib.get_close_matches(
-            parts[-1], leaf, n=1, cutoff=0.7
-        )
-        remedy = f"did you mean {leaf.get(close[0], close[0])!r}?" if close else "remove it; README.md lists the keys."
-        return f"{where}: unknown key {key!r}: {remedy}"
-    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    found = problem["input"]
-    if problem["type"] == "missing":
-        return f"{where}: {key} has {len(found)} values, one more needed: add it."
-    if problem["type"] in ("model_type", "dict_type"):
-        return f"{where}: {key} is {found!r}, but it is a section: write {key}.name-of-a-key=value."
-    if isinstance(found, (dict, Section)):
-        return f"{where}: {key or 'the file'}: {message}: correct it."
-    return f"{where}: {key} is {found!r} ({type(found).__name__}), but the value {message}: correct it."
