@@ -2,24 +2,48 @@
 # launch/local.sh N -- MODULE ARGS...     run N processes of `python -m MODULE ARGS` on this machine
 #
 #   launch/local.sh 2 -- pipeline.train --config configs/pervit_t.yaml train.max_steps=10
+#   launch/local.sh 2 -- pipeline.evaluate --checkpoint runs/pervit_t --data data/imagenet
+#
+# Python: the environment that is active, else .venv of this repository; PERVIT_VENV names another.
 #
 # Rank 0 has the terminal. The other ranks are silent; the one that fails first shows its errors.
-# When a rank fails the others are ended and its exit code is returned; Ctrl-C ends them all. SIGTERM and
-# SIGUSR1 are passed on: a training saves a checkpoint and ends with exit code 75. A minute after SIGTERM, or at a
-# second one, all are ended.
+# When a rank fails the others are ended and its exit code is returned; Ctrl-C ends them all. SIGTERM,
+# SIGUSR1 and SIGHUP (the terminal was closed) are passed on: a training saves a checkpoint and ends with exit
+# code 75. A minute after SIGTERM or SIGHUP, or at a SIGTERM after it, all are ended. With nohup the training
+# outlives the terminal. If this launcher is killed its ranks get SIGTERM.
 set -uo pipefail
 
 fail() { echo "error: $*" >&2; exit 2; }
+
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 
 ranks=${1:-}
 if ! [[ $ranks =~ ^[1-9][0-9]*$ ]] || [ "${2:-}" != -- ] || [ -z "${3:-}" ]; then
   fail "found '$*', needed is 'N -- MODULE ARGS...'; for example: launch/local.sh 2 -- pipeline.train --config configs/pervit_t.yaml"
 fi
 shift 2
-command -v python > /dev/null ||
-  fail "no python was found on the PATH, one with this package is needed; run: make install && source .venv/bin/activate"
 
-errors=$(mktemp -d)
+# An environment is active if the python on the PATH is one's own. Conda's base, which many have in every shell, is none.
+in_environment() {
+  python -c 'import os, sys
+conda = os.path.isdir(os.path.join(sys.prefix, "conda-meta")) and os.environ.get("CONDA_DEFAULT_ENV") != "base"
+sys.exit(sys.prefix == sys.base_prefix and not conda)' 2> /dev/null
+}
+venv=$(dirname "${BASH_SOURCE[0]}")/../.venv
+if [ -n "${PERVIT_VENV:-}" ]; then
+  [ -x "$PERVIT_VENV/bin/python" ] ||
+    fail "PERVIT_VENV is '$PERVIT_VENV', which has no bin/python; set it to a virtual environment or unset it."
+  PATH=$PERVIT_VENV/bin:$PATH
+elif [ -x "$venv/bin/python" ] && ! in_environment; then
+  PATH=$(realpath "$venv")/bin:$PATH
+fi
+command -v python > /dev/null ||
+  fail "no python was found on the PATH, one with this package is needed; run: make install"
+python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, ("torch", "deepspeed"))))' ||
+  fail "$(command -v python) has no PyTorch or no DeepSpeed, a python with this package is needed; run: make install && source .venv/bin/activate"
+
+errors=$(mktemp -d 2> /dev/null) ||
+  fail "no folder can be made in ${TMPDIR:-/tmp}, one for the messages of the ranks is needed; set TMPDIR to a folder that can be written."
 set -m    # each rank leads a process group of its own, so that its helper processes end with it
 
 pids=()                                    # of the ranks that still run
@@ -36,35 +60,52 @@ end_all() {
   [ "${#pids[@]}" = 0 ] || wait -f "${pids[@]}"   # -f: until they have ended, not only until one is stopped
 } 2> /dev/null                             # bash would announce each ended process
 
-timer=                                     # after SIGTERM: a sleep, at the end of which nobody is waited for any longer
+timer=                                     # after SIGTERM or SIGHUP: a sleep, after which nobody is waited for any longer
 pass_on() { for pid in "${pids[@]}"; do kill -"$1" -- "-$pid"; done; }
-terminate() {
-  if [ -n "$timer" ]; then end_all; exit 143; fi
-  pass_on TERM
+end_soon() {                               # end_soon SIGNAL CODE
+  pass_on "$1"
+  code_if_late=$2
   sleep 60 &
   timer=$!
 }
+terminate() {
+  if [ -n "$timer" ]; then end_all; exit 143; fi
+  end_soon TERM 143
+}
+hang_up() { [ -n "$timer" ] || end_soon HUP 129; }   # the shell and the system each send one: a second is no second wish
 trap '[ -z "$timer" ] || kill "$timer"; rm -rf "$errors"' EXIT
 trap 'end_all; exit 130' INT
-trap 'end_all; exit 129' HUP
+trap hang_up HUP
 trap terminate TERM
 trap 'pass_on USR1' USR1
 
 export WORLD_SIZE=$ranks LOCAL_WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1
-MASTER_PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+MASTER_PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 export MASTER_PORT
+PERVIT_JOB_SECRET=$(python -c 'import secrets; print(secrets.token_hex(32))') && export PERVIT_JOB_SECRET
 # Divide the cores among the ranks; by default each rank would start a thread for every core.
 share=$(($(nproc) / ranks))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((share > 0 ? share : 1))}
 # PyTorch prints a C++ traceback for each connection that a lost rank leaves behind; the rank that notices says it in a sentence.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+[ -n "$MASTER_PORT" ] && [ -n "$PERVIT_JOB_SECRET" ] ||
+  fail "$(command -v python) failed, see above, and a free port and random numbers are needed of it; run: make install"
 
+# However this launcher ends, its ranks get SIGTERM at that moment: the first thing a rank does is to ask the system for it.
+export PERVIT_LAUNCHER_PID=$$
+rank_program='
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)             # PR_SET_PDEATHSIG, SIGTERM; it outlives exec
+if str(os.getppid()) != os.environ["PERVIT_LAUNCHER_PID"]:
+    sys.exit(143)                          # it was too late
+os.execvp("python", ["python", "-u", "-m", *sys.argv[1:]])
+'
 for ((rank = 0; rank < ranks; rank++)); do
   export RANK=$rank LOCAL_RANK=$rank
   if [ "$rank" = 0 ]; then
-    python -u -m "$@" < /dev/null &
+    python -I -S -c "$rank_program" "$@" < /dev/null &
   else
-    python -u -m "$@" < /dev/null > /dev/null 2> "$errors/$rank" &
+    python -I -S -c "$rank_program" "$@" < /dev/null > /dev/null 2> "$errors/$rank" &
   fi
   pids+=($!)
 done
@@ -72,7 +113,7 @@ done
 while [ "${#pids[@]}" != 0 ]; do
   wait -n -p ended "${pids[@]}" $timer
   code=$?
-  if [ -n "$timer" ] && [ "${ended:-}" = "$timer" ]; then end_all; exit 143; fi
+  if [ -n "$timer" ] && [ "${ended:-}" = "$timer" ]; then end_all; exit "$code_if_late"; fi
   if [ -z "${ended:-}" ]; then             # a signal was passed on, or all are stopped (SIGSTOP) and bash does not wait
     sleep 1
     for pid in "${pids[@]}"; do            # one that ended meanwhile is not reported a second time

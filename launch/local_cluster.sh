@@ -3,6 +3,7 @@
 # launch/local_cluster.sh down           cancel its jobs and stop it
 #
 #   eval "$(launch/local_cluster.sh up 2)"     # afterwards sbatch, squeue and srun talk to it
+#   launch/local_cluster.sh down
 #
 # It is a real Slurm from the distribution's packages: one slurmctld, one slurmd for each node, jobs
 # signed by munge. Only the hardware is invented: every node claims 192 CPUs, 2 TB of memory and
@@ -261,6 +262,7 @@ down() {
 }
 
 case "${1:-} $#" in
+  "-h "* | "--help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" ;;
   "up 1" | "up 2") up "${2:-}" ;;
   "down 1") down ;;
   *) die "found '$*', needed is 'up [NODES]' or 'down'; for example: launch/local_cluster.sh up 2" ;;

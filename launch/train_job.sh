@@ -22,14 +22,32 @@
 #
 # scancel sends the tasks SIGTERM; they have KillWait seconds (Slurm's default: 30) for the checkpoint.
 # scancel --signal=USR1 JOB stops the training now and requeues the job.
+#
+# In a job array every task is a run of its own, and requeues itself alone. A literal %a in PERVIT_OUTPUT and in the
+# words after CONFIG becomes the number of the task, as in sbatch's --output:
+#
+#   sbatch --array=0-2 --output=%x-%A_%a.out launch/train.slurm configs/convit_s.yaml seed=%a output_dir=runs/seed_%a
+#
+# Two tasks with one folder: the second is refused while the first one trains.
 
 fail() { echo "error: $*" >&2; exit 2; }
 
 [ -n "${SLURM_JOB_ID:-}" ] ||
   fail "no Slurm job was found, this script is part of one; submit it: sbatch launch/train.slurm configs/pervit_t.yaml"
 
-config=$1
+whole_number() { [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "$1 is '$2', a whole number is needed; it is Slurm's to set, so unset it."; }
+whole_number SLURM_JOB_ID "$SLURM_JOB_ID"
+whole_number SLURM_RESTART_COUNT "${SLURM_RESTART_COUNT:-0}"
+whole_number SLURM_CPUS_PER_TASK "${SLURM_CPUS_PER_TASK:-1}"
+
+config=$1 job=$SLURM_JOB_ID
 shift
+if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+  job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID   # one task's own id is also the array's: scontrol would take it for all
+  set -- "${@//[%]a/$SLURM_ARRAY_TASK_ID}"
+  PERVIT_OUTPUT=${PERVIT_OUTPUT:-}
+  PERVIT_OUTPUT=${PERVIT_OUTPUT//[%]a/$SLURM_ARRAY_TASK_ID}
+fi
 
 # All nodes must see the virtual environment, so it lives beside the code on the shared disk.
 venv=${PERVIT_VENV:-.venv}
@@ -40,21 +58,25 @@ elif [ -n "${PERVIT_VENV:-}" ]; then
 fi
 command -v python > /dev/null ||
   fail "no python was found in $venv or on the PATH, one with this package is needed; run: make install"
+python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, ("torch", "deepspeed"))))' ||
+  fail "$(command -v python) has no PyTorch or no DeepSpeed, a python with this package is needed; run: make install"
 
-# The tasks meet at the first node. The port follows from the job id, so that jobs which share a
-# node do not meet each other, and from the restart count, so that a requeued job does not meet a
-# task of its earlier life. It stays below 32768, where ports for outgoing connections begin.
+# The tasks meet at the first node. The port follows from the job id, which differs among the tasks of an
+# array too, so that jobs which share a node do not meet each other, and from the restart count, so that
+# a requeued job does not meet a task of its earlier life. It stays below 32768, where ports for outgoing connections begin.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + (SLURM_JOB_ID + 1000 * ${SLURM_RESTART_COUNT:-0}) % 10000))
 export MASTER_ADDR MASTER_PORT
+PERVIT_JOB_SECRET=$(python -c 'import secrets; print(secrets.token_hex(32))') && export PERVIT_JOB_SECRET
 
 # When the first task dies, PyTorch would print a C++ traceback for every other one above the sentence that names it.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 # Without this every task would start as many compute threads as the node has cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+[ -n "$PERVIT_JOB_SECRET" ] || fail "$(command -v python) failed, see above, and random numbers are needed of it; run: make install"
 
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restarts: ${SLURM_RESTART_COUNT:-0}, number of tasks: $SLURM_NTASKS," \
+echo "job $job on $SLURM_JOB_NODELIST, restarts: ${SLURM_RESTART_COUNT:-0}, number of tasks: $SLURM_NTASKS," \
   "meeting at $MASTER_ADDR:$MASTER_PORT"
 
 # Later overrides win, so the ones from the sbatch line come last.
@@ -78,7 +100,7 @@ trap '' TERM                               # from here on for the commands below
 
 case $code in 0 | 2) exit "$code" ;; esac
 
-end() { echo "job $SLURM_JOB_ID is not requeued: $*" >&2; exit "$code"; }
+end() { echo "job $job is not requeued: $*" >&2; exit "$code"; }
 
 # Where one unanswered question would end a run of days, the controller has a minute or two to come back.
 ask_slurm() {
@@ -96,7 +118,7 @@ ask_slurm() {
 # that Slurm itself requeues has one restart more than this life of it knows of.
 see_that_it_may_go_on() {
   local shown
-  shown=$(ask_slurm show job --oneliner "$SLURM_JOB_ID") || end "scontrol does not answer. Submit the same command again."
+  shown=$(ask_slurm show job --oneliner "$job") || end "scontrol does not answer. Submit the same command again."
   case $shown in
     *" Requeue=0 "*)
       end "it was submitted with --no-requeue. Submit the same command again, it goes on from the newest checkpoint." ;;
@@ -110,5 +132,5 @@ see_that_it_may_go_on() {
 see_that_it_may_go_on
 python -m pipeline.faults.restart --exit-code "$code" "${run[@]}" || exit "$code"
 see_that_it_may_go_on                      # again: it may have been cancelled in these seconds
-ask_slurm requeue "$SLURM_JOB_ID" || end "scontrol refused, see above. Submit the same command again."
+ask_slurm requeue "$job" || end "scontrol refused, see above. Submit the same command again."
 exit "$code"                               # of no consequence: Slurm has put the job back into the queue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -41,6 +42,15 @@ class Launch:
             cwd=self.folder, env=clean_environment(NOTES=str(self.notes)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
+    def start_two_that_sleep(self) -> subprocess.Popen:
+        process = self.start(2, "--", "toy", "sleep")
+        deadline = time.monotonic() + 30
+        while len(list(self.notes.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.2)  # the notes are written, not only begun
+        assert len(self.alive()) == 2
+        return process
+
     def ranks(self) -> list[dict]:
         return [json.loads(path.read_text()) for path in sorted(self.notes.iterdir())]
 
@@ -72,6 +82,8 @@ def test_every_rank_knows_its_place(processes: int, launch: Launch) -> None:
         (str(processes),) * 2 + ("127.0.0.1",)
     }
     assert len({rank["MASTER_PORT"] for rank in ranks}) == 1
+    (secret,) = {rank["PERVIT_JOB_SECRET"] for rank in ranks}
+    assert re.fullmatch("[0-9a-f]{64}", secret)
     assert json.loads(output)["RANK"] == "0"
     assert errors == "stderr of rank 0\n"
 
@@ -90,18 +102,24 @@ def test_failure_of_one_ends_all(failing: int, launch: Launch) -> None:
         assert "rank 1 failed with exit code 7" in errors
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signal_ends_all(number: int, code: int, launch: Launch) -> None:
     """Guards against training that goes on unseen after Ctrl-C."""
-    process = launch.start(2, "--", "toy", "sleep")
-    deadline = time.monotonic() + 30
-    while len(list(launch.notes.iterdir())) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(0.2)  # the notes are written, not only begun
-    assert len(launch.alive()) == 2
+    process = launch.start_two_that_sleep()
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == code
+    assert launch.alive() == []
+
+
+def test_killed_launcher_ends_all(launch: Launch) -> None:
+    """Guards against ranks that nobody waits for any longer."""
+    process = launch.start_two_that_sleep()
+    process.kill()
+    process.communicate(timeout=30)  # at the end of the pipe, which the ranks hold
+    deadline = time.monotonic() + 30
+    while launch.alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert launch.alive() == []
 
 

@@ -1,7 +1,8 @@
 """What may befall a run in flight, and what follows.
 
 ================== ======================================================================
-``stop_signal.py`` SIGTERM or SIGUSR1: all save and end
+``stop_signal.py`` SIGTERM, SIGUSR1 or SIGHUP: all save and end
+``lost_output.py`` the terminal is gone, the training is not
 ``heartbeat.py``   signs of life between the processes; who learns that one is lost ends
 ``lost_ranks.py``  the judgement: which of them is lost, and since which step
 ``nonfinite.py``   a gradient that is not finite: skipped, or all that repeats the step

@@ -1,6 +1,7 @@
 """May a run that was stopped start again? The job script asks before it requeues its job.
 
-    python -m pipeline.faults.restart --exit-code CODE --config configs/pervit_t.yaml [dotted.key=value ...]
+    python -m pipeline.faults.restart --exit-code 75 --config configs/pervit_t.yaml
+    python -m pipeline.faults.restart --exit-code 137 --config configs/pervit_t.yaml output_dir=runs/other
 
 Exit code 0: yes, and the restart is written down in ``restarts.json`` of the run folder. Exit code 1: no, for the reason that
 is printed. A run whose last three restarts all began at the checkpoint that is still the newest one makes no progress: what stops
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,7 +34,7 @@ class Restart:
     """One line of ``restarts.json``."""
 
     time: str  # ISO 8601, UTC
-    job: str  # Slurm's number; it stays the same over all restarts
+    job: str  # Slurm's number, ARRAY_TASK in a job array; it stays the same over all restarts
     restart: int  # Slurm's count for this job, from 1
     exit_code: int  # that the training ended with
     step: int | None  # of the checkpoint that the restart begins at; None: from the beginning
@@ -98,6 +100,22 @@ def reason(exit_code: int) -> str:
         return "a process failed"
 
 
+def job_name(environment: Mapping[str, str]) -> str:
+    """The name under which ``scontrol`` knows this job alone; one task of a job array has the whole array's number as its own."""
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
+    return environment.get("SLURM_JOB_ID", "none")
+
+
+def _earlier_restarts() -> int:
+    text = os.environ.get("SLURM_RESTART_COUNT", "0")
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(
+            f"the environment variable SLURM_RESTART_COUNT is {text!r}, a whole number needed: it is Slurm's to set, so unset it."
+        )
+    return int(text)
+
+
 def _place(step: int | None) -> str:
     return "at the beginning" if step is None else f"at step {step}"
 
@@ -108,11 +126,11 @@ def main() -> int:
     parser.add_argument("--config", required=True, type=Path, help="the training's")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the training's")
     args = parser.parse_args()
-    job, earlier = os.environ.get("SLURM_JOB_ID", "none"), int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    job = job_name(os.environ)
     ended = f"{reason(args.exit_code)} (exit code {args.exit_code})"
     try:
         config = load_config(args.config, args.overrides)
-        restart = allow_restart(Path(config.output_dir), job, earlier + 1, args.exit_code)
+        restart = allow_restart(Path(config.output_dir), job, _earlier_restarts() + 1, args.exit_code)
     except Exception as error:  # whatever it is, the job script needs an answer, and its log a sentence
         print(f"no restart of job {job}: {ended}, and {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1

@@ -142,6 +142,30 @@ def test_a_cancelled_job(training: Training) -> None:
     training.assert_finished(again.end(), again)
 
 
+@on_slurm
+def test_a_job_array(toy: Training) -> None:
+    """Guards against a task that requeues the whole array, whose id one of them bears, and against runs that mix."""
+    words = [f"train.max_steps={toy.steps}", f"checkpoint.every_steps={toy.every}", f"output_dir={toy.folder}/run-%a", "seed=%a"]
+    three_at_once = (*ON_CPUS, "--nodes=1", "--ntasks-per-node=1", "--mem=100", "--oversubscribe", "--array=0-2")
+    command = [*three_at_once, f"--output={toy.folder}/task-%a.out", SCRIPT, toy.config, *words]
+    array = toy.cluster.submit(toy.folder, *command, cwd=toy.repository, TOY_SECONDS="0.2").number
+    tasks = [Submitted(toy.cluster, f"{array}_{i}", toy.folder / f"task-{i}.out") for i in range(3)]
+    runs = [replace(toy, config=toy.folder / f"config-{i}.yaml") for i in range(3)]
+    for i, run in enumerate(runs):
+        run.config.write_text(yaml.safe_dump({"output_dir": f"{toy.folder}/run-{i}"}))
+    for task, run in zip(tasks, runs):
+        task.wait("at step 5", lambda run=run: run.at_step(5))
+    parents = [task.shown("JobId") for task in tasks].index(array)  # the task that bears the array's id
+    tasks[parents].signal("USR1")
+    tasks[parents].wait("requeued", lambda: tasks[parents].shown("Restarts") == "1")
+    for i, (task, run) in enumerate(zip(tasks, runs)):
+        run.assert_finished(task.end(), task)
+        assert task.shown("Restarts") == str(int(i == parents))
+        assert [each.job for each in run.restarts()] == [f"{array}_{i}"] * (i == parents)
+    ports = {re.search(r"meeting at \S+:(\d+)", task.log)[1] for task in tasks}
+    assert len(ports) == 3
+
+
 # ---- the job must not go on -------------------------------------------------------------------
 
 
@@ -190,6 +214,19 @@ def test_only_restarts_in_a_row_count(tmp_path: Path) -> None:
     restart.allow_restart(tmp_path, "7", 7, 75)
     rows = json.loads((tmp_path / restart.RESTARTS).read_text())
     assert [(row["job"], row["restart"], row["step"]) for row in rows][-3:] == [("7", 5, 40), ("7", 6, 40), ("7", 7, 41)]
+
+
+def test_a_wrong_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Guards against a traceback where the environment is not Slurm's."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"output_dir: {tmp_path}")
+    monkeypatch.setattr("sys.argv", ["restart", "--exit-code", "1", "--config", str(config)])
+    for value in ("x", "-1", "²", ""):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", value)
+        assert restart.main() == 1
+        (sentence,) = capsys.readouterr().err.splitlines()
+        assert f"SLURM_RESTART_COUNT is {value!r}, a whole number needed" in sentence
+    assert not (tmp_path / restart.RESTARTS).exists()
 
 
 @pytest.mark.parametrize("damage", ["", "[{", "{}x", '[{"job": "7"}]', "7", "[7]"])
