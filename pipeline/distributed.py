@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.errors import UserError
+from pipeline.exchange import gather_json
+from pipeline.rendezvous import connect
 
 _FROM_SRUN = {  # what srun sets for each task -> the name PyTorch and DeepSpeed read
     "SLURM_PROCID": "RANK",
@@ -45,10 +48,8 @@ class World:
         return values
 
     def gather(self, value: object) -> list:
-        """``value`` of every process, in rank order, on every process."""
-        values: list = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        """``value`` of every process, in rank order, on every process: plain data, see :func:`pipeline.exchange.gather_json`."""
+        return gather_json(value, self.size, self.device)
 
 
 def init_world(patience: float = 1800) -> World:
@@ -61,13 +62,14 @@ def init_world(patience: float = 1800) -> World:
             should be more than its ``progress_timeout``: PyTorch would end those who wait.
 
     Raises:
-        UserError: several processes, but a variable they need is missing.
+        UserError: several processes, but a variable they need is missing or malformed.
+        NotConnected: they did not find each other.
     """
     _read_environment()
     world_size = _integer("WORLD_SIZE", 1)
     rank, local_rank = _integer("RANK", 0, world_size - 1), _integer("LOCAL_RANK", 0, world_size - 1)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
+        if not os.environ.get(name):
             if world_size > 1:
                 raise UserError(
                     f"{name} is not set, but {world_size} processes need it to find each other: start with launch/local.sh or sbatch."
@@ -81,7 +83,8 @@ def init_world(patience: float = 1800) -> World:
     else:
         # Slurm may have bound this task to its own cores: its share is what Slurm says, and dividing once more is wrong.
         local_size = _slurm_tasks_per_node() or world_size
-        cpu_threads = min(usable, int(os.environ.get("SLURM_CPUS_PER_TASK") or max(1, usable // local_size)))
+        share = _integer("SLURM_CPUS_PER_TASK", 1) if os.environ.get("SLURM_CPUS_PER_TASK") else max(1, usable // local_size)
+        cpu_threads = min(usable, share)
     if torch.cuda.is_available():
         device = torch.device("cuda", _gpu_index(local_rank, local_size))
         torch.cuda.set_device(device)
@@ -89,14 +92,14 @@ def init_world(patience: float = 1800) -> World:
         torch.backends.cudnn.allow_tf32 = False  # Φp is wanted in full precision: with TF32 it is off by up to 5 %
     else:
         _refuse_unusable_gpu()
-        if rank == 0 and os.environ.get("SLURM_JOB_GPUS"):
+        if rank == 0 and _slurm_granted_gpus():
             print(
-                "note: Slurm granted this job GPUs, but PyTorch finds none: running on the CPU (--gpus-per-node=0 asks for none)",
+                "note: Slurm granted this task GPUs, but PyTorch finds none: running on the CPU (--gpus-per-node=0 asks for none)",
                 flush=True,
             )
         device = torch.device("cpu")
         torch.set_num_threads(cpu_threads)
-    _connect("nccl" if device.type == "cuda" else "gloo", device, timedelta(seconds=patience))
+    _connect("nccl" if device.type == "cuda" else "gloo", rank, world_size, device, timedelta(seconds=patience))
     return World(rank, world_size, device, cpu_threads)
 
 
@@ -112,18 +115,23 @@ def _gpu_index(local_rank: int, local_size: int) -> int:
     return local_rank
 
 
+def _slurm_granted_gpus() -> bool:
+    """Whether this task was given GPUs. The job's own list does not tell: under --exclusive it has all of the node's."""
+    return bool(os.environ.get("SLURM_STEP_GPUS")) and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
 def _refuse_unusable_gpu() -> None:
     """A GPU beside a PyTorch that cannot use it is a mistake in the installation, not a wish to train on the CPU."""
     if os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         raise UserError(
             f"this machine has an NVIDIA driver, but PyTorch {torch.__version__} finds no GPU: install the CUDA build with "
-            f"`make clean install HAS_GPU=1`, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU."
+            f"`make install HAS_GPU=1`, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU."
         )
 
 
 def _integer(name: str, low: int, high: int = 2**31) -> int:
     text = os.environ[name]
-    if not text.isdigit() or not low <= int(text) <= high:
+    if not re.fullmatch("[0-9]{1,10}", text) or not low <= int(text) <= high:
         raise UserError(
             f"the environment variable {name} is {text!r}, a whole number from {low} to {high} needed: start with launch/local.sh or sbatch."
         )
@@ -140,7 +148,7 @@ def _read_environment() -> None:
             )
     elif "SLURM_STEP_ID" in os.environ and all(name in os.environ for name in _FROM_SRUN):
         for slurm_name, name in _FROM_SRUN.items():
-            os.environ[name] = os.environ[slurm_name]
+            os.environ[name] = str(_integer(slurm_name, 0))
     elif os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set, both needed: start with launch/local.sh or sbatch."
@@ -152,24 +160,28 @@ def _read_environment() -> None:
 def _slurm_tasks_per_node() -> int | None:
     """Of SLURM_STEP_TASKS_PER_NODE, for example "8(x2)" or "3,2": the largest count, to be on the safe side."""
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    return max((int(part.partition("(")[0]) for part in text.split(",") if part), default=None)
+    if not text:
+        return None
+    parts = [re.fullmatch(r"([1-9][0-9]{0,5})(\(x[0-9]+\))?", part) for part in text.split(",")]
+    if None in parts:
+        raise UserError(
+            f"the environment variable SLURM_STEP_TASKS_PER_NODE is {text!r}, counts such as '8(x2)' or '3,2' needed: start with srun, or unset it."
+        )
+    return max(int(part[1]) for part in parts)
 
 
-def _connect(backend: str, device: torch.device, timeout: timedelta) -> None:
+def _connect(backend: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
     # DeepSpeed 0.19 still calls what PyTorch 2.13 renamed; nothing a user could do about it.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if int(os.environ["WORLD_SIZE"]) == 1 and os.environ["MASTER_PORT"] == "0":
-        # A world of one needs no port, and must not fail because another run on this machine took it.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    connect(backend, rank, size, device, timeout)
     with quiet_deepspeed():
         import deepspeed
 
         # DeepSpeed would compile a shared-memory extension that only inference uses: a minute, and a build
         # that is killed leaves a lock on which every later start hangs.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(dist_backend=backend, timeout=timeout)
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout)  # takes the process group that is there
 
 
 @contextlib.contextmanager

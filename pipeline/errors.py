@@ -21,6 +21,14 @@ class UserError(ValueError):
     remedy. Commands print it and exit with 2; library callers may catch it as a ``ValueError``.
     """
 
+    exit_code = USER_ERROR
+
+
+class NotConnected(UserError):
+    """The processes did not find each other: another start may, so the job may be requeued."""
+
+    exit_code = RANK_LOST
+
 
 def check_writable(path: Path) -> None:
     """See before the work begins that its result can be written to ``path``.
@@ -51,7 +59,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main()
     except UserError as error:
-        _fail(f"error: {error}")
+        _fail(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
         _fail("stopped; the same command goes on from what is saved", 130)
     except OSError as error:

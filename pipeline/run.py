@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,8 @@ def _build_run(
     before = start.state if start else None
     folder, step = Path(config.output_dir), before.step if before else 0
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
-    cost = world.gather(flops.count(*count) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
+    counted = world.gather(asdict(flops.count(*count)) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
+    cost = flops.FlopRow(**counted)
     model = build_model(config, world, fresh=before is None)
     teacher = load_teacher(config, world.device) if config.train.teacher else None
     engine = build_engine(model, config, world)

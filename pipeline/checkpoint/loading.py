@@ -5,12 +5,22 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from pipeline.agreement import raise_on_all
-from pipeline.checkpoint.folder import Manifest, OtherFormat, find_damage, saved_steps, set_aside, step_folder
+from pipeline.checkpoint.folder import (
+    FileRecord,
+    Manifest,
+    OtherFormat,
+    RunState,
+    find_damage,
+    saved_steps,
+    set_aside,
+    step_folder,
+)
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
 from pipeline.checkpoint.parts import Parts
 from pipeline.checkpoint.snapshot import saved_buffers
@@ -72,9 +82,10 @@ def _examine(folder: Path, world: World) -> tuple[Manifest | None, list[str]]:
         except OSError as error:
             refusal = _unreadable(error)
     raise_on_all(refusal, world)
-    manifest, problem = world.gather((manifest, problem))[0]
+    fields, problem = world.gather((asdict(manifest) if manifest else None, problem))[0]
     if problem:
         return None, [problem]
+    manifest = Manifest(RunState(**fields["state"]), fields["shapes"], [FileRecord(**record) for record in fields["files"]])
     deadline = time.monotonic() + _LAG_SECONDS
     while not folder.is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)

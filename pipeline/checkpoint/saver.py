@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ class Saver:
 
     def _complete(self) -> None:
         saving, self._saving = self._saving, None
-        records = self._world.gather(saving.record)
+        records = [FileRecord(**fields) for fields in self._world.gather(asdict(saving.record))]
         if self._world.is_main:
             manifest = Manifest(saving.state, saving.shapes, records)
             self._publishing = threading.Thread(target=self._publish, args=(saving.folder, manifest), daemon=True)

@@ -2,9 +2,9 @@
 
 How it works: each process writes its sign of life under a key of its own into the store through which PyTorch brought the
 processes together, once per beat. Rank 0, whose process keeps that store, reads all signs, judges (``lost_ranks``) and
-writes a verdict that the others read with its own sign: N processes make about 2 N small requests per second, all name the
+writes a verdict that the others read with its own sign: N processes make about 3 N small requests per second, all name the
 same culprit, and only rank 0 itself needs a second opinion. It is lost if its sign stops, if its store does not answer,
-or if the connection to it closes.
+or if the connection to it closes. Signs and verdict are signed with the job's secret (``notices``): others do not count.
 
 Time from the fault to the end of every other process: at most ``silence_timeout`` + 10 s (typically + 3 s); 15 s where a
 broken connection gave the fault away; after last words 5 s. For a process that hangs ``progress_timeout`` + 10 s, from
@@ -19,8 +19,6 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterable
-from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -29,10 +27,13 @@ from pipeline.config import DistributedConfig
 from pipeline.distributed import World
 from pipeline.errors import RANK_LOST, USER_ERROR, UserError
 from pipeline.faults.lost_ranks import BROKEN_PATIENCE, Judge, Sign, Status, Verdict, connection_lost
+from pipeline.faults.notices import Notices
+from pipeline.faults.signing import job_secret, printable
+from pipeline.rendezvous import store_client
 
 BEAT = 1.0  # seconds between two signs of life
 _LAST_WORD = 5.0  # seconds that rank 0 keeps the store open for those who have not read the verdict
-_VERDICT = "heartbeat/verdict"
+_LONGEST_WORDS = 2000  # characters
 
 
 class Heartbeat:
@@ -44,11 +45,15 @@ class Heartbeat:
     Args:
         world: all processes; each makes its Heartbeat right after ``init_world``, and calls :meth:`at` at the same places.
         config: the time limits.
+
+    Raises:
+        UserError: several processes without the job's secret.
     """
 
     def __init__(self, world: World, config: DistributedConfig) -> None:
         self._rank, self._size, self._config = world.rank, world.size, config
-        self._identity = {"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid()}
+        self._secret = job_secret() if world.size > 1 else b""
+        self._identity = {"rank": world.rank, "host": printable(socket.gethostname(), 255), "pid": os.getpid()}
         self._place = (0, "starting", 0)  # step, doing, calls in this step; replaced as a whole, so that readers need no lock
         self._end = (Status.RUNNING, "", RANK_LOST)  # status, words, exit code for the others
         self._first = Sign(0, os.environ.get("MASTER_ADDR", "unknown"))  # last sign of rank 0
@@ -97,7 +102,8 @@ class Heartbeat:
         """
         if self._size == 1:
             return
-        self._end = (Status.LEFT, "", 0) if last_words is None else (Status.ENDED, last_words, exit_code)
+        words = printable(last_words or "", _LONGEST_WORDS)
+        self._end = (Status.LEFT, "", RANK_LOST) if last_words is None else (Status.ENDED, words, exit_code)
         self._wake.set()
         # A normal end goes on watching, so this wait needs no limit; who has an error to print must come to print it.
         self._done.wait(None if last_words is None else _LAST_WORD + 2 * BEAT)
@@ -135,53 +141,44 @@ class Heartbeat:
 
     def _exchange_signs(self) -> None:
         # A connection of its own: the main thread's is locked while that waits for a key.
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=2 * self._config.silence_timeout),
-        )
-        if self._rank == 0:  # reading waits for a missing key: give one to who has not come yet
-            for rank in range(self._size):
-                store.compare_set(_key(rank), "", Sign(rank).to_json())
-            store.set(_VERDICT, "")
+        notices = Notices(store_client(2 * self._config.silence_timeout), self._secret, self._rank)
         judge, beat, read_at = Judge(self._config), 0, time.monotonic()
         while True:
             beat += 1
             own = self._sign(beat)
-            store.set(_key(self._rank), own.to_json())
             if self._rank == 0:
-                signs, verdict = _read_signs(store, range(self._size)), None
+                (_, *others), _ = notices.read(range(self._size))  # its own key too: it is to say who else writes there
+                notices.write_sign(own)
+                signs, verdict = [own, *others], None
             else:
-                text, first = store.multi_get([_VERDICT, _key(0)])
-                self._first, verdict = Sign.from_json(first), Verdict.from_json(text) if text else None
+                notices.write_sign(own)
+                (self._first,), verdict = notices.read([0])
                 signs = [self._first, own]
             self._unanswered = 0.0
             read_at, before = time.monotonic(), read_at
             judge.observe(signs, min(read_at - before, 2 * BEAT))  # more: this process itself did not run
             verdict = verdict or (judge.verdict() if self._rank == 0 else judge.silent())
             if verdict:
-                return self._spread(verdict, store, judge, beat)
+                return self._spread(verdict, notices, judge, beat)
             if own.status is Status.ENDED or own.status is Status.LEFT and (self._rank != 0 or judge.all_left):
                 return
             self._wake.wait(BEAT)
             self._wake.clear()
 
-    def _spread(self, verdict: Verdict, store: dist.TCPStore, judge: Judge, beat: int) -> None:
+    def _spread(self, verdict: Verdict, notices: Notices, judge: Judge, beat: int) -> None:
         """Make the verdict known, then end. Rank 0 stays until the others have read it."""
         self._announce(verdict)
         if self._rank == 0:
-            store.set(_VERDICT, verdict.to_json())
+            notices.write_verdict(verdict)
             deadline = time.monotonic() + _LAST_WORD
             while time.monotonic() < deadline and set(judge.uninformed(BEAT)) - {0}:
                 time.sleep(BEAT / 5)
-                judge.observe(_read_signs(store, range(self._size)), BEAT / 5)
+                judge.observe(notices.read(range(self._size))[0], BEAT / 5)
         else:
             if self._end[0] is not Status.ENDED:
                 self._end = (Status.INFORMED, "", RANK_LOST)
-            store.set(_key(self._rank), self._sign(beat + 1).to_json())
-            store.check([_VERDICT])  # its answer means that the sign before it has arrived
+            notices.write_sign(self._sign(beat + 1))
+            notices.wait_until_written()
         self._finish(verdict)
 
     def _watch(self) -> None:
@@ -218,13 +215,5 @@ def is_collective_error(error: BaseException) -> bool:
     )
 
 
-def _key(rank: int) -> str:
-    return f"heartbeat/{rank}"
-
-
-def _read_signs(store: dist.TCPStore, ranks: Iterable[int]) -> list[Sign]:
-    return [Sign.from_json(text) for text in store.multi_get([_key(rank) for rank in ranks])]
-
-
 def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+    return printable(str(error).partition("\n")[0] or type(error).__name__, _LONGEST_WORDS)

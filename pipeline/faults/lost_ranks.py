@@ -12,9 +12,12 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from pipeline.config import DistributedConfig
-from pipeline.errors import RANK_LOST
+from pipeline.errors import RANK_LOST, USER_ERROR
+from pipeline.faults.signing import printable
 
 BROKEN_PATIENCE = 5.0  # seconds of silence that are enough once a connection was seen to break: the floor of silence_timeout
+EXIT_CODES = frozenset({USER_ERROR, RANK_LOST, 130})  # with which one process may end the others; 130: Ctrl-C. Never with success.
+_LONGEST = {"host": 255, "doing": 100, "words": 2000, "sentence": 4000}  # characters
 _AGAIN = "then start the same command again, it goes on from the newest checkpoint."
 
 
@@ -55,8 +58,13 @@ class Sign:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> Sign:
-        fields = json.loads(text)
+    def from_json(cls, text: str) -> Sign:
+        """Of what ``to_json`` made.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        fields = _read(text, asdict(cls(0)))
         return cls(**{**fields, "status": Status(fields["status"])})
 
 
@@ -72,9 +80,33 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> Verdict:
-        fields = json.loads(text)
+    def from_json(cls, text: str) -> Verdict:
+        """Of what ``to_json`` made.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        fields = _read(text, {**asdict(cls("")), "hanging": []})
+        if not all(type(rank) is int for rank in fields["hanging"]):
+            raise ValueError("hanging: ranks needed")
         return cls(**{**fields, "hanging": tuple(fields["hanging"])})
+
+
+def _read(text: str, example: dict) -> dict:
+    """The fields of a note, of the example's types: words fit to be printed, an exit code that is one."""
+    fields = json.loads(text)
+    if not isinstance(fields, dict) or fields.keys() != example.keys():
+        raise ValueError(f"the fields {', '.join(example)} needed")
+    for name, value in fields.items():
+        if type(value) is not (str if isinstance(example[name], str) else type(example[name])):
+            raise ValueError(f"{name}: another type needed")
+        if isinstance(value, int) and not 0 <= value < 2**63:
+            raise ValueError(f"{name}: from 0 to 2**63 needed")
+        if isinstance(value, str):
+            fields[name] = printable(value, _LONGEST.get(name, 100))
+    if fields["exit_code"] not in EXIT_CODES:
+        raise ValueError(f"exit_code: one of {sorted(EXIT_CODES)} needed")
+    return fields
 
 
 def connection_lost(first: Sign, how: str) -> Verdict:

@@ -27,8 +27,8 @@ class BadSampleReport:
 
     def update(self, met: dict[int, str]) -> None:
         """Add what this process has met, as sample -> sentence; every process must call."""
-        for part in self._world.gather(met):
-            for sample, sentence in part.items():
+        for part in self._world.gather(list(met.items())):  # JSON has no numbers as keys
+            for sample, sentence in part:
                 if sample not in self._known:
                     self._known[sample] = sentence
                     if self._world.is_main:

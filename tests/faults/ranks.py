@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -40,10 +41,8 @@ class Job:
         self.world_size, self.started = world_size, time.time()
         self._folder = Path(tempfile.mkdtemp(dir=_logs().name))
         common = {
-            "WORLD_SIZE": world_size,
+            **meeting_point(world_size),
             "SLURM_CPUS_PER_TASK": 1,  # threads of a rank: more would wait for each other on a busy machine
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": free_port(),
         }
         self.pids = []
         for rank in range(world_size):
@@ -173,6 +172,16 @@ def wait_for_steps(job: Job, run: Path, count: int, rank: int = 0) -> bool:
 def is_saving(run: Path) -> bool:
     """Whether a checkpoint is on its way."""
     return any((run / "checkpoints").glob(".saving-*"))
+
+
+def meeting_point(world_size: int) -> dict[str, object]:
+    """What a launcher tells all ranks of a job: variables of the environment."""
+    return {
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "PERVIT_JOB_SECRET": secrets.token_hex(32),
+    }
 
 
 def free_port() -> int:

@@ -17,13 +17,15 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # before the i
 
 import deepspeed  # noqa: E402, F401  here, so that processes forked from one that imported this module have it ready
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 
 from pipeline.config import DistributedConfig  # noqa: E402
 from pipeline.distributed import World, disconnect, init_world  # noqa: E402
 from pipeline.errors import UserError, run_command  # noqa: E402
-from pipeline.faults.heartbeat import Heartbeat, _read_signs  # noqa: E402
+from pipeline.faults.heartbeat import Heartbeat  # noqa: E402
 from pipeline.faults.lost_ranks import Sign  # noqa: E402
+from pipeline.faults.notices import Notices  # noqa: E402
+from pipeline.faults.signing import job_secret  # noqa: E402
+from pipeline.rendezvous import store_client  # noqa: E402
 
 LIMITS = DistributedConfig(silence_timeout=5, progress_timeout=5)
 FAULT_STEP = 30
@@ -57,10 +59,10 @@ def go_round(steps: int, fault: str, victim: int, folder: Path) -> None:
 
 def hear_each_other(world: World, heartbeat: Heartbeat, step: int) -> None:
     """Wait until every rank has sent a sign from one of the steps, and read the others': a fault before that has no step to name."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    notices = Notices(store_client(60), job_secret(), world.rank or world.size)  # of no rank: it only reads
 
     def wait_for(condition: Callable[[Sign], bool]) -> list[int]:
-        while not all(map(condition, signs := _read_signs(store, range(world.size)))):
+        while not all(map(condition, signs := notices.read(range(world.size))[0])):
             heartbeat.at(step, "training")
             time.sleep(0.05)
         return [sign.beat for sign in signs]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, clean_environment
+from faults.ranks import meeting_point
 
 from pipeline.config import DistributedConfig
 from pipeline.errors import RANK_LOST, USER_ERROR
@@ -44,12 +45,7 @@ class Ring:
         from faults import ring
 
         self.folder.mkdir()
-        common = {
-            "WORLD_SIZE": self.ranks,
-            "LOCAL_WORLD_SIZE": self.ranks,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": free_port(),
-        }
+        common = {**meeting_point(self.ranks), "LOCAL_WORLD_SIZE": self.ranks}
         steps = 100_000 if self.number else FAULT_STEP + 10
         for rank in range(self.ranks):
             environment = {key: str(value) for key, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
@@ -101,12 +97,6 @@ CASES = {  # ranks, fault, victim, signal
     "rank 0 errs": (2, "err", 0, None),
     "all well": (3, "leave late", 1, None),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,66 @@
+"""Plain data from every process to every process, as JSON: what a process receives is read, never run, as a pickle would be."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.distributed as dist
+
+from pipeline.errors import UserError
+
+LARGEST = 64 << 20  # bytes that one process may send; the notes of a run are a thousandth of it
+
+
+def gather_json(value: object, size: int, device: torch.device) -> list:
+    """``value`` of every process, in rank order, on every process; every process must call.
+
+    Args:
+        value: None, numbers, strings, and lists and dicts of them with strings as keys. Tuples arrive as lists.
+        size: the number of processes.
+        device: where the backend wants its tensors.
+
+    Raises:
+        UserError: in every process: what one has sent is no JSON, or larger than ``LARGEST``.
+        TypeError: ``value`` is not such data.
+    """
+    _refuse_other_keys(value)
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = torch.zeros(size, 1, dtype=torch.int64, device=device)
+    dist.all_gather(list(lengths), torch.tensor([len(own)], device=device))
+    for rank, length in enumerate(lengths.flatten().tolist()):
+        if not 1 <= length <= LARGEST:
+            raise UserError(
+                f"rank {rank} announces a message of {length} bytes, 1 to {LARGEST} needed: start again, and if it happens again see "
+                f"docs/security.md, somebody else may be writing to this port."
+            )
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
+    padded[: len(own)] = own.to(device)
+    received = torch.zeros(size, len(padded), dtype=torch.uint8, device=device)
+    dist.all_gather(list(received), padded)
+    return [
+        _read(text[:length].cpu().numpy().tobytes(), rank)
+        for rank, (text, length) in enumerate(zip(received, lengths.flatten().tolist(), strict=True))
+    ]
+
+
+def _read(text: bytes, rank: int) -> object:
+    try:
+        return json.loads(text.decode("ascii"))  # json.dumps writes nothing else
+    except (ValueError, RecursionError):
+        raise UserError(
+            f"rank {rank} sent {text[:20]!r}..., JSON needed: all processes must run the same version; if they do, see docs/security.md, "
+            f"somebody else may be writing to this port."
+        ) from None
+
+
+def _refuse_other_keys(value: object) -> None:
+    """JSON would turn a number that is a key into a string without a word."""
+    if isinstance(value, dict):
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise TypeError(f"{wrong[0]!r} is a key, strings needed")
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            _refuse_other_keys(each)

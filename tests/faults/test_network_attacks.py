@@ -1,0 +1,268 @@
+"""Strangers on the network, as real processes: they run nothing, they end nothing, and what they did is named."""
+
+from __future__ import annotations
+
+import ast
+import ipaddress
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import REPOSITORY, clean_environment, step_rows
+from faults.ranks import SMALL_MODEL, meeting_point, steps_taken
+
+from pipeline.checkpoint import latest_step
+from pipeline.errors import PREEMPTED, USER_ERROR, UserError
+from pipeline.exchange import gather_json
+from pipeline.faults.lost_ranks import Sign, Verdict
+from pipeline.faults.notices import Notices
+from pipeline.faults.signing import job_secret, printable, seal, unseal
+from pipeline.rendezvous import prove_membership
+
+pytestmark = pytest.mark.multiprocess
+
+STRANGER = REPOSITORY / "tests" / "faults" / "stranger.py"
+PATIENCE = 240
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("pickle", r"error: rank 1 sent b'\\x80.*JSON needed"),
+        ("json", "error: the process that came as rank 1 does not know the secret of this job"),
+    ],
+)
+def test_a_stranger_in_place_of_a_rank_runs_nothing(how: str, sentence: str, small_run: Path, tmp_path: Path) -> None:
+    """Guards against a pickle from the network that rank 0 reads, and so runs, and against a run with a member who is not of the job."""
+    place = {name: str(value) for name, value in meeting_point(2).items()}
+    ran = tmp_path / "ran"
+    rank_0 = subprocess.Popen(
+        [sys.executable, "-m", "pipeline.train", "--config", small_run],
+        cwd=REPOSITORY, env=clean_environment(**place, RANK="0", LOCAL_RANK="0"), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    stranger = subprocess.Popen(
+        [sys.executable, STRANGER, how, place["MASTER_PORT"], ran],
+        env=clean_environment(PYTHONPATH=str(REPOSITORY), TORCH_CPP_LOG_LEVEL="ERROR"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        _, errors = rank_0.communicate(timeout=PATIENCE)
+    finally:
+        for process in (rank_0, stranger):
+            process.kill()
+    assert "joined as rank 1" in stranger.communicate()[0]
+    assert rank_0.returncode == USER_ERROR, errors
+    assert re.search(sentence, errors) and "Traceback" not in errors
+    assert not ran.exists()
+
+
+@dataclass
+class Attacked:
+    """A training on which a stranger worked."""
+
+    listening: set[str]  # addresses
+    code: int
+    errors: str
+    steps: list[int]
+    saved: int | None  # step of the last checkpoint
+    stranger: str  # its output
+    secret: str
+
+
+@pytest.fixture(scope="module")
+def attacked(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    """Two processes by ``launch/local.sh``; while they train, a stranger overwrites what they say to each other. Then SIGTERM."""
+    from conftest import write_small_config
+
+    folder = tmp_path_factory.mktemp("attacked")
+    run, mark = folder / "run", secrets.token_hex(8)
+    command = ["launch/local.sh", "2", "--", "pipeline.train", "--config", write_small_config(digits_shards, folder)]
+    overrides = [f"output_dir={run}", "log.samples=true", *SMALL_MODEL]
+    launcher = subprocess.Popen(
+        [*command, *overrides], cwd=REPOSITORY, env=clean_environment(MARK=mark), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while steps_taken(run) < 2:
+            assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()
+            time.sleep(0.05)
+        ranks = {each["RANK"]: pid for pid, each in _environments() if each.get("MARK") == mark and "RANK" in each}
+        told = dict(_environments())[ranks["0"]]
+        listening = {
+            connection.laddr.ip
+            for pid in ranks.values()
+            for connection in psutil.Process(pid).net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        stranger = subprocess.run(
+            [sys.executable, STRANGER, "overwrite", told["MASTER_PORT"], "4"],
+            env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE,
+        )  # fmt: skip
+        goal = steps_taken(run) + 5
+        while steps_taken(run) < goal and launcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        launcher.terminate()
+        _, errors = launcher.communicate(timeout=PATIENCE)
+    finally:
+        launcher.terminate()
+        launcher.wait(60)
+    steps = [row["step"] for row in step_rows(run)]
+    yield Attacked(listening, launcher.returncode, errors, steps, latest_step(run), stranger.stdout, told["PERVIT_JOB_SECRET"])
+
+
+def _environments() -> Iterator[tuple[int, dict[str, str]]]:
+    """Of all processes that may be looked at."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            entries = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        yield int(path.parent.name), dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def test_a_run_on_one_machine_listens_on_loopback_alone(attacked: Attacked) -> None:
+    """Guards against a store or a connection that other machines reach although nobody there takes part."""
+    assert attacked.listening, "the ranks were not found"
+    assert [address for address in attacked.listening if not ipaddress.ip_address(address).is_loopback] == []
+
+
+def test_a_run_outlives_what_a_stranger_writes(attacked: Attacked) -> None:
+    """Guards against a stranger who ends a run, even as if it were done, and against terminal escapes of his in the log."""
+    assert re.fullmatch(r"\d+ turns\n", attacked.stranger) and int(attacked.stranger.split()[0]) >= 3
+    assert attacked.code == PREEMPTED, attacked.errors  # it went on until it was asked to stop
+    assert attacked.steps == list(range(1, attacked.saved + 1))
+    for key in ("heartbeat/1", "heartbeat/verdict"):
+        assert attacked.errors.count(f"warning: {key} in the job's store at 127.0.0.1:") == 1
+    assert "\x1b" not in attacked.errors and attacked.secret not in attacked.errors
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def test_only_signed_and_newer_notes_count(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against signs that count although they are forged, moved to another key or purpose, or shown a second time."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    secret = secrets.token_bytes(32)
+    main, other, liar = Notices(store, secret, 0), Notices(store, secret, 1), Notices(store, secrets.token_bytes(32), 1)
+
+    def seen() -> tuple[int, str]:
+        (sign,), verdict = main.read([1])
+        assert verdict is None
+        return sign.beat, sign.words
+
+    assert seen() == (0, "")  # nobody has written: no wait
+    other.write_sign(Sign(1, beat=4, words="four"))
+    old = store.get("heartbeat/1")
+    assert seen() == (4, "four")
+    liar.write_sign(Sign(1, beat=9))
+    assert seen() == (4, "four")
+    other.write_sign(Sign(1, beat=5))
+    assert seen() == (5, "")
+    for note in (old, b"", b"\xff" * 10**6, b"[]", seal(secret, "verdict", "heartbeat/1", Sign(1, beat=8).to_json()).encode()):
+        store.set("heartbeat/1", note)
+        assert seen() == (5, "")
+    store.delete_key("heartbeat/1")
+    assert seen() == (5, "")
+    other.write_sign(Sign(1, beat=6, words="a\x1b[2J\nb", host="h\x07"))
+    assert seen() == (6, "a?[2J?b")
+    assert capfd.readouterr().err.count("warning: heartbeat/1 in the job's store") == 1
+
+    liar.write_verdict(Verdict("done"))
+    assert other.read([0])[1] is None
+    assert main.read([1])[1] is None and store.get("heartbeat/verdict") == b""
+    for code, accepted in ((0, False), (75, False), (2, True), (76, True), (130, True)):
+        main.write_verdict(Verdict("because", exit_code=code))
+        verdict = other.read([0])[1]
+        assert (verdict and verdict.exit_code) == (code if accepted else None)
+
+
+def test_what_was_changed_is_not_unsealed() -> None:
+    """Guards against a signature that does not cover all of a note, and against a crash where one is read."""
+    secret = secrets.token_bytes(32)
+    note = seal(secret, "sign of life", "heartbeat/1", "content").encode()
+    assert unseal(secret, "sign of life", "heartbeat/1", note) == "content"
+    assert unseal(secret, "sign of life", "heartbeat/2", note) is None
+    assert unseal(secret, "verdict", "heartbeat/1", note) is None
+    assert unseal(secrets.token_bytes(32), "sign of life", "heartbeat/1", note) is None
+    for position in range(len(note)):
+        changed = bytearray(note)
+        changed[position] ^= 1
+        assert unseal(secret, "sign of life", "heartbeat/1", bytes(changed)) is None
+    assert printable("\x1b[31mred\u202e\n", 20) == "?[31mred??" and printable("x" * 30, 10) == "xxxxxxx..."
+
+
+@pytest.mark.parametrize("value", [None, "", "f" * 63, "F" * 64, "g" * 64, "0x" + "f" * 62])
+def test_several_processes_need_a_secret(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a job that goes on unprotected, or prints the secret that it was given."""
+    monkeypatch.delenv("PERVIT_JOB_SECRET", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PERVIT_JOB_SECRET", value)
+    with pytest.raises(UserError, match=r"PERVIT_JOB_SECRET is .* 64 hexadecimal digits.*launch/local.sh or sbatch") as error:
+        job_secret()
+    assert not value or value not in str(error.value)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_is_gathered_is_plain_data(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against data that arrives as something else than was sent, and against a traceback over what is no data."""
+    cpu = torch.device("cpu")
+    prove_membership(secrets.token_bytes(32), 0, 1, cpu)
+    value = {"a": [1, 2.5, None, True, float("inf")], "Φ\x00\ud800": {"b": "c" * 100_000}}
+    assert gather_json(value, 1, cpu) == [value]
+    for unfit in ({1: "a"}, [{"a": {2: 3}}], {1, 2}, torch.zeros(1)):
+        with pytest.raises(TypeError):
+            gather_json(unfit, 1, cpu)
+    monkeypatch.setattr("pipeline.exchange.LARGEST", 1000)
+    with pytest.raises(UserError, match="rank 0 announces a message of 2002 bytes, 1 to 1000 needed"):
+        gather_json("x" * 2000, 1, cpu)
+    for sent in (b"\x80\x04K\x01.", b"[" * 900, b"nul", b"\xff"):
+        monkeypatch.setattr("pipeline.exchange.json.dumps", lambda value, sent=sent: _Bytes(sent))
+        with pytest.raises(UserError, match="rank 0 sent b'.*JSON needed"):
+            gather_json(None, 1, cpu)
+
+
+class _Bytes:
+    """What a stranger sends in place of text."""
+
+    def __init__(self, data: bytes) -> None:
+        self.encode = lambda: data
+
+
+def test_no_call_of_the_package_pickles() -> None:
+    """Guards against an object that crosses the network or comes from a file as a pickle, which would run what a stranger wrote."""
+    forbidden = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"}
+    found = []
+    for path in sorted((REPOSITORY / "pipeline").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{path.relative_to(REPOSITORY)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+                found += [where for name in names if name in {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}]
+            if isinstance(node, ast.Attribute | ast.Name):
+                name = node.attr if isinstance(node, ast.Attribute) else node.id
+                found += [where] if name in forbidden else []
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"torch.load", "numpy.load", "np.load"}:
+                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                safe = given.get("weights_only") == "True" if "torch" in ast.unparse(node.func) else given.get("allow_pickle", "False") == "False"
+                found += [] if safe else [where]
+    assert found == []
