@@ -12,7 +12,6 @@ import argparse
 import os
 import shutil
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from PIL import Image
@@ -63,7 +62,7 @@ def write_digits(folder: Path) -> dict[str, int]:
     return counts
 
 
-def command() -> NoReturn:
+def command() -> None:
     """``python data_prep/make_demo_dataset.py``."""
     run_command(main)
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from typing import NoReturn
 
 from data_prep.checks import ImageRules
 from data_prep.sources import SPLITS, Source, check_fraction, open_sources, take_subset
@@ -129,7 +128,7 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
     return rules, Share(args.task, args.tasks)
 
 
-def command() -> NoReturn:
+def command() -> None:
     """``python data_prep/shard_imagenet.py``."""
     run_command(main)
 

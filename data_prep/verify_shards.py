@@ -15,7 +15,6 @@ import os
 from contextlib import closing
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -128,7 +127,7 @@ def _read_sample_table(folder: Path, manifest: Manifest, split: str) -> tuple[np
     return rows, findings.table()
 
 
-def command() -> NoReturn:
+def command() -> None:
     """``python data_prep/verify_shards.py``."""
     run_command(main)
 

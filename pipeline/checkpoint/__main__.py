@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
 
 from pipeline.checkpoint import overview
 from pipeline.checkpoint.coverage import find_gaps
@@ -115,7 +114,7 @@ def main() -> int | None:
     return None
 
 
-def command() -> NoReturn:
+def command() -> None:
     """``python -m pipeline.checkpoint``."""
     run_command(main)
 
