@@ -116,8 +116,8 @@ def _gpu_index(local_rank: int, local_size: int) -> int:
 
 
 def _slurm_granted_gpus() -> bool:
-    """Whether this task was given GPUs. The job's own list does not tell: under --exclusive it has all of the node's."""
-    return bool(os.environ.get("SLURM_STEP_GPUS")) and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    """Whether this task was given GPUs. SLURM_JOB_GPUS does not tell: under --exclusive it names all of the node's, asked for or not."""
+    return bool(os.environ.get("SLURM_STEP_GPUS") and os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _refuse_unusable_gpu() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -54,6 +55,14 @@ def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
     sys.exit(code)
 
 
+def _lacks_memory(error: Exception) -> bool:
+    """Whether memory was refused: to Python, to a thread, to PyTorch on the CPU or a GPU, or to a library that was to be loaded."""
+    if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    said = ("allocate memory", "out of memory", "failed to map segment", "start new thread")
+    return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in said)
+
+
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Run a command's ``main``: a :class:`UserError`, or a file system that refuses, becomes one line on stderr and exit code 2."""
     try:
@@ -62,7 +71,15 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         _fail(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
         _fail("stopped; the same command goes on from what is saved", 130)
-    except OSError as error:
+    except (MemoryError, OSError, RuntimeError, ImportError) as error:
+        if _lacks_memory(error):
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            _fail(
+                f"error: there is not enough memory ({reason}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
+                1,  # another start may find more
+            )
+        if not isinstance(error, OSError):
+            _fail(traceback.format_exc(), 1)
         if error.filename is None and error.errno is None:
             _fail(traceback.format_exc(), 1)  # not from the file system
         _fail(

@@ -65,9 +65,10 @@ def overwrite(port: int, seconds: float) -> None:
     began = time.monotonic()
     turn = 0
     while time.monotonic() < began + seconds:
-        store.set("heartbeat/1", json.dumps(SIGN))
-        store.set("heartbeat/verdict", json.dumps(VERDICT))
-        time.sleep(0.3)
+        for _ in range(40 if turn == 0 else 3):
+            store.set("heartbeat/1", json.dumps(SIGN))
+            store.set("heartbeat/verdict", json.dumps(VERDICT))
+            time.sleep(0.05)
         for key in ("heartbeat/0", "heartbeat/1", "heartbeat/verdict"):
             store.set(key, NONSENSE[turn % len(NONSENSE)])
         time.sleep(0.1)
