@@ -3,8 +3,9 @@
 A JPEG that every decoder takes (Huffman-coded baseline, extended or progressive, 8 bits, gray or three components) is
 kept byte for byte. DALI's decoders, the GPU's above all, do not take everything else: CMYK and YCCK JPEGs (ImageNet has 22),
 arithmetic and lossless coding, PNGs (ImageNet has one under a JPEG's name), GIF, BMP, WebP, TIFF, PPM. What Pillow can read
-of these is encoded anew as an RGB JPEG; what nothing can decode is rejected. EXIF is never read, so it may be broken:
-orientation is ignored when shards are written as it is when they are read.
+of these is encoded anew as an RGB JPEG; what nothing can decode is rejected, and so is a JPEG of more than 100 scans, which is
+made to keep decoders busy. EXIF is never read, so it may be broken: orientation is ignored when shards are written as it is
+when they are read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from pipeline.data.jpeg import CutOff, FrameHeader, frame_header
+from pipeline.data.jpeg import CutOff, FrameHeader, TooManyScans, frame_header
 
 REENCODED_QUALITY = 95  # with full chroma: so few images that their size does not matter
 _HUFFMAN_CODED = (0xC0, 0xC1, 0xC2)  # baseline, extended sequential, progressive
@@ -69,14 +70,14 @@ def prepare_image(data: bytes, rules: ImageRules) -> StoredImage:
         rules: what is asked for.
 
     Raises:
-        Rejected: empty, cut off, or nothing that Pillow can decode.
+        Rejected: empty, cut off, of too many scans, or nothing that Pillow can decode.
     """
     if not data:
         raise Rejected("an empty file")
     try:
         frame = frame_header(data)
         reason = _why_not_as_it_is(frame)
-    except CutOff as error:
+    except (CutOff, TooManyScans) as error:
         raise Rejected(str(error)) from None
     except ValueError as error:
         frame, reason = None, str(error)

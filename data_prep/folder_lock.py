@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data_prep.sources import SPLITS
+from data_prep import SPLITS
 from pipeline.errors import UserError
 
 LOCK_FILE = ".lock"

@@ -12,7 +12,8 @@ import numpy as np
 from data_prep.checks import ImageRules
 from data_prep.shard_writer import ShardTask, record_file
 from data_prep.sources import Source
-from pipeline.data.manifest import MANIFEST, Manifest, SplitInfo, shard_name
+from data_prep.split_classes import classes_with_images, untaught_classes
+from pipeline.data.manifest import MANIFEST, Manifest, SplitInfo, in_progress_file, shard_name
 from pipeline.data.order import sample_at
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
@@ -45,7 +46,7 @@ class ShardJob:
     @property
     def in_progress(self) -> Path:
         """A file that is there from the first shard to the manifest; holds the description."""
-        return self.folder / f".{self.split}-in-progress"
+        return in_progress_file(self.folder, self.split)
 
     def task(self, number: int) -> ShardTask:
         """One shard with only its own samples, in the order of the tar: small enough to send to a worker."""
@@ -62,6 +63,8 @@ def describe_job(source: Source, folder: Path, split: str, samples_per_shard: in
         UserError: the folder lies in the source, or holds shards of other classes.
     """
     _refuse_source_folder(source, folder)
+    classes = _class_list(source, folder)
+    _compare_with_other_split(source, folder, split)
     description = {
         "kind": source.kind,
         "fingerprint": source.fingerprint(),
@@ -71,7 +74,7 @@ def describe_job(source: Source, folder: Path, split: str, samples_per_shard: in
         "seed": seed,
         **rules.description(),
     }
-    return ShardJob(source, folder, split, _class_list(source, folder), samples_per_shard, seed, rules, description)
+    return ShardJob(source, folder, split, classes, samples_per_shard, seed, rules, description)
 
 
 def already_written(job: ShardJob) -> SplitInfo | None:
@@ -144,6 +147,29 @@ def _refuse_source_folder(source: Source, folder: Path) -> None:
     images, output = Path(source.path).resolve(), folder.resolve()
     if images.is_dir() and (output == images or images in output.parents):
         raise UserError(f"--output {folder} lies in the source {source.path}, a folder outside of it needed: pass another one.")
+
+
+def refuse_untaught_classes(where: str | Path, train: set[str], val: set[str]) -> None:
+    """See that train has images of every class of val.
+
+    Raises:
+        UserError: it has not.
+    """
+    if wrong := untaught_classes(train, val):
+        raise UserError(
+            f"{where}: {wrong}, 0 such classes needed, for no model can learn them: rename or remove them, or write one split "
+            f"with --split into a folder of its own."
+        )
+
+
+def _compare_with_other_split(source: Source, folder: Path, split: str) -> None:
+    manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else Manifest([])
+    present = {source.class_names[label] for label in set(source.labels.tolist())}
+    for name, info in manifest.splits.items():
+        if name != split:
+            written = classes_with_images(manifest.classes, info.samples_per_class)
+            train, val = (present, written) if split == "train" else (written, present)
+            refuse_untaught_classes(f"{source.path} and the {name} split in {folder}", train, val)
 
 
 def _class_list(source: Source, folder: Path) -> list[str]:

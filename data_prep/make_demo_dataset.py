@@ -4,6 +4,10 @@
 
 1,797 digits of 43 writers (UCI, "Optical Recognition of Handwritten Digits"), 10 classes, 8x8 grey levels enlarged to
 64x64, split 80/20 within each class: DIR/train/<digit>/*.JPEG and DIR/val/<digit>/*.JPEG.
+
+Examples:
+    python data_prep/make_demo_dataset.py --output demo/images
+    python data_prep/make_demo_dataset.py --output /tmp/digits
 """
 
 from __future__ import annotations
@@ -12,9 +16,6 @@ import argparse
 import os
 import shutil
 from pathlib import Path
-
-import numpy as np
-from PIL import Image
 
 from pipeline.errors import UserError, run_command
 
@@ -45,6 +46,8 @@ def write_digits(folder: Path) -> dict[str, int]:
     Returns:
         Images per split.
     """
+    import numpy as np
+    from PIL import Image
     from sklearn.datasets import load_digits  # only the demo needs scikit-learn
 
     digits = load_digits()

@@ -20,6 +20,7 @@ from data_prep.tar_writer import BLOCK
 from data_prep.workers import count_image
 from pipeline.data.jpeg import image_size
 from pipeline.data.manifest import ShardInfo, sample_key
+from pipeline.files import open_regular
 
 MEMBERS = ("jpg", "cls", "json")
 _MOST_OF_A_KIND = 5  # findings of one check and shard that are told one by one
@@ -111,7 +112,7 @@ def check_shard(task: ShardCheck) -> list[Finding]:
     """
     findings, info = Findings(task.info.file), task.info
     try:
-        with open(task.folder / info.file, "rb") as file:
+        with open(open_regular(task.folder / info.file), "rb") as file:
             reader = _Reader(file)
             samples = _read_samples(reader, findings, task.decode)
             sha256, size = reader.finish()
@@ -274,7 +275,8 @@ def _check_index(task: ShardCheck, samples: list[Sample]) -> list[Finding]:
     """Is the index the one of the tar as it is?"""
     findings, info = Findings(task.info.idx_file), task.info
     try:
-        content = (task.folder / info.idx_file).read_bytes()
+        with open(open_regular(task.folder / info.idx_file), "rb") as file:
+            content = file.read()
     except OSError as error:
         findings.add("index", f"cannot be read ({error.strerror})", f"{info.idx_bytes} bytes")
         return findings.table()

@@ -13,6 +13,10 @@ IMAGES is one of these; nothing is unpacked. Images may be .JPEG, .jpg or .png.
 Each split becomes tars with their indexes in DIR, described by DIR/manifest.json. A finished split is left as it is,
 an unfinished one is finished. Every image is decoded once: DIR/reencoded.jsonl lists those that were brought into another
 form, DIR/rejected.jsonl those that were left out.
+
+Examples:
+    python data_prep/shard_imagenet.py --source /data/imagenet --output data/imagenet --workers 16
+    python data_prep/shard_imagenet.py --source my_photos --output data/my_photos --val-share 0.1
 """
 
 from __future__ import annotations
@@ -20,11 +24,16 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from data_prep.checks import ImageRules
-from data_prep.sources import SPLITS, Source, check_fraction, open_sources, take_subset
-from data_prep.writer import MAX_REJECTED, Share, write_shards
+from data_prep import MAX_REJECTED, SPLITS, counted
 from pipeline.errors import UserError, run_command
+
+if TYPE_CHECKING:  # imported where they are used: --help is there at once, and so are the workers
+    from data_prep.checks import ImageRules
+    from data_prep.sources import Source
+    from data_prep.writer import Share
 
 
 def main() -> None:
@@ -40,9 +49,16 @@ def main() -> None:
         metavar="FRACTION",
         help="keep this share of each train class, by --seed; val stays whole",
     )
+    parser.add_argument(
+        "--val-share",
+        type=float,
+        metavar="SHARE",
+        help="for a source without a val split: this share of each class, chosen by --seed, becomes it and the rest train "
+        "(rounded, halves up, at least 1 image, but an only one stays in train)",
+    )
     parser.add_argument("--samples-per-shard", type=int, default=2000, help="default: 2000 (about 220 MB of ImageNet)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples' order and of --subset (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples' order, --subset and --val-share (default: 0)")
     add_writing_options(parser)
     args = parser.parse_args()
     rules, share = writing_options(args)
@@ -54,33 +70,78 @@ def main() -> None:
     if args.seed < 0:
         raise UserError(f"--seed is {args.seed}, at least 0 needed: pass a non-negative number.")
 
+    _write(args, rules, share)
+
+
+def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
+    from data_prep.workers import stop_like_ctrl_c
+    from data_prep.writer import write_shards
+
+    stop_like_ctrl_c()
     sources = _open_sources(args)  # a mistake in one is found before hours of work
     for split, source in sources.items():
-        classes = len(set(source.labels.tolist()))
-        print(f"{source.path}: {len(source)} images of {classes} classes are taken as the {split} split")
+        classes = counted(len(set(source.labels.tolist())), "class")
+        print(f"{source.path}: {counted(len(source), 'image')} of {classes} are taken as the {split} split")
         if source.ignored:
-            print(f"{source.path}: {source.ignored} other files are not class/*.JPEG, *.jpg or *.png and are left out")
-        started = time.monotonic()
+            print(
+                f"{source.path}: {counted(source.ignored, 'other file')} not of the form class/*.JPEG, *.jpg or *.png: left out"
+            )
+    for split, source in sources.items():
+        started, before = time.monotonic(), _splits_in(args.output)
         info = write_shards(
-            source, args.output, split, args.samples_per_shard, args.workers, args.seed, rules, args.max_rejected, share
+            source, args.output, split, args.samples_per_shard, args.workers, args.seed, rules, args.max_rejected, share, print
         )
         if info is None:
             print(
                 f"{args.output}: {split} shards of task {share.task} are written; the task that finishes last writes the manifest"
             )
             continue
+        classes = counted(sum(n > 0 for n in info.samples_per_class), "class")
+        about = f"{counted(info.samples, 'image')} of {classes} in {counted(len(info.shards), 'shard')}, {info.bytes / 1e6:.1f} MB"
+        if split in before:
+            print(f"{args.output}: {split} is already there, nothing was written ({about})")
+            continue
         print(
-            f"{args.output}: {split} has {info.samples} images of {sum(n > 0 for n in info.samples_per_class)} classes in "
-            f"{len(info.shards)} shards, {info.bytes / 1e6:.1f} MB, {info.reencoded} encoded anew, {info.rejected} rejected "
+            f"{args.output}: {split} has {about}, {info.reencoded} encoded anew, {info.rejected} rejected "
             f"({time.monotonic() - started:.1f} s)"
         )
 
 
+def _splits_in(folder: str) -> set[str]:
+    """The splits that a folder's manifest lists."""
+    from pipeline.data.manifest import MANIFEST, Manifest
+
+    return set(Manifest.read(Path(folder)).splits) if Path(folder, MANIFEST).exists() else set()
+
+
 def _open_sources(args: argparse.Namespace) -> dict[str, Source]:
+    from data_prep.job import refuse_untaught_classes
+    from data_prep.sources import check_fraction, hold_out, open_sources, take_subset
+    from data_prep.split_classes import unseen_classes
+
     check_fraction(args.subset)
-    sources = open_sources(args.source, args.split, args.devkit)
+    if args.val_share is None:
+        sources = open_sources(args.source, args.split, args.devkit)
+    else:
+        if not 0 < args.val_share < 1:
+            raise UserError(f"--val-share is {args.val_share:g}, above 0 and below 1 needed: pass a share such as 0.1.")
+        sources = open_sources(args.source, None, args.devkit)
+        if list(sources) != ["train"]:
+            raise UserError(
+                f"--val-share is {args.val_share:g}, but {args.source} has the splits {list(sources)}, 1 needed to take a share "
+                f"from: drop --val-share."
+            )
+        both = dict(zip(SPLITS, hold_out(sources["train"], args.val_share, args.seed)))
+        sources = {args.split: both[args.split]} if args.split else both
     if args.subset != 1 and "train" not in sources:
         raise UserError(f"--subset is {args.subset}, but only {list(sources)} is written and stays whole: drop --subset.")
+    if len(sources) > 1:
+        train, val = ({sources[name].class_names[n] for n in set(sources[name].labels.tolist())} for name in SPLITS)
+        refuse_untaught_classes(args.source, train, val)
+        if odd := unseen_classes(train, val):
+            print(f"warning: {args.source}: {odd}")
+    elif not args.split and "train" in sources:
+        print(f"{args.source}: no val split is there, which training needs: --val-share 0.1 would take it from these images")
     return {
         name: take_subset(source, args.subset, args.seed) if name == "train" else source for name, source in sources.items()
     }
@@ -112,6 +173,9 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
     Raises:
         UserError: a number that makes no sense.
     """
+    from data_prep.checks import ImageRules
+    from data_prep.writer import Share
+
     if not 0 <= args.max_rejected <= 1:
         raise UserError(f"--max-rejected is {args.max_rejected:g}, 0 to 1 needed: pass a share of the images.")
     if args.resize_short_side is not None and args.resize_short_side < 1:

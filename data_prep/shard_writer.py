@@ -85,6 +85,8 @@ def write_shard(task: ShardTask) -> list[dict]:
         for number in range(len(task.source)):
             original = task.source.read(number)
             try:
+                if original.refused:
+                    raise Rejected(original.refused)
                 image = prepare_image(original.data, task.rules)
             except Rejected as error:
                 rejected.append(_listed(task, original, reason=str(error), bytes=len(original.data)))

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from multiprocessing.sharedctypes import Synchronized
@@ -16,6 +17,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from data_prep import counted
 from pipeline.errors import UserError
 
 BAR_SECONDS = 0.2  # between two updates
@@ -49,13 +51,21 @@ def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers
         bar: moves on by one for each image.
 
     Raises:
-        UserError: a worker was killed.
+        UserError: a worker was killed, or /dev/shm is full.
     """
     # Not fork: a caller may hold a DALI pipeline, whose threads do not exist in a forked child.
     context = multiprocessing.get_context("spawn")
-    progress = Progress(context.Value("q", 0), context.Value("b", 0))
+    try:
+        with _interrupts_held_back():  # this starts multiprocessing's resource tracker
+            progress = Progress(context.Value("q", 0), context.Value("b", 0))
+        executor = ProcessPoolExecutor(workers, context, _start_worker, (progress,))
+    except OSError as error:
+        raise UserError(
+            f"semaphores for {counted(workers, 'worker process')} cannot be made in /dev/shm ({error.strerror}), a few kB there needed: "
+            f"free some space on it."
+        ) from None
     before = bar.n
-    with ProcessPoolExecutor(workers, context, _start_worker, (progress,)) as pool:
+    with executor as pool:
         try:
             pending = {_submit(pool, function, task) for task in tasks}
             while pending:
@@ -73,6 +83,13 @@ def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers
             ) from None
 
 
+def stop_like_ctrl_c() -> None:
+    """Have SIGTERM, and the SIGHUP of a terminal that is closed, stop this process as Ctrl-C does; ``nohup`` stays in force."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+
+
 def count_image() -> None:
     """Called by a worker after each image.
 
@@ -87,13 +104,22 @@ def count_image() -> None:
         raise Stopped
 
 
-def _submit(pool: ProcessPoolExecutor, function: Callable, task: object) -> Future:
-    """Submit with Ctrl-C held back: this may start a worker, which inherits that. Interrupts are the parent's business."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Processes that are started meanwhile never get Ctrl-C and SIGHUP: these are the parent's business.
+
+    Not SIGTERM, with which a pool ends its workers when one of them was killed.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
-        return pool.submit(function, task)
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _submit(pool: ProcessPoolExecutor, function: Callable, task: object) -> Future:
+    with _interrupts_held_back():  # this may start a worker
+        return pool.submit(function, task)
 
 
 def _start_worker(progress: Progress) -> None:

@@ -11,6 +11,7 @@ manifest, which is what makes them a shard set; one that was cut off writes only
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from data_prep import MAX_REJECTED, counted
 from data_prep.checks import ImageRules
 from data_prep.folder_lock import FolderLock
 from data_prep.job import ShardJob, already_written, begin, describe_job, remove_traces
@@ -28,8 +30,6 @@ from data_prep.workers import run_tasks
 from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, Manifest, SplitInfo, file_sha256, shard_name
 from pipeline.errors import UserError
 from pipeline.files import remove_leftovers, replace_file
-
-MAX_REJECTED = 0.001  # of the samples
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def write_shards(
     rules: ImageRules = ImageRules(),  # noqa: B008 (frozen)
     max_rejected: float = MAX_REJECTED,
     share: Share = Share(),  # noqa: B008 (frozen)
+    say: Callable[[str], object] = lambda text: None,
 ) -> SplitInfo | None:
     """Write one split; a second call with the same arguments finds it done and writes nothing.
 
@@ -63,6 +64,7 @@ def write_shards(
         rules: how images are checked and stored.
         max_rejected: share of the images that may be undecodable.
         share: which shards this call writes.
+        say: gets a sentence about the shards that an earlier run finished.
 
     Returns:
         The split's entry in the manifest; None while shards of other tasks are missing.
@@ -81,7 +83,7 @@ def write_shards(
             if done is None:
                 begin(job)
         if done is None:
-            _write_missing(job, lock, numbers, workers, max_rejected)
+            _write_missing(job, lock, numbers, workers, max_rejected, say)
             with lock.manifest():
                 done = already_written(job) or _enter_into_manifest(job, max_rejected)
         if done is not None:
@@ -89,13 +91,18 @@ def write_shards(
     return done
 
 
-def _write_missing(job: ShardJob, lock: FolderLock, numbers: range, workers: int, max_rejected: float) -> None:
+def _write_missing(
+    job: ShardJob, lock: FolderLock, numbers: range, workers: int, max_rejected: float, say: Callable[[str], object]
+) -> None:
     """Write those of the shards that are not finished yet, with a progress bar when a terminal is attached."""
     finished = {number: read_record(job.folder, job.split, number, job.digest) for number in range(job.shards)}
     written = sum(shard.info.bytes for shard in finished.values() if shard)
     check_space(job.folder, needed_bytes(job.source, job.rules), written, estimate=job.rules.resize_short_side is not None)
     rejected = [line for number in numbers if finished[number] for line in finished[number].rejected]
     missing = [number for number in numbers if not finished[number]]
+    if len(missing) < len(numbers):
+        kept = counted(len(numbers) - len(missing), f"finished {job.split} shard")
+        say(f"{job.folder}: {kept} of {len(numbers)} kept from an earlier run, {len(missing)} to write")
     for number in missing:
         _remove_leftovers(job, number)
     sizes = {number: min(job.samples_per_shard, len(job.source) - number * job.samples_per_shard) for number in numbers}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -55,6 +56,19 @@ def remove_leftovers(path: Path) -> None:
     """Remove what killed writers of a file left beside it. Nobody else may be writing it now."""
     for temporary in path.parent.glob(f".{path.name}.*.tmp"):
         temporary.unlink(missing_ok=True)
+
+
+def open_regular(path: Path) -> int:
+    """Open a file for reading; a pipe or a device, which may never begin or never end, is an ``OSError`` that names it.
+
+    Returns:
+        The descriptor.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
 
 
 def sync_folder(folder: Path) -> None:

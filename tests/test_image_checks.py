@@ -98,6 +98,24 @@ def test_progressive_jpegs_are_kept() -> None:
     assert prepare_image(data, ImageRules()).data == data
 
 
+@pytest.mark.parametrize("garbage", [b"", b"\xff\x00"])
+def test_a_jpeg_of_thousands_of_scans_is_rejected_at_once(garbage: bytes) -> None:
+    """Guards against 156 KB that keep a decoder busy for 40 seconds, also behind a header that only libjpeg forgives."""
+    data = encoded(picture().convert("L"), progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+
+    def with_scans(count: int) -> bytes:
+        return data[:2] + garbage + data[2:-2] + last * (count - data.count(b"\xff\xda")) + data[-2:]
+
+    assert Image.open(io.BytesIO(with_scans(101))).load(), "Pillow takes it"
+    with pytest.raises(Rejected, match="a progressive JPEG of more than 100 scans"):
+        prepare_image(with_scans(101), ImageRules())
+    if not garbage:
+        assert prepare_image(with_scans(100), ImageRules()).reencoded is None
+    hidden = b"\xff\xfe\x04\x00" + b"\xff\xda" * 511  # a comment: no scan in it counts
+    assert prepare_image(data[:2] + hidden + data[2:], ImageRules()).reencoded is None
+
+
 def test_the_quick_decode_finds_what_a_full_one_finds(imagenet_samples: Path) -> None:
     """Guards against a check that passes damaged files because it decodes at an eighth of the size."""
     rng = random.Random(0)

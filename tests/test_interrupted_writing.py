@@ -50,14 +50,20 @@ def test_a_killed_run_is_finished_without_writing_a_shard_twice(digits_images: P
     assert digests(output) == digests(whole)
 
 
-def test_ctrl_c_is_one_line_and_keeps_what_is_finished(digits_images: Path, tmp_path: Path) -> None:
-    """Guards against a screen full of the workers' tracebacks, and against half-written files that stay."""
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_ctrl_c_is_one_line_and_keeps_what_is_finished(sent: signal.Signals, digits_images: Path, tmp_path: Path) -> None:
+    """Guards against a screen full of the workers' tracebacks, half-written files that stay, and workers of a closed terminal."""
     output = tmp_path / "shards"
     arguments = [SHARDER, "--source", digits_images, "--output", output, "--split", "train", "--samples-per-shard", 20]
     process = _started(arguments, output, finished=1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    if sent == signal.SIGTERM:
+        os.kill(process.pid, sent)
+    else:
+        os.killpg(process.pid, sent)  # as a terminal does
     _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr) == (130, "stopped; the same command goes on from what is saved\n")
+    assert process.returncode == 130 and stderr.endswith("stopped; the same command goes on from what is saved\n")
+    assert "Traceback" not in stderr and (sent != signal.SIGINT or stderr.count("\n") == 1)
+    assert not [pid for pid in _session_members(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert list(output.glob(".*.finished.npz")) and not list(output.glob(".*.tmp"))
 
 

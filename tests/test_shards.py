@@ -195,3 +195,16 @@ def test_a_tar_truncated_after_opening_is_an_error_not_a_crash(copied_shards: Pa
     index = np.flatnonzero(shards.samples["shard"] == 0)[-1]
     with pytest.raises(DamagedSample, match=r"train-000000.tar: sample 000000-000399 is cut off: 0 of its \d+ bytes are there"):
         shards.read_jpegs([index])
+
+
+def test_a_damaged_sample_is_named_as_in_the_source(copied_shards: Path, digits_images: Path) -> None:
+    """Guards against a bad image that its owner cannot find: a key says nothing outside of the shards."""
+    shards = ShardSet(copied_shards, "val")
+    row = shards.samples[5]
+    with open(copied_shards / "val-000000.tar", "r+b") as tar:
+        tar.seek(int(row["offset"]) + int(row["bytes"]) - 1)
+        tar.write(b"x")
+    with pytest.raises(DamagedSample, match=r"sample 000000-000005 was changed .*\(it was \d/\d+.JPEG in the source\)") as error:
+        shards.read(5)
+    name = str(error.value).rpartition("it was ")[2].partition(" ")[0]
+    assert (digits_images / "val" / name).stat().st_size == row["bytes"]

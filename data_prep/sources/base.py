@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-SPLITS = ("train", "val")
+from pipeline.errors import UserError
+from pipeline.files import open_regular
+
 # The names that a split's folder may have; the first that is there counts. CIFAR's trees say test, and in ImageNet's, where
 # both are there, test has no labels.
 SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "test")}
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
+LARGEST_IMAGE = 256 << 20  # bytes: what is larger is no image that can be decoded, but may be gigabytes of zeros in a small zip
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class SourceImage:
     name: str  # for humans: the file's path within the source
     class_name: str  # wnid for ImageNet
     data: bytes  # the encoded JPEG or PNG; empty when the file is empty
+    refused: str = ""  # why it was not read
 
 
 class Source(Protocol):
@@ -94,10 +99,13 @@ class ListedSource(ABC):
         """One image.
 
         Raises:
-            UserError: the source was cut off or damaged since it was listed.
+            UserError: the source was cut off, damaged or changed since it was listed.
             OSError: the file system refuses.
         """
-        return SourceImage(self._names[sample], self.class_names[self.labels[sample]], self._bytes(sample))
+        name, class_name, size = self._names[sample], self.class_names[self.labels[sample]], int(self._sizes[sample])
+        if size > LARGEST_IMAGE:
+            return SourceImage(name, class_name, b"", f"{size / 1e6:.0f} MB, at most {LARGEST_IMAGE / 1e6:.0f} MB are read")
+        return SourceImage(name, class_name, self._bytes(sample))
 
     @abstractmethod
     def _bytes(self, sample: int) -> bytes:
@@ -119,6 +127,44 @@ class ListedSource(ABC):
 
     def total_bytes(self) -> int:
         return int(self._sizes.sum())
+
+
+def read_listed(path: Path, size: int) -> bytes:
+    """A file's content, which has the size that it was listed with.
+
+    Raises:
+        UserError: it is gone, was replaced by something else, or has another size.
+        OSError: the file system refuses.
+    """
+    try:
+        with open(open_regular(path), "rb") as file:
+            data, found = file.read(size), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise changed(path, "is gone") from None
+    if len(data) != size or found != size:
+        raise changed(path, f"has {found} bytes now, {size} when it was listed")
+    return data
+
+
+def changed(path: str | Path, what: str) -> UserError:
+    """The error for a source that is not what was listed; shards of one half before and one half after would be of neither."""
+    return UserError(
+        f"{path} {what}: the source was changed while it was sharded, an unchanged one needed: restore it and give the same "
+        f"command again, or begin with an empty --output folder."
+    )
+
+
+def refuse_duplicates(path: str | Path, entries: list[Entry], remedy: str) -> None:
+    """See that no two images of an archive have one name: when it is unpacked, one of them would vanish.
+
+    Raises:
+        UserError: two have.
+    """
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.name in seen:
+            raise UserError(f"{path} has 2 images named {entry.name}, 1 needed: {remedy}.")
+        seen.add(entry.name)
 
 
 def is_image(name: str) -> bool:

@@ -6,11 +6,8 @@ arrays. Images are handed on as PNG, which loses nothing: the only lossy step is
 
 from __future__ import annotations
 
-import gzip
 import io
 import pickle
-import tarfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +17,12 @@ from numpy._core import multiarray  # its old name, numpy.core, is what the pick
 from PIL import Image
 
 from data_prep.sources.base import Entry, ListedSource
+from data_prep.sources.tar_gz import read_tar_gz
 from pipeline.errors import UserError
 
 SIDE = 32  # pixels
 _PIXELS = 3 * SIDE * SIDE  # values per image
-_DOWNLOAD = "download it again"
+_ARCHIVE, _DOWNLOAD = "CIFAR's archive", "download it again"
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,8 @@ class Cifar(ListedSource):
         try:
             class_names = [name.decode() for name in meta[layout.names_key]]
             labels = [label for batch in batches for label in batch[layout.labels_key]]
+            if labels and min(labels) < 0:
+                raise ValueError(f"a label of {min(labels)}")
             file_names = [name.decode() for batch in batches for name in batch[b"filenames"]]
             self._pixels = np.concatenate(
                 [batch[b"data"] for batch in batches]
@@ -102,7 +102,8 @@ class Cifar(ListedSource):
 
 def _load(path: Path, split: str) -> tuple[dict, list[dict], _Layout]:
     """The class names' dict and the split's batches, and where in them is what."""
-    members = _read_members(path)
+    known = {name for one in (_CIFAR10, _CIFAR100) for name in (one.meta, *one.batches["train"], *one.batches["val"])}
+    members = read_tar_gz(path, lambda name: _last_part(name) if _last_part(name) in known else None, _ARCHIVE, _DOWNLOAD)
     layout = _CIFAR10 if _CIFAR10.meta in members else _CIFAR100
     names = (layout.meta, *layout.batches[split])
     missing = [name for name in names if name not in members]
@@ -115,16 +116,11 @@ def _load(path: Path, split: str) -> tuple[dict, list[dict], _Layout]:
     return meta, batches, layout
 
 
-def _read_members(path: Path) -> dict[str, bytes]:
-    """The archive's files by the last part of their name."""
-    try:
-        with tarfile.open(path, "r:gz") as archive:
-            return {m.name.rpartition("/")[2]: archive.extractfile(m).read() for m in archive if m.isfile()}
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is not a whole tar.gz ({error}), CIFAR's archive needed: {_DOWNLOAD}.") from None
+def _last_part(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
-class _ArraysOnly(pickle.Unpickler):
+class _ArraysOnly(pickle._Unpickler):  # in Python: the one in C takes any amount of memory for one number of a pickle's memo
     """Reads plain values and NumPy arrays. A pickle can name any function to be called; these four are all that CIFAR needs."""
 
     _ALLOWED = {
@@ -144,7 +140,10 @@ def _unpickle(data: bytes, name: str) -> dict:
     try:
         batch = _ArraysOnly(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:  # a damaged pickle can fail with anything
-        raise UserError(f"{name} is not a pickle of plain values and arrays ({error}), CIFAR's needed: {_DOWNLOAD}.") from None
+        reason = str(error) or type(error).__name__
+        raise UserError(
+            f"{name} is not a pickle of plain values and arrays ({reason}), CIFAR's needed: {_DOWNLOAD}."
+        ) from None
     if not isinstance(batch, dict):
         raise UserError(f"{name} holds a {type(batch).__name__}, a dict needed: {_DOWNLOAD}.")
     return batch

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from data_prep.sources.base import SPLITS, Source
+from data_prep import SPLITS
+from data_prep.sources.base import Source
 from data_prep.sources.cifar import Cifar
 from data_prep.sources.devkit import DEVKIT, Devkit
 from data_prep.sources.image_folder import ImageFolder, class_folders, split_folders

@@ -6,15 +6,12 @@ models are trained with is another one: the place of the wnid in alphabetical or
 
 from __future__ import annotations
 
-import gzip
 import io
-import tarfile
-import zlib
 from pathlib import Path
 
 import numpy as np
-from scipy.io import loadmat
 
+from data_prep.sources.tar_gz import read_tar_gz
 from pipeline.errors import UserError
 
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -58,19 +55,12 @@ class Devkit:
 
 def _read_members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
     """The contents of the members whose names end like this."""
-    found: dict[str, bytes] = {}
     try:
-        with tarfile.open(path, "r:gz") as archive:
-            for member in archive:
-                for name in names:
-                    if member.isfile() and member.name.endswith(name):
-                        found[name] = archive.extractfile(member).read()
+        found = read_tar_gz(path, lambda member: next(filter(member.endswith, names), None), "the devkit", _DOWNLOAD)
     except FileNotFoundError:
         raise UserError(
             f"{path} is missing, the labels of ImageNet's val split needed: put it there or pass --devkit PATH."
         ) from None
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is not a whole tar.gz ({error}), the devkit needed: {_DOWNLOAD}.") from None
     for name in names:
         if name not in found:
             raise UserError(f"{path} has no {name}, one needed: {_DOWNLOAD}.")
@@ -79,6 +69,8 @@ def _read_members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
 
 def _wnids(data: bytes, path: Path) -> list[str]:
     """The wnids by id, from ``meta.mat``: a struct array ``synsets`` of which the nodes without children are classes."""
+    from scipy.io import loadmat  # half a second that no other source needs
+
     try:
         synsets = np.atleast_1d(loadmat(io.BytesIO(data), squeeze_me=True)["synsets"])  # (nodes,) of structs
         classes = {int(node["ILSVRC2012_ID"]): str(node["WNID"]) for node in synsets if int(node["num_children"]) == 0}

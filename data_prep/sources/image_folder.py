@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, is_image
+from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, is_image, read_listed
 from pipeline.errors import UserError
 
 
@@ -47,7 +47,7 @@ class ImageFolder(ListedSource):
         super().__init__(root, class_names, entries, ignored)
 
     def _bytes(self, sample: int) -> bytes:
-        return (self._root / self._names[sample]).read_bytes()
+        return read_listed(self._root / self._names[sample], int(self._sizes[sample]))
 
 
 def split_folders(root: Path) -> dict[str, Path]:

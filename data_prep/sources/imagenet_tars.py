@@ -17,9 +17,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data_prep.sources.base import Entry, ListedSource, is_image
+from data_prep.sources.base import Entry, ListedSource, is_image, refuse_duplicates
 from data_prep.sources.devkit import Devkit
 from pipeline.errors import UserError
+from pipeline.files import open_regular
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
@@ -62,13 +63,14 @@ def train_source(path: Path, more_classes: Iterable[str] = ()) -> ImageNetTar:
     ) as bar:
         for wnid, place, size in _class_tars(path):
             members = [(m.name.rpartition("/")[2], m) for m in _walk(path, f"{path}: {wnid}.tar", place, size) if not m.isdir()]
-            images = [(name, m) for name, m in members if m.isfile() and is_image(name)]
+            images = [(name, m) for name, m in members if m.isfile() and not m.issparse() and is_image(name)]
             wnids.append(wnid)
             entries += [Entry(wnid, f"{wnid}/{name}", m.size, place + m.offset_data) for name, m in images]
             ignored += len(members) - len(images)
             bar.update(size)
     if not entries:
         raise UserError(f"{path} holds 0 images, at least 1 needed: {_DOWNLOAD}.")
+    refuse_duplicates(path, entries, _DOWNLOAD)
     return ImageNetTar(path, sorted({*wnids, *more_classes}), entries, ignored)
 
 
@@ -150,12 +152,15 @@ def _walk(path: Path, name: str, place: int, size: int) -> Iterator[tarfile.TarI
     Raises:
         UserError: cut off, damaged or not a tar; says so of ``name``.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
         try:
             with tarfile.open(fileobj=_Part(file.fileno(), place, size), mode="r:") as archive:
-                yield from archive
+                for member in archive:
+                    if member.size < 0 or member.isfile() and member.offset_data + member.size > size:
+                        raise tarfile.ReadError(f"{member.name} has {member.size} bytes")
+                    yield member
                 end = archive.offset
-        except tarfile.TarError as error:
+        except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # of headers that say the impossible
             raise UserError(
                 f"{name} ({size} bytes) is cut off or not a tar ({error}), a whole one needed: {_DOWNLOAD}."
             ) from None
@@ -180,7 +185,10 @@ class _Part(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if position < 0:
+            raise ValueError(f"a position of {position}")
+        self._position = min(position, self._size)  # where nothing is, wherever behind the end
         return self._position
 
     def readinto(self, buffer: bytearray) -> int:

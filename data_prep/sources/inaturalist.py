@@ -10,7 +10,8 @@ import json
 import re
 from pathlib import Path
 
-from data_prep.sources.base import SPLITS, Entry, ListedSource
+from data_prep import SPLITS
+from data_prep.sources.base import Entry, ListedSource, read_listed
 from pipeline.errors import UserError
 
 
@@ -32,7 +33,12 @@ class INaturalist(ListedSource):
         annotations = {name: _read(path) for name, path in annotation_files(self._folder).items()}
         path = annotation_files(self._folder)[split]
         names = _class_names([tree["categories"] for tree in annotations.values()], path)
-        category_of = {row["image_id"]: row["category_id"] for row in annotations[split]["annotations"]}
+        labels = {(row["image_id"], row["category_id"]) for row in annotations[split]["annotations"]}
+        category_of = dict(labels)
+        if len(labels) != len(category_of):
+            raise UserError(
+                f"{path} gives {len(labels) - len(category_of)} images two categories, one each needed: download it again."
+            )
         unlabelled = [row["file_name"] for row in annotations[split]["images"] if category_of.get(row["id"]) not in names]
         if unlabelled:
             raise UserError(
@@ -40,6 +46,9 @@ class INaturalist(ListedSource):
                 f"0 needed: download it again."
             )
         files = {row["file_name"]: names[category_of[row["id"]]] for row in annotations[split]["images"]}
+        twice = len(annotations[split]["images"]) - len(files)
+        if twice:
+            raise UserError(f"{path} lists {twice} images twice, each once needed: download it again.")
         missing = [name for name in files if not (self._folder / name).is_file()]
         if missing or not files:
             raise UserError(
@@ -50,7 +59,7 @@ class INaturalist(ListedSource):
         super().__init__(folder, [names[number] for number in sorted(names)], entries)
 
     def _bytes(self, sample: int) -> bytes:
-        return (self._folder / self._names[sample]).read_bytes()
+        return read_listed(self._folder / self._names[sample], int(self._sizes[sample]))
 
 
 def annotation_files(folder: Path) -> dict[str, Path]:
@@ -61,7 +70,8 @@ def annotation_files(folder: Path) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for split in SPLITS:
-        files = [path for path in sorted(folder.glob(f"{split}*.json")) if re.fullmatch(rf"{split}(\d{{4}})?\.json", path.name)]
+        named = [path for path in sorted(folder.glob(f"{split}*.json")) if re.fullmatch(rf"{split}(\d{{4}})?\.json", path.name)]
+        files = [path for path in named if path.is_file()]
         if len(files) > 1:
             raise UserError(
                 f"{folder} has {len(files)} annotation files for {split} ({files[0].name}, {files[1].name}), 1 needed: "
@@ -77,11 +87,29 @@ def _read(path: Path) -> dict[str, list[dict]]:
     needed = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id", "name")}
     try:
         tree = json.loads(path.read_bytes())
-        return {table: [{key: row[key] for key in keys} for row in tree[table]] for table, keys in needed.items()}
-    except (ValueError, KeyError, TypeError) as error:
+        tables = {table: [{key: row[key] for key in keys} for row in tree[table]] for table, keys in needed.items()}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} cannot be read ({error!r}), images, annotations and categories as in iNaturalist's files needed: download it again."
         ) from None
+    for table, rows in tables.items():
+        for number, row in enumerate(rows):
+            for key, value in row.items():
+                wanted = _WANTED.get(key, _NUMBER)
+                if not wanted[0](value):
+                    raise UserError(f"{path}: {key} of {table} {number} is {value!r:.60}, {wanted[1]} needed: download it again.")
+    return tables
+
+
+def _is_below_the_folder(name: object) -> bool:
+    return isinstance(name, str) and name.isprintable() and not name.startswith("/") and ".." not in name.split("/")
+
+
+_NUMBER = (lambda value: type(value) is int, "a whole number")
+_WANTED = {
+    "file_name": (_is_below_the_folder, "a path below the folder"),
+    "name": (lambda value: isinstance(value, str), "a text"),
+}
 
 
 def _class_names(tables: list[list[dict]], path: Path) -> dict[int, str]:

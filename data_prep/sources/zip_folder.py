@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from functools import lru_cache
 from pathlib import Path
 
-from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, is_image
+from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, changed, is_image, refuse_duplicates
 from pipeline.errors import UserError
 
 _ENCRYPTED = 0x1  # bit of a member's flags
 _REPACK = "download it again or pack it again with zip -r"
-_Member = tuple[tuple[str, ...], zipfile.ZipInfo]  # the parts of its path, and what zipfile knows of it
+_Member = tuple[tuple[str, ...], int, zipfile.ZipInfo]  # the parts of its path, its place in the list, what zipfile knows of it
 
 
 class ZipFolder(ListedSource):
@@ -23,7 +22,7 @@ class ZipFolder(ListedSource):
         split: ``train`` or ``val``.
 
     Raises:
-        UserError: not a zip, encrypted, no such split, or no images.
+        UserError: not a zip, encrypted, no such split, no images, or two of one name.
     """
 
     kind = "zip"
@@ -35,13 +34,15 @@ class ZipFolder(ListedSource):
             raise UserError(f"{path} has the splits {list(folders)}, {split!r} needed: pass --split {next(iter(folders))}.")
         depth = 2 if folders else 1  # folders above an image: SPLIT/CLASS or CLASS
         tops = set(folders.values())
-        labelled = [(p, info) for p, info in images if len(p) == depth + 1 and (not folders or p[0] in tops)]
-        class_names = sorted({parts[-2] for parts, _ in labelled})
+        labelled = [member for member in images if len(member[0]) == depth + 1 and (not folders or member[0][0] in tops)]
+        class_names = sorted({parts[-2] for parts, _, _ in labelled})
+        # Named as in the unpacked tree, whatever is around it, so that both give the same shards.
         entries = [
-            Entry(parts[-2], info.filename, info.file_size)
-            for parts, info in labelled
+            Entry(parts[-2], "/".join(parts[-2:]), info.file_size, place)
+            for parts, place, info in labelled
             if not folders or parts[0] == folders[split]
         ]
+        refuse_duplicates(path, entries, _REPACK)
         if not entries:
             raise UserError(
                 f"{path} holds 0 images in {len(class_names)} class folders of its {split} split, at least 1 needed: "
@@ -50,10 +51,19 @@ class ZipFolder(ListedSource):
         super().__init__(path, class_names, entries, others + len(images) - len(labelled))
 
     def _bytes(self, sample: int) -> bytes:
-        name = self._names[sample]
+        name, place, size = self._names[sample], int(self._places[sample]), int(self._sizes[sample])
+        archive = _opened(self.path)
+        member = next(iter(archive.infolist()[place : place + 1]), None)
+        if member is None or not member.filename.endswith(name.rpartition("/")[2]) or member.file_size != size:
+            raise changed(self.path, f"has another list of members ({name} is not in its place)")
         try:
-            return _opened(self.path).read(name)
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+            data = archive.read(member)
+            if len(data) != size:
+                raise zipfile.BadZipFile(f"{len(data)} bytes, {size} by the list of members")
+            return data
+        except Exception as error:  # each way of compression has errors of its own
+            if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno is not None:
+                raise
             raise UserError(f"{self.path}: {name} cannot be read ({error}), a whole member needed: {_REPACK}.") from None
 
 
@@ -71,7 +81,9 @@ def zip_splits(path: Path) -> list[str]:
 def _opened(path: str) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
-    except zipfile.BadZipFile as error:
+    except OSError:
+        raise
+    except Exception as error:  # zipfile does not expect everything that a list of members can say
         raise UserError(f"{path} is not a whole zip file ({error}), one needed: {_REPACK}.") from None
 
 
@@ -81,20 +93,21 @@ def _members(path: str) -> tuple[list[_Member], int]:
     Raises:
         UserError: encrypted.
     """
-    infos = [info for info in _opened(path).infolist() if not info.is_dir() and not info.filename.startswith("__MACOSX/")]
-    encrypted = sum(bool(info.flag_bits & _ENCRYPTED) for info in infos)
+    listed = enumerate(_opened(path).infolist())
+    infos = [(place, info) for place, info in listed if not info.is_dir() and not info.filename.startswith("__MACOSX/")]
+    encrypted = sum(bool(info.flag_bits & _ENCRYPTED) for _, info in infos)
     if encrypted:
         raise UserError(f"{path} has {encrypted} encrypted members, 0 needed: pack it again without a password.")
-    paths = [tuple(part for part in info.filename.split("/") if part not in ("", ".")) for info in infos]
-    images = [(parts, info) for parts, info in zip(paths, infos) if parts and is_image(parts[-1]) and parts[0][0] != "."]
+    paths = [tuple(part for part in info.filename.split("/") if part not in ("", ".")) for _, info in infos]
+    images = [(parts, *info) for parts, info in zip(paths, infos) if parts and is_image(parts[-1]) and parts[0][0] != "."]
     others = len(infos) - len(images)
-    while len({parts[0] for parts, _ in images}) == 1 and not _split_folders(images) and all(len(p) > 2 for p, _ in images):
-        images = [(parts[1:], info) for parts, info in images]
+    while len({m[0][0] for m in images}) == 1 and not _split_folders(images) and all(len(m[0]) > 2 for m in images):
+        images = [(parts[1:], place, info) for parts, place, info in images]
     return images, others
 
 
 def _split_folders(images: list[_Member]) -> dict[str, str]:
     """The splits that the tree names with a folder, and the folders' names."""
-    top = {parts[0] for parts, _ in images if len(parts) > 2}  # with only a file behind it, it is a class
+    top = {parts[0] for parts, _, _ in images if len(parts) > 2}  # with only a file behind it, it is a class
     named = {split: [name for name in names if name in top] for split, names in SPLIT_FOLDERS.items()}
     return {split: names[0] for split, names in named.items() if names}

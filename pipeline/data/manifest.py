@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.files import replace_text
+from pipeline.files import open_regular, replace_text
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -28,6 +32,7 @@ SAMPLE_DTYPE = np.dtype(
         ("height", "<u2"),
     ]
 )
+_RESTORE = f"restore the file, or write the shards again with {SHARDER}"
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,16 @@ class Manifest:
         """Read ``folder/manifest.json``.
 
         Raises:
-            UserError: missing, damaged, or of another format version.
+            UserError: missing, damaged, a value that cannot be, or of another format version.
         """
         path = folder / MANIFEST
         if not path.is_file():
+            unfinished = ", ".join(name for name in ("train", "val") if in_progress_file(folder, name).exists())
+            if unfinished:
+                raise UserError(
+                    f"{path} is missing because the sharding of {unfinished} into this folder was not finished: "
+                    f"give the same shard_imagenet.py command again, it goes on with the shards that are missing."
+                )
             raise UserError(f"{path} is missing, one manifest per shard set needed: write the shards with {SHARDER}.")
         try:
             tree = json.loads(path.read_text())
@@ -89,14 +100,106 @@ class Manifest:
                 for split in tree["splits"].values():
                     split["shards"] = [ShardInfo(**shard) for shard in split["shards"]]
                 tree["splits"] = {name: SplitInfo(**split) for name, split in tree["splits"].items()}
-                return Manifest(**tree)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{path} is damaged ({error!r}), a whole manifest needed: write the shards again with {SHARDER}."
-            ) from None
+                manifest = Manifest(**tree)
+                manifest._check()
+                return manifest
+        except _Impossible as error:
+            raise UserError(f"{path} is damaged: {error}: {_RESTORE}.") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{path} is damaged ({error!r}), a whole manifest needed: {_RESTORE}.") from None
         raise UserError(
             f"{path} has format version {version}, version {FORMAT_VERSION} needed: use the release that wrote it or shard again."
         )
+
+    def _check(self) -> None:
+        """See that every value is one that a sharder could have written, so that no later use of it can fail."""
+        _check_values("", self, {"classes": _NAMES})
+        for name, split in self.splits.items():
+            _check_values(f"splits.{name}.", split, _SPLIT_VALUES)
+            _check_values(f"splits.{name}.source.", split.source, _SOURCE_VALUES)
+            if len(split.samples_per_class) != len(self.classes):
+                raise _Impossible(
+                    f"splits.{name}.samples_per_class has {len(split.samples_per_class)} counts, {len(self.classes)} needed, "
+                    f"one for each class"
+                )
+            for number, shard in enumerate(split.shards):
+                _check_values(f"splits.{name}.shards.{number}.", shard, _SHARD_VALUES)
+
+
+class _Impossible(ValueError):
+    """A value that no sharder writes."""
+
+
+class _Needed(NamedTuple):
+    """What a value must be, as a test and in words."""
+
+    fits: Callable[[object], bool]
+    words: str
+
+
+def _is_whole(value: object, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 1 << 63
+
+
+def _is_plain_name(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable() and "/" not in value and value not in ("", ".", "..")
+
+
+_COUNT = _Needed(_is_whole, "a whole number of at least 0")
+_POSITIVE = _Needed(partial(_is_whole, least=1), "a whole number of at least 1")
+_FILE = _Needed(_is_plain_name, "the plain name of a file in this folder")
+_DIGEST = _Needed(
+    lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)), "a SHA-256 of 64 hexadecimal digits"
+)
+_NAMES = _Needed(
+    lambda value: isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value),
+    "a list of at least 1 name",
+)
+_SHARD_VALUES = {
+    "file": _FILE,
+    "samples": _COUNT,
+    "bytes": _COUNT,
+    "sha256": _DIGEST,
+    "idx_file": _FILE,
+    "idx_bytes": _COUNT,
+    "idx_sha256": _DIGEST,
+}
+_SPLIT_VALUES = {
+    "samples": _POSITIVE,
+    "bytes": _COUNT,
+    "seed": _Needed(lambda value: type(value) is int and value >= 0, _COUNT.words),
+    "samples_per_shard": _POSITIVE,
+    "source": _Needed(lambda value: isinstance(value, dict), "an object"),
+    "samples_per_class": _Needed(lambda value: isinstance(value, list) and all(map(_is_whole, value)), "a list of counts"),
+    "samples_file": _FILE,
+    "samples_sha256": _DIGEST,
+    "shards": _Needed(bool, "at least 1 shard"),
+    "rejected": _COUNT,
+    "reencoded": _COUNT,
+}
+_SOURCE_VALUES = {
+    "fingerprint": _Needed(lambda value: isinstance(value, str), "a text"),
+    "subset": _Needed(
+        lambda value: value is None or type(value) in (int, float) and 0 < value <= 1, "a share above 0 and at most 1"
+    ),
+}
+
+
+def _check_values(where: str, values: object, needed: dict[str, _Needed]) -> None:
+    """Look at attributes, or at the keys of a dict.
+
+    Raises:
+        _Impossible: one that is not what is needed; the message names it with ``where`` before it.
+    """
+    for name, (fits, words) in needed.items():
+        value = values.get(name) if isinstance(values, dict) else getattr(values, name)
+        if not fits(value):
+            raise _Impossible(f"{where}{name} is {value!r:.60}, {words} needed")
+
+
+def in_progress_file(folder: Path, split: str) -> Path:
+    """A file that is there from a split's first shard until the manifest lists the split."""
+    return folder / f".{split}-in-progress"
 
 
 def shard_name(split: str, number: int, suffix: str) -> str:
@@ -110,9 +213,9 @@ def sample_key(shard: int, place: int) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, hexadecimal."""
+    """SHA-256 of a regular file's content, hexadecimal."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

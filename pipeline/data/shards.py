@@ -17,8 +17,10 @@ with SIGBUS instead of an error that names the file.)
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
+import stat
 import threading
 from itertools import accumulate
 from pathlib import Path
@@ -26,8 +28,13 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from pipeline.data.manifest import MANIFEST, SAMPLE_DTYPE, SHARDER, Manifest, file_sha256, sample_key
+from pipeline.data.manifest import MANIFEST, SHARDER, Manifest, file_sha256, in_progress_file, sample_key
+from pipeline.data.sample_table import find_out_of_range, map_sample_table
 from pipeline.errors import UserError
+from pipeline.files import open_regular
+
+
+_BLOCK = 512  # bytes: headers and data of a tar begin at multiples of it
 
 
 class DamagedSample(Exception):
@@ -50,7 +57,8 @@ class ShardSet:
         classes: class names in index order.
 
     Raises:
-        UserError: folder, manifest, split, tar or index missing, or sizes that disagree with the manifest.
+        UserError: folder, manifest, split, tar or index missing, sizes that disagree with the manifest, or rows of the sample
+            table that point at nothing.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:
@@ -59,8 +67,7 @@ class ShardSet:
         manifest = Manifest.read(self.folder)
         if split not in manifest.splits:
             raise UserError(
-                f"{self.folder / MANIFEST} has the splits {sorted(manifest.splits)}, {split!r} needed: "
-                f"run {SHARDER} --split {split}."
+                f"{self.folder / MANIFEST} has the splits {sorted(manifest.splits)}, {split!r} needed: {_advice(self.folder, split)}."
             )
         self.classes = manifest.classes
         self.info = manifest.splits[split]
@@ -133,7 +140,23 @@ class ShardSet:
     def damaged(self, index: int, reason: str) -> DamagedSample:
         """The error that says what is wrong with a sample."""
         path = self.folder / self.info.shards[int(self.samples["shard"][index])].file
-        return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}")
+        original = self._original(index)
+        name = f" (it was {original} in the source)" if original else ""
+        return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}{name}")
+
+    def _original(self, index: int) -> str:
+        """The name that an image had in the source, if the tar still has it beside the image: after the label, as JSON."""
+        sample = self.samples[index]
+        end = int(sample["offset"]) + -(-int(sample["bytes"]) // _BLOCK) * _BLOCK
+        try:
+            after = os.pread(self._descriptor(int(sample["shard"])), 16 * _BLOCK, end)  # header and data of .cls, then of .json
+            header, data = after[2 * _BLOCK : 3 * _BLOCK], after[3 * _BLOCK :]
+            if not header.startswith(f"{self.key(index)}.json\0".encode()):
+                return ""
+            original = json.loads(data[: int(header[124:135], 8)])["file"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+        return original if isinstance(original, str) and original.isprintable() else ""
 
     def _read(self, index: int) -> np.ndarray:
         sample = self.samples[index]
@@ -156,7 +179,7 @@ class ShardSet:
     def _descriptor(self, shard: int) -> int:
         with self._opening:
             if shard not in self._descriptors:
-                self._descriptors[shard] = os.open(self.folder / self.info.shards[shard].file, os.O_RDONLY)
+                self._descriptors[shard] = open_regular(self.folder / self.info.shards[shard].file)
             return self._descriptors[shard]
 
     def _forget_if_replaced(self, shard: int) -> None:
@@ -175,31 +198,38 @@ class ShardSet:
     def _check_size(self, name: str, expected: int, remedy: str) -> None:
         path = self.folder / name
         try:
-            found = path.stat().st_size
+            found = path.stat()
         except FileNotFoundError:
             raise UserError(f"{path} is missing, {expected} bytes needed by {MANIFEST}: {remedy}.") from None
-        if found != expected:
-            raise UserError(f"{path} has {found} bytes, {expected} needed by {MANIFEST}: {remedy}.")
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{path} is not a regular file, one of {expected} bytes needed by {MANIFEST}: {remedy}.")
+        if found.st_size != expected:
+            raise UserError(f"{path} has {found.st_size} bytes, {expected} needed by {MANIFEST}: {remedy}.")
 
     def _map_samples(self) -> np.ndarray:
-        path = self.folder / self.info.samples_file
+        path, needed = self.folder / self.info.samples_file, f"{self.info.samples} samples needed by {MANIFEST}"
+        remedy = "restore it, or shard again into an empty folder"
         try:
             if file_sha256(path) != self.info.samples_sha256:  # 41 MB for ImageNet, and every label and crop depends on it
                 raise ValueError("its checksum is not the one in the manifest")
-            samples = np.load(path, mmap_mode="r")
+            samples = map_sample_table(path, self.info.samples)
+            wrong = find_out_of_range(samples, [shard.bytes for shard in self.info.shards], len(self.classes))
         except FileNotFoundError:
-            raise UserError(
-                f"{path} is missing, {self.info.samples} samples needed: shard again into an empty folder."
-            ) from None
-        except (ValueError, EOFError) as error:
-            raise UserError(
-                f"{path} is damaged ({error}), {self.info.samples} samples needed: shard again into an empty folder."
-            ) from None
-        if samples.dtype != SAMPLE_DTYPE or len(samples) != self.info.samples:
-            raise UserError(
-                f"{path} lists {len(samples)} samples, {self.info.samples} needed by {MANIFEST}: shard again into an empty folder."
-            )
+            raise UserError(f"{path} is missing, {needed}: {remedy}.") from None
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}), {needed}: {remedy}.") from None
+        if wrong:
+            raise UserError(f"{path} does not fit {MANIFEST}: {wrong} needed: {remedy}.")
         return samples
+
+
+def _advice(folder: Path, split: str) -> str:
+    """How a split that the manifest does not list can be had."""
+    if split not in ("train", "val"):
+        return f"take one of these; other images with labels are sharded into a folder of their own, {SHARDER} --split val"
+    if in_progress_file(folder, split).exists():
+        return "its sharding was not finished, give the same shard_imagenet.py command again"
+    return f"run {SHARDER} --split {split}"
 
 
 def _find(folder: Path, split: str) -> Path:

@@ -1,0 +1,115 @@
+"""What is wrong with a shard set: with each of its shards, its sample tables and what lies beside them. Never fails on damage."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from data_prep import counted
+from data_prep.shard_checks import Finding, Findings, ShardCheck, check_shard
+from data_prep.split_classes import classes_with_images, untaught_classes
+from data_prep.workers import run_tasks
+from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, Manifest, file_sha256
+from pipeline.data.sample_table import find_out_of_range, map_sample_table
+from pipeline.files import open_regular
+
+
+def verify(folder: Path, manifest: Manifest, workers: int = 1, decode: bool = False) -> list[Finding]:
+    """Everything that is wrong with a shard set.
+
+    Args:
+        folder: the shard set.
+        manifest: its manifest.
+        workers: processes, each of which looks at one shard at a time.
+        decode: decode every image.
+
+    Returns:
+        Sorted by file; empty for a whole set.
+    """
+    findings = _check_folder(folder, manifest)
+    tasks: list[ShardCheck] = []
+    for split, info in manifest.splits.items():
+        rows, wrong = read_sample_table(folder, manifest, split)
+        findings += wrong
+        limits = [0, *accumulate(shard.samples for shard in info.shards)]
+        for number, (first, last) in enumerate(pairwise(limits)):
+            part = None if rows is None else rows[first:last]
+            tasks.append(
+                ShardCheck(folder, number, info.shards[number], part, manifest.classes, info.samples_per_class, decode)
+            )
+    total = sum(task.info.samples for task in tasks)
+    with tqdm(total=total, desc="verifying", unit=" images", disable=None) as bar:
+        with closing(run_tasks(check_shard, tasks, min(workers, len(tasks) or 1), bar)) as results:
+            for wrong in results:
+                findings += wrong
+    return sorted(findings, key=lambda finding: finding.file)  # stable: in the order of checking within a file
+
+
+def print_table(findings: list[Finding]) -> None:
+    """One row for each finding."""
+    rows = [("file", "check", "found", "needed"), *((f.file, f.check, f.found, f.needed) for f in findings)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        print("  ".join([*(text.ljust(width) for text, width in zip(row, widths)), row[3]]).rstrip())
+    files = len({finding.file for finding in findings})
+    print(f"{counted(len(findings), 'finding')} in {counted(files, 'file')}")
+
+
+def _check_folder(folder: Path, manifest: Manifest) -> list[Finding]:
+    """Files that should not be there, the lists beside the shards, and the classes of the splits."""
+    known = {shard.file for info in manifest.splits.values() for shard in info.shards}
+    foreign = [path.name for path in sorted(folder.glob("*.tar")) if path.name not in known]
+    findings = [Finding(name, "foreign tar", "not in the manifest", f"only the shards of {MANIFEST}") for name in foreign]
+    for path in sorted(folder.glob(".*-in-progress")):
+        findings.append(Finding(path.name, "unfinished split", "being written, or cut off", "run the sharder again"))
+    present = {name: classes_with_images(manifest.classes, info.samples_per_class) for name, info in manifest.splits.items()}
+    if wrong := untaught_classes(present.get("train", set()), present.get("val", set())) if len(present) > 1 else "":
+        findings.append(Finding(MANIFEST, "classes", wrong, "train images of every class"))
+    findings += _check_list(folder, REJECTED, {split: info.rejected for split, info in manifest.splits.items()})
+    findings += _check_list(folder, REENCODED, {split: info.reencoded for split, info in manifest.splits.items()})
+    return findings
+
+
+def _check_list(folder: Path, name: str, expected: dict[str, int]) -> list[Finding]:
+    """Does a list have as many lines for each split as the manifest says?"""
+    findings, path = Findings(name), folder / name
+    try:
+        splits = [json.loads(line)["split"] for line in _lines_of(path)]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        findings.add("list", f"damaged ({type(error).__name__})", "a JSON object with a split on each line")
+        return findings.table()
+    for split, count in expected.items():
+        findings.expect("list", splits.count(split), count, f"lines of {split}: ")
+    return findings.table()
+
+
+def _lines_of(path: Path) -> list[str]:
+    """A text file's lines; none of one that is not there."""
+    if not path.exists():
+        return []
+    with open(open_regular(path), encoding="utf-8") as file:
+        return file.read().splitlines()
+
+
+def read_sample_table(folder: Path, manifest: Manifest, split: str) -> tuple[np.ndarray | None, list[Finding]]:
+    """(samples,) of ``SAMPLE_DTYPE``, or None when it is unusable, and what is wrong with it."""
+    info = manifest.splits[split]
+    findings, path = Findings(info.samples_file), folder / info.samples_file
+    try:
+        findings.expect("sha256", file_sha256(path)[:16], info.samples_sha256[:16])
+        rows = np.array(map_sample_table(path, info.samples))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        findings.add("sample table", f"cannot be read ({reason})", f"{info.samples} samples by the manifest")
+        return None, findings.table()
+    if wrong := find_out_of_range(rows, [shard.bytes for shard in info.shards], len(manifest.classes)):
+        findings.add("sample table", wrong, "rows that point at images")
+    counts = np.bincount(rows["label"].clip(0, len(manifest.classes)), minlength=len(manifest.classes)).tolist()
+    findings.expect("samples per class", counts == info.samples_per_class, True, "as in the manifest: ")
+    findings.expect("samples", sum(shard.samples for shard in info.shards), info.samples, "of all shards: ")
+    return rows, findings.table()

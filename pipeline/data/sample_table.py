@@ -1,0 +1,69 @@
+"""``train-samples.npy``: one row for each sample, looked at once when it is opened, so that no later use of a row can fail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.data.manifest import SAMPLE_DTYPE
+from pipeline.files import open_regular
+
+_ROWS_AT_ONCE = 1 << 14  # 512 kB: all comparisons of a part find it in the processor's cache
+
+
+def map_sample_table(path: Path, samples: int) -> np.ndarray:
+    """Map a sample table into memory.
+
+    Args:
+        path: the .npy file.
+        samples: how many rows the manifest promises.
+
+    Returns:
+        (samples,) of ``SAMPLE_DTYPE``, read-only.
+
+    Raises:
+        ValueError: it is no such table; the message says what it is.
+        OSError: as the system raised it.
+    """
+    os.close(open_regular(path))
+    try:
+        rows = np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # NumPy evaluates the header, and raises nearly anything when it is none
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+    if rows.dtype != SAMPLE_DTYPE or rows.ndim != 1:
+        raise ValueError(f"it holds an array of shape {rows.shape} and {len(rows.dtype)} fields")
+    if len(rows) != samples:
+        raise ValueError(f"it lists {len(rows)} samples")
+    return rows
+
+
+def find_out_of_range(rows: np.ndarray, shard_bytes: list[int], classes: int) -> str | None:
+    """The first row that points at nothing, in words; None when there is none.
+
+    Args:
+        rows: (n,) of ``SAMPLE_DTYPE``.
+        shard_bytes: size of each tar.
+        classes: how many there are.
+    """
+    sizes = np.array(shard_bytes, dtype=np.uint64)
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        part = rows[first : first + _ROWS_AT_ONCE]
+        shard, size = part["shard"], part["bytes"]
+        room = sizes.take(shard, mode="clip")
+        wrong = {
+            "shard": (shard >= len(sizes), f"below {len(sizes)}"),
+            "label": (part["label"] >= classes, f"below {classes}"),
+            "width": (part["width"] == 0, "at least 1"),
+            "height": (part["height"] == 0, "at least 1"),
+            "bytes": ((size == 0) | (size > room), "at least 1 and within its tar"),
+            "offset": (part["offset"] > room - size, "within its tar"),
+        }
+        for name, (rows_wrong, needed) in wrong.items():
+            if rows_wrong.any():
+                row = int(rows_wrong.argmax())
+                return f"{name} of sample {first + row} is {part[name][row]}, {needed}"
+    return None
