@@ -16,7 +16,6 @@ import argparse
 import os
 import shutil
 from pathlib import Path
-from typing import NoReturn
 
 from pipeline.errors import UserError, run_command
 
@@ -66,7 +65,7 @@ def write_digits(folder: Path) -> dict[str, int]:
     return counts
 
 
-def command() -> NoReturn:
+def command() -> None:
     """``python data_prep/make_demo_dataset.py``."""
     run_command(main)
 

@@ -123,9 +123,12 @@ def _slurm_granted_gpus() -> bool:
 def _refuse_unusable_gpu() -> None:
     """A GPU beside a PyTorch that cannot use it is a mistake in the installation, not a wish to train on the CPU."""
     if os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        remedy = "install the CUDA build with `make install HAS_GPU=1`"
+        if torch.version.cuda:
+            remedy = f"see nvidia-smi, CUDA {torch.version.cuda} needed there: a new driver, or `make install CUDA=12` for an old one"
         raise UserError(
-            f"this machine has an NVIDIA driver, but PyTorch {torch.__version__} finds no GPU: install the CUDA build with "
-            f"`make install HAS_GPU=1`, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU."
+            f"this machine has an NVIDIA driver, but PyTorch {torch.__version__} finds no GPU: {remedy}, "
+            f"or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU."
         )
 
 

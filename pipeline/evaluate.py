@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import yaml
@@ -246,7 +245,7 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def command() -> NoReturn:
+def command() -> None:
     """``python -m pipeline.evaluate``."""
     run_command(main)
 

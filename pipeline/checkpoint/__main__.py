@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
 
 from pipeline.checkpoint.folder import find_checkpoint, locate, parse_step, saved_steps, step_folder
 from pipeline.checkpoint.manifest import Manifest
@@ -132,7 +131,7 @@ def main() -> int | None:
     return None
 
 
-def command() -> NoReturn:
+def command() -> None:
     """``python -m pipeline.checkpoint``."""
     run_command(main)
 
