@@ -38,9 +38,9 @@ GOALS = (  # contestant, share of, at least
 
 
 def sharder(tree: Path, output: Path, check: bool) -> None:
-    from data_prep.checks import ImageRules
     from data_prep.sources import ImageFolder
     from data_prep.writer import write_shards
+    from pipeline.data.image_checks import ImageRules
 
     write_shards(ImageFolder(tree, "train"), output, "train", SAMPLES_PER_SHARD, WORKERS, rules=ImageRules(decode=check))
 

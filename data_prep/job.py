@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.checks import ImageRules
 from data_prep.shard_writer import ShardTask, record_file
 from data_prep.sources import Source
 from data_prep.split_classes import classes_with_images, untaught_classes
+from pipeline.data.image_checks import ImageRules
 from pipeline.data.manifest import MANIFEST, Manifest, SplitInfo, in_progress_file, shard_name
 from pipeline.data.order import sample_at
 from pipeline.data.shards import ShardSet

@@ -15,9 +15,9 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from data_prep.checks import Rejected, check_decodes
 from data_prep.tar_writer import BLOCK
 from data_prep.workers import count_image
+from pipeline.data.image_checks import Rejected, check_decodes
 from pipeline.data.jpeg import image_size
 from pipeline.data.manifest import ShardInfo, sample_key
 from pipeline.files import open_regular

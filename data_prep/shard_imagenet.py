@@ -31,9 +31,9 @@ from data_prep import MAX_REJECTED, SPLITS, counted
 from pipeline.errors import UserError, run_command
 
 if TYPE_CHECKING:  # imported where they are used: --help is there at once, and so are the workers
-    from data_prep.checks import ImageRules
     from data_prep.sources import Source
     from data_prep.writer import Share
+    from pipeline.data.image_checks import ImageRules
 
 
 def main() -> None:
@@ -173,8 +173,8 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
     Raises:
         UserError: a number that makes no sense.
     """
-    from data_prep.checks import ImageRules
     from data_prep.writer import Share
+    from pipeline.data.image_checks import ImageRules
 
     if not 0 <= args.max_rejected <= 1:
         raise UserError(f"--max-rejected is {args.max_rejected:g}, 0 to 1 needed: pass a share of the images.")

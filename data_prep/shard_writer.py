@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from data_prep.checks import ImageRules, Rejected, StoredImage, prepare_image
 from data_prep.sources import Source, SourceImage
 from data_prep.tar_writer import TarWriter
 from data_prep.workers import count_image
+from pipeline.data.image_checks import ImageRules, Rejected, StoredImage, prepare_image
 from pipeline.data.manifest import SAMPLE_DTYPE, ShardInfo, sample_key, shard_name
 from pipeline.files import replace_file
 

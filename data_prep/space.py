@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from data_prep.checks import ImageRules
 from data_prep.sources import Source
+from pipeline.data.image_checks import ImageRules
 from pipeline.errors import UserError
 
 # Two members of a block each beside the image, three headers, the image's last block, and what lies beside the tars.

@@ -20,13 +20,13 @@ import numpy as np
 from tqdm import tqdm
 
 from data_prep import MAX_REJECTED, counted
-from data_prep.checks import ImageRules
 from data_prep.folder_lock import FolderLock
 from data_prep.job import ShardJob, already_written, begin, describe_job, remove_traces
 from data_prep.shard_writer import FinishedShard, read_record, record_file, write_shard
 from data_prep.sources import Source
 from data_prep.space import check_space, needed_bytes
 from data_prep.workers import run_tasks
+from pipeline.data.image_checks import ImageRules
 from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, Manifest, SplitInfo, file_sha256, shard_name
 from pipeline.errors import UserError
 from pipeline.files import remove_leftovers, replace_file

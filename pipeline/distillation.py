@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.checkpoint import read_weights
-from pipeline.config import Config, config_from_dict
+from pipeline.config import Config
 from pipeline.errors import UserError
-from pipeline.models import create_model
+from pipeline.models.transfer import first_difference
 from pipeline.precision import autocast
+from pipeline.trained import read_trained
 
 
 def hard_distillation_loss(label_loss: Tensor, scores: Tensor, teacher_scores: Tensor, teacher_share: float = 0.5) -> Tensor:
@@ -44,29 +44,29 @@ def hard_distillation_loss(label_loss: Tensor, scores: Tensor, teacher_scores: T
     return (1 - teacher_share) * label_loss + teacher_share * F.cross_entropy(scores.float(), decisions)
 
 
-def load_teacher(config: Config, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """The model that a run is taught by: that of another run's newest checkpoint, its averaged weights where it has them.
+def load_teacher(config: Config, device: torch.device, classes: list[str] | None = None) -> Callable[[Tensor], Tensor]:
+    """The model that a run is taught by: another run's, its averaged weights where it kept an average.
 
     Args:
-        config: of the student; ``train.teacher`` is the other run's folder.
+        config: of the student; ``train.teacher`` is the other run's folder, one of its checkpoints, or an exported file.
         device: where the teacher computes.
+        classes: what the student's outputs are for; None: not compared.
 
     Returns:
         images (B, 3, H, W) -> scores (B, classes), without gradients.
 
     Raises:
-        UserError: no checkpoint there, or one for other classes or another image size.
+        UserError: no such model, or one for other classes or another image size.
     """
     source = Path(config.train.teacher)
-    saved = read_weights(source)
-    its = config_from_dict(saved.state.config, source=str(source)).model
+    trained = read_trained(source)
     for key in ("num_classes", "image_size"):
-        found, needed = getattr(its, key), getattr(config.model, key)
+        found, needed = getattr(trained.config.model, key), getattr(config.model, key)
         if found != needed:
             raise UserError(f"train.teacher {source} has model.{key} {found}, {needed} needed: choose another teacher.")
-    teacher = create_model(its.name, its.num_classes, its.image_size, switches=its.switches)
-    teacher.load_state_dict(saved.ema or saved.model)
-    teacher.to(device).eval().requires_grad_(False)
+    if classes and (others := first_difference(trained.classes, classes)):
+        raise UserError(f"train.teacher {source} knows {others}: choose a teacher that was trained on the same classes.")
+    teacher = trained.build_model().to(device).requires_grad_(False)
 
     @torch.no_grad()
     def scores(images: Tensor) -> Tensor:

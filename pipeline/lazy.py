@@ -13,7 +13,7 @@ def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], Call
 
     Args:
         package: its ``__name__``.
-        modules: module of the package -> the names that the package has from it, separated by spaces.
+        modules: module of the package (with a leading dot: beside it) -> the names that the package has from it, separated by spaces.
 
     Returns:
         The package's ``__getattr__``, ``__dir__`` and ``__all__``.
@@ -23,7 +23,7 @@ def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], Call
     def get(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{package}.{home[name]}"), name)
+        value = getattr(import_module(f".{home[name]}", package), name)
         setattr(sys.modules[package], name, value)  # the next time it is simply there
         return value
 

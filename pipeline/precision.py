@@ -35,12 +35,7 @@ def choose_precision(asked: str, begun_with: str | None, world: World) -> Precis
         begun_with: what the run computed in before, which "auto" keeps; None for a new run.
         world: one rank that has no bf16 instructions decides for all.
     """
-    answers = world.gather(list(native_bf16(world.device)))  # of every rank: [whether, why]
-    lacking = [(rank, why) for rank, (native, why) in enumerate(answers) if not native]
-    everywhere = not lacking
-    why = answers[0][1] if everywhere else lacking[0][1]
-    if not everywhere and len(lacking) < world.size:
-        why = f"rank {lacking[0][0]} of {world.size}: {why}"
+    everywhere, why = native_on_all(world)
     fitting = BF16 if everywhere else FP32
     if asked != AUTO:
         chosen, reason = asked, "train.precision asks for it"
@@ -55,6 +50,32 @@ def choose_precision(asked: str, begun_with: str | None, world: World) -> Precis
             f"begin a new run with train.precision=auto or fp32."
         )
     return Precision(chosen, reason, warning)
+
+
+def choose_evaluation_precision(trained_in: str, asked: str, world: World) -> Precision:
+    """What to evaluate a trained model in. Collective.
+
+    Args:
+        trained_in: "bf16" or "fp32".
+        asked: "auto", which is that of the training unless it would be emulated, or one of these.
+        world: all ranks.
+    """
+    everywhere, why = native_on_all(world)
+    if asked != AUTO:
+        return Precision(asked, "as asked for")
+    if trained_in == BF16 and not everywhere:
+        return Precision(FP32, f"trained in bf16, but {why}")
+    return Precision(trained_in, "as in training")
+
+
+def native_on_all(world: World) -> tuple[bool, str]:
+    """:func:`native_bf16` of all ranks together: the first that cannot speaks for them. Collective."""
+    answers = world.gather(list(native_bf16(world.device)))  # of every rank: [whether, why]
+    lacking = [(rank, why) for rank, (native, why) in enumerate(answers) if not native]
+    if not lacking:
+        return True, answers[0][1]
+    rank, why = lacking[0]
+    return False, why if len(lacking) == world.size else f"rank {rank} of {world.size}: {why}"
 
 
 def with_precision(config: Config, name: str) -> Config:

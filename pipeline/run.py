@@ -26,7 +26,7 @@ from pipeline.distributed import World
 from pipeline.ema import WeightAverage
 from pipeline.engine import build_engine
 from pipeline.errors import UserError
-from pipeline.evaluate import check_classes, check_same_classes, evaluation_loader
+from pipeline.evaluation import check_classes, check_same_classes, evaluation_loader
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs import console, pictures
@@ -192,10 +192,12 @@ def _build_run(
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
     counted = world.gather(asdict(flops.count(*count)) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
     cost = flops.FlopRow(**counted)
-    model = build_model(config, world, fresh=before is None)
+    model = build_model(config, world, train_set.classes, fresh=before is None)
     first_maps = None if before else pictures.peripheral_maps(model.eval(), config.model.image_size)  # before ZeRO-3 has the weights
     model.train()
-    teacher = load_teacher(config, world.device) if config.train.teacher else None
+    teacher = None
+    if config.train.teacher:  # a run that was begun keeps its teacher
+        teacher = load_teacher(config, world.device, None if before else train_set.classes)
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if start:
@@ -241,8 +243,16 @@ def patience(config: Config) -> float:
     return config.distributed.progress_timeout + _HEARTBEAT_NEEDS
 
 
-def build_model(config: Config, world: World, fresh: bool) -> nn.Module:
-    """The run's model with its first weights: from the seed, or ``train.init_from`` (not when a checkpoint follows)."""
+def build_model(config: Config, world: World, classes: list[str], fresh: bool) -> nn.Module:
+    """The run's model with its first weights: from the seed, or ``train.init_from`` (not when a checkpoint follows).
+
+    Args:
+        classes: of the training set, by index.
+        fresh: no checkpoint follows.
+
+    Raises:
+        UserError: ``train.init_from`` cannot be read or does not fit.
+    """
     torch.manual_seed(config.seed)
     model = create_model(
         config.model.name,
@@ -253,9 +263,13 @@ def build_model(config: Config, world: World, fresh: bool) -> nn.Module:
         config.model.switches,
     )
     if config.train.init_from and fresh:
-        source = Path(config.train.init_from)
-        for sentence in load_pretrained(model, checkpoint.read_initial_weights(source), source=f"train.init_from {source}"):
-            if world.is_main:
+        source = f"train.init_from {config.train.init_from}"
+        initial = checkpoint.read_initial_weights(Path(config.train.init_from))
+        if initial.names != "ours":
+            raise UserError(f"{source} has the names of the authors' code, this project's needed: export it without --names authors.")
+        said = load_pretrained(model, initial.weights, source, initial.classes, classes)
+        if world.is_main:
+            for sentence in (f"{initial.what} of {config.train.init_from}", *said):
                 print(f"init_from: {sentence}", flush=True)
     return model
 

@@ -28,7 +28,7 @@ from pipeline.distillation import hard_distillation_loss
 from pipeline.distributed import World, disconnect, init_world
 from pipeline.engine import optimizer_step, set_learning_rate
 from pipeline.errors import PREEMPTED
-from pipeline.evaluate import evaluate
+from pipeline.evaluation import evaluate
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.nonfinite import MicroBatch, skip_or_stop
 from pipeline.faults.stop_signal import StopSignal
@@ -183,6 +183,9 @@ def note_results(run: Run, results: dict[str, dict[str, float]]) -> bool:
     """
     where = (run.step, run.schedule.epoch(run.step), run.schedule.samples(run.step))
     run.log.evaluation(*where, results)
+    for weights, result in results.items():
+        if "nonfinite" in result:
+            run.log.say(f"warning: {weights} scores of {result['nonfinite']} images are not finite: these count as wrong")
     phi = pictures.peripheral_maps(run.engine.module, run.config.model.image_size)
     if phi is not None:
         run.log.image(pictures.PHI, pictures.map_grid(phi), run.step)

@@ -18,8 +18,8 @@ from pipeline.checkpoint import Manifest, SavedWeights, __main__, read_weights, 
 from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.errors import UserError
-from pipeline.evaluate import read_trained
 from pipeline.models import create_model, load_exported
+from pipeline.trained import read_trained
 
 pytestmark = pytest.mark.multiprocess
 SWITCHES = {"widths": [32, 48, 64, 80], "phi_p_frozen": True}
@@ -143,7 +143,7 @@ def test_an_exported_file_is_the_model(kind: str, names: str, run: Path, saved: 
     expected, model = saved.choose(kind), load_exported(file)
     assert not model.training and model.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-    plain = read_initial_weights(file)  # what train.init_from takes
+    plain = read_initial_weights(file).weights  # what train.init_from takes
     assert (plain.keys() == expected.keys()) == (names == "ours")
     if names == "ours":
         create_model("pervit_t", num_classes=10, image_size=32, switches=SWITCHES).load_state_dict(plain)

@@ -19,7 +19,7 @@ from pipeline.checkpoint import read_weights, saved_steps, step_folder
 from pipeline.checkpoint.folder import find_checkpoint, find_step, remove_old, sweep
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.overview import read_manifests, table
-from pipeline.checkpoint.parts import stretch_key, write_part
+from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.whole import Seen, find_damage
 from pipeline.errors import UserError
 
@@ -85,7 +85,7 @@ def test_every_consistent_edit_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
     assert len(EDITS) > 100
     for place, value in EDITS:
         (folder / MANIFEST).write_text(text)
-        edit(folder, lambda content: put(content, place, value))
+        edit(folder, lambda content, at=place, to=value: put(content, at, to))
         with pytest.raises(UserError) as error:
             Manifest.read(folder)
         sentence = str(error.value)
@@ -203,7 +203,7 @@ def test_headers_that_no_checkpoint_has_are_damage(tmp_path: Path) -> None:
     folder = save_small(tmp_path, 4)
     for key, tensor in (("w", torch.zeros(3)), ("weight/w/x", torch.zeros(3)), ("weight/w/0", torch.zeros(3, 1)), ("a/b/c/d", torch.zeros(1))):
         record = write_part(folder / "part-00000.safetensors", {key: tensor})
-        edit(folder, lambda content: content["files"][0].update(bytes=record.bytes, xxh3=record.xxh3))
+        edit(folder, lambda content, new=record: content["files"][0].update(bytes=new.bytes, xxh3=new.xxh3))
         assert command.verify(tmp_path, None) == 1, key
         with pytest.raises(UserError, match="step-00000004"):
             read_weights(tmp_path)

@@ -24,7 +24,7 @@ from pipeline.data.shards import ShardSet
 from pipeline.distributed import World
 from pipeline.engine import deepspeed_config
 from pipeline.errors import UserError
-from pipeline.evaluate import check_classes, check_same_classes
+from pipeline.evaluation import check_classes, check_same_classes
 from pipeline.models import model_entry
 from pipeline.optim import learning_rate
 from pipeline.run import find_start, patience

@@ -14,11 +14,11 @@ import torch
 from conftest import evaluation_rows, run_module, step_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from data_prep.checks import ImageRules
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.bad_samples import BadSamples
+from pipeline.data.image_checks import ImageRules
 from pipeline.data.loader import Loader
 from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import DamagedSample, ShardSet

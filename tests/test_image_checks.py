@@ -12,7 +12,7 @@ import pytest
 from nvidia.dali import pipeline_def, types
 from PIL import Image
 
-from data_prep.checks import ImageRules, Rejected, check_decodes, prepare_image
+from pipeline.data.image_checks import ImageRules, Rejected, check_decodes, prepare_image
 
 
 def picture(side: int = 48, seed: int = 0) -> Image.Image:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from conftest import run_script
 
-from data_prep.sources import ImageFolder
 from data_prep.set_checks import verify
+from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
 from pipeline.data.manifest import MANIFEST, Manifest, ShardInfo, file_sha256
 

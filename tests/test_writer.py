@@ -14,10 +14,10 @@ from conftest import run_script
 from PIL import Image
 from test_image_checks import encoded, picture
 
-from data_prep.checks import ImageRules, prepare_image
 from data_prep.sources import ImageFolder
 from data_prep.tar_writer import TarWriter
 from data_prep.writer import write_shards
+from pipeline.data.image_checks import ImageRules, prepare_image
 from pipeline.data.manifest import Manifest, file_sha256
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError

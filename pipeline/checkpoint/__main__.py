@@ -112,7 +112,11 @@ def main() -> int | None:
         default = "all" if name == "verify" else "the newest"
         command.add_argument("--step", type=parse_step, metavar="N|best", help=f"of the checkpoint (default: {default})")
     command.add_argument("--output", type=Path, required=True, metavar="FILE", help="*.safetensors")
-    command.add_argument("--weights", choices=("model", "ema"), default="model", help="default: model")
+    command.add_argument(
+        "--weights",
+        choices=("model", "ema"),
+        help="default: ema where the run kept an average, else model; of --step best those that were best",
+    )
     command.add_argument(
         "--names", choices=("ours", "authors"), default="ours", help="of the tensors: this project's or the published code's"
     )

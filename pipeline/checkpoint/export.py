@@ -11,14 +11,14 @@ from pipeline.errors import UserError, check_writable
 from pipeline.models.exported import SUFFIX, Description, write_exported
 
 
-def export(run_dir: Path, output: Path, step: int | None, kind: str, names: str, force: bool) -> Description:
+def export(run_dir: Path, output: Path, step: int | str | None, kind: str | None, names: str, force: bool) -> Description:
     """Write the weights of a checkpoint to a file.
 
     Args:
-        run_dir: a run folder.
+        run_dir: a run folder, or one of its checkpoints.
         output: the file, ``*.safetensors``.
-        step: which checkpoint; None: the newest.
-        kind: ``model`` or ``ema``.
+        step: which checkpoint, a number or ``best``; None: the newest.
+        kind: ``model`` or ``ema``; None: see :func:`pipeline.checkpoint.read_weights`.
         names: ``ours`` or ``authors``.
         force: replace a file that is there already.
 
@@ -26,7 +26,7 @@ def export(run_dir: Path, output: Path, step: int | None, kind: str, names: str,
         What was written.
 
     Raises:
-        UserError: no such checkpoint or average, a damaged one, or ``output`` is there already or cannot be written.
+        UserError: no such checkpoint or average, a damaged one, weights that are not finite, or ``output`` is there already or cannot be written.
     """
     if output.suffix != SUFFIX:
         raise UserError(f"--output {output} ends in {output.suffix!r}, {SUFFIX!r} needed: add it.")
@@ -34,7 +34,7 @@ def export(run_dir: Path, output: Path, step: int | None, kind: str, names: str,
     if output.exists() and not force:
         raise UserError(f"{output} exists: choose another --output, or add --force to replace it.")
     saved = read_weights(run_dir, step)
-    description = describe(saved.state, kind, names)
+    description = describe(saved.state, kind or saved.default, names)
     write_exported(output, saved.choose(kind), description)
     return description
 

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.checkpoint.folder import Manifest, RunState, find_step, saved_steps, step_folder
+from pipeline.checkpoint.folder import BEST, Manifest, RunState, find_checkpoint, saved_steps, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT
 from pipeline.checkpoint.parts import BUFFER, Parts
 from pipeline.checkpoint.whole import Seen, find_all_damage
 from pipeline.errors import UserError
+from pipeline.models.exported import SUFFIX, read_tensors
+from pipeline.models.transfer import check_finite
 
 
 @dataclass(frozen=True)
@@ -23,29 +24,47 @@ class SavedWeights:
     state: RunState
     model: dict[str, Tensor]
     ema: dict[str, Tensor] | None
+    default: str = "model"  # "model" or "ema": what is taken where nobody says which; see read_weights
 
-    def choose(self, kind: str) -> dict[str, Tensor]:
-        """``model`` or ``ema``.
+    def choose(self, kind: str | None = None) -> dict[str, Tensor]:
+        """``model`` or ``ema``; None: the default ones.
 
         Raises:
-            UserError: the run kept no average.
+            UserError: the run kept no average, or the weights are not finite.
         """
+        kind = kind or self.default
         if kind == "ema" and self.ema is None:
             raise UserError("the checkpoint has no ema weights: choose the model's, or train with train.ema_decay.")
-        return self.ema if kind == "ema" else self.model
+        chosen = self.ema if kind == "ema" else self.model
+        check_finite(chosen, source=f"the checkpoint of step {self.state.step}")
+        return chosen
 
 
-def read_weights(run_dir: Path, step: int | None = None) -> SavedWeights:
+@dataclass(frozen=True)
+class InitialWeights:
+    """What a fine-tuning begins with."""
+
+    weights: dict[str, Tensor]
+    classes: list[str] | None  # what the outputs are for, by index; None: not known
+    what: str  # in words: which weights of which step
+    names: str = "ours"  # or "authors": those of the published code
+
+
+def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
     """Read the weights of a checkpoint, compared with its checksums.
 
+    Where nobody says which weights are meant, they are those of the average that the run kept, else the model's; of the best
+    checkpoint, asked for as such, those that were best. That is one rule for evaluation, export, fine-tuning and distillation.
+
     Args:
-        run_dir: a run folder.
-        step: which checkpoint; None: the newest.
+        path: a run folder, or one of its checkpoints.
+        step: which checkpoint; ``best``: the best one; None: the newest.
 
     Raises:
         UserError: there is no such checkpoint, or it is damaged.
     """
-    folder = step_folder(run_dir, find_step(run_dir, step))
+    run_dir, found = find_checkpoint(path, step)
+    folder = step_folder(run_dir, found)
     manifest = Manifest.read(folder)
     seen = Seen.look(folder, manifest.files)
     if damage := find_all_damage(folder, manifest):
@@ -61,27 +80,33 @@ def read_weights(run_dir: Path, step: int | None = None) -> SavedWeights:
         seen.check()
         return {**tensors, **buffers}
 
-    return SavedWeights(manifest.state, whole(WEIGHT), whole(EMA) if parts.names(EMA) else None)
+    ema = whole(EMA) if parts.names(EMA) else None
+    best = manifest.state.best if step == BEST else None
+    default = best["weights"] if best and best["step"] == found else "model" if ema is None else "ema"
+    return SavedWeights(manifest.state, whole(WEIGHT), ema, default)
 
 
-def read_initial_weights(source: Path) -> dict[str, Tensor]:
+def read_initial_weights(source: Path) -> InitialWeights:
     """The weights that fine-tuning begins with.
 
     Args:
-        source: a run folder (its newest checkpoint; the averaged weights where it has them), or a file with a state dict:
-            safetensors, or what ``torch.save`` wrote.
+        source: a run folder or one of its checkpoints, or a file with a state dict: one that ``export`` wrote, another safetensors
+            file, or what ``torch.save`` wrote.
 
     Raises:
-        UserError: there is no such thing, or it cannot be read.
+        UserError: there is no such thing, it cannot be read, or it is something else.
     """
     if source.is_dir():
         saved = read_weights(source)
-        return saved.ema or saved.model
+        return InitialWeights(saved.choose(), saved.state.classes, f"{saved.default} weights of step {saved.state.step}")
     if not source.is_file():
         raise UserError(f"train.init_from {source} does not exist: pass a run folder or a file with a state dict.")
+    if source.suffix == SUFFIX:
+        weights, its = read_tensors(source)
+        if its is None:
+            return InitialWeights(weights, None, f"{len(weights)} tensors")
+        return InitialWeights(weights, its.classes, f"{its.weights} weights of step {its.step}", its.names)
     try:
-        if source.suffix == ".safetensors":
-            return load_file(source)
         saved = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling damaged bytes raises anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -89,6 +114,6 @@ def read_initial_weights(source: Path) -> dict[str, Tensor]:
             f"train.init_from {source} cannot be read ({reason}): pass a file that torch.save or safetensors wrote."
         ) from None
     weights = saved.get("model", saved) if isinstance(saved, dict) else saved
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+    if not isinstance(weights, dict) or not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"train.init_from {source} holds no state dict, names with tensors needed: pass another file.")
-    return weights
+    return InitialWeights(weights, None, f"{len(weights)} tensors")

@@ -177,9 +177,9 @@ class AugmentConfig(Section):
 
 class TrainConfig(Section):
     init_from: Text | None = None
-    """Fine-tuning: a run folder, or a file with a state dict, whose weights the run begins with; null: fresh weights."""
+    """Fine-tuning: a run folder, one of its checkpoints, or a file with a state dict, whose weights (of a run: ema if it kept an average) the run begins with; null: fresh weights."""
     teacher: Text | None = None
-    """Hard distillation (DeiT, Eq. 3): folder of a finished run whose model's decisions are a second label; null: none."""
+    """Hard distillation (DeiT, Eq. 3): a run folder or exported file whose model's decisions (ema if it kept an average) are a second label; null: none."""
     epochs: Epochs = 300
     """Length of the schedule, in passes over the training set."""
     scale_epochs: bool = False

@@ -9,6 +9,7 @@ import threading
 import numpy as np
 from PIL import Image
 
+from pipeline.data.image_folder import ImageFolder
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 
@@ -22,13 +23,14 @@ class BadSamples:
     Args:
         shards: the set.
         limit: how many may be met; one more is an error.
+        left_out: the substitutes only fill the batch (an evaluation); for the log.
 
     Attributes:
         replacement: bad sample -> the one to take instead.
     """
 
-    def __init__(self, shards: ShardSet, limit: int) -> None:
-        self._shards, self._limit = shards, limit
+    def __init__(self, shards: ShardSet | ImageFolder, limit: int, left_out: bool = False) -> None:
+        self._shards, self._limit, self._left_out = shards, limit, left_out
         self._lock = threading.Lock()
         self._unreported: dict[int, str] = {}
         self._over: UserError | None = None
@@ -53,7 +55,8 @@ class BadSamples:
                 if substitute == damage.index:
                     replacement[sample] = self._next_sound(substitute, replacement)
             self.replacement = replacement  # replaced whole: readers need no lock
-            self._unreported[damage.index] = f"{damage}; sample {self._shards.key(replacement[damage.index])} takes its place"
+            instead = f"sample {self._shards.key(replacement[damage.index])} takes its place"
+            self._unreported[damage.index] = f"{damage}; {'it is left out' if self._left_out else instead}"
             if len(replacement) > self._limit:
                 self._over = UserError(
                     f"{len(replacement)} samples of {self._shards.folder} cannot be used, data.max_bad_samples allows {self._limit}; "

@@ -61,7 +61,7 @@ class Loader:
     ) -> None:
         self.plan = plan
         self.device = device
-        self.bad = BadSamples(plan.shards, config.max_bad_samples)
+        self.bad = BadSamples(plan.shards, config.max_bad_samples, left_out=isinstance(plan, EvalPlan))
         threads = config.num_threads or cpu_threads
         self._reading = Ahead(self._read, start, config.read_ahead, _READERS, "read")
         self._decoder = Decoder(plan, config, device, threads, self._reading.next, self._read, self.bad)

@@ -15,6 +15,7 @@ import numpy as np
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data import augment, erasing, mixing, randaugment
 from pipeline.data.augment import Geometry, eval_geometry, train_geometry
+from pipeline.data.image_folder import ImageFolder
 from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
 from pipeline.data.shards import ShardSet
 from pipeline.philox import Stream, uniforms
@@ -179,14 +180,14 @@ class EvalPlan:
     filled up with the last image and marked as not valid.
 
     Args:
-        shards: the split to evaluate on.
+        shards: the split to evaluate on: of a shard set, or a folder of images.
         image_size: side of the output in pixels.
         batch_size: images per forward pass of one process.
         rank, world_size: this process among all.
         eval_crop: see :func:`eval_geometry`.
     """
 
-    shards: ShardSet
+    shards: ShardSet | ImageFolder
     image_size: int
     batch_size: int
     rank: int

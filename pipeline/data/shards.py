@@ -33,7 +33,6 @@ from pipeline.data.sample_table import find_out_of_range, map_sample_table
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 
-
 _BLOCK = 512  # bytes: headers and data of a tar begin at multiples of it
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from pipeline.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from pipeline.inference import load as load
     from pipeline.models.exported import load_exported as load_exported
     from pipeline.models.reference import load_reference_state_dict as load_reference_state_dict
     from pipeline.models.reference import reference_state_dict as reference_state_dict
@@ -19,4 +20,5 @@ __getattr__, __dir__, __all__ = lazy_names(
     reference="load_reference_state_dict reference_state_dict",
     registry="create_model list_models model_entry",
     transfer="load_pretrained",
+    **{".inference": "load"},  # beside this package, for it builds on data too
 )

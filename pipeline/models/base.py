@@ -56,7 +56,7 @@ class VisionModel(nn.Module):
 
     def position_names(self) -> set[str]:
         """Names of the (..., tokens, D) position embeddings that another image size resamples."""
-        return set()
+        return {name for name, _ in self.named_parameters() if name == "position_embedding.weight"}
 
     def reference_tables(self) -> dict[str, Tensor]:
         """Fixed tables that the authors keep among their weights, under their names; here they are computed where needed."""

@@ -64,6 +64,7 @@ class DeiT(PhiModel):
 
     reference_names = REFERENCE_NAMES
     reference_switches = frozenset({"mask_position_embedding"})
+    leading_tokens = 1
 
     def __init__(
         self,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, clean_environment
-from faults.ranks import meeting_point
 
+from faults.ranks import meeting_point
 from pipeline.config import DistributedConfig
 from pipeline.errors import RANK_LOST, USER_ERROR
 from pipeline.faults.lost_ranks import Judge, Sign, Status
