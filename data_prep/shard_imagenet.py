@@ -97,7 +97,9 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
             )
             continue
         classes = counted(sum(n > 0 for n in info.samples_per_class), "class")
-        about = f"{counted(info.samples, 'image')} of {classes} in {counted(len(info.shards), 'shard')}, {info.bytes / 1e6:.1f} MB"
+        about = (
+            f"{counted(info.samples, 'image')} of {classes} in {counted(len(info.shards), 'shard')}, {info.bytes / 1e6:.1f} MB"
+        )
         if split in before:
             print(f"{args.output}: {split} is already there, nothing was written ({about})")
             continue

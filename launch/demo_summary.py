@@ -1,6 +1,6 @@
 """The end of ``make demo``: what was trained, how well, where it is, and what to do next.
 
-    python launch/demo_summary.py RESULT.json RUN_DIR SECONDS PROCESSES
+python launch/demo_summary.py RESULT.json RUN_DIR SECONDS PROCESSES
 """
 
 from __future__ import annotations

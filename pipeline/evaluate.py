@@ -37,7 +37,12 @@ def main() -> None:
         choices=("model", "ema"),
         help="default: ema where the run kept an average, else model; of --step best those that were best; of a file its own",
     )
-    add("--precision", choices=("auto", "bf16", "fp32"), default="auto", help="default: auto, that of the training, or fp32 where bf16 would be emulated")
+    add(
+        "--precision",
+        choices=("auto", "bf16", "fp32"),
+        default="auto",
+        help="default: auto, that of the training, or fp32 where bf16 would be emulated",
+    )
     add("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
     add(
         "--switch",

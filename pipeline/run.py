@@ -150,7 +150,9 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             console.say(
                 f"data: {train_set.folder}: {len(train_set):,} training and {len(val_set):,} validation images, {len(train_set.classes)} classes"
             )
-            console.say(f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
+            console.say(
+                f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}"
+            )
         precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)
         config = with_precision(config, precision.name)
         return _build_run(config, precision, world, stop, heartbeat, lock, schedule, train_set, val_set, start)
@@ -193,7 +195,9 @@ def _build_run(
     counted = world.gather(asdict(flops.count(*count)) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
     cost = flops.FlopRow(**counted)
     model = build_model(config, world, train_set.classes, fresh=before is None)
-    first_maps = None if before else pictures.peripheral_maps(model.eval(), config.model.image_size)  # before ZeRO-3 has the weights
+    first_maps = (
+        None if before else pictures.peripheral_maps(model.eval(), config.model.image_size)
+    )  # before ZeRO-3 has the weights
     model.train()
     teacher = None
     if config.train.teacher:  # a run that was begun keeps its teacher
@@ -266,7 +270,9 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
         source = f"train.init_from {config.train.init_from}"
         initial = checkpoint.read_initial_weights(Path(config.train.init_from))
         if initial.names != "ours":
-            raise UserError(f"{source} has the names of the authors' code, this project's needed: export it without --names authors.")
+            raise UserError(
+                f"{source} has the names of the authors' code, this project's needed: export it without --names authors."
+            )
         said = load_pretrained(model, initial.weights, source, initial.classes, classes)
         if world.is_main:
             for sentence in (f"{initial.what} of {config.train.init_from}", *said):

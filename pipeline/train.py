@@ -9,7 +9,9 @@ checkpoint and end with exit code 75.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports below, which take seconds: --help, what is wrong with the config, the first line
+if (
+    __name__ == "__main__"
+):  # before the imports below, which take seconds: --help, what is wrong with the config, the first line
     from pipeline.cli import train_command
 
     train_command()
@@ -85,7 +87,9 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
             if stopping:
                 run.log.say(f"stopped by a signal at step {run.step}: the same command goes on from here")
             else:
-                run.log.say(f"done at step {run.step}; curves, beside those of other runs: tensorboard --logdir {run.folder.parent}")
+                run.log.say(
+                    f"done at step {run.step}; curves, beside those of other runs: tensorboard --logdir {run.folder.parent}"
+                )
     return PREEMPTED if stopping else 0
 
 

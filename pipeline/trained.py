@@ -57,7 +57,9 @@ def read_trained(source: Path, step: int | str | None = None, kind: str | None =
     """
     if source.suffix != SUFFIX or source.is_dir():
         if source.is_file():
-            raise UserError(f"{source} is neither a run folder nor a {SUFFIX} file: pass a run's output_dir, or what export wrote.")
+            raise UserError(
+                f"{source} is neither a run folder nor a {SUFFIX} file: pass a run's output_dir, or what export wrote."
+            )
         saved = read_weights(source, step)
         config = config_from_dict(saved.state.config, source=str(source))
         return Trained(config, saved.state.classes, saved.state.step, kind or saved.default, saved.choose(kind))

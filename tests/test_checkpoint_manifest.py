@@ -103,7 +103,14 @@ def test_every_consistent_edit_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
 def test_what_is_no_manifest_at_all_is_damage(tmp_path: Path) -> None:
     """Guards against JSON that is no object, or so deep that reading it ends in a RecursionError."""
     folder = save_small(tmp_path, 4)
-    for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 10_000, '{"xxh3": 1, "content": [1]}', '{"xxh3": "", "content": 5}', "\xff" * 9):
+    for text in (
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "9" * 10_000,
+        '{"xxh3": 1, "content": [1]}',
+        '{"xxh3": "", "content": 5}',
+        "\xff" * 9,
+    ):
         (folder / MANIFEST).write_bytes(text.encode("latin-1"))
         with pytest.raises(UserError, match=f"{MANIFEST} is damaged"):
             Manifest.read(folder)
@@ -115,7 +122,9 @@ def test_what_is_no_regular_file_is_damage(kind: str, name: str, tmp_path: Path,
     """Guards against a command that waits for a pipe for ever, and against bytes from outside of the checkpoint."""
     path = save_small(tmp_path, 4) / name
     path.rename(tmp_path / "elsewhere")
-    {"a named pipe": os.mkfifo, "a symbolic link": lambda p: p.symlink_to(tmp_path / "elsewhere"), "a folder": Path.mkdir}[kind](path)
+    {"a named pipe": os.mkfifo, "a symbolic link": lambda p: p.symlink_to(tmp_path / "elsewhere"), "a folder": Path.mkdir}[
+        kind
+    ](path)
     assert command.verify(tmp_path, None) == 1
     assert f"DAMAGED {path} is {kind}" in capsys.readouterr().out
     with pytest.raises(UserError, match=f"{name} is {kind}"):
@@ -153,7 +162,9 @@ def test_a_part_of_another_checkpoint_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["replaced", "changed", "moved"])
-def test_a_change_between_the_check_and_the_reading_is_noticed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_between_the_check_and_the_reading_is_noticed(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against other weights than those whose checksum was compared."""
     four, other = save_small(tmp_path, 4, value=4), save_small(tmp_path / "other", 4, value=9)
     part = four / "part-00000.safetensors"
@@ -201,7 +212,12 @@ def test_files_that_are_not_touched_are_the_same_still(tmp_path: Path) -> None:
 def test_headers_that_no_checkpoint_has_are_damage(tmp_path: Path) -> None:
     """Guards against a traceback over a part that was written again, with its checksum, and is none."""
     folder = save_small(tmp_path, 4)
-    for key, tensor in (("w", torch.zeros(3)), ("weight/w/x", torch.zeros(3)), ("weight/w/0", torch.zeros(3, 1)), ("a/b/c/d", torch.zeros(1))):
+    for key, tensor in (
+        ("w", torch.zeros(3)),
+        ("weight/w/x", torch.zeros(3)),
+        ("weight/w/0", torch.zeros(3, 1)),
+        ("a/b/c/d", torch.zeros(1)),
+    ):
         record = write_part(folder / "part-00000.safetensors", {key: tensor})
         edit(folder, lambda content, new=record: content["files"][0].update(bytes=new.bytes, xxh3=new.xxh3))
         assert command.verify(tmp_path, None) == 1, key
@@ -231,12 +247,20 @@ def test_a_path_and_a_word_name_a_checkpoint(tmp_path: Path, monkeypatch: pytest
     run = tmp_path / "run"
     for step in (4, 5, 6):
         save_small(run, step)
-    for path, expected in (("run", 6), ("run/checkpoints", 6), ("run/checkpoints/step-00000005", 5), ("run/checkpoints/step-00000004/", 4)):
+    for path, expected in (
+        ("run", 6),
+        ("run/checkpoints", 6),
+        ("run/checkpoints/step-00000005", 5),
+        ("run/checkpoints/step-00000004/", 4),
+    ):
         assert find_checkpoint(tmp_path / path) == (run, expected)
     monkeypatch.chdir(run / "checkpoints")
     assert find_checkpoint(Path("step-00000005")) == (run, 5) and find_checkpoint(Path(".")) == (run, 6)
     monkeypatch.chdir(run)
-    assert find_checkpoint(Path("checkpoints/step-00000004")) == (Path("."), 4) and find_checkpoint(Path("."), 5) == (Path("."), 5)
+    assert find_checkpoint(Path("checkpoints/step-00000004")) == (Path("."), 4) and find_checkpoint(Path("."), 5) == (
+        Path("."),
+        5,
+    )
     with pytest.raises(UserError, match="is of step 5, but --step is 4: leave one of them out"):
         find_checkpoint(run / "checkpoints" / "step-00000005", 4)
     with pytest.raises(UserError, match=r"no checkpoint of step 7, but of \[4, 5, 6\]"):

@@ -123,7 +123,9 @@ def test_a_pipe_in_place_of_a_file_is_named(copied: Path) -> None:
             ShardSet(copied, "val")
         if name.endswith(".tar"):
             assert any("not a regular file" in finding.found for finding in verify(copied, Manifest.read(copied)))
-            with pytest.raises(DamagedSample, match=r"val-000000.tar: sample 000000-000000 cannot be read \(not a regular file\)"):
+            with pytest.raises(
+                DamagedSample, match=r"val-000000.tar: sample 000000-000000 cannot be read \(not a regular file\)"
+            ):
                 opened.read(0)
         (copied / name).unlink()
         (copied / name).write_bytes(content)

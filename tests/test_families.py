@@ -26,7 +26,12 @@ def train(name: str, config: Path, run: Path, precision: str, batch: int, steps:
         "train.label_smoothing=0",
         "data.flip=0",
     ]
-    system = ["train.zero_stage=2", "train.activation_checkpointing=true", f"train.precision={precision}", "model.drop_path=0.05"]
+    system = [
+        "train.zero_stage=2",
+        "train.activation_checkpointing=true",
+        f"train.precision={precision}",
+        "model.drop_path=0.05",
+    ]
     size = [f"train.global_batch_size={batch}", f"train.micro_batch_size={batch}", f"train.max_steps={steps}", "train.epochs=1"]
     run_forked("pipeline.train", "--config", config, f"output_dir={run}", f"model.name={name}", plain, *recipe, *system, *size)
     return [row["loss"] for row in step_rows(run)]

@@ -23,9 +23,7 @@ from pipeline.errors import UserError
 
 def read_all(location: Path) -> list[tuple[str, bytes]]:
     return [
-        (image.name, image.data)
-        for source in open_sources(location).values()
-        for image in map(source.read, range(len(source)))
+        (image.name, image.data) for source in open_sources(location).values() for image in map(source.read, range(len(source)))
     ]
 
 

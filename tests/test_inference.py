@@ -378,7 +378,10 @@ def test_scores_that_are_not_finite_are_no_accuracy(run: Path, photos: Path) -> 
         (["--switch", "conv_stem=false"], "leave out each --switch that adds, removes or reshapes parameters"),
         (["--checkpoint", "{run}/checkpoints/step-00000001", "--step", "2"], "is of step 1, but --step is 2"),
         (["--checkpoint", "{run}/config.yaml"], "neither a run folder nor a .safetensors file"),
-        (["--data", "{other}"], "other classes (10 and 3, first different at index 0: '0' and '2'): use shards of the same data"),
+        (
+            ["--data", "{other}"],
+            "other classes (10 and 3, first different at index 0: '0' and '2'): use shards of the same data",
+        ),
         (["--batch-size", "0"], "eval.batch_size is 0"),
     ],
 )

@@ -55,7 +55,9 @@ def test_constraints_name_everything_that_is_pulled_in() -> None:
             extras = ["", "all"] if name.startswith("nvidia-nvimgcodec") else [""]  # DALI asks for nvimgcodec[all]
             if needed.marker and not any(needed.marker.evaluate({"extra": extra}) for extra in extras):
                 continue
-            if name != "torch" or not re.match("nvidia|cuda|triton", needed.name):  # torch names its CUDA libraries' versions itself
+            if name != "torch" or not re.match(
+                "nvidia|cuda|triton", needed.name
+            ):  # torch names its CUDA libraries' versions itself
                 todo.append(needed.name)
     assert len(seen) > 50
     assert seen - pinned.keys() == set()
@@ -99,7 +101,18 @@ def test_a_wheel_brings_the_configs_and_the_licence(tmp_path: Path) -> None:
         shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / file, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        tmp_path,
+        source,
+    ]
     subprocess.run(command, check=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -108,13 +121,17 @@ def test_a_wheel_brings_the_configs_and_the_licence(tmp_path: Path) -> None:
     assert {path.relative_to(installed / "pipeline" / "recipes") for path in installed.rglob("*.yaml")} == {
         path.relative_to(REPOSITORY / "configs") for path in (REPOSITORY / "configs").rglob("*.yaml")
     }
-    modules = {path.relative_to(REPOSITORY) for folder in ("pipeline", "data_prep") for path in (REPOSITORY / folder).rglob("*.py")}
+    modules = {
+        path.relative_to(REPOSITORY) for folder in ("pipeline", "data_prep") for path in (REPOSITORY / folder).rglob("*.py")
+    }
     assert {path.relative_to(installed) for path in installed.rglob("*.py")} == modules
     assert len(list(installed.rglob("licenses/LICENSE"))) == 1
 
     program = "from pipeline.config import load_config; print(load_config('ablations/pervit_table5_lrn').model.name)"
     environment = clean_environment(PYTHONPATH=str(installed))
-    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert found.stdout == "pervit_t\n", found.stderr
 
 
@@ -123,7 +140,9 @@ def make(folder: Path, *words: str) -> str:
     for file in ("Makefile", "pyproject.toml", "constraints.txt"):
         if not (folder / file).exists():
             shutil.copy(REPOSITORY / file, folder)
-    environment = {name: value for name, value in clean_environment().items() if name not in ("HAS_GPU", "MAKEFLAGS", "MAKELEVEL")}
+    environment = {
+        name: value for name, value in clean_environment().items() if name not in ("HAS_GPU", "MAKEFLAGS", "MAKELEVEL")
+    }
     done = subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -138,7 +157,9 @@ def test_make_installs_the_build_that_is_asked_for(tmp_path: Path) -> None:
         assert "Nothing to be done" in make(tmp_path, "-n", *words)
     for words, build in ((["HAS_GPU=1"], "cuda13"), (["CUDA=13"], "cuda13"), (["CUDA=12"], "cuda12")):
         plan = make(tmp_path, "-n", "install", *words)
-        assert re.search(rf"uninstall .*torch.*install .*--constraint constraints.txt.*touch .venv/.installed-{build}\n", plan, re.S)
+        assert re.search(
+            rf"uninstall .*torch.*install .*--constraint constraints.txt.*touch .venv/.installed-{build}\n", plan, re.S
+        )
         assert ("whl/cpu" in plan, "nvidia-dali-cuda120\n" in plan) == (False, build == "cuda12")
     (tmp_path / ".venv" / ".installed-cpu").rename(tmp_path / ".venv" / ".installed-cuda12")
     assert "/pip " not in make(tmp_path, "-n", "test")  # no driver here is no wish for another build
@@ -148,7 +169,9 @@ def test_make_installs_the_build_that_is_asked_for(tmp_path: Path) -> None:
 def test_make_clean_leaves_what_it_cannot_make_again(tmp_path: Path) -> None:
     """Guards against `make clean` deleting every checkpoint."""
     kept = [tmp_path / name for name in ("runs/a/checkpoints/step-00000001", "data/imagenet", "logs", "pipeline")]
-    gone = [tmp_path / name for name in (".venv/bin", "demo/shards", "build", "pervit_pipeline.egg-info", "pipeline/__pycache__")]
+    gone = [
+        tmp_path / name for name in (".venv/bin", "demo/shards", "build", "pervit_pipeline.egg-info", "pipeline/__pycache__")
+    ]
     for folder in [*kept, *gone, *(tmp_path / name for name in ("data_prep", "tests", "benchmarks"))]:
         folder.mkdir(parents=True)
     make(tmp_path, "clean")

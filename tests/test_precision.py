@@ -27,7 +27,9 @@ choice = choose_precision(ASKED, None, world)
 print(f"{choice}\\n{choice.warning}", flush=True)
 disconnect()
 """
-needs_both_kinds = pytest.mark.skipif(not NATIVE, reason=f"needs a CPU with bf16 instructions, which can also do without: {WHY}")
+needs_both_kinds = pytest.mark.skipif(
+    not NATIVE, reason=f"needs a CPU with bf16 instructions, which can also do without: {WHY}"
+)
 
 
 def choices(*environments: dict[str, str], asked: str = "auto") -> list[list[str]]:

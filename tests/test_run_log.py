@@ -145,7 +145,9 @@ except OSError: pass
 
     read_only = "subprocess.run(['mount', '-o', 'remount,ro', run_dir], check=True)\n"
     log = "try: RunLog(config, world, 0, 100, 1.0)\nexcept ValueError as error: print(error)\n"
-    (ended,) = run(tmp_path, MOUNT + read_only + log + "write_run_files(config, world, 1, 'precision fp32: a test')", mounts=True)
+    (ended,) = run(
+        tmp_path, MOUNT + read_only + log + "write_run_files(config, world, 1, 'precision fp32: a test')", mounts=True
+    )
     assert "run/metrics.jsonl cannot be written (Read-only file system): see to its permissions" in ended[1]
     assert "run/config.yaml cannot be written (Read-only file system)" in error_of(ended)
 

@@ -204,7 +204,9 @@ def test_a_damaged_sample_is_named_as_in_the_source(copied_shards: Path, digits_
     with open(copied_shards / "val-000000.tar", "r+b") as tar:
         tar.seek(int(row["offset"]) + int(row["bytes"]) - 1)
         tar.write(b"x")
-    with pytest.raises(DamagedSample, match=r"sample 000000-000005 was changed .*\(it was \d/\d+.JPEG in the source\)") as error:
+    with pytest.raises(
+        DamagedSample, match=r"sample 000000-000005 was changed .*\(it was \d/\d+.JPEG in the source\)"
+    ) as error:
         shards.read(5)
     name = str(error.value).rpartition("it was ")[2].partition(" ")[0]
     assert (digits_images / "val" / name).stat().st_size == row["bytes"]

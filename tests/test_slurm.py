@@ -139,9 +139,7 @@ def test_any_config(variables: dict[str, str], cluster: Cluster, toy_repository:
     assert task["arguments"] == ["--config", str(config), *folders, "seed=1"]
 
 
-@pytest.mark.parametrize(
-    ("variables", "folder"), [({}, "runs/pervit_s_4"), ({"PERVIT_OUTPUT": "/a %a/%a b"}, "/a 4/4 b")]
-)
+@pytest.mark.parametrize(("variables", "folder"), [({}, "runs/pervit_s_4"), ({"PERVIT_OUTPUT": "/a %a/%a b"}, "/a 4/4 b")])
 def test_a_task_of_an_array(
     variables: dict[str, str], folder: str, cluster: Cluster, toy_repository: Path, tmp_path: Path
 ) -> None:

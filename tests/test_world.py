@@ -17,7 +17,14 @@ from pipeline.distributed import _refuse_unusable_gpu, _slurm_granted_gpus, init
 from pipeline.errors import RANK_LOST, NotConnected, UserError, run_command
 from pipeline.rendezvous import _host_store, _is_loopback, _listen, _reach_store, connect
 
-PAIR = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PERVIT_JOB_SECRET": "0" * 64}
+PAIR = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+    "PERVIT_JOB_SECRET": "0" * 64,
+}
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
 
@@ -25,7 +32,14 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Without a trace of a job; ``init_world`` may write into it."""
-    others = ("LOCAL_WORLD_SIZE", "SLURM_CPUS_PER_TASK", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_GPUS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    others = (
+        "LOCAL_WORLD_SIZE",
+        "SLURM_CPUS_PER_TASK",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_STEP_GPUS",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+    )
     for name in (*PAIR, *STEP, *others):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -69,7 +83,9 @@ def test_who_cannot_be_reached_is_named(environment: pytest.MonkeyPatch, capsys:
             with pytest.raises(NotConnected, match=rf"rank 0 cannot listen at .*:{port} \(Address already in use\)"):
                 _host_store(2, timedelta(seconds=1))
         environment.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(NotConnected, match=rf"rank 1 found nobody at .* 127.0.0.1:{port} for 0 s \(Connection refused\), rank 0 needed"):
+    with pytest.raises(
+        NotConnected, match=rf"rank 1 found nobody at .* 127.0.0.1:{port} for 0 s \(Connection refused\), rank 0 needed"
+    ):
         _reach_store(1, patience=0.3)
     for address in ("no-such-host.invalid", "a" * 70 + ".invalid", "not a name"):
         environment.setenv("MASTER_ADDR", address)
@@ -103,7 +119,11 @@ def test_loopback_is_what_is_written_not_what_a_name_resolves_to() -> None:
 
 def test_the_store_listens_where_it_is_needed() -> None:
     """Guards against a store of one machine that strangers reach, and against one between nodes that its own ranks do not."""
-    for address, addresses in (("127.0.0.1", {"127.0.0.1"}), ("localhost", {"127.0.0.1", "::1"}), (socket.gethostname(), {"::", "0.0.0.0"})):
+    for address, addresses in (
+        ("127.0.0.1", {"127.0.0.1"}),
+        ("localhost", {"127.0.0.1", "::1"}),
+        (socket.gethostname(), {"::", "0.0.0.0"}),
+    ):
         with _listen(address, 0) as listener:
             assert listener.getsockname()[0] in addresses
 

@@ -141,9 +141,7 @@ def _unpickle(data: bytes, name: str) -> dict:
         batch = _ArraysOnly(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:  # a damaged pickle can fail with anything
         reason = str(error) or type(error).__name__
-        raise UserError(
-            f"{name} is not a pickle of plain values and arrays ({reason}), CIFAR's needed: {_DOWNLOAD}."
-        ) from None
+        raise UserError(f"{name} is not a pickle of plain values and arrays ({reason}), CIFAR's needed: {_DOWNLOAD}.") from None
     if not isinstance(batch, dict):
         raise UserError(f"{name} holds a {type(batch).__name__}, a dict needed: {_DOWNLOAD}.")
     return batch

@@ -97,7 +97,9 @@ def _read(path: Path) -> dict[str, list[dict]]:
             for key, value in row.items():
                 wanted = _WANTED.get(key, _NUMBER)
                 if not wanted[0](value):
-                    raise UserError(f"{path}: {key} of {table} {number} is {value!r:.60}, {wanted[1]} needed: download it again.")
+                    raise UserError(
+                        f"{path}: {key} of {table} {number} is {value!r:.60}, {wanted[1]} needed: download it again."
+                    )
     return tables
 
 

@@ -106,9 +106,15 @@ def main() -> int | None:
     ):
         examples = f"examples:\n  {parser.prog} " + _EXAMPLES[name].format(parser.prog)
         command = commands.add_parser(
-            name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=examples, formatter_class=parser.formatter_class
+            name,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}.",
+            epilog=examples,
+            formatter_class=parser.formatter_class,
         )
-        command.add_argument("path", type=Path, metavar="RUN_DIR", help="a run's output_dir, or the folder of one of its checkpoints")
+        command.add_argument(
+            "path", type=Path, metavar="RUN_DIR", help="a run's output_dir, or the folder of one of its checkpoints"
+        )
         default = "all" if name == "verify" else "the newest"
         command.add_argument("--step", type=parse_step, metavar="N|best", help=f"of the checkpoint (default: {default})")
     command.add_argument("--output", type=Path, required=True, metavar="FILE", help="*.safetensors")

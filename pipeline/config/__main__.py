@@ -1,8 +1,8 @@
 """Every key of a config with its default and meaning, as a Markdown table.
 
-    python -m pipeline.config                 all of them, as in README.md
-    python -m pipeline.config optim train.    those whose names begin so
-    python -m pipeline.config --recipes       the configs that --config takes by name, and their folder
+python -m pipeline.config                 all of them, as in README.md
+python -m pipeline.config optim train.    those whose names begin so
+python -m pipeline.config --recipes       the configs that --config takes by name, and their folder
 """
 
 from __future__ import annotations

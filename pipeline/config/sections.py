@@ -33,7 +33,9 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Aspect = Annotated[float, Field(ge=0.01, le=100)]
-Mean = Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)]  # of pixels on [0, 1]: figures for pixels up to 255 are refused
+Mean = Annotated[
+    float, Field(ge=-10, le=10, allow_inf_nan=False)
+]  # of pixels on [0, 1]: figures for pixels up to 255 are refused
 Deviation = Annotated[float, Field(ge=1e-3, le=10, allow_inf_nan=False)]
 
 

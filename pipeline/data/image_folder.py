@@ -42,7 +42,9 @@ class ImageFolder:
         self.folder = folder / split if (folder / split).is_dir() else folder
         self.split, self.classes = split, list(classes)
         if not self.folder.is_dir():
-            raise UserError(f"--data {folder} is no folder: pass a folder with shards, or one with a folder of images per class.")
+            raise UserError(
+                f"--data {folder} is no folder: pass a folder with shards, or one with a folder of images per class."
+            )
         folders = sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir() and not entry.name.startswith("."))
         number = {name: label for label, name in enumerate(self.classes)}
         unknown = [name for name in folders if name not in number]

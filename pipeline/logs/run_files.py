@@ -44,7 +44,10 @@ def write_run_files(config: Config, world: World, first_step: int, precision: st
 def _write(config: Config, start: dict) -> None:
     config_file, environment_file = (Path(config.output_dir) / name for name in (CONFIG, ENVIRONMENT))
     starts = [*_earlier_starts(environment_file), start]
-    contents = {config_file: f"# {start['precision']}\n{config_to_yaml(config)}", environment_file: json.dumps(starts, indent=1) + "\n"}
+    contents = {
+        config_file: f"# {start['precision']}\n{config_to_yaml(config)}",
+        environment_file: json.dumps(starts, indent=1) + "\n",
+    }
     for path, content in contents.items():
         try:
             remove_leftovers(path)

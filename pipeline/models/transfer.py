@@ -69,7 +69,9 @@ def load_pretrained(
         )
     check_finite(loaded, source)
     model.load_state_dict(loaded, strict=True)
-    if their_classes is None and all(weights[name].shape == own[name].shape for name in own if name.startswith(model.head_names)):
+    if their_classes is None and all(
+        weights[name].shape == own[name].shape for name in own if name.startswith(model.head_names)
+    ):
         said.append(
             f"the head is taken over, though {source} does not say what its outputs are for: see that they are your classes, "
             f"in the same order"
