@@ -18,7 +18,7 @@ def test_training_images_stand_apart_with_their_labels() -> None:
     weight = torch.tensor([0.3, 0.6, 1.0, 0.75])
     batch = Batch(red.expand(4, 3, 60, 60), labels, others, weight, torch.ones(4, dtype=torch.bool), None, 0)
     classes = ["cat", "dog", "a_class_whose_name_is_far_too_long_for_one_picture"]
-    assert pictures._labels(batch, classes) == ["0.70 dog\n+ 0.30 cat", "dog", classes[2], f"0.75 {classes[2]}\n+ 0.25 cat"]
+    assert pictures._labels(batch, classes) == ["70 % dog\n+ 30 % cat", "dog", classes[2], f"75 % {classes[2]}\n+ 25 % cat"]
 
     grid = pictures.image_grid(batch, classes, MEAN, STD)
     assert grid.dtype == torch.uint8

@@ -42,10 +42,10 @@ def _labels(batch: Batch, classes: list[str]) -> list[str]:
     labels = []
     for label, other, weight in zip(batch.labels.tolist(), batch.other_labels.tolist(), batch.weight.tolist()):
         parts = sorted([(weight, classes[label]), (1 - weight, classes[other])], reverse=True)
-        if label == other or f"{parts[1][0]:.2f}" == "0.00":
+        if label == other or f"{parts[1][0]:.0%}" == "0%":
             labels.append(parts[0][1])
         else:
-            labels.append("\n+ ".join(f"{part:.2f} {name}" for part, name in parts))
+            labels.append("\n+ ".join(f"{100 * part:.0f} % {name}" for part, name in parts))
     return labels
 
 
