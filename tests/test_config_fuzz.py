@@ -40,7 +40,18 @@ BASES = (
 )
 SWITCHES = [f"model.switches.{name}" for name in ("phi_p", "widths", "phi_p_distance", "phi_p_layers", "cpe", "nothing")]
 STRANGE_KEYS = ["", ".", "train.", ".epochs", "train..epochs", "train.epoch", "epochs", "base", "a.b.c.d.e", "x" + ".y" * 3000]
-STRANGE_KEYS += ["train.epochs.x", "model.switches.a.b", "1", "{a: 1}", "tra\x1bin.epochs", "ｔrain.epochs", "model", "train", "data"]
+STRANGE_KEYS += [
+    "train.epochs.x",
+    "model.switches.a.b",
+    "1",
+    "{a: 1}",
+    "tra\x1bin.epochs",
+    "ｔrain.epochs",
+    "model",
+    "train",
+    "data",
+]
+# fmt: off
 NUMBERS = ["0", "1", "2", "3", "4", "7", "8", "16", "64", "-1", "-0.0", "0.1", "0.5", "0.999999999999", "1.5", "1e-9", "1e-45"]
 NUMBERS += ["1e-300", "5e-324", "1e6", "1e9", "1e300", "1e308", "-1e308", "1e400", "1000000000000", "9" * 30, "9" * 4000, "9" * 5000]
 NUMBERS += ["0x" + "f" * 5000, "16384", "16385", "1048576", "4096", "2592000", "9223372036854775807", "18446744073709551616"]
@@ -53,6 +64,7 @@ NESTED = ["[", "[" * 3000, "[" * 3000 + "]" * 3000, "{" * 3000, "[]", "[1]", "[0
 NESTED += ["[.nan, 1]", "[1e300, 1e308]", "[true, true, true]", "[0, 0, 0]", "[1e-300, 1e-300]", "[64, 64, 64, 64]", "{}", "{a: 1}"]
 NESTED += ["{a: {b: {c: 1}}}", "{1: 2}", "{a: 1, a: 2}", "{[1]: 2}", "{? {a: b}}", "&a [*a]", "&a {x: *a}", "{epochs: 1e300}", "{path: 3}"]
 NESTED += ["[&a [x, x], &b [*a, *a], &c [*b, *b], &d [*c, *c], &e [*d, *d], &f [*e, *e], [*f, *f]]", "{switches: {cpe: .inf}}", "[" + "1," * 500 + "1]"]
+# fmt: on
 VALUES = NUMBERS + WORDS + TAGS + NESTED
 
 
@@ -90,7 +102,8 @@ def generate(count: int) -> list[list[str]]:
         return f"{key}={near(defaults[key], draw)}"
 
     return [
-        [*draw.choice(BASES), one(number), *([one(draw.randrange(10**6))] if number % 3 == 0 else [])] for number in range(count)
+        [*draw.choice(BASES), one(number), *([one(draw.randrange(10**6))] if number % 3 == 0 else [])]
+        for number in range(count)
     ]
 
 
@@ -145,10 +158,18 @@ def outcome(overrides: list[str], file: Path, world: World, shards: dict) -> str
     return "accepted"
 
 
-LARGEST = "model.image_size=4096 augment.rand_augment_ops=8 augment.erasing=1 augment.mix_group=16384 train.micro_batch_size=16384 "
-LARGEST += "train.global_batch_size=1048576 train.epochs=1e6 train.max_steps=1000000000000 eval.batch_size=16384 data.order=block "
-LARGEST += "data.block_size=16777216 data.window_blocks=16777216 optim.lr=1000 optim.warmup_epochs=1e6 seed=9223372036854775807 "
-LARGEST += "distributed.progress_timeout=2592000 checkpoint.retry_seconds=2592000 data.crop_ratio=[100,100] data.mean=[10,10,10]"
+LARGEST = (
+    "model.image_size=4096 augment.rand_augment_ops=8 augment.erasing=1 augment.mix_group=16384 train.micro_batch_size=16384 "
+)
+LARGEST += (
+    "train.global_batch_size=1048576 train.epochs=1e6 train.max_steps=1000000000000 eval.batch_size=16384 data.order=block "
+)
+LARGEST += (
+    "data.block_size=16777216 data.window_blocks=16777216 optim.lr=1000 optim.warmup_epochs=1e6 seed=9223372036854775807 "
+)
+LARGEST += (
+    "distributed.progress_timeout=2592000 checkpoint.retry_seconds=2592000 data.crop_ratio=[100,100] data.mean=[10,10,10]"
+)
 SMALLEST = "model.image_size=1 augment.rand_augment_ops=8 augment.erasing=1e-300 augment.mix_group=2 train.micro_batch_size=2 "
 SMALLEST += "train.global_batch_size=2 train.epochs=1e-3 optim.lr=1e-300 optim.warmup_epochs=1e-300 eval.every_epochs=1e-300 "
 SMALLEST += "data.crop_scale=[1e-300,1e-300] data.crop_ratio=[0.01,100] data.eval_crop=0.1 data.order=block data.block_size=1 "

@@ -118,7 +118,9 @@ def _override(text: str) -> dict:
     try:
         tree = _value_of(key, value)
     except ValueError as error:
-        raise UserError(f"override {shown(text)}: what follows the = is not a YAML value ({error}): correct it, or quote it.") from None
+        raise UserError(
+            f"override {shown(text)}: what follows the = is not a YAML value ({error}): correct it, or quote it."
+        ) from None
     for name in reversed(names):
         tree = {name: tree}
     return tree
