@@ -17,8 +17,8 @@ MAX_GLOBAL_BATCH = 2**20  # images per optimizer step; the largest published one
 MAX_STEPS = 10**12  # whatever counts steps or events; times the largest batch it is still a 64-bit integer
 MAX_EPOCHS = 1e6  # the random numbers' counter has 32 bits for the epoch
 MAX_SECONDS = 30 * 24 * 3600.0  # collectives and stores overflow at less than the largest float
-MAX_RATE = 1e3  # learning rate, weight decay, gradient norm: float32 is exact enough up to there
-MAX_SWITCH = 2**63 - 1
+MAX_RATE = 1e3  # learning rate, weight decay: float32 is exact enough up to there
+MAX_SWITCH = 2**63 - 1  # a model's own bounds are narrower: this one is for what JSON and checkpoints can hold
 
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_SHAPE)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
@@ -33,9 +33,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Aspect = Annotated[float, Field(ge=0.01, le=100)]
-Mean = Annotated[
-    float, Field(ge=-10, le=10, allow_inf_nan=False)
-]  # of pixels on [0, 1]: figures for pixels up to 255 are refused
+Mean = Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)]  # of pixels on [0, 1], not up to 255
 Deviation = Annotated[float, Field(ge=1e-3, le=10, allow_inf_nan=False)]
 
 
@@ -179,9 +177,9 @@ class AugmentConfig(Section):
 
 class TrainConfig(Section):
     init_from: Text | None = None
-    """Fine-tuning: a run folder, one of its checkpoints, or a file with a state dict, whose weights (of a run: ema if it kept an average) the run begins with; null: fresh weights."""
+    """Fine-tuning: a run folder, or a file with a state dict, whose weights the run begins with; null: fresh weights."""
     teacher: Text | None = None
-    """Hard distillation (DeiT, Eq. 3): a run folder or exported file whose model's decisions (ema if it kept an average) are a second label; null: none."""
+    """Hard distillation (DeiT, Eq. 3): folder of a finished run whose model's decisions are a second label; null: none."""
     epochs: Epochs = 300
     """Length of the schedule, in passes over the training set."""
     scale_epochs: bool = False
@@ -192,8 +190,8 @@ class TrainConfig(Section):
     """Images per optimizer step, over all processes. The one number a recipe states."""
     micro_batch_size: BatchSize = 128
     """Images per forward pass and process; accumulation steps follow from it."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """bf16: autocast with fp32 master weights. fp32: everything in single precision. auto: bf16 where all devices have instructions for it, else fp32; a resumed run keeps its own."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16: autocast with fp32 master weights. fp32: everything in single precision."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO: 0 none, 1 optimizer state, 2 + gradients, 3 + parameters sharded over processes."""
     activation_checkpointing: bool = False
@@ -225,7 +223,7 @@ class OptimConfig(Section):
     """Decay of AdamW's moment estimates."""
     eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8
     """Added to AdamW's denominator."""
-    clip_grad_norm: PositiveRate | None = None
+    clip_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Clip the global gradient norm to this; null: no clipping."""
 
 
