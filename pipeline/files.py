@@ -14,13 +14,6 @@ from typing import BinaryIO
 from pipeline.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_KINDS = (
-    (stat.S_ISLNK, "symbolic link"),
-    (stat.S_ISDIR, "folder"),
-    (stat.S_ISFIFO, "named pipe"),
-    (stat.S_ISSOCK, "socket"),
-    (lambda mode: True, "device"),
-)
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -65,19 +58,17 @@ def remove_leftovers(path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading that must be one of its own: a named pipe would be waited for, a symbolic link leads elsewhere.
+def open_regular(path: Path) -> int:
+    """Open a file for reading; a pipe or a device, which may never begin or never end, is an ``OSError`` that names it.
 
-    Raises:
-        UserError: it is something else than a regular file.
-        OSError: it is not there or cannot be read.
+    Returns:
+        The descriptor.
     """
-    mode = path.lstat().st_mode
-    if not stat.S_ISREG(mode):
-        kind = next(name for is_one, name in _KINDS if is_one(mode))
-        raise UserError(f"{path} is a {kind}, a regular file needed: restore the file.")
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # it may have been replaced just now
-    return open(descriptor, "rb")
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import xxhash
 
-from pipeline.checkpoint.manifest import FileRecord, Manifest, RunState
+from pipeline.checkpoint.manifest import FileRecord, Manifest, RunState, open_own
 from pipeline.errors import UserError
-from pipeline.files import open_regular
 
 _CHUNK = 16 << 20
 
@@ -24,7 +23,7 @@ def checksum(path: Path) -> FileRecord:
         OSError: it cannot be read.
     """
     digest, size = xxhash.xxh3_128(), 0
-    with open_regular(path) as file:
+    with open_own(path) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             size += len(chunk)
@@ -49,7 +48,7 @@ def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) ->
     for written in files:
         path = folder / written.name
         try:
-            with open_regular(path) as file:
+            with open_own(path) as file:
                 size = file.seek(0, 2)
             if size != written.bytes:
                 sentences.append(f"{path} has {size} bytes, {written.bytes} were written")
