@@ -57,7 +57,9 @@ class RunLock:
             except OSError as error:
                 if left and error.errno == errno.ENOENT:
                     continue  # another start, which was refused, has just removed the folder that it had created
-                raise UserError(f"output_dir {run_dir} is not writable ({disk_reason(path, error)}): choose another output_dir.") from None
+                raise UserError(
+                    f"output_dir {run_dir} is not writable ({disk_reason(path, error)}): choose another output_dir."
+                ) from None
             try:
                 _wait_for_lock(descriptor, run_dir, wait_seconds)
                 if not _is_there(path, descriptor):  # likewise; the lock of a removed file keeps nobody out

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from pipeline.checkpoint import read_weights, saved_steps, step_folder
 from pipeline.checkpoint.folder import find_checkpoint, find_step, remove_old, sweep
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.overview import read_manifests, table
-from pipeline.checkpoint.parts import stretch_key, write_part
+from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.whole import Seen, find_damage
 from pipeline.errors import UserError
 
@@ -85,7 +87,7 @@ def test_every_consistent_edit_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
     assert len(EDITS) > 100
     for place, value in EDITS:
         (folder / MANIFEST).write_text(text)
-        edit(folder, lambda content: put(content, place, value))
+        edit(folder, partial(put, place=place, value=value))
         with pytest.raises(UserError) as error:
             Manifest.read(folder)
         sentence = str(error.value)
@@ -103,7 +105,14 @@ def test_every_consistent_edit_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
 def test_what_is_no_manifest_at_all_is_damage(tmp_path: Path) -> None:
     """Guards against JSON that is no object, or so deep that reading it ends in a RecursionError."""
     folder = save_small(tmp_path, 4)
-    for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 10_000, '{"xxh3": 1, "content": [1]}', '{"xxh3": "", "content": 5}', "\xff" * 9):
+    for text in (
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "9" * 10_000,
+        '{"xxh3": 1, "content": [1]}',
+        '{"xxh3": "", "content": 5}',
+        "\xff" * 9,
+    ):
         (folder / MANIFEST).write_bytes(text.encode("latin-1"))
         with pytest.raises(UserError, match=f"{MANIFEST} is damaged"):
             Manifest.read(folder)
@@ -115,7 +124,9 @@ def test_what_is_no_regular_file_is_damage(kind: str, name: str, tmp_path: Path,
     """Guards against a command that waits for a pipe for ever, and against bytes from outside of the checkpoint."""
     path = save_small(tmp_path, 4) / name
     path.rename(tmp_path / "elsewhere")
-    {"a named pipe": os.mkfifo, "a symbolic link": lambda p: p.symlink_to(tmp_path / "elsewhere"), "a folder": Path.mkdir}[kind](path)
+    {"a named pipe": os.mkfifo, "a symbolic link": lambda p: p.symlink_to(tmp_path / "elsewhere"), "a folder": Path.mkdir}[
+        kind
+    ](path)
     expected = f"{name} is {kind}" if kind == "a symbolic link" else f"{name} is not a regular file"
     assert command.verify(tmp_path, None) == 1
     assert "DAMAGED" in (out := capsys.readouterr().out) and expected in out
@@ -154,7 +165,9 @@ def test_a_part_of_another_checkpoint_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["replaced", "changed", "moved"])
-def test_a_change_between_the_check_and_the_reading_is_noticed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_between_the_check_and_the_reading_is_noticed(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against other weights than those whose checksum was compared."""
     four, other = save_small(tmp_path, 4, value=4), save_small(tmp_path / "other", 4, value=9)
     part = four / "part-00000.safetensors"
@@ -202,9 +215,14 @@ def test_files_that_are_not_touched_are_the_same_still(tmp_path: Path) -> None:
 def test_headers_that_no_checkpoint_has_are_damage(tmp_path: Path) -> None:
     """Guards against a traceback over a part that was written again, with its checksum, and is none."""
     folder = save_small(tmp_path, 4)
-    for key, tensor in (("w", torch.zeros(3)), ("weight/w/x", torch.zeros(3)), ("weight/w/0", torch.zeros(3, 1)), ("a/b/c/d", torch.zeros(1))):
+    for key, tensor in (
+        ("w", torch.zeros(3)),
+        ("weight/w/x", torch.zeros(3)),
+        ("weight/w/0", torch.zeros(3, 1)),
+        ("a/b/c/d", torch.zeros(1)),
+    ):
         record = write_part(folder / "part-00000.safetensors", {key: tensor})
-        edit(folder, lambda content: content["files"][0].update(bytes=record.bytes, xxh3=record.xxh3))
+        edit(folder, partial(put, place="files.0", value=asdict(record)))
         assert command.verify(tmp_path, None) == 1, key
         with pytest.raises(UserError, match="step-00000004"):
             read_weights(tmp_path)
@@ -232,12 +250,20 @@ def test_a_path_and_a_word_name_a_checkpoint(tmp_path: Path, monkeypatch: pytest
     run = tmp_path / "run"
     for step in (4, 5, 6):
         save_small(run, step)
-    for path, expected in (("run", 6), ("run/checkpoints", 6), ("run/checkpoints/step-00000005", 5), ("run/checkpoints/step-00000004/", 4)):
+    for path, expected in (
+        ("run", 6),
+        ("run/checkpoints", 6),
+        ("run/checkpoints/step-00000005", 5),
+        ("run/checkpoints/step-00000004/", 4),
+    ):
         assert find_checkpoint(tmp_path / path) == (run, expected)
     monkeypatch.chdir(run / "checkpoints")
     assert find_checkpoint(Path("step-00000005")) == (run, 5) and find_checkpoint(Path(".")) == (run, 6)
     monkeypatch.chdir(run)
-    assert find_checkpoint(Path("checkpoints/step-00000004")) == (Path("."), 4) and find_checkpoint(Path("."), 5) == (Path("."), 5)
+    assert find_checkpoint(Path("checkpoints/step-00000004")) == (Path("."), 4) and find_checkpoint(Path("."), 5) == (
+        Path("."),
+        5,
+    )
     with pytest.raises(UserError, match="is of step 5, but --step is 4: leave one of them out"):
         find_checkpoint(run / "checkpoints" / "step-00000005", 4)
     with pytest.raises(UserError, match=r"no checkpoint of step 7, but of \[4, 5, 6\]"):

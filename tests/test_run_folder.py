@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPOSITORY, clean_environment
-
 from faults.ranks import run_forked
+
 from pipeline.config import Config, config_from_dict
 from pipeline.data.shards import ShardSet
 from pipeline.distributed import World

@@ -135,7 +135,9 @@ def _best_step(run_dir: Path, steps: list[int]) -> int:
                 f"{run_dir} no longer has its best checkpoint, that of step {best['step']}, but those of {steps}: choose one of them."
             )
         return best["step"]
-    raise UserError(f"{run_dir} has no checkpoint that says which is the best, of {steps} none can be read: choose one of them.")
+    raise UserError(
+        f"{run_dir} has no checkpoint that says which is the best, of {steps} none can be read: choose one of them."
+    )
 
 
 def publish(written: Path, target: Path) -> None:
