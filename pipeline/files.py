@@ -14,13 +14,6 @@ from typing import BinaryIO
 from pipeline.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_KINDS = (
-    (stat.S_ISLNK, "symbolic link"),
-    (stat.S_ISDIR, "folder"),
-    (stat.S_ISFIFO, "named pipe"),
-    (stat.S_ISSOCK, "socket"),
-    (lambda mode: True, "device"),
-)
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -76,20 +69,6 @@ def open_regular(path: Path) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return descriptor
-
-
-def open_own(path: Path) -> BinaryIO:
-    """:func:`open_regular` for a file that must lie in its folder itself: a symbolic link leads elsewhere.
-
-    Raises:
-        UserError: it is something else than a regular file.
-        OSError: it is not there or cannot be read.
-    """
-    mode = path.lstat().st_mode
-    if not stat.S_ISREG(mode):
-        kind = next(name for is_one, name in _KINDS if is_one(mode))
-        raise UserError(f"{path} is a {kind}, a regular file needed: restore the file.")
-    return open(open_regular(path), "rb")
 
 
 def sync_folder(folder: Path) -> None:

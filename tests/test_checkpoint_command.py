@@ -100,6 +100,21 @@ def test_verify_reads_every_file(run: Path, command, capsys) -> None:
     assert capsys.readouterr().out.count("whole   part-") == 2
 
 
+def test_a_checkpoint_is_also_meant_by_its_path_or_as_the_best(run: Path, command, capsys) -> None:
+    """Guards against a path that ``inspect`` prints and refuses, and against all checkpoints read where one was meant."""
+    assert command("verify", step_folder(run, 3)) == 0
+    assert capsys.readouterr().out.count("whole   part-") == 2
+    command("inspect", step_folder(run, 2))
+    assert f"checkpoint    {step_folder(run, 2)}\n" in capsys.readouterr().out
+    command("inspect", run, "--step", "best")
+    assert f"checkpoint    {step_folder(run, 4)}\n" in capsys.readouterr().out
+    for arguments, expected in ((("inspect", run, "--step", "bset"), "'bset' is no step"), (("export", "--help"), "examples:\n  python")):
+        with pytest.raises(SystemExit):
+            command(*arguments)
+        output = capsys.readouterr()
+        assert expected in output.out + output.err
+
+
 def test_verify_names_what_is_damaged(damaged: Path) -> None:
     """Guards against damage that is found but not named, or named with exit code 0."""
     result = run_module("pipeline.checkpoint", "verify", damaged, check=False)

@@ -44,7 +44,7 @@ def test_recipe_of_table_s6() -> None:
         ("train.max_steps=3.5", "train.max_steps is 3.5 (float)"),
         ("train.zero_stage=4", "train.zero_stage is 4"),
         ("train.zero_stage=true", "not a truth value"),
-        ("train.precision=fp16", "'bf16' or 'fp32'"),
+        ("train.precision=fp16", "'auto', 'bf16' or 'fp32'"),
         ("train.global_batch_size=0", "greater than or equal to 1"),
         ("data.crop_scale=[1.0, 0.1]", "from low to high"),
         ("data.crop_scale=[0.1]", "one more needed"),

@@ -6,13 +6,14 @@ that, so that every value is also of its type and within its range, and names a 
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -152,6 +153,23 @@ class Manifest:
                 f"{source} has format {found}, {FORMAT} needed: use the version of the pipeline that wrote it, or another output_dir."
             )
         return _validated(values, source)
+
+
+def open_own(path: Path) -> BinaryIO:
+    """Open a checkpoint's file for reading. A named pipe would be waited for, and a symbolic link leads out of the checkpoint.
+
+    Raises:
+        UserError: it is no regular file.
+        OSError: it is not there or cannot be read.
+    """
+    if path.is_symlink():
+        raise UserError(f"{path} is a symbolic link, a regular file needed: restore the file.")
+    try:
+        return open(open_regular(path), "rb")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise UserError(f"{path} is not a regular file, one needed: restore the file.") from None
 
 
 def folder_name(step: int) -> str:

@@ -148,7 +148,7 @@ class Saver:
 
     def _complete(self) -> None:
         saving, self._saving = self._saving, None
-        records = [FileRecord(**values) for values in self._world.gather(asdict(saving.record))]
+        records = [FileRecord(**fields) for fields in self._world.gather(asdict(saving.record))]
         if self._world.is_main:
             manifest = Manifest(saving.state, saving.shapes, records)
             self._publishing = threading.Thread(target=self._publish, args=(saving.folder, manifest), daemon=True)

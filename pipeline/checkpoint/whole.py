@@ -7,9 +7,8 @@ from pathlib import Path
 
 import xxhash
 
-from pipeline.checkpoint.manifest import FileRecord, Manifest, RunState
+from pipeline.checkpoint.manifest import FileRecord, Manifest, RunState, open_own
 from pipeline.errors import UserError
-from pipeline.files import open_own
 
 _CHUNK = 16 << 20
 

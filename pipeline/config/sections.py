@@ -190,8 +190,8 @@ class TrainConfig(Section):
     """Images per optimizer step, over all processes. The one number a recipe states."""
     micro_batch_size: BatchSize = 128
     """Images per forward pass and process; accumulation steps follow from it."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16: autocast with fp32 master weights. fp32: everything in single precision."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """bf16: autocast with fp32 master weights. fp32: everything in single precision. auto: bf16 where all devices have instructions for it, else fp32; a resumed run keeps its own."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO: 0 none, 1 optimizer state, 2 + gradients, 3 + parameters sharded over processes."""
     activation_checkpointing: bool = False
