@@ -33,18 +33,20 @@ class Job:
 
     Attributes:
         pids: by rank.
+        port: where they meet.
         world_size: how many there are.
         started: by the clock of the day, as in the log of samples.
     """
 
-    def __init__(self, world_size: int, *arguments: object, module: str = "pipeline.train") -> None:
+    def __init__(self, world_size: int, *arguments: object, module: str = "pipeline.train", missing: int = 0) -> None:
+        """``missing`` more ranks are of the job, but somebody else starts them, or nobody."""
         self.world_size, self.started = world_size, time.time()
         self._folder = Path(tempfile.mkdtemp(dir=_logs().name))
         common = {
-            **meeting_point(world_size),
+            **meeting_point(world_size + missing),
             "SLURM_CPUS_PER_TASK": 1,  # threads of a rank: more would wait for each other on a busy machine
         }
-        self.pids = []
+        self.pids, self.port = [], common["MASTER_PORT"]
         for rank in range(world_size):
             request = {
                 "module": module,
