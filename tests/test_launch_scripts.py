@@ -43,7 +43,9 @@ def test_no_temporary_folder(tmp_path: Path) -> None:
     assert sentence.startswith(f"error: no folder can be made in {tmp_path}/missing, ") and "set TMPDIR" in sentence
 
 
-@pytest.mark.parametrize(("name", "value"), [("SLURM_RESTART_COUNT", "x"), ("SLURM_CPUS_PER_TASK", "abc"), ("SLURM_JOB_ID", "-1")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("SLURM_RESTART_COUNT", "x"), ("SLURM_CPUS_PER_TASK", "abc"), ("SLURM_JOB_ID", "-1")]
+)
 def test_not_slurms_environment(name: str, value: str) -> None:
     """Guards against arithmetic in bash's words, and a job that is requeued for a mistake in its environment."""
     variables = {"SLURM_JOB_ID": "7", "PERVIT_ROOT": str(REPOSITORY), name: value}

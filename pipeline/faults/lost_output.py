@@ -47,5 +47,5 @@ class _Outliving:
         if error.errno not in self._gone:
             raise error
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())  # the descriptor: Python would flush what is left at its end, with an exit code of 120
+        os.dup2(nowhere, self._stream.fileno())  # the descriptor: Python flushes what is left at its end, else with exit code 120
         os.close(nowhere)

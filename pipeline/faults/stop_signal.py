@@ -12,8 +12,8 @@ ALONE_SECONDS = 60  # that a rank may take to end where no launcher is left to s
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGUSR1, by which a cluster asks a job to end soon, and SIGHUP, which says that the terminal was closed;
-    the training looks at it between two steps.
+    """Notes SIGTERM and SIGUSR1, by which a cluster asks a job to end soon, and SIGHUP: the terminal was closed; the
+    training looks at it between two steps.
 
     A context manager; the former handlers come back at its end, unless a signal has come: clusters repeat it, and the second one
     must not change the exit code of a process that is about to end. SIGHUP stays ignored where it was (``nohup``). What is
