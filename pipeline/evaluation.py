@@ -44,8 +44,8 @@ def evaluate(
     Returns:
         None if it was given up, else
         ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), and the integers ``correct1``, ``correct5``
-        and ``count``. Images that cannot be used are named in the log and not in the count. Where the model gives scores that are
-        not finite, also ``nonfinite``: how many images have such; they count as wrong.
+        and ``count``. Images that cannot be used are named in the log and not in the count. Where scores are not finite, also
+        ``nonfinite``: for how many images; they count as wrong.
     """
     totals = torch.zeros(5, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count, nonfinite
     batches = tqdm(

@@ -3,7 +3,7 @@
     python -m pipeline.train --config configs/pervit_t.yaml [dotted.key=value ...]
 
 The same command continues a run that was stopped, on any number of processes. Several processes: ``launch/local.sh`` on one
-machine, ``sbatch launch/train.slurm configs/pervit_t.yaml`` on a cluster. SIGTERM or SIGUSR1 to any of them: all save a
+machine, ``sbatch launch/train.slurm configs/pervit_t.yaml`` on a cluster. SIGTERM, SIGUSR1 or SIGHUP to any of them: all save a
 checkpoint and end with exit code 75.
 """
 

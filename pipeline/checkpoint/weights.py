@@ -90,8 +90,8 @@ def read_initial_weights(source: Path) -> InitialWeights:
     """The weights that fine-tuning begins with.
 
     Args:
-        source: a run folder or one of its checkpoints, or a file with a state dict: one that ``export`` wrote, another safetensors
-            file, or what ``torch.save`` wrote.
+        source: a run folder or one of its checkpoints, or a file with a state dict: one that ``export`` wrote, another
+            safetensors file, or what ``torch.save`` wrote.
 
     Raises:
         UserError: there is no such thing, it cannot be read, or it is something else.

@@ -2,7 +2,6 @@
 
 ================== ======================================================================
 ``stop_signal.py`` SIGTERM, SIGUSR1 or SIGHUP: all save and end
-``lost_output.py`` the terminal is gone, the training is not
 ``heartbeat.py``   signs of life between the processes; who learns that one is lost ends
 ``notices.py``     where those signs stand, and which of them count
 ``signing.py``     the job's secret, and signatures made with it

@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 import traceback
+from contextlib import suppress
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -193,7 +194,8 @@ class Heartbeat:
         """Print the first verdict, unless the main thread is about to print an error of its own."""
         with self._judging:
             if self._verdict is None and self._end[0] is not Status.ENDED:
-                os.write(2, f"error: {verdict.sentence}\n".encode())  # the main thread may hold the lock of sys.stderr
+                with suppress(OSError):  # the terminal may be gone
+                    os.write(2, f"error: {verdict.sentence}\n".encode())  # the main thread may hold the lock of sys.stderr
             self._verdict = self._verdict or verdict
 
     def _finish(self, verdict: Verdict) -> None:

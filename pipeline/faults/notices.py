@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -88,7 +89,8 @@ class Notices:
             f"this job (found: {found}), a note signed now by its own process needed: it is ignored; see docs/security.md for how to keep "
             f"strangers from that port."
         )
-        os.write(2, f"{sentence}\n".encode())  # the main thread may hold the lock of sys.stderr
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, f"{sentence}\n".encode())  # the main thread may hold the lock of sys.stderr
 
 
 def _parse(kind: type[Note], content: str | None) -> Note | None:

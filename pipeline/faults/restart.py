@@ -101,7 +101,7 @@ def reason(exit_code: int) -> str:
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """The name under which ``scontrol`` knows this job alone; one task of a job array has the whole array's number as its own."""
+    """The name under which ``scontrol`` knows this job alone: one task of a job array has the array's number as its own."""
     if "SLURM_ARRAY_JOB_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
     return environment.get("SLURM_JOB_ID", "none")
@@ -111,7 +111,7 @@ def _earlier_restarts() -> int:
     text = os.environ.get("SLURM_RESTART_COUNT", "0")
     if not (text.isascii() and text.isdigit()):
         raise UserError(
-            f"the environment variable SLURM_RESTART_COUNT is {text!r}, a whole number needed: it is Slurm's to set, so unset it."
+            f"the environment variable SLURM_RESTART_COUNT is {text!r}, a whole number needed: Slurm sets it, so unset it."
         )
     return int(text)
 

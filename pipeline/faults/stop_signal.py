@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import signal
 
-from pipeline.faults.lost_output import outlive_readers
-
 LAUNCHER = "PERVIT_LAUNCHER_PID"  # set by launch/local.sh, whose death is a SIGTERM for its ranks
 ALONE_SECONDS = 60  # that a rank may take to end where no launcher is left to see to it; launch/local.sh waits as long
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGUSR1, by which a cluster asks a job to end soon, and SIGHUP, which says that the terminal was closed;
-    the training looks at it between two steps.
+    """Notes SIGTERM and SIGUSR1, by which a cluster asks a job to end soon, and SIGHUP: the terminal was closed; the
+    training looks at it between two steps.
 
     A context manager; the former handlers come back at its end, unless a signal has come: clusters repeat it, and the second one
-    must not change the exit code of a process that is about to end. SIGHUP stays ignored where it was (``nohup``). What is
-    printed from the beginning of the block on may go to a terminal that is gone.
+    must not change the exit code of a process that is about to end. SIGHUP stays ignored where it was (``nohup``).
 
     Attributes:
         received: the signal's number, or 0.
@@ -27,7 +24,6 @@ class StopSignal:
         self.received = 0
 
     def __enter__(self) -> StopSignal:
-        outlive_readers()
         numbers = [signal.SIGTERM, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)

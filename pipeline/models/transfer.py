@@ -48,10 +48,10 @@ def load_pretrained(
     said, misfits, loaded = [], [], {}
     for name in sorted(own.keys() & weights.keys()):
         value, target = weights[name], own[name]
-        head = name.startswith(model.head_names)
+        is_head = name.startswith(model.head_names)
         if value.is_floating_point() != target.is_floating_point():
             misfits.append(f"{name} {value.dtype} instead of {target.dtype}")
-        elif head and (others or value.shape != target.shape):
+        elif is_head and (others or value.shape != target.shape):
             loaded[name] = target
             why = f"{tuple(value.shape)} there, {tuple(target.shape)} needed" if value.shape != target.shape else others
             said.append(f"{name} starts anew: {why}")
@@ -69,9 +69,8 @@ def load_pretrained(
         )
     check_finite(loaded, source)
     model.load_state_dict(loaded, strict=True)
-    if their_classes is None and all(
-        weights[name].shape == own[name].shape for name in own if name.startswith(model.head_names)
-    ):
+    head = [name for name in own if name.startswith(model.head_names)]
+    if their_classes is None and all(weights[name].shape == own[name].shape for name in head):
         said.append(
             f"the head is taken over, though {source} does not say what its outputs are for: see that they are your classes, "
             f"in the same order"

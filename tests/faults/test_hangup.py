@@ -28,8 +28,10 @@ TOY = """
 import sys, time
 from pathlib import Path
 from pipeline.faults.stop_signal import StopSignal
+from pipeline.logs import console
 
 folder = Path(sys.argv[1])
+console.outlive_the_terminal()
 with StopSignal() as stop:
     for step in range(30000):
         print(f"step {step}", flush=True)
@@ -63,7 +65,7 @@ def wait_until(happened: Callable[[], object], what: str, patience: float = 240)
 
 @contextmanager
 def terminal(command: str, folder: Path) -> Iterator[Callable[[], None]]:
-    """A command typed into a shell in a terminal of its own; what is given closes that terminal, as when its window is closed."""
+    """A command typed into a shell in a terminal of its own; what is given closes it, as a window is closed."""
     pid, master = pty.fork()
     if pid == 0:
         os.chdir(REPOSITORY)

@@ -145,12 +145,8 @@ def test_a_cancelled_job(training: Training) -> None:
 @on_slurm
 def test_a_job_array(toy: Training) -> None:
     """Guards against a task that requeues the whole array, whose id one of them bears, and against runs that mix."""
-    words = [
-        f"train.max_steps={toy.steps}",
-        f"checkpoint.every_steps={toy.every}",
-        f"output_dir={toy.folder}/run-%a",
-        "seed=%a",
-    ]
+    words = [f"train.max_steps={toy.steps}", f"checkpoint.every_steps={toy.every}", "seed=%a"]
+    words.append(f"output_dir={toy.folder}/run-%a")
     three_at_once = (*ON_CPUS, "--nodes=1", "--ntasks-per-node=1", "--mem=100", "--oversubscribe", "--array=0-2")
     command = [*three_at_once, f"--output={toy.folder}/task-%a.out", SCRIPT, toy.config, *words]
     array = toy.cluster.submit(toy.folder, *command, cwd=toy.repository, TOY_SECONDS="0.2").number

@@ -1,0 +1,135 @@
+"""Files with weights from anywhere: what is odd about them is one sentence, never a traceback or a silent guess."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.config import config_from_dict
+from pipeline.distributed import World
+from pipeline.errors import UserError
+from pipeline.models import create_model, load, load_exported
+from pipeline.models.exported import Description, read_exported, write_exported
+from pipeline.run import build_model
+from pipeline.trained import read_trained
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)
+SWITCHES = {"widths": [16, 16, 16, 16]}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound file."""
+    file = tmp_path_factory.mktemp("exported") / "weights.safetensors"
+    thirds = [0.3, 0.3, 0.3]
+    description = Description(
+        "pervit_t", 10, 32, SWITCHES, [*"0123456789"], thirds, thirds, 0.875, "fp32", step=1, weights="model", names="ours"
+    )
+    write_exported(file, create_model("pervit_t", 10, 32, switches=SWITCHES).state_dict(), description)
+    load(file)
+    return file
+
+
+def described(exported: Path, target: Path, change) -> Path:
+    """A copy of an exported file with another text as its description."""
+    data = exported.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    tree = json.loads(header["__metadata__"]["description"])
+    text = change(tree)
+    header["__metadata__"]["description"] = json.dumps(tree) if text is None else text
+    new = json.dumps(header).encode()
+    new += b" " * (-len(new) % 8)
+    target.write_bytes(struct.pack("<Q", len(new)) + new + data[8 + size :])
+    return target
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: "[" * 3000 + "]" * 3000,
+        lambda tree: "[]",
+        lambda tree: "null",
+        lambda tree: tree.update(image_size="32"),
+        lambda tree: tree.update(image_size=10**9),
+        lambda tree: tree.update(image_size=33),
+        lambda tree: tree.update(num_classes=11),
+        lambda tree: tree.update(num_classes=-10),
+        lambda tree: tree.update(model=["pervit_t"]),
+        lambda tree: tree.update(model="pervit_x"),
+        lambda tree: tree.update(switches={"widths": "many"}),
+        lambda tree: tree.update(switches=7),
+        lambda tree: tree.update(classes=5),
+        lambda tree: tree.update(classes=list(range(10))),
+        lambda tree: tree.update(mean=[1, 2]),
+        lambda tree: tree.update(std=[0, 0, 0]),
+        lambda tree: tree.update(eval_crop=1e-9),
+        lambda tree: tree.update(precision="fp7"),
+        lambda tree: tree.update(names="theirs"),
+        lambda tree: tree.update(more=1),
+        lambda tree: tree.pop("step") and None,
+    ],
+)
+def test_an_odd_description_is_one_sentence(change, exported: Path, tmp_path: Path) -> None:
+    """Guards against a file from somewhere that ends in a traceback, or takes all memory."""
+    file = described(exported, tmp_path / "odd.safetensors", change)
+    for use in (load_exported, read_trained, load):
+        with pytest.raises(UserError) as error:
+            use(file)
+        assert str(file) in str(error.value) and "\n" not in str(error.value) and "export it again" in str(error.value)
+
+
+def nonsense() -> dict[str, object]:
+    """By what is wrong with it: what a file with weights may hold."""
+    good = create_model("pervit_t", 10, 32, switches={"widths": [16, 16, 16, 16]}).state_dict()
+    name, weight = "head.weight", good["head.weight"]
+    return {
+        "integer keys": {index: value for index, value in enumerate(good.values())},
+        "a list": list(good.values()),
+        "a nested dict": {"model": {"state": good}},
+        "nothing": {},
+        "no tensor": 3,
+        "text": {**good, name: "weights"},
+        "integers": {**good, name: weight.to(torch.int64)},
+        "complex": {**good, name: weight.to(torch.complex64)},
+        "sparse": {**good, name: weight.to_sparse()},
+        "meta": {**good, name: weight.to("meta")},
+        "enormous": {**good, "blocks.0.norm1.weight": torch.zeros(1).expand(10**7, 10**9)},
+        "not a number": {**good, "blocks.0.norm1.weight": torch.full((16,), torch.nan)},
+        "infinite in fp32": {**good, name: torch.full(weight.shape, 1e300, dtype=torch.float64)},
+    }
+
+
+@pytest.mark.parametrize("wrong", nonsense())
+def test_odd_weights_are_one_sentence(wrong: str, tmp_path: Path) -> None:
+    """Guards against a traceback, weights of another type that are taken silently, and NaN that a training begins with."""
+    torch.save(nonsense()[wrong], tmp_path / "weights.pt")
+    config = config_from_dict(
+        {
+            "model": {"num_classes": 10, "image_size": 32, "switches": {"widths": [16, 16, 16, 16]}},
+            "train": {"init_from": str(tmp_path / "weights.pt")},
+        },
+        source="",
+    )
+    with pytest.raises(UserError) as error:
+        build_model(config, WORLD, [*"0123456789"], fresh=True)
+    assert "weights.pt" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_that_are_not_finite_are_refused(exported: Path, tmp_path: Path) -> None:
+    """Guards against an accuracy, or a file, of weights that compute nothing."""
+    weights = load_file(exported)
+    weights["head.bias"][3] = torch.nan
+    with pytest.raises(UserError, match=r"not finite in 1 of \d+ tensors \(head.bias\)"):
+        write_exported(tmp_path / "a.safetensors", weights, read_exported(exported)[1])
+    assert not (tmp_path / "a.safetensors").exists()
+    metadata = {"description": json.dumps(vars(read_exported(exported)[1]))}
+    save_file(weights, tmp_path / "b.safetensors", metadata)
+    for use in (load, read_trained):
+        with pytest.raises(UserError, match="b.safetensors has values that are not finite"):
+            use(tmp_path / "b.safetensors")
