@@ -108,7 +108,10 @@ def test_a_checkpoint_is_also_meant_by_its_path_or_as_the_best(run: Path, comman
     assert f"checkpoint    {step_folder(run, 2)}\n" in capsys.readouterr().out
     command("inspect", run, "--step", "best")
     assert f"checkpoint    {step_folder(run, 4)}\n" in capsys.readouterr().out
-    for arguments, expected in ((("inspect", run, "--step", "bset"), "'bset' is no step"), (("export", "--help"), "examples:\n  python")):
+    for arguments, expected in (
+        (("inspect", run, "--step", "bset"), "'bset' is no step"),
+        (("export", "--help"), "examples:\n  python"),
+    ):
         with pytest.raises(SystemExit):
             command(*arguments)
         output = capsys.readouterr()

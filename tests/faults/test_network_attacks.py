@@ -245,7 +245,14 @@ class _Bytes:
 
 def test_no_call_of_the_package_pickles() -> None:
     """Guards against an object that crosses the network or comes from a file as a pickle, which would run what a stranger wrote."""
-    forbidden = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"}
+    forbidden = {
+        "all_gather_object",
+        "gather_object",
+        "broadcast_object_list",
+        "scatter_object_list",
+        "send_object_list",
+        "recv_object_list",
+    }
     found = []
     for path in sorted((REPOSITORY / "pipeline").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -258,6 +265,10 @@ def test_no_call_of_the_package_pickles() -> None:
                 found += [where] if name in forbidden else []
             if isinstance(node, ast.Call) and ast.unparse(node.func) in {"torch.load", "numpy.load", "np.load"}:
                 given = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                safe = given.get("weights_only") == "True" if "torch" in ast.unparse(node.func) else given.get("allow_pickle", "False") == "False"
+                safe = (
+                    given.get("weights_only") == "True"
+                    if "torch" in ast.unparse(node.func)
+                    else given.get("allow_pickle", "False") == "False"
+                )
                 found += [] if safe else [where]
     assert found == []
