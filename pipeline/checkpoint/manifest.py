@@ -19,7 +19,7 @@ import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pipeline.errors import UserError
-from pipeline.files import open_own
+from pipeline.files import open_regular
 
 MANIFEST = "checkpoint.json"
 FORMAT = 3

@@ -19,8 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import REPOSITORY, clean_environment, step_rows
-from faults.ranks import SMALL_MODEL, Job, steps_taken
 
+from faults.ranks import SMALL_MODEL, Job, steps_taken
 from pipeline.checkpoint import latest_step
 from pipeline.errors import PREEMPTED, USER_ERROR, UserError
 from pipeline.exchange import gather_json
