@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 USER_ERROR = 2  # exit codes of every command: a mistake that a restart does not mend,
 PREEMPTED = 75  # stopped by a signal, with a checkpoint: start me again (sysexits.h: a temporary failure),
@@ -64,6 +65,13 @@ def _lacks_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in said)
 
 
+def _is_unread(stream: TextIO) -> bool:
+    """Whether a stream leads into a pipe that nobody reads any longer."""
+    poll = select.poll()
+    poll.register(stream, 0)  # errors are told unasked
+    return any(state & select.POLLERR for _, state in poll.poll(0))
+
+
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Run a command's ``main``: a :class:`UserError`, or a file system that refuses, becomes one line on stderr and exit code 2."""
     try:
@@ -72,6 +80,13 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         _fail(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
         _fail("stopped; the same command goes on from what is saved", 130)
+    except ModuleNotFoundError as error:
+        if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):
+            _fail(traceback.format_exc(), 1)
+        _fail(
+            f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment that has this project's "
+            f"packages (`source .venv/bin/activate`; `make install` makes it)."
+        )
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if _lacks_memory(error):
             reason = str(error).partition("\n")[0] or type(error).__name__
@@ -79,19 +94,13 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
                 f"error: there is not enough memory ({reason}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
                 1,  # another start may find more
             )
-        if not isinstance(error, OSError):
-            _fail(traceback.format_exc(), 1)
-        if error.filename is None and error.errno is None:
+        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):  # as in `... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes
+            sys.exit(1)
+        if not isinstance(error, OSError) or error.filename is None and error.errno is None:
             _fail(traceback.format_exc(), 1)  # not from the file system
         _fail(
             f"error: {error.filename or 'writing a file'}: {error.strerror}: see to the path, its permissions and the free space."
-        )
-    except ModuleNotFoundError as error:
-        if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):
-            _fail(traceback.format_exc(), 1)
-        _fail(
-            f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment that has this project's "
-            f"packages (`source .venv/bin/activate`; `make install` makes it)."
         )
     except Exception:
         _fail(traceback.format_exc(), 1)
