@@ -15,12 +15,15 @@ from precisions import FP32
 
 REPOSITORY = Path(__file__).parent.parent
 PYTHON_BIN = Path(sys.executable).parent
+PATIENCE = 1500.0  # seconds after which something hangs, also beside other work on two slow cores; no test measures by it
 IMAGENET_VARIABLE = "PERVIT_IMAGENET_SAMPLES"
 
 
 def pytest_configure() -> None:
-    """A job in the background of a script has Ctrl-C ignored and hands that down, also to the processes whose Ctrl-C is tested."""
+    """A job in the background of a script has Ctrl-C ignored, one under nohup hang-ups, and both hand that down: also to the
+    processes whose Ctrl-C and hang-up are tested."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
@@ -36,7 +39,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 def run_module(
-    module: str, *arguments: object, processes: int = 1, check: bool = True, timeout: int = 300, **environment: str
+    module: str, *arguments: object, processes: int = 1, check: bool = True, timeout: float = PATIENCE, **environment: str
 ) -> subprocess.CompletedProcess:
     """``python -m module arguments``, in several processes through ``launch/local.sh``, with variables more than usual."""
     command = [sys.executable, "-m"] if processes == 1 else ["bash", "launch/local.sh", str(processes), "--"]
@@ -61,7 +64,7 @@ def run_script(script: str, *arguments: object, check: bool = True) -> subproces
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     if check and result.returncode != 0:
         pytest.fail(f"{script} exited with {result.returncode}:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")

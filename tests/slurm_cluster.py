@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment
+from conftest import PATIENCE, REPOSITORY, clean_environment
 
 SCRIPT = REPOSITORY / "launch" / "local_cluster.sh"
 ON_CPUS = ("--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
@@ -47,7 +47,7 @@ class Cluster:
 
     def script(self, *arguments: object) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [str(SCRIPT), *map(str, arguments)], env=self.environment, capture_output=True, text=True, timeout=90
+            [str(SCRIPT), *map(str, arguments)], env=self.environment, capture_output=True, text=True, timeout=PATIENCE
         )
 
     def up(self, nodes: int = 2) -> None:
@@ -66,7 +66,12 @@ class Cluster:
     def run(self, *command: object, cwd: Path = REPOSITORY, may_fail: bool = False, **variables: str) -> str:
         """Run one of Slurm's commands; returns what it printed."""
         result = subprocess.run(
-            list(map(str, command)), cwd=cwd, env={**self.environment, **variables}, capture_output=True, text=True, timeout=60
+            list(map(str, command)),
+            cwd=cwd,
+            env={**self.environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
         )
         assert may_fail or result.returncode == 0, result.stderr
         return result.stdout
@@ -77,7 +82,7 @@ class Cluster:
         number = self.run("sbatch", "--parsable", f"--output={log}", *arguments, cwd=cwd, **variables).strip()
         return Submitted(self, number, log)
 
-    def job(self, folder: Path, *arguments: object, timeout: int = 240, cwd: Path = REPOSITORY, **variables: str) -> Job:
+    def job(self, folder: Path, *arguments: object, timeout: float = PATIENCE, cwd: Path = REPOSITORY, **variables: str) -> Job:
         """``sbatch arguments``, and wait for the end of the job."""
         return self.submit(folder, *arguments, cwd=cwd, **variables).end(timeout)
 
@@ -139,7 +144,7 @@ class Submitted:
         text = self.cluster.run("scontrol", "show", "job", "--oneliner", self.number)
         return re.search(rf"\b{name}=(\S+)", text)[1]
 
-    def wait(self, what: str, happened: Callable[[], bool], timeout: float = 60) -> None:
+    def wait(self, what: str, happened: Callable[[], bool], timeout: float = PATIENCE) -> None:
         deadline = time.monotonic() + timeout
         while not happened():
             if time.monotonic() > deadline:
@@ -149,7 +154,7 @@ class Submitted:
             self._start_if_requeued()
             time.sleep(0.2)
 
-    def end(self, timeout: float = 240) -> Job:
+    def end(self, timeout: float = PATIENCE) -> Job:
         self.wait("at its end", lambda: self.shown("JobState") in ENDED, timeout)
         return Job(self.shown("JobState"), int(self.shown("ExitCode").split(":")[0]), self.log)
 

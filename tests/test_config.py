@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import clean_environment
+from conftest import PATIENCE, clean_environment
 
 from pipeline.config import TrainConfig, accumulation_steps, config_from_dict, config_to_yaml, load_config, markdown_table
 from pipeline.errors import UserError
@@ -234,7 +234,7 @@ def test_the_table_can_be_had_in_parts_without_loading_pytorch() -> None:
             env=clean_environment(),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
         )
 
     assert "optim train." in said("--help").stdout and "set()" in said("--help").stdout

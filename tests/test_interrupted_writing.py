@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment, run_script
+from conftest import PATIENCE, REPOSITORY, clean_environment, run_script
 from test_writer import SHARDER, digests
 
 from data_prep.sources import ImageFolder
@@ -28,7 +28,7 @@ def test_a_killed_run_is_finished_without_writing_a_shard_twice(digits_images: P
         env=clean_environment(),
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while len(list(output.glob(".*.finished.npz"))) < 5:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
@@ -60,7 +60,7 @@ def test_ctrl_c_is_one_line_and_keeps_what_is_finished(sent: signal.Signals, dig
         os.kill(process.pid, sent)
     else:
         os.killpg(process.pid, sent)  # as a terminal does
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and stderr.endswith("stopped; the same command goes on from what is saved\n")
     assert "Traceback" not in stderr and (sent != signal.SIGINT or stderr.count("\n") == 1)
     assert not [pid for pid in _session_members(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -74,7 +74,7 @@ def test_a_killed_worker_is_one_line(digits_images: Path, tmp_path: Path) -> Non
     process = _started(arguments, output, finished=1)
     workers = [pid for pid in _session_members(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(workers[0], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2 and stderr.count("\n") == 1, stderr
     assert "a worker process was killed or ran out of memory, all 2 needed" in stderr
 
@@ -133,7 +133,7 @@ def _started(arguments: list, output: Path, finished: int) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while len(list(output.glob(".*.finished.npz"))) < finished:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment
+from conftest import PATIENCE, REPOSITORY, clean_environment
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.slurm")) + ["local.sh", "local_cluster.sh"]
 NOTE = "import json, os, sys\nwith open('note', 'w') as file:\n    json.dump({'arguments': sys.argv[1:], **os.environ}, file)\n"
@@ -18,7 +18,9 @@ NOTE = "import json, os, sys\nwith open('note', 'w') as file:\n    json.dump({'a
 
 def launch(script: str | Path, *words: str, cwd: Path = REPOSITORY, **variables: str) -> subprocess.CompletedProcess:
     command = ["bash", str(REPOSITORY / "launch" / script), *words]
-    return subprocess.run(command, cwd=cwd, env=clean_environment(**variables), capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=cwd, env=clean_environment(**variables), capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
 def the_sentence(result: subprocess.CompletedProcess) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment
+from conftest import PATIENCE, REPOSITORY, clean_environment
 
 pytestmark = pytest.mark.multiprocess
 
@@ -26,7 +28,7 @@ with open(os.path.join(os.environ["NOTES"], rank), "w") as file:
 if what == f"rank{rank}-fails":
     sys.exit(7)
 if what != "all-succeed":
-    time.sleep(120)
+    time.sleep(10_000)  # longer than anybody is waited for: who has ended was ended
 """
 
 
@@ -46,7 +48,7 @@ class Launch:
 
     def start_two_that_sleep(self, what: str = "sleep") -> subprocess.Popen:
         process = self.start(2, "--", "toy", what)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while len(list(self.notes.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(0.2)  # the notes are written, not only begun
@@ -68,15 +70,18 @@ def _state(pid: int) -> str | None:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Launch:
-    return Launch(tmp_path)
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    started = Launch(tmp_path)
+    yield started
+    for pid in started.alive():
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_rank_knows_its_place(processes: int, launch: Launch) -> None:
     """Guards against ranks that are missing or doubled, meet at different ports, or write over each other's output."""
     process = launch.start(processes, "--", "toy", "all-succeed")
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     ranks = launch.ranks()
     assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in ranks] == [(str(i), str(i)) for i in range(processes)]
@@ -93,11 +98,9 @@ def test_every_rank_knows_its_place(processes: int, launch: Launch) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_failure_of_one_ends_all(failing: int, launch: Launch) -> None:
     """Guards against a rank that waits for a dead one until somebody looks, and against a failure that leaves no trace."""
-    started = time.monotonic()
     process = launch.start(2, "--", "toy", f"rank{failing}-fails")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 7
-    assert time.monotonic() - started < 20
     assert launch.alive() == []
     assert f"stderr of rank {failing}" in errors
     if failing == 1:
@@ -109,7 +112,7 @@ def test_signal_ends_all(number: int, code: int, launch: Launch) -> None:
     """Guards against training that goes on unseen after Ctrl-C."""
     process = launch.start_two_that_sleep()
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     assert launch.alive() == []
 
@@ -119,7 +122,7 @@ def test_closed_terminal(launch: Launch) -> None:
     process = launch.start_two_that_sleep("save-at-hangup")
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 75
     assert launch.alive() == []
 
@@ -135,7 +138,7 @@ def test_nohup(launch: Launch) -> None:
     time.sleep(1)
     assert len(launch.alive()) == 2
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 143
 
 
@@ -143,8 +146,8 @@ def test_killed_launcher_ends_all(launch: Launch) -> None:
     """Guards against ranks that nobody waits for any longer."""
     process = launch.start_two_that_sleep()
     process.kill()
-    process.communicate(timeout=30)  # at the end of the pipe, which the ranks hold
-    deadline = time.monotonic() + 30
+    process.communicate(timeout=PATIENCE)  # at the end of the pipe, which the ranks hold
+    deadline = time.monotonic() + PATIENCE
     while launch.alive() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert launch.alive() == []
@@ -154,7 +157,7 @@ def test_killed_launcher_ends_all(launch: Launch) -> None:
 def test_bad_words(words: tuple[str, ...], launch: Launch) -> None:
     """Guards against a usage mistake that starts something, or is answered in bash's words."""
     process = launch.start(*words)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, output) == (2, "")
     assert errors.startswith(f"error: found '{' '.join(words)}', needed is 'N -- MODULE ARGS...'")
     assert len(errors.splitlines()) == 1

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import REPOSITORY, clean_environment, run_script
+from conftest import PATIENCE, REPOSITORY, clean_environment, run_script
 from official_files import DEVKIT, TRAIN_TAR, VAL_TAR, jpeg, write_devkit, write_train_tar, write_val_tar
 from test_image_checks import encoded, picture
 from test_writer import digests, lines
@@ -82,7 +82,7 @@ def test_planted_faults_in_the_official_tars(tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     command = [sys.executable, SHARDER, *map(str, arguments), "--output", str(killed), "--workers", "2"]
     process = subprocess.Popen(command, cwd=REPOSITORY, env=clean_environment(), start_new_session=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while len(list(killed.glob(".train-*.finished.npz"))) < 5:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)

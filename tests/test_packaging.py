@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY, clean_environment
+from conftest import PATIENCE, REPOSITORY, clean_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -113,7 +113,7 @@ def test_a_wheel_brings_the_configs_and_the_licence(tmp_path: Path) -> None:
         tmp_path,
         source,
     ]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=PATIENCE)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
@@ -130,7 +130,7 @@ def test_a_wheel_brings_the_configs_and_the_licence(tmp_path: Path) -> None:
     program = "from pipeline.config import load_config; print(load_config('ablations/pervit_table5_lrn').model.name)"
     environment = clean_environment(PYTHONPATH=str(installed))
     found = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert found.stdout == "pervit_t\n", found.stderr
 
@@ -143,7 +143,7 @@ def make(folder: Path, *words: str) -> str:
     environment = {
         name: value for name, value in clean_environment().items() if name not in ("HAS_GPU", "MAKEFLAGS", "MAKELEVEL")
     }
-    done = subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["make", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, clean_environment
+from conftest import PATIENCE, REPOSITORY, clean_environment
 from faults.ranks import run_forked
 
 from pipeline.config import Config, config_from_dict
@@ -207,7 +207,7 @@ def test_a_refusal_reaches_every_process(tmp_path: Path) -> None:
             )
             for rank in (0, 1)
         ]
-        refused = [(process.communicate(timeout=100), process.returncode) for process in pair]
+        refused = [(process.communicate(timeout=PATIENCE), process.returncode) for process in pair]
     for (out, err), code in refused:
         assert (out, code) == ("opened\n", 2), err
         assert f"held is being trained by process {holder.pid} on" in err and "Traceback" not in err

@@ -13,7 +13,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment, step_rows
+from conftest import PATIENCE, REPOSITORY, clean_environment, step_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.logs.console import duration
@@ -82,7 +82,7 @@ def run(
     ]
     ended = []
     for process in started:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=PATIENCE)
         ended.append((process.returncode, out, err))
     return ended
 
@@ -220,7 +220,7 @@ log.close()
         shown += os.read(ours, 4096)  # raises when the process has ended
     os.close(ours)  # what is written to the terminal from now on is refused with EIO
     (tmp_path / "gone").touch()
-    assert process.wait(timeout=100) == 0
+    assert process.wait(timeout=PATIENCE) == 0
     assert [row["step"] for row in step_rows(tmp_path / "run")] == list(range(1, 16))
 
     text = shown.decode()

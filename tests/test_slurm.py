@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, evaluation_rows, step_rows
+from conftest import PATIENCE, REPOSITORY, evaluation_rows, step_rows
 from slurm_cluster import ON_CPUS, Cluster, free_ports, running_cluster
 
 from pipeline.checkpoint import latest_step
@@ -211,7 +211,7 @@ def test_down_leaves_nothing(ports: Iterator[int]) -> None:
     try:
         cluster.up(1)
         cluster.run("sbatch", "--output=/dev/null", f"--wrap=sleep {seconds}")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while not _processes_with(f"sleep {seconds}") and time.monotonic() < deadline:
             time.sleep(0.1)
         assert _processes_with(f"sleep {seconds}"), "the job did not start"

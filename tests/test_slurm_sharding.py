@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import run_script
+from conftest import PATIENCE, run_script
 from slurm_cluster import ENDED, Cluster
 
 from data_prep.sources import ImageFolder
@@ -35,7 +35,7 @@ def submit(cluster: Cluster, logs: Path, *arguments: object) -> tuple[list[str],
     """Run a job array to its end; returns the states of its tasks and their logs."""
     options = [f"--output={logs}/%a.out", "--cpus-per-task=1", "--time=10", "--parsable"]
     number = cluster.run("sbatch", *options, *arguments).strip()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         states = re.findall(r"JobState=(\w+)", cluster.run("scontrol", "show", "job", number))
         if states and all(state in ENDED for state in states):

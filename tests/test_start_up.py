@@ -7,10 +7,17 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPOSITORY, clean_environment
+from conftest import PATIENCE, REPOSITORY, clean_environment
 
 HEAVY = ("torch", "deepspeed", "nvidia.dali", "scipy", "fvcore", "tensorboard", "sklearn")
-COMMANDS = ["pipeline.train", "pipeline.evaluate", "pipeline.checkpoint", "pipeline.config", "pipeline.models", "pipeline.flops"]
+COMMANDS = [
+    "pipeline.train",
+    "pipeline.evaluate",
+    "pipeline.checkpoint",
+    "pipeline.config",
+    "pipeline.models",
+    "pipeline.flops",
+]
 COMMANDS += ["pipeline.faults.restart"]
 
 # What ``python -m COMMAND --help`` does, then the heavy modules that it has imported.
@@ -27,7 +34,12 @@ except SystemExit as end:
 def run_python(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(
-        command, cwd=REPOSITORY, env=clean_environment(PYTHONPATH=str(REPOSITORY)), capture_output=True, text=True, timeout=120
+        command,
+        cwd=REPOSITORY,
+        env=clean_environment(PYTHONPATH=str(REPOSITORY)),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
 
 

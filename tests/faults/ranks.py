@@ -18,10 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment
+from conftest import PATIENCE, REPOSITORY, clean_environment
 
 POLL_SECONDS = 0.002
-PATIENCE = 240.0  # seconds that a job may take on a busy machine
 LAUNCHERS_PATIENCE = 30.0  # seconds after which ranks that outlive a killed one are ended, as launch/local.sh and srun do
 
 # A PerViT of 0.2 million parameters, which is 2 MB per checkpoint: every kind of layer, BatchNorm too, and stochastic depth.

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment, step_rows
+from conftest import PATIENCE, REPOSITORY, clean_environment, step_rows
 
 from faults.ranks import SMALL_MODEL
 from pipeline.checkpoint import latest_step
@@ -56,7 +56,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def wait_until(happened: Callable[[], object], what: str, patience: float = 240) -> None:
+def wait_until(happened: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
     deadline = time.monotonic() + patience
     while not happened():
         assert time.monotonic() < deadline, f"still not: {what}"
@@ -173,5 +173,5 @@ def test_alone_and_stuck() -> None:
         "with stop_signal.StopSignal():\n os.kill(os.getpid(), signal.SIGTERM)\n threading.Event().wait()"
     )
     command = [sys.executable, "-c", program]
-    alone = subprocess.run(command, env={**clean_environment(), "PERVIT_LAUNCHER_PID": "1"}, cwd=REPOSITORY, timeout=60)
+    alone = subprocess.run(command, env={**clean_environment(), "PERVIT_LAUNCHER_PID": "1"}, cwd=REPOSITORY, timeout=PATIENCE)
     assert alone.returncode == -signal.SIGALRM

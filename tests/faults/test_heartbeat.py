@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment
+from conftest import PATIENCE, REPOSITORY, clean_environment
 
 from faults.ranks import meeting_point
 from pipeline.config import DistributedConfig
@@ -114,7 +114,7 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ring]]
         rings = {name: Ring(folder / name, *case) for name, case in CASES.items()}
         for each in rings.values():
             each.start(context)
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and not all(each.over for each in rings.values()):
         for each in rings.values():
             each.look()
@@ -197,7 +197,7 @@ def test_the_launcher_ends_a_stopped_rank_and_a_stopped_job_goes_on(tmp_path: Pa
 
     os.kill(pids[1], signal.SIGSTOP)
     stopped_at = time.monotonic()
-    _, errors = launcher.communicate(timeout=120)
+    _, errors = launcher.communicate(timeout=PATIENCE)
     assert time.monotonic() - stopped_at < BOUND + 5  # local.sh waits 5 s for who does not hear SIGTERM
     assert launcher.returncode == RANK_LOST
     assert errors.count(f"error: rank 1 (host {socket.gethostname()}, pid {pids[1]}) gave no sign of life") == 1
@@ -205,7 +205,7 @@ def test_the_launcher_ends_a_stopped_rank_and_a_stopped_job_goes_on(tmp_path: Pa
 
 
 def wait_for_step(ring: Ring, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while min(ring.at(rank)[1] for rank in range(ring.ranks)) < step:
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import REPOSITORY, clean_environment, step_rows
+from conftest import PATIENCE, REPOSITORY, clean_environment, step_rows
 
 from faults.ranks import SMALL_MODEL, Job, steps_taken
 from pipeline.checkpoint import latest_step
@@ -32,7 +32,6 @@ from pipeline.rendezvous import prove_membership
 pytestmark = pytest.mark.multiprocess
 
 STRANGER = REPOSITORY / "tests" / "faults" / "stranger.py"
-PATIENCE = 240
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def attacked(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         _, errors = launcher.communicate(timeout=PATIENCE)
     finally:
         launcher.terminate()
-        launcher.wait(60)
+        launcher.wait(PATIENCE)
     steps = [row["step"] for row in step_rows(run)]
     yield Attacked(listening, launcher.returncode, errors, steps, latest_step(run), stranger.stdout, told["PERVIT_JOB_SECRET"])
 

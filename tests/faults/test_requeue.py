@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY, step_rows
+from conftest import PATIENCE, REPOSITORY, step_rows
 from slurm_cluster import ON_CPUS, Cluster, Job, Submitted, free_ports, running_cluster
 
 from pipeline.checkpoint import latest_step
@@ -120,7 +120,7 @@ def test_a_killed_task(training: Training) -> None:
     job = training.submit()
     job.wait("past a checkpoint", lambda: training.at_step(training.every + 5))
     job.kill_task(1)
-    job.wait("requeued", lambda: int(job.shown("Restarts")) == 1, timeout=120)
+    job.wait("requeued", lambda: int(job.shown("Restarts")) == 1, timeout=PATIENCE)
     training.assert_finished(job.end(), job)
     (only,) = training.restarts()
     assert only.exit_code not in (0, 2, 75) and only.step >= training.every
@@ -270,7 +270,7 @@ def test_a_crashed_node(training: Training) -> None:
         job.wait("past a checkpoint", lambda: alone.at_step(alone.every + 5))
         nodes = cluster.run("scontrol", "show", "hostnames", job.shown("NodeList")).split()
         cluster.crash(nodes[1])
-        job.wait("requeued", lambda: int(job.shown("Restarts")) == 1, timeout=120)
+        job.wait("requeued", lambda: int(job.shown("Restarts")) == 1, timeout=PATIENCE)
         ended = job.end()
         alone.assert_finished(ended, job)
         assert alone.restarts() == [] and "Slurm has done so already" in ended.log
@@ -285,9 +285,9 @@ def test_the_controller_is_away(toy: Training) -> None:
     with toy.cluster.controller_away():
         job.kill_task(1)
         unanswered = "Unable to contact slurm controller"
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE
         while unanswered not in job.log:
             assert time.monotonic() < deadline, job.log
             time.sleep(0.2)
-    job.wait("requeued", lambda: int(job.shown("Restarts")) == 1, timeout=120)
+    job.wait("requeued", lambda: int(job.shown("Restarts")) == 1, timeout=PATIENCE)
     toy.assert_finished(job.end(), job)
