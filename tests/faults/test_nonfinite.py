@@ -19,7 +19,9 @@ pytestmark = pytest.mark.multiprocess
 
 SKIPPED = 2
 OPTIONS = (
-    "optim.lr=1e20",
+    "optim.lr=1000",  # for an image: 16,000 a step, and the decay of the weights multiplies them by the more
+    "optim.lr_batch_size=1",
+    "optim.weight_decay=1000",
     "optim.warmup_epochs=0",
     "train.max_steps=40",
     "checkpoint.every_steps=1",
