@@ -171,7 +171,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(small_run: Path, tmp_path: Path
     options = [
         f"output_dir={run}",
         SMALL,
-        "optim.lr=1e9",
+        "optim.lr=1000",  # for an image: 16,000 a step, and the decay of the weights multiplies them by the more
+        "optim.lr_batch_size=1",
+        "optim.weight_decay=1000",
         "optim.warmup_epochs=0",
         "train.max_steps=40",
         "checkpoint.every_steps=20",
