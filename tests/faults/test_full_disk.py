@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
 def fill(folder: Path, leave_kb: int = 0) -> Path:
     """Write a file until nothing more fits, or that much is left."""
     filler = folder / "filler"
-    with open(filler, "wb", buffering=0) as file:
+    with open(filler, "ab", buffering=0) as file:
         try:
             while shutil.disk_usage(folder).free > leave_kb << 10:
                 file.write(bytes(4096))
@@ -56,13 +57,11 @@ def fill(folder: Path, leave_kb: int = 0) -> Path:
 
 
 def use_up_inodes(folder: Path) -> list[Path]:
-    """Create empty files until the file system has no inode for another one."""
-    files = []
+    """Create empty files until the file system has no inode for another one; all of them so far."""
     with suppress(OSError):
-        while True:
-            (folder / f"empty-{len(files)}").touch()
-            files.append(folder / f"empty-{len(files)}")
-    return files
+        for number in itertools.count():
+            (folder / f"empty-{number}").touch()
+    return list(folder.glob("empty-*"))
 
 
 def remount(folder: Path, mode: str) -> None:
@@ -74,9 +73,18 @@ def retries(job: Job) -> int:
     return sum(job.stderr(rank).count("trying again for") for rank in range(job.world_size))
 
 
-def wait_for_retry(job: Job, run: Path, already: int) -> None:
-    """Until a process says that it tries again, and the training has gone on meanwhile."""
-    assert job.until(lambda: retries(job) > already), job.outputs()
+def wait_for_retry(job: Job, run: Path, already: int, refuse: Callable[[], object] = lambda: None) -> None:
+    """Until a process says that it tries again, and the training has gone on meanwhile.
+
+    Args:
+        refuse: called until then: a checkpoint that was on its way out has given its space back since the last time.
+    """
+
+    def tried_again() -> bool:
+        refuse()
+        return retries(job) > already
+
+    assert job.until(tried_again), job.outputs()
     steps = steps_taken(run)
     assert job.until(lambda: steps_taken(run) > steps), "training waits for the disk"
 
@@ -94,20 +102,18 @@ def test_a_disk_that_refuses_a_save(small_run: Path, run: Path) -> None:
     assert job.until(lambda: latest_step(run) > EVERY), job.outputs()
 
     before, already = latest_step(run), retries(job)
-    filler = fill(checkpoints)
-    wait_for_retry(job, run, already)
-    filler.unlink()
+    wait_for_retry(job, run, already, lambda: fill(checkpoints))
+    fill(checkpoints).unlink()
     assert job.until(lambda: latest_step(run) > before), job.outputs()
 
     before, already = latest_step(run), retries(job)
-    files = use_up_inodes(checkpoints)
-    wait_for_retry(job, run, already)
+    wait_for_retry(job, run, already, lambda: use_up_inodes(checkpoints))
     assert "0 inodes free: too many files" in job.stderr(0) + job.stderr(1)
-    for file in files:
+    for file in use_up_inodes(checkpoints):
         file.unlink()
     assert job.until(lambda: latest_step(run) > before), job.outputs()
 
-    fill(checkpoints)
+    wait_for_retry(job, run, retries(job), lambda: fill(checkpoints))
     assert job.wait() == [USER_ERROR] * 2, job.outputs()
     for rank in range(2):
         *_, sentence = job.stderr(rank).splitlines()
