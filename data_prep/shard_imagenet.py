@@ -74,6 +74,7 @@ def main() -> None:
 
 
 def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
+    from data_prep.job import split_of_same_images
     from data_prep.workers import stop_like_ctrl_c
     from data_prep.writer import write_shards
 
@@ -87,6 +88,11 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
                 f"{source.path}: {counted(source.ignored, 'other file')} not of the form class/*.JPEG, *.jpg or *.png: left out"
             )
     for split, source in sources.items():
+        if same := split_of_same_images(source, Path(args.output), split):
+            print(
+                f"warning: {args.output}: the {split} split has the images of its {same} split: what is measured on them says nothing"
+            )
+            print("         about new ones; --val-share 0.1 sets some aside, into an empty --output folder")
         started, before = time.monotonic(), _splits_in(args.output)
         info = write_shards(
             source, args.output, split, args.samples_per_shard, args.workers, args.seed, rules, args.max_rejected, share, print

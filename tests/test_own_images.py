@@ -15,6 +15,7 @@ from official_files import jpeg
 from data_prep.sources import ImageFolder, hold_out, open_sources
 from data_prep.writer import write_shards
 from pipeline.data.manifest import Manifest, file_sha256
+from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 
 SHARDER, VERIFIER = "data_prep/shard_imagenet.py", "data_prep/verify_shards.py"
@@ -45,6 +46,15 @@ def test_a_share_of_each_class_is_held_out(tmp_path: Path) -> None:
     assert {name.partition("/")[0] for name in most} == set(source.class_names)
     with pytest.raises(UserError, match="has 1 image of each class, at least 2 of one needed by --val-share"):
         hold_out(ImageFolder(tree(tmp_path / "b", {"one": 1}), "train"), 0.5, 0)
+
+
+def test_the_same_images_as_train_and_val_are_warned_of(tmp_path: Path) -> None:
+    """Guards against an accuracy on the training images, which a user gets who follows an error message one split at a time."""
+    arguments = ["--source", tree(tmp_path / "images", {"cat": 3, "dog": 3}), "--output", tmp_path / "shards", "--workers", 1]
+    assert "--val-share 0.1 would take it" in run_script(SHARDER, *arguments).stdout
+    with pytest.raises(UserError, match="'val' needed: shard again into an empty folder with --val-share 0.1, or other images"):
+        ShardSet(tmp_path / "shards", "val")
+    assert "the val split has the images of its train split" in run_script(SHARDER, *arguments, "--split", "val").stdout
 
 
 def test_a_plain_folder_becomes_both_splits(tmp_path: Path) -> None:
