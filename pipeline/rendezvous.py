@@ -44,9 +44,8 @@ def connect(backend: str, rank: int, size: int, device: torch.device, timeout: t
     if _is_loopback(os.environ["MASTER_ADDR"]):
         _stay_on_loopback()
     store = _host_store(size, timeout) if rank == 0 else _reach_store(rank, timeout.total_seconds())
-    binding = (
-        {"device_id": device} if device.type == "cuda" else {}
-    )  # as DeepSpeed would: NCCL connects now, not in the first step
+    # As DeepSpeed would: NCCL connects now, not in the first step.
+    binding = {"device_id": device} if device.type == "cuda" else {}
     try:
         store.set(f"{_ARRIVED}/{rank}", "")
         meeting = dist.PrefixStore("default_pg", store)  # as PyTorch would name it

@@ -39,9 +39,7 @@ class Description:
     classes: list[str]  # what each score is for
     mean: Annotated[list[Mean], _PER_CHANNEL]  # of the normalization, per RGB channel, of pixels on [0, 1]
     std: Annotated[list[Deviation], _PER_CHANNEL]
-    eval_crop: Annotated[
-        float, Field(ge=0.1, le=1)
-    ]  # image_size / eval_crop is what the short side is resized to, then the crop
+    eval_crop: Annotated[float, Field(ge=0.1, le=1)]  # the short side is resized to image_size / eval_crop, then cropped
     precision: Literal["bf16", "fp32"]  # what they were trained in
     step: Count  # of the training
     weights: Literal["model", "ema"]  # ema: their average
