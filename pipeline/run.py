@@ -195,10 +195,10 @@ def _build_run(
     counted = world.gather(asdict(flops.count(*count)) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
     cost = flops.FlopRow(**counted)
     model = build_model(config, world, train_set.classes, fresh=before is None)
-    first_maps = (
-        None if before else pictures.peripheral_maps(model.eval(), config.model.image_size)
-    )  # before ZeRO-3 has the weights
-    model.train()
+    first_maps = None
+    if world.is_main and not before:  # for the log, and before ZeRO-3 has the weights
+        first_maps = pictures.peripheral_maps(model.eval(), config.model.image_size)
+        model.train()
     teacher = None
     if config.train.teacher:  # a run that was begun keeps its teacher
         teacher = load_teacher(config, world.device, None if before else train_set.classes)

@@ -9,9 +9,8 @@ checkpoint and end with exit code 75.
 
 from __future__ import annotations
 
-if (
-    __name__ == "__main__"
-):  # before the imports below, which take seconds: --help, what is wrong with the config, the first line
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help, what is wrong with the config, the first line.
     from pipeline.cli import train_command
 
     train_command()

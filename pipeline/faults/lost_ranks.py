@@ -16,9 +16,7 @@ from pipeline.errors import RANK_LOST, USER_ERROR
 from pipeline.faults.signing import printable
 
 BROKEN_PATIENCE = 5.0  # seconds of silence that are enough once a connection was seen to break: the floor of silence_timeout
-EXIT_CODES = frozenset(
-    {USER_ERROR, RANK_LOST, 130}
-)  # with which one process may end the others; 130: Ctrl-C. Never with success.
+EXIT_CODES = frozenset({USER_ERROR, RANK_LOST, 130})  # for the others of a job; 130: Ctrl-C. Never success.
 _LONGEST = {"host": 255, "doing": 100, "words": 2000, "sentence": 4000}  # characters
 _AGAIN = "then start the same command again, it goes on from the newest checkpoint."
 
