@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.models import create_model
-from pipeline.models.peripheral import FirstProjection
-from pipeline.models.peripheral_attention import PeripheralAttention
+from pipeline.models.pervit.attention import PeripheralAttention
+from pipeline.models.pervit.position import FirstProjection
 
 
 class PublishedAttention(PeripheralAttention):

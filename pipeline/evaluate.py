@@ -64,12 +64,12 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         check_writable(args.json)
 
+    from pipeline.checkpoint.trained import read_trained
     from pipeline.config import config_from_dict  # here and below: after the arguments, for importing PyTorch takes seconds
     from pipeline.data.image_folder import open_split
-    from pipeline.distributed import disconnect, init_world
-    from pipeline.evaluation import check_same_classes, evaluate, evaluation_loader
-    from pipeline.precision import autocast, choose_evaluation_precision
-    from pipeline.trained import read_trained
+    from pipeline.distributed.world import disconnect, init_world
+    from pipeline.run.evaluation import check_same_classes, evaluate, evaluation_loader
+    from pipeline.run.precision import autocast, choose_evaluation_precision
 
     trained = read_trained(args.checkpoint, args.step, args.weights)
     config = trained.config

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from pipeline.data.augment import eval_geometry
-from pipeline.data.finish import Normalization, resize_and_crop
-from pipeline.models.base import VisionModel
-from pipeline.trained import read_trained
+from pipeline.checkpoint.trained import read_trained
+from pipeline.data.augment.crop import eval_geometry
+from pipeline.data.cpu_transform import Normalization, resize_and_crop
+from pipeline.models.common.base import VisionModel
 
 
 class EvalTransform:

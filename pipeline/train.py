@@ -11,7 +11,7 @@ from __future__ import annotations
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: --help, what is wrong with the config, the first line.
-    from pipeline.cli import train_command
+    from pipeline.run.command_line import train_command
 
     train_command()
 
@@ -25,19 +25,19 @@ from torch.nn import functional as F
 
 from pipeline.config import Config, accumulation_steps
 from pipeline.data.loader import Batch, to_device
-from pipeline.distillation import hard_distillation_loss
-from pipeline.distributed import World, disconnect, init_world
-from pipeline.engine import optimizer_step, set_learning_rate
+from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.errors import PREEMPTED
-from pipeline.evaluation import evaluate
 from pipeline.faults.heartbeat import Heartbeat
-from pipeline.faults.nonfinite import MicroBatch, skip_or_stop
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs import pictures
 from pipeline.logs.run_log import StepRecord
-from pipeline.optim import learning_rate
+from pipeline.optim.adamw import learning_rate
+from pipeline.optim.engine import optimizer_step, set_learning_rate
 from pipeline.philox import Stream, uniforms
-from pipeline.run import Run, patience, start_run
+from pipeline.run.evaluation import evaluate
+from pipeline.run.nonfinite import MicroBatch, skip_or_stop
+from pipeline.run.state import Run, patience, start_run
+from pipeline.run.teacher import hard_distillation_loss
 
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
 

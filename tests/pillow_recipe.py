@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from randaugment_reference import reference
 
-from pipeline.data.randaugment import Op
+from pipeline.data.augment.randaugment import Op
 
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 

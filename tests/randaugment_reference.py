@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from pipeline.data.randaugment import Op
+from pipeline.data.augment.randaugment import Op
 
 SIZE = 224
 FILL = (124, 116, 104)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data import erasing, mixing
-from pipeline.data.graph import full_graph, full_inputs
+from pipeline.data.augment import erasing, mixing
+from pipeline.data.dali_graph import full_graph, full_inputs
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.plan import EvalPlan, TrainPlan, epoch_length
 from pipeline.data.shards import ShardSet

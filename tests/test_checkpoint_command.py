@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from pipeline.checkpoint import Manifest, SavedWeights, __main__, read_weights, step_folder
 from pipeline.checkpoint.parts import write_part
+from pipeline.checkpoint.trained import read_trained
 from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.errors import UserError
 from pipeline.models import create_model, load_exported
-from pipeline.trained import read_trained
 
 pytestmark = pytest.mark.multiprocess
 SWITCHES = {"widths": [32, 48, 64, 80], "phi_p_frozen": True}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.checkpoint import Manifest, RunState, saved_steps, step_folder, sweep
-from pipeline.checkpoint.coverage import find_gaps
+from pipeline.checkpoint.completeness import find_gaps
 from pipeline.checkpoint.folder import FOLDER, publish, remove_old
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.parts import Parts, stretch_key, write_part

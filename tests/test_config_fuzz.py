@@ -18,18 +18,18 @@ import yaml
 
 from pipeline.config import config_from_dict, config_to_yaml, flatten, load_config, section_from_dict
 from pipeline.config.sections import Config
+from pipeline.data.augment.randaugment import fill_color
 from pipeline.data.plan import EvalPlan, TrainPlan
-from pipeline.data.randaugment import fill_color
 from pipeline.data.shards import ShardSet
-from pipeline.distributed import World
-from pipeline.engine import deepspeed_config
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.evaluation import check_classes, check_same_classes
 from pipeline.models import model_entry
-from pipeline.optim import learning_rate
-from pipeline.run import find_start, patience
-from pipeline.run_folder import config_hash, open_run_folder
-from pipeline.schedule import make_schedule
+from pipeline.optim.adamw import learning_rate
+from pipeline.optim.engine import deepspeed_config
+from pipeline.run.evaluation import check_classes, check_same_classes
+from pipeline.run.folder import config_hash, open_run_folder
+from pipeline.run.progress import make_schedule
+from pipeline.run.state import find_start, patience
 
 CASES, LONGEST = 1000, 1.0  # seconds of this process's CPU time, which no other process's load makes longer
 BASES = (

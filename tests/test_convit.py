@@ -8,12 +8,11 @@ import torch
 from golden import RULES, Golden, assert_close, make_input
 from torch import nn
 
-from pipeline import flops
 from pipeline.errors import UserError
-from pipeline.models import create_model, load_reference_state_dict
-from pipeline.models.gpsa import GatedPositionalSelfAttention, PositionalSelfAttention, relative_positions
-from pipeline.models.probe import recorded
-from pipeline.models.vit import merge_heads, split_heads
+from pipeline.models import create_model, flops, load_reference_state_dict
+from pipeline.models.common.probe import recorded
+from pipeline.models.common.vit import merge_heads, split_heads
+from pipeline.models.convit.gpsa import GatedPositionalSelfAttention, PositionalSelfAttention, relative_positions
 
 GOLDEN = Golden("convit_tiny")
 

@@ -10,8 +10,8 @@ from two_steps import two_steps
 from pipeline.config import OptimConfig
 from pipeline.errors import UserError
 from pipeline.models import create_model
-from pipeline.models.probe import recorded
-from pipeline.optim import build_optimizer
+from pipeline.models.common.probe import recorded
+from pipeline.optim.adamw import build_optimizer
 
 GPSA_NAMES = {
     "gating",

@@ -8,13 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 from two_steps import two_steps
 
-from pipeline import flops
 from pipeline.config import OptimConfig
-from pipeline.distillation import hard_distillation_loss
 from pipeline.errors import UserError
-from pipeline.models import create_model, load_reference_state_dict
-from pipeline.models.probe import recorded
-from pipeline.optim import build_optimizer
+from pipeline.models import create_model, flops, load_reference_state_dict
+from pipeline.models.common.probe import recorded
+from pipeline.optim.adamw import build_optimizer
+from pipeline.run.teacher import hard_distillation_loss
 
 
 def small(**options) -> nn.Module:

@@ -8,13 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 from two_steps import two_steps
 
-from pipeline import flops
 from pipeline.errors import UserError
 from pipeline.logs.pictures import peripheral_maps
-from pipeline.models import create_model
+from pipeline.models import create_model, flops
+from pipeline.models.common.probe import recorded
+from pipeline.models.common.vit import ViTLayout
 from pipeline.models.deit import DeiT, DeiTSwitches
-from pipeline.models.probe import recorded
-from pipeline.models.vit import ViTLayout
 
 SMALL = ViTLayout(heads=2, width=12, depth=3, mlp_ratio=2)
 PIXELS = 64  # 4 x 4 patches

@@ -13,7 +13,7 @@ from faults.ranks import run_forked
 from pipeline.checkpoint import read_weights
 from pipeline.errors import UserError
 from pipeline.models import create_model, load_pretrained
-from pipeline.models.transfer import resample_positions
+from pipeline.models.weights.transfer import resample_positions
 
 
 def test_other_classes_and_another_size_take_over_everything_but_the_head(

@@ -10,7 +10,7 @@ import torch
 from conftest import run_module
 from torch import nn
 
-from pipeline import flops
+from pipeline.models import flops
 
 
 def test_counts_of_all_sizes(tmp_path: Path) -> None:

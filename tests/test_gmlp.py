@@ -10,10 +10,10 @@ from two_steps import two_steps
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
-from pipeline.flops import count
 from pipeline.models import create_model, load_reference_state_dict
-from pipeline.models.gmlp import GMLP, GMLPSwitches
-from pipeline.models.probe import recorded
+from pipeline.models.common.probe import recorded
+from pipeline.models.flops import count
+from pipeline.models.gated_mlp.gmlp import GMLP, GMLPSwitches
 
 GOLDEN = Golden("gmlp_s")
 

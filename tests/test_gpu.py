@@ -15,7 +15,7 @@ from pipeline.data.loader import Loader
 from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.models import create_model
-from pipeline.models.layers import drop_elements
+from pipeline.models.common.layers import drop_elements
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.augment import UNIFORMS_PER_SAMPLE, train_geometry
+from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE, train_geometry
 from pipeline.data.jpeg import image_size
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.plan import EvalPlan, TrainPlan

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from two_steps import two_steps
 
 from pipeline.errors import UserError
-from pipeline.flops import count_at
 from pipeline.models import create_model, load_reference_state_dict
-from pipeline.models.grouped_attention import GroupedAttention
-from pipeline.models.lsat import LSAT, LSATLayout, LSATSwitches
-from pipeline.models.probe import recorded
-from pipeline.models.shifts import SHIFTS_32, SHIFTS_224, pad_circularly, roll, translate
+from pipeline.models.common.probe import recorded
+from pipeline.models.flops import count_at
+from pipeline.models.lsat.grouped_attention import GroupedAttention
+from pipeline.models.lsat.model import LSAT, LSATLayout, LSATSwitches
+from pipeline.models.lsat.shifts import SHIFTS_32, SHIFTS_224, pad_circularly, roll, translate
 
 REFERENCES = {  # golden vectors, size, classes
     "lsat_t_32": (Golden("lsat_cifar_tiny"), 32, 10),

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from pipeline.errors import UserError
 from pipeline.models import create_model, list_models, load_reference_state_dict
-from pipeline.models.layers import biased_attention
-from pipeline.models.peripheral import position_distances
+from pipeline.models.common.layers import biased_attention
+from pipeline.models.pervit.position import position_distances
 
 GOLDEN = Golden("pervit_tiny")
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.checkpoint.trained import read_trained
 from pipeline.config import config_from_dict
-from pipeline.distributed import World
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.models import create_model, load, load_exported
-from pipeline.models.exported import Description, read_exported, write_exported
-from pipeline.run import build_model
-from pipeline.trained import read_trained
+from pipeline.models.weights.exported import Description, read_exported, write_exported
+from pipeline.run.state import build_model
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)
 SWITCHES = {"widths": [16, 16, 16, 16]}

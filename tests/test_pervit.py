@@ -10,14 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 from two_steps import two_steps
 
-from pipeline import flops
 from pipeline.errors import UserError
-from pipeline.models import create_model
-from pipeline.models.peripheral import DistanceScales, LearnedVectors, PeripheralPosition, PhiDesign, position_distances
-from pipeline.models.peripheral_attention import PeripheralAttention, StaticAttention
-from pipeline.models.pervit import PerViT, PerViTLayout
-from pipeline.models.pervit_switches import PerViTSwitches
-from pipeline.models.probe import recorded
+from pipeline.models import create_model, flops
+from pipeline.models.common.probe import recorded
+from pipeline.models.pervit.attention import PeripheralAttention, StaticAttention
+from pipeline.models.pervit.model import PerViT, PerViTLayout
+from pipeline.models.pervit.position import DistanceScales, LearnedVectors, PeripheralPosition, PhiDesign, position_distances
+from pipeline.models.pervit.switches import PerViTSwitches
 
 SMALL = PerViTLayout(heads=2, widths=(8, 12, 16, 20), stem_widths=(4, 4, 6, 8), depths=(1, 1, 2, 1), mlp_ratio=2)
 PIXELS = 64  # 4 x 4 tokens

@@ -14,12 +14,12 @@ from two_steps import two_steps
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
-from pipeline.flops import count
 from pipeline.models import create_model, load_reference_state_dict
-from pipeline.models.layers import drop_elements
-from pipeline.models.posmlp import PosMLP, PosMLPSwitches
-from pipeline.models.probe import recorded
-from pipeline.models.token_mixing import GaussianMap
+from pipeline.models.common.layers import drop_elements
+from pipeline.models.common.probe import recorded
+from pipeline.models.flops import count
+from pipeline.models.gated_mlp.posmlp import PosMLP, PosMLPSwitches
+from pipeline.models.gated_mlp.token_mixing import GaussianMap
 
 GOLDEN = Golden("posmlp_t")
 

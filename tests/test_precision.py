@@ -15,13 +15,13 @@ from faults.ranks import free_port
 from precisions import BF16_BATCH, EMULATED
 
 from pipeline.config import load_config
-from pipeline.hardware import native_bf16, peak_flops
+from pipeline.logs.hardware import native_bf16, peak_flops
 
 CPU = torch.device("cpu")
 NATIVE, WHY = native_bf16(CPU)
 CHOICE = """
-from pipeline.distributed import disconnect, init_world
-from pipeline.precision import choose_precision
+from pipeline.distributed.world import disconnect, init_world
+from pipeline.run.precision import choose_precision
 world = init_world()
 choice = choose_precision(ASKED, None, world)
 print(f"{choice}\\n{choice.warning}", flush=True)
@@ -102,9 +102,9 @@ def test_a_resumed_run_keeps_its_precision(began_with: str, small_run: Path) -> 
 def test_the_peak_of_emulated_bf16_is_that_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a utilisation of 363 %: of a peak that is measured in emulation."""
     measured: list[torch.dtype] = []
-    monkeypatch.setattr("pipeline.hardware._measured_peak", lambda device, dtype: measured.append(dtype) or 1.0)
-    monkeypatch.setattr("pipeline.hardware.native_bf16", lambda device: (False, "none"))
+    monkeypatch.setattr("pipeline.logs.hardware._measured_peak", lambda device, dtype: measured.append(dtype) or 1.0)
+    monkeypatch.setattr("pipeline.logs.hardware.native_bf16", lambda device: (False, "none"))
     assert peak_flops(CPU, "bf16") == (1.0, "measured")
-    monkeypatch.setattr("pipeline.hardware.native_bf16", lambda device: (True, "some"))
+    monkeypatch.setattr("pipeline.logs.hardware.native_bf16", lambda device: (True, "some"))
     peak_flops(CPU, "bf16")
     assert measured == [torch.float32, torch.bfloat16]

@@ -15,9 +15,9 @@ from nvidia.dali import pipeline_def
 from PIL import Image
 from randaugment_reference import AMOUNTS, FILL, SIZE, flat_and_extreme_images, photographs, reference
 
-from pipeline.data.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, draw_ops, fill_color
-from pipeline.data.randaugment_cpu import apply
-from pipeline.data.randaugment_graph import augment, graph_inputs
+from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, draw_ops, fill_color
+from pipeline.data.augment.randaugment_cpu import apply
+from pipeline.data.augment.randaugment_dali import augment, graph_inputs
 from pipeline.philox import Stream, uniforms
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -108,7 +108,7 @@ def run_graph(images: list[np.ndarray], ops: Ops, device: str) -> list[np.ndarra
 
     pipeline = graph()
     pipeline.build()
-    (output,) = pipeline.run()
+    (output,) = pipeline.run.state()
     output = output.as_cpu()
     return [np.array(output[i]) for i in range(len(images))]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.models import create_model, list_models, load_reference_state_dict, model_entry, reference_state_dict
-from pipeline.models.posmlp import PosMLP, PosMLPSwitches
+from pipeline.models.gated_mlp.posmlp import PosMLP, PosMLPSwitches
 
 
 def on_meta(name: str, **options) -> nn.Module:

@@ -13,9 +13,9 @@ from faults.ranks import run_forked
 
 from pipeline.config import Config, config_from_dict
 from pipeline.data.shards import ShardSet
-from pipeline.distributed import World
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.run_folder import check_same_data, check_same_run, config_hash
+from pipeline.run.folder import check_same_data, check_same_run, config_hash
 
 ALONE = World(0, 1, torch.device("cpu"), 1)
 SECOND = World(1, 2, torch.device("cpu"), 1)
@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from pipeline.config import Config
-from pipeline.distributed import World
+from pipeline.distributed.world import World
 from pipeline.errors import run_command
-from pipeline.run_folder import open_run_folder
+from pipeline.run.folder import open_run_folder
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60))
 world = World(rank, 2, torch.device("cpu"), 1)
@@ -186,7 +186,7 @@ def test_a_refusal_reaches_every_process(tmp_path: Path) -> None:
 
     (tmp_path / "held").mkdir()
     holding = (
-        "import sys; from pathlib import Path; from pipeline.run_lock import RunLock; lock = RunLock.take(Path(sys.argv[1])); "
+        "import sys; from pathlib import Path; from pipeline.run.lock import RunLock; lock = RunLock.take(Path(sys.argv[1])); "
     )
     environment = clean_environment(PYTHONPATH=str(REPOSITORY))
     with subprocess.Popen(

@@ -15,12 +15,12 @@ import pytest
 from conftest import REPOSITORY, clean_environment
 
 from pipeline.errors import UserError
-from pipeline.run_lock import RunLock, _try_lock
+from pipeline.run.lock import RunLock, _try_lock
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from pipeline.run_lock import RunLock
+from pipeline.run.lock import RunLock
 lock = RunLock.take(Path(sys.argv[1]))
 if sys.argv[2] == "with a child":
     if os.fork() == 0:
@@ -44,7 +44,7 @@ REFUSED = """
 import os, sys
 from pathlib import Path
 from pipeline.errors import UserError
-from pipeline.run_lock import RunLock
+from pipeline.run.lock import RunLock
 folder, alone, held = Path(sys.argv[1]), Path(sys.argv[2]), 0
 sys.stdin.read()
 while held < 40:
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"output_dir /proc/1 is not writable \(.*\): choose another output_dir"):
         RunLock.take(Path("/proc/1"))
     script = (
-        "import subprocess, sys\nfrom pathlib import Path\nfrom pipeline.run_lock import RunLock\n"
+        "import subprocess, sys\nfrom pathlib import Path\nfrom pipeline.run.lock import RunLock\n"
         "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'ro', 'none', sys.argv[1]], check=True)\nRunLock.take(Path(sys.argv[1]))"
     )
     command = ["unshare", "--mount", sys.executable, "-c", script, str(tmp_path)]

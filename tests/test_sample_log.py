@@ -18,7 +18,7 @@ from conftest import REPOSITORY, clean_environment
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.plan import BatchRequest, TrainPlan
 from pipeline.data.shards import ShardSet
-from pipeline.distributed import World
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.logs.sample_log import SampleLog, augmentation_digests
 
@@ -29,9 +29,9 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np, torch
-from pipeline.data.augment import Geometry
+from pipeline.data.augment.crop import Geometry
 from pipeline.data.plan import BatchRequest
-from pipeline.distributed import World
+from pipeline.distributed.world import World
 from pipeline.logs.sample_log import SampleLog
 count = 3000
 ints = np.arange(count)

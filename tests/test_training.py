@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.checkpoint import latest_step, read_weights, saved_steps
 from pipeline.config import OptimConfig
-from pipeline.optim import learning_rate
-from pipeline.schedule import Schedule
+from pipeline.optim.adamw import learning_rate
+from pipeline.run.progress import Schedule
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import REPOSITORY, clean_environment
 
-from pipeline.distributed import _refuse_unusable_gpu, _slurm_granted_gpus, init_world
+from pipeline.distributed.rendezvous import _host_store, _is_loopback, _listen, _reach_store, connect
+from pipeline.distributed.world import _refuse_unusable_gpu, _slurm_granted_gpus, init_world
 from pipeline.errors import RANK_LOST, NotConnected, UserError, run_command
-from pipeline.rendezvous import _host_store, _is_loopback, _listen, _reach_store, connect
 
 PAIR = {
     "RANK": "0",
@@ -89,7 +89,7 @@ def test_who_cannot_be_reached_is_named(environment: pytest.MonkeyPatch, capsys:
         _reach_store(1, patience=0.3)
     for address in ("no-such-host.invalid", "a" * 70 + ".invalid", "not a name"):
         environment.setenv("MASTER_ADDR", address)
-        environment.setattr("pipeline.rendezvous._NAME_PATIENCE", 0)
+        environment.setattr("pipeline.distributed.rendezvous._NAME_PATIENCE", 0)
         with pytest.raises(NotConnected, match="MASTER_ADDR is '.*', which cannot be found"):
             _reach_store(1, patience=0.3)
     with pytest.raises(SystemExit) as end:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from pipeline.config import Config, load_config
-from pipeline.distributed import World, disconnect, init_world
+from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.errors import UserError
 from pipeline.models import create_model, model_entry
 from pipeline.train import train

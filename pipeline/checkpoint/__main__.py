@@ -77,7 +77,7 @@ def verify_one(folder: Path) -> list[str]:
     Returns:
         A sentence for each thing that is damaged.
     """
-    from pipeline.checkpoint.coverage import find_gaps
+    from pipeline.checkpoint.completeness import find_gaps
     from pipeline.checkpoint.overview import size_text
 
     print(folder)

@@ -8,7 +8,7 @@ from pipeline.checkpoint.folder import RunState
 from pipeline.checkpoint.weights import read_weights
 from pipeline.config import config_from_dict
 from pipeline.errors import UserError, check_writable
-from pipeline.models.exported import SUFFIX, Description, write_exported
+from pipeline.models.weights.exported import SUFFIX, Description, write_exported
 
 
 def export(run_dir: Path, output: Path, step: int | str | None, kind: str | None, names: str, force: bool) -> Description:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.ema import WeightAverage
+from pipeline.optim.ema import WeightAverage
 
 WEIGHT, EMA = "weight", "ema"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from pipeline.agreement import raise_on_all
-from pipeline.checkpoint.coverage import find_gaps
+from pipeline.checkpoint.completeness import find_gaps
 from pipeline.checkpoint.folder import saved_steps, set_aside, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
 from pipeline.checkpoint.manifest import MANIFEST, Manifest, OtherFormat
 from pipeline.checkpoint.parts import Parts
 from pipeline.checkpoint.snapshot import saved_buffers
 from pipeline.checkpoint.whole import Seen, Verified, find_damage
-from pipeline.distributed import World
-from pipeline.ema import WeightAverage
+from pipeline.distributed.agreement import raise_on_all
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.optim.ema import WeightAverage
 
 _NAMED = 3  # gaps that a sentence lists
 _LAG_SECONDS = 90.0  # that another node's network disk may take to show a folder which the main process sees

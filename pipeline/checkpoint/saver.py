@@ -15,16 +15,16 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.agreement import Agreed, Agreement
 from pipeline.checkpoint.folder import FOLDER, SAVING, publish, remove_old, step_folder
 from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, RunState
 from pipeline.checkpoint.parts import check_space, write_part
 from pipeline.checkpoint.snapshot import HostCopies, saved_tensors
 from pipeline.config import CheckpointConfig
-from pipeline.distributed import World
-from pipeline.ema import WeightAverage
+from pipeline.distributed.agreement import Agreed, Agreement
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import disk_reason, replace_text, sync_folder
+from pipeline.optim.ema import WeightAverage
 
 _LONGEST_PAUSE = 30.0  # seconds between two attempts
 _LAST_ATTEMPT = 10.0  # seconds for it to end when another process has failed

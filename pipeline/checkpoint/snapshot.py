@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.held import held
 from pipeline.checkpoint.parts import BUFFER, stretch_key
-from pipeline.distributed import World
-from pipeline.ema import WeightAverage
+from pipeline.distributed.world import World
+from pipeline.optim.ema import WeightAverage
 
 _ALIGNMENT = 16  # bytes; no number lies across two machine words
 

@@ -13,8 +13,8 @@ from pipeline.checkpoint.held import EMA, WEIGHT
 from pipeline.checkpoint.parts import BUFFER, Parts
 from pipeline.checkpoint.whole import Seen, find_all_damage
 from pipeline.errors import UserError
-from pipeline.models.exported import SUFFIX, read_tensors
-from pipeline.models.transfer import check_finite
+from pipeline.models.weights.exported import SUFFIX, read_tensors
+from pipeline.models.weights.transfer import check_finite
 
 
 @dataclass(frozen=True)

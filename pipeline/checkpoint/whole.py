@@ -67,7 +67,7 @@ def find_all_damage(folder: Path, manifest: Manifest) -> list[str]:
     Raises:
         OSError: a file cannot be read now.
     """
-    from pipeline.checkpoint.coverage import find_gaps  # needs PyTorch
+    from pipeline.checkpoint.completeness import find_gaps  # needs PyTorch
 
     return find_damage(folder, manifest.files) or find_gaps(folder, manifest)
 

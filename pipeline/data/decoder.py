@@ -12,7 +12,7 @@ from nvidia.dali import Pipeline
 from nvidia.dali.backend import TensorListCPU, TensorListGPU
 
 from pipeline.config import DataConfig
-from pipeline.data import graph
+from pipeline.data import dali_graph
 from pipeline.data.bad_samples import BadSamples, undecodable
 from pipeline.data.plan import BatchRequest, EvalPlan, TrainPlan
 
@@ -98,8 +98,8 @@ class Decoder:
     def _build(self) -> Pipeline:
         plan, config = self._plan, self._config
         if self._device_id is None:
-            return graph.decoding_graph(self._feed, plan.batch_size, self._threads, config.prefetch)
-        return graph.full_graph(
+            return dali_graph.decoding_graph(self._feed, plan.batch_size, self._threads, config.prefetch)
+        return dali_graph.full_graph(
             self._feed,
             plan.batch_size,
             plan.image_size,
@@ -120,5 +120,5 @@ class Decoder:
             raise
         self._in_dali.append(encoded)
         if self._device_id is None:
-            return graph.window_inputs(encoded.images, encoded.request)
-        return graph.full_inputs(encoded.images, encoded.request, self._plan.image_size)
+            return dali_graph.window_inputs(encoded.images, encoded.request)
+        return dali_graph.full_inputs(encoded.images, encoded.request, self._plan.image_size)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pipeline.config import DataConfig
 from pipeline.data.ahead import Ahead
+from pipeline.data.augment.erasing import erase_
+from pipeline.data.augment.mixing import mix_, mixed_labels
 from pipeline.data.bad_samples import BadSamples, read_sound
+from pipeline.data.cpu_transform import Finisher
 from pipeline.data.decoder import Decoder, Encoded
-from pipeline.data.erasing import erase_
-from pipeline.data.finish import Finisher
-from pipeline.data.mixing import mix_, mixed_labels
 from pipeline.data.plan import BatchRequest, EvalPlan, TrainPlan
 
 _READERS = 4  # threads that wait for the disk

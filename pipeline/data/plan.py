@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data import augment, erasing, mixing, randaugment
-from pipeline.data.augment import Geometry, eval_geometry, train_geometry
+from pipeline.data.augment import crop, erasing, mixing, randaugment
+from pipeline.data.augment.crop import Geometry, eval_geometry, train_geometry
 from pipeline.data.image_folder import ImageFolder
 from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
 from pipeline.data.shards import ShardSet
@@ -102,7 +102,7 @@ class TrainPlan:
         geometry = train_geometry(
             samples["height"],
             samples["width"],
-            draw(Stream.CROP_AND_FLIP, augment.UNIFORMS_PER_SAMPLE),
+            draw(Stream.CROP_AND_FLIP, crop.UNIFORMS_PER_SAMPLE),
             self.image_size,
             data.crop_scale,
             data.crop_ratio,

@@ -10,5 +10,5 @@
 ``restart.py``     may the job start again?
 ================== ======================================================================
 
-Checkpoints are ``pipeline.checkpoint``'s; how the processes act at the same step is ``pipeline.agreement``'s.
+Checkpoints are ``pipeline.checkpoint``'s; how the processes act at the same step is ``pipeline.distributed.agreement``'s.
 """

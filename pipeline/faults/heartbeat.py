@@ -25,12 +25,12 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from pipeline.config import DistributedConfig
-from pipeline.distributed import World
+from pipeline.distributed.rendezvous import store_client
+from pipeline.distributed.signing import job_secret, printable
+from pipeline.distributed.world import World
 from pipeline.errors import RANK_LOST, USER_ERROR, UserError
 from pipeline.faults.lost_ranks import BROKEN_PATIENCE, Judge, Sign, Status, Verdict, connection_lost
 from pipeline.faults.notices import Notices
-from pipeline.faults.signing import job_secret, printable
-from pipeline.rendezvous import store_client
 
 BEAT = 1.0  # seconds between two signs of life
 _LAST_WORD = 5.0  # seconds that rank 0 keeps the store open for those who have not read the verdict

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 
 from pipeline.config import DistributedConfig
+from pipeline.distributed.signing import printable
 from pipeline.errors import RANK_LOST, USER_ERROR
-from pipeline.faults.signing import printable
 
 BROKEN_PATIENCE = 5.0  # seconds of silence that are enough once a connection was seen to break: the floor of silence_timeout
 EXIT_CODES = frozenset({USER_ERROR, RANK_LOST, 130})  # for the others of a job; 130: Ctrl-C. Never success.

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from pipeline.distributed.signing import printable, seal, unseal
 from pipeline.faults.lost_ranks import Sign, Verdict
-from pipeline.faults.signing import printable, seal, unseal
 
 Note = TypeVar("Note", Sign, Verdict)
 _VERDICT = "heartbeat/verdict"

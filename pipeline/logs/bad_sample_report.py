@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tqdm import tqdm
 
-from pipeline.distributed import World
+from pipeline.distributed.world import World
 
 
 class BadSampleReport:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from pipeline.agreement import do_in_main
 from pipeline.config import Config, config_to_yaml
-from pipeline.distributed import World
+from pipeline.distributed.agreement import do_in_main
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import remove_leftovers, replace_text, write_error
 

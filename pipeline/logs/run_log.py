@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pipeline.agreement import do_in_main
 from pipeline.config import Config, config_to_yaml
-from pipeline.distributed import World
+from pipeline.distributed.agreement import do_in_main
+from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
-from pipeline.hardware import memory_gib, peak_flops
 from pipeline.logs import console
 from pipeline.logs.bad_sample_report import BadSampleReport
+from pipeline.logs.hardware import memory_gib, peak_flops
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 

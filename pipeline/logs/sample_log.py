@@ -20,7 +20,7 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from pipeline.data.plan import BatchRequest
-from pipeline.distributed import World
+from pipeline.distributed.world import World
 from pipeline.files import GrowingFile, write_error
 
 SAMPLES = "samples"

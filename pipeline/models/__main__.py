@@ -1,9 +1,9 @@
 """Which models there are, and which switches (a config's model.switches.NAME) one has.
 
   python -m pipeline.models
-  python -m pipeline.models pervit_t --gmacs
+  python -m pipeline.models pervit_t
 
-Multiply-accumulates are counted on request, as python -m pipeline.flops does: it runs every model once, which takes minutes.
+Multiply-accumulates: python -m pipeline.flops MODEL.
 """
 
 from __future__ import annotations
@@ -29,31 +29,20 @@ def parameter_count(entry: ModelEntry) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def gmacs_text(entry: ModelEntry) -> str:
-    """Both counts and the paper's: "1.556 1.752 (1.6)"."""
-    from pipeline.flops import count_at  # imports fvcore, which the plain list does not wait for
-
-    row = count_at(entry.name)
-    return f"{row.gmacs_modules:>9.3f} {row.gmacs:>9.3f} {_in_brackets(entry.paper_gmacs):>7}"
-
-
-def overview(with_gmacs: bool) -> str:
+def overview() -> str:
     """A line for each registered model."""
-    gmacs_header = f"{'GMACs':>9} {'attention':>9} {'(paper)':>7}  " if with_gmacs else ""
-    lines = [f"{'model':<18} {'parameters':>12} {'(paper)':>8} {'pixels':>6} {'classes':>7}  {gmacs_header}what and from where"]
+    lines = [f"{'model':<18} {'parameters':>12} {'(paper)':>8} {'pixels':>6} {'classes':>7}  what and from where"]
     for name in models.list_models():
         entry = models.model_entry(name)
-        gmacs = gmacs_text(entry) + "  " if with_gmacs else ""
+        published = "" if entry.paper_params_m is None else f"({entry.paper_params_m:g}M)"
         lines.append(
-            f"{name:<18} {parameter_count(entry):>12,} {_in_brackets(entry.paper_params_m, 'M'):>8} {entry.image_size:>6} "
-            f"{entry.num_classes:>7}  {gmacs}{entry.description}; {entry.paper}"
+            f"{name:<18} {parameter_count(entry):>12,} {published:>8} {entry.image_size:>6} "
+            f"{entry.num_classes:>7}  {entry.description}; {entry.paper}"
         )
-    if with_gmacs:
-        lines.append("\nGMACs: modules, as the papers count. attention: with attention's products, all that one image costs.")
     return "\n".join(lines)
 
 
-def details(name: str, with_gmacs: bool) -> str:
+def details(name: str) -> str:
     """What is known of one model, and its switches as a config sets them.
 
     Raises:
@@ -66,8 +55,6 @@ def details(name: str, with_gmacs: bool) -> str:
         entry.paper,
         f"{parameter_count(entry):,} parameters at {entry.image_size} pixels and {entry.num_classes} classes{top1}",
     ]
-    if with_gmacs:
-        lines.append(f"GMACs of the modules, with attention, (paper): {gmacs_text(entry)}")
     fields = entry.switches.model_fields
     lines += ["", "Switches, set with model.switches.NAME=VALUE:" if fields else "No switches."]
     for switch, field in fields.items():
@@ -89,18 +76,13 @@ def type_text(annotation: Any) -> str:
     return "null" if annotation is NoneType else annotation.__name__
 
 
-def _in_brackets(figure: float | None, unit: str = "") -> str:
-    return "" if figure is None else f"({figure:g}{unit})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", help="show this one's switches")
-    parser.add_argument("--gmacs", action="store_true", help="count multiply-accumulates too (slow)")
     args = parser.parse_args()
-    print(overview(args.gmacs) if args.model is None else details(args.model, args.gmacs))
+    print(overview() if args.model is None else details(args.model))
 
 
 def command() -> NoReturn:

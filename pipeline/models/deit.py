@@ -4,7 +4,7 @@ The plain vision transformer that ConViT and PerViT are compared with: patches o
 embeddings. The "+" models are those of ConViT's Table 1, with its numbers of heads and 64 channels per head.
 ``load_reference_state_dict`` loads the weights that DeiT's authors published.
 
-Hard distillation needs no model of its own: it teaches the class token's output (:mod:`pipeline.distillation`).
+Hard distillation needs no model of its own: it teaches the class token's output (:mod:`pipeline.run.teacher`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.base import Switches, linear_drop_path, scales_of_block
-from pipeline.models.layers import init_linear
-from pipeline.models.peripheral import PeripheralPosition, PhiDesign
-from pipeline.models.phi_model import PhiModel
-from pipeline.models.probe import probe
-from pipeline.models.registry import register
-from pipeline.models.vit import (
+from pipeline.models.common.base import Switches, linear_drop_path, scales_of_block
+from pipeline.models.common.layers import init_linear
+from pipeline.models.common.probe import probe
+from pipeline.models.common.vit import (
     LAYER_NORM_EPS,
     PATCH,
     REFERENCE_NAMES,
@@ -30,6 +27,9 @@ from pipeline.models.vit import (
     ViTLayout,
     patch_grid,
 )
+from pipeline.models.pervit.phi_model import PhiModel
+from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
+from pipeline.models.registry import register
 
 
 class DeiTSwitches(Switches):
@@ -102,7 +102,7 @@ class DeiT(PhiModel):
         Args:
             images: (B, 3, image_size, image_size).
             noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; see
-                :meth:`~pipeline.models.base.VisionModel.branch_scales`.
+                :meth:`~pipeline.models.common.base.VisionModel.branch_scales`.
 
         Returns:
             (B, num_classes).

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
-from pipeline.models.base import Switches
+from pipeline.models.common.base import Switches
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,14 @@ class ModelEntry:
     switches: type[Switches] = Switches  # the family's ablations
 
 
-_FAMILIES = ("convit", "deit", "gmlp", "lsat", "pervit", "posmlp")  # modules beside this one; each registers its models
+_FAMILIES = (
+    "convit.model",
+    "deit",
+    "gated_mlp.gmlp",
+    "gated_mlp.posmlp",
+    "lsat.model",
+    "pervit.model",
+)  # each registers its models
 _registered: dict[str, ModelEntry] = {}
 
 
@@ -85,7 +92,7 @@ def create_model(
         switches: the family's ablations by name (its ``Switches`` class); those not named keep the paper's choice.
 
     Returns:
-        A :class:`~pipeline.models.base.VisionModel`, (B, 3, H, W) -> (B, num_classes).
+        A :class:`~pipeline.models.common.base.VisionModel`, (B, 3, H, W) -> (B, num_classes).
 
     Raises:
         UserError: unknown name or switch, or an image size that the model cannot take.

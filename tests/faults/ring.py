@@ -19,13 +19,13 @@ import deepspeed  # noqa: E402, F401  here, so that processes forked from one th
 import torch  # noqa: E402
 
 from pipeline.config import DistributedConfig  # noqa: E402
-from pipeline.distributed import World, disconnect, init_world  # noqa: E402
+from pipeline.distributed.rendezvous import store_client  # noqa: E402
+from pipeline.distributed.signing import job_secret  # noqa: E402
+from pipeline.distributed.world import World, disconnect, init_world  # noqa: E402
 from pipeline.errors import UserError, run_command  # noqa: E402
 from pipeline.faults.heartbeat import Heartbeat  # noqa: E402
 from pipeline.faults.lost_ranks import Sign  # noqa: E402
 from pipeline.faults.notices import Notices  # noqa: E402
-from pipeline.faults.signing import job_secret  # noqa: E402
-from pipeline.rendezvous import store_client  # noqa: E402
 
 LIMITS = DistributedConfig(silence_timeout=5, progress_timeout=5)
 FAULT_STEP = 30

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from pipeline.checkpoint.held import EMA, WEIGHT, held
 from pipeline.config import load_config
-from pipeline.distributed import init_world
+from pipeline.distributed.world import init_world
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
-from pipeline.run import start_run
+from pipeline.run.state import start_run
 
 
 @torch.no_grad()

@@ -22,12 +22,12 @@ from conftest import PATIENCE, REPOSITORY, clean_environment, step_rows
 
 from faults.ranks import SMALL_MODEL, Job, steps_taken
 from pipeline.checkpoint import latest_step
+from pipeline.distributed.exchange import gather_json
+from pipeline.distributed.rendezvous import prove_membership
+from pipeline.distributed.signing import job_secret, printable, seal, unseal
 from pipeline.errors import PREEMPTED, USER_ERROR, UserError
-from pipeline.exchange import gather_json
 from pipeline.faults.lost_ranks import Sign, Verdict
 from pipeline.faults.notices import Notices
-from pipeline.faults.signing import job_secret, printable, seal, unseal
-from pipeline.rendezvous import prove_membership
 
 pytestmark = pytest.mark.multiprocess
 
@@ -226,7 +226,7 @@ def test_what_is_gathered_is_plain_data(alone: None, monkeypatch: pytest.MonkeyP
     for unfit in ({1: "a"}, [{"a": {2: 3}}], {1, 2}, torch.zeros(1)):
         with pytest.raises(TypeError):
             gather_json(unfit, 1, cpu)
-    monkeypatch.setattr("pipeline.exchange.LARGEST", 1000)
+    monkeypatch.setattr("pipeline.distributed.exchange.LARGEST", 1000)
     with pytest.raises(UserError, match="rank 0 announces a message of 2002 bytes, 1 to 1000 needed"):
         gather_json("x" * 2000, 1, cpu)
     for sent in (b"\x80\x04K\x01.", b"[" * 900, b"nul", b"\xff"):

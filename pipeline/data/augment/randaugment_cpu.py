@@ -1,0 +1,191 @@
+"""RandAugment's pixels on the CPU: exactly what Pillow's operations give, as timm calls them.
+
+Pillow's C core does the pixels, and lets go of the interpreter lock for the expensive ones, so threads can each
+augment an image. What Pillow does in Python loops, tables from histograms, is NumPy here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from PIL import Image
+
+from pipeline.data.augment.cubic_shift import shift_rows
+from pipeline.data.augment.randaugment import Op
+
+Color = tuple[int, int, int]
+_LEVELS = np.arange(256)
+_RAMP = Image.fromarray(_LEVELS.astype(np.uint8)[None])  # one row that has every level once
+
+
+def apply(image: np.ndarray, ops: np.ndarray, amounts: np.ndarray, fill: Color) -> np.ndarray:
+    """Augment one image.
+
+    Args:
+        image: (H, W, 3) uint8 RGB; not changed.
+        ops: (layers,) of :class:`~pipeline.data.augment.randaugment.Op`, applied in this order.
+        amounts: (layers,) in the unit of the Op.
+        fill: RGB of what a rotation, shear or translation brings in from outside the image.
+
+    Returns:
+        (H, W, 3) uint8; ``image`` itself where no operation applies.
+    """
+    layers = [(Op(op), float(amount)) for op, amount in zip(ops, amounts) if op != Op.NOTHING]
+    if not layers:
+        return image
+    picture = Image.fromarray(image)
+    for op, amount in layers:
+        picture = _PICTURE_OPS[op](picture, amount, fill)
+    return np.asarray(picture)
+
+
+# Colour: one table of 256 levels per channel. Pillow's point() wants a list of 3 * 256.
+
+
+def _auto_contrast(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    """Stretch each channel to 0 .. 255."""
+    tables = []
+    for histogram in np.reshape(picture.histogram(), (3, 256)):
+        present = histogram.nonzero()[0]
+        low, high = present[0], present[-1]
+        if high <= low:
+            tables.append(_LEVELS)
+            continue
+        scale = 255.0 / (high - low)
+        tables.append(np.clip((_LEVELS * scale - low * scale).astype(np.int64), 0, 255))
+    return picture.point(np.concatenate(tables).tolist())
+
+
+def _equalize(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    """Flatten each channel's histogram."""
+    tables = []
+    for histogram in np.reshape(picture.histogram(), (3, 256)):
+        step = (histogram.sum() - histogram[histogram.nonzero()[0][-1]]) // 255
+        darker = np.cumsum(histogram) - histogram  # pixels darker than each level
+        # Up to 256 and more; point() clips to 255, as it does for Pillow's own equalize().
+        tables.append((step // 2 + darker) // step if step else _LEVELS)
+    return picture.point(np.concatenate(tables).tolist())
+
+
+def _invert(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return _same_table(picture, 255 - _LEVELS)
+
+
+def _posterize(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return _same_table(picture, _LEVELS & (0xFF00 >> int(amount)))
+
+
+def _solarize(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return _same_table(picture, np.where(_LEVELS < amount, _LEVELS, 255 - _LEVELS))
+
+
+def _solarize_add(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return _same_table(picture, np.where(_LEVELS < 128, np.minimum(_LEVELS + int(amount), 255), _LEVELS))
+
+
+def _contrast(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    """Away from, or towards, the mean brightness."""
+    histogram = np.array(picture.convert("L").histogram())
+    mean = int((histogram * _LEVELS).sum() / histogram.sum() + 0.5)
+    return _blend_with_level(picture, mean, amount)
+
+
+def _brightness(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return _blend_with_level(picture, 0, amount)
+
+
+def _blend_with_level(picture: Image.Image, level: int, factor: float) -> Image.Image:
+    """``level + factor * (pixel - level)``; Pillow's own blend of all levels gives the table, and so its rounding."""
+    table = Image.blend(Image.new("L", _RAMP.size, level), _RAMP, factor)
+    return _same_table(picture, np.asarray(table)[0])
+
+
+def _same_table(picture: Image.Image, table: np.ndarray) -> Image.Image:
+    return picture.point(table.tolist() * 3)
+
+
+# Colour, across channels or neighbours.
+
+
+def _color(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return Image.blend(picture.convert("L").convert("RGB"), picture, amount)
+
+
+def _sharpness(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return Image.blend(_smooth(picture), picture, amount)
+
+
+def _smooth(picture: Image.Image) -> Image.Image:
+    """Pillow's ImageFilter.SMOOTH, in whole numbers: neighbours weigh 1, the pixel 5; outermost pixels stay."""
+    pixels = np.asarray(picture).astype(np.uint16)  # (H, W, 3); 13 * 255 fits
+    if min(pixels.shape[:2]) < 3:
+        return picture
+    columns = pixels[:-2] + pixels[1:-1] + pixels[2:]
+    total = columns[:, :-2] + columns[:, 1:-1] + columns[:, 2:] + 4 * pixels[1:-1, 1:-1]
+    smooth = np.array(picture)
+    smooth[1:-1, 1:-1] = (total + 6) // 13  # to the nearest; 13 is odd, so there is no tie
+    return Image.fromarray(smooth)
+
+
+# Geometry: bicubic.
+
+
+def _rotate(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return picture.rotate(amount, Image.Resampling.BICUBIC, fillcolor=fill)
+
+
+def _shear_x(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return _shift_rows(picture, amount * (np.arange(picture.height) + 0.5), fill)
+
+
+def _shear_y(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return _shift_columns(picture, amount * (np.arange(picture.width) + 0.5), fill)
+
+
+def _translate_x(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return _shift_rows(picture, np.full(picture.height, amount), fill)
+
+
+def _translate_y(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
+    return _shift_columns(picture, np.full(picture.width, amount), fill)
+
+
+def _shift_rows(picture: Image.Image, shift: np.ndarray, fill: Color) -> Image.Image:
+    return _from_words(shift_rows(_to_words(picture), shift, _word(fill)))
+
+
+def _shift_columns(picture: Image.Image, shift: np.ndarray, fill: Color) -> Image.Image:
+    return _from_words(shift_rows(np.ascontiguousarray(_to_words(picture).T), shift, _word(fill)).T)
+
+
+def _to_words(picture: Image.Image) -> np.ndarray:
+    """(H, W) uint32: red, green, blue and an unused byte, the way Pillow stores them, which is quick to take apart."""
+    return np.frombuffer(picture.tobytes("raw", "RGBX"), dtype=np.uint32).reshape(picture.height, picture.width)
+
+
+def _from_words(words: np.ndarray) -> Image.Image:
+    return Image.frombytes("RGB", words.shape[::-1], words.tobytes(), "raw", "RGBX")
+
+
+def _word(color: Color) -> np.uint32:
+    return np.array([*color, 0], dtype=np.uint8).view(np.uint32)[0]
+
+
+_PICTURE_OPS: dict[Op, Callable[[Image.Image, float, Color], Image.Image]] = {
+    Op.AUTO_CONTRAST: _auto_contrast,
+    Op.EQUALIZE: _equalize,
+    Op.INVERT: _invert,
+    Op.ROTATE: _rotate,
+    Op.POSTERIZE: _posterize,
+    Op.SOLARIZE: _solarize,
+    Op.SOLARIZE_ADD: _solarize_add,
+    Op.COLOR: _color,
+    Op.CONTRAST: _contrast,
+    Op.BRIGHTNESS: _brightness,
+    Op.SHARPNESS: _sharpness,
+    Op.SHEAR_X: _shear_x,
+    Op.SHEAR_Y: _shear_y,
+    Op.TRANSLATE_X: _translate_x,
+    Op.TRANSLATE_Y: _translate_y,
+}

@@ -1,0 +1,242 @@
+"""RandAugment's pixels inside a DALI graph, where the images are on the GPU already (the same graph runs on the CPU).
+
+Which operation, how much of it: numbers that are fed in, one row per image; DALI splits the batch by operation, and
+takes a number to the device of the image it meets. Every operation follows Pillow's arithmetic. What differs, by a level
+or two of 255: equalize (DALI has its own formula) and, in geometry, values within float32's reach of the next level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import nvidia.dali.fn as fn
+import nvidia.dali.math as math
+import nvidia.dali.types as types
+from nvidia.dali.pipeline import DataNode
+
+from pipeline.data.augment.randaugment import Op, Ops
+
+# Fractions of a level are cut off; a float32 sum of 4 x 4 pixels can end this much below the whole level it should be.
+_SHORT_OF_WHOLE = 2e-4
+
+
+@dataclass(frozen=True)
+class GraphInputs:
+    """What a graph is fed for B images."""
+
+    op: np.ndarray  # (B, layers) int32: an Op
+    amount: np.ndarray  # (B, layers) float32: in the unit of that Op
+    matrix: np.ndarray  # (B, layers, 2, 3) float32: output (x, y) shows input matrix @ (x, y, 1); pixel centres at .5
+
+
+def graph_inputs(ops: Ops, image_size: int) -> GraphInputs:
+    """The numbers that :func:`augment` needs.
+
+    Args:
+        ops: from :func:`~pipeline.data.augment.randaugment.draw_ops`.
+        image_size: side of the square images, in pixels.
+    """
+    return GraphInputs(op=ops.op, amount=ops.amount, matrix=_matrices(ops, image_size))
+
+
+def _matrices(ops: Ops, image_size: int) -> np.ndarray:
+    """(B, layers, 2, 3); the identity for operations that move nothing."""
+    matrix = np.zeros((*ops.op.shape, 2, 3))
+    matrix[..., 0, 0] = matrix[..., 1, 1] = 1
+    for op, row, column in (
+        (Op.SHEAR_X, 0, 1),
+        (Op.SHEAR_Y, 1, 0),
+        (Op.TRANSLATE_X, 0, 2),
+        (Op.TRANSLATE_Y, 1, 2),
+    ):
+        matrix[..., row, column] += np.where(ops.op == op, ops.amount, 0)
+    angle = np.deg2rad(np.where(ops.op == Op.ROTATE, ops.amount, 0))
+    turn = np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], -1).reshape(*angle.shape, 2, 2)
+    centre = np.full((2, 1), image_size / 2)
+    turn_about_centre = np.concatenate([turn, centre - turn @ centre], axis=-1)
+    return np.where((ops.op == Op.ROTATE)[..., None, None], turn_about_centre, matrix).astype(np.float32)
+
+
+def augment(
+    images: DataNode,
+    op: DataNode,
+    amount: DataNode,
+    matrix: DataNode,
+    layers: int,
+    image_size: int,
+    fill: tuple[int, int, int],
+) -> DataNode:
+    """Augment a batch; to be called in a ``pipeline_def`` with ``enable_conditionals=True``.
+
+    Args:
+        images: (image_size, image_size, 3) uint8 RGB with layout HWC, on the CPU or the GPU.
+        op, amount, matrix: the fields of :class:`GraphInputs`, on the CPU.
+        layers: how many operations per image they hold.
+        image_size: in pixels.
+        fill: RGB of what a rotation, shear or translation brings in from outside the image.
+
+    Returns:
+        uint8, like ``images``; bit for bit the input where no operation applies.
+    """
+    for layer in range(layers):
+        images = _layer(images, op[layer], amount[layer], matrix[layer], image_size, fill)
+    return images
+
+
+def _layer(
+    images: DataNode, op: DataNode, amount: DataNode, matrix: DataNode, image_size: int, fill: tuple[int, int, int]
+) -> DataNode:
+    if op == Op.NOTHING.value:
+        result = images
+    elif (op == Op.ROTATE.value) | (op >= Op.SHEAR_X.value):
+        result = _warp(images, matrix, image_size, fill)
+    elif op == Op.AUTO_CONTRAST.value:
+        result = _auto_contrast(images)
+    elif op == Op.EQUALIZE.value:
+        result = _equalize(images)
+    elif op == Op.INVERT.value:
+        result = _inverse(images)
+    elif op == Op.POSTERIZE.value:
+        result = _posterize(images, amount)
+    elif op == Op.SOLARIZE.value:
+        result = _where(images < amount, images, _inverse(images))
+    elif op == Op.SOLARIZE_ADD.value:
+        brighter = images + fn.cast(amount, dtype=types.UINT8)  # at most 127 + 110: no overflow
+        result = _where(images < _level(128), brighter, images)
+    elif op == Op.COLOR.value:
+        result = _blend(_gray(images), images, amount)
+    elif op == Op.CONTRAST.value:
+        result = _blend(math.floor(fn.reductions.mean(_gray(images)) + 0.5), images, amount)
+    elif op == Op.BRIGHTNESS.value:
+        result = _to_level(images * amount)
+    else:
+        result = _sharpness(images, amount, image_size)
+    return result
+
+
+# Geometry
+
+
+def _warp(images: DataNode, matrix: DataNode, image_size: int, fill: tuple[int, int, int]) -> DataNode:
+    """Bicubic, as Pillow's transforms are. DALI's are at most linear, so this sums the 4 x 4 pixels around each source
+    point itself; its nearest-neighbour warp, shifted by whole pixels, fetches them and repeats the border outwards."""
+    index = np.arange(image_size, dtype=np.float32)
+    x, y = _constant(index[None, :, None] + 0.5, images), _constant(index[:, None, None] + 0.5, images)
+    source_x = matrix[0, 0] * x + matrix[0, 1] * y + matrix[0, 2]  # (H, W, 1)
+    source_y = matrix[1, 0] * x + matrix[1, 1] * y + matrix[1, 2]
+    # Which pixel DALI takes for the second of the four is asked of DALI: its rounding is not ours.
+    grid = np.stack(np.meshgrid(index, index), axis=-1)  # (H, W, 2): column, row
+    second = _tap(types.Constant(grid, device=images.device, layout="HWC"), matrix, 1, 1)
+    weights_x = _cubic_weights(source_x, second[:, :, 0:1])  # (H, W, 4, 1)
+    weights_y = _cubic_weights(source_y, second[:, :, 1:2])
+    rows = []
+    for row in range(4):
+        taps = [_tap(images, matrix, row, column) for column in range(4)]
+        rows.append(fn.reductions.sum(weights_x * fn.stack(*taps, axis=2), axes=2))  # (H, W, 3)
+    cubic = _to_level(fn.reductions.sum(weights_y * fn.stack(*rows, axis=2), axes=2) + _SHORT_OF_WHOLE)
+    inside = (source_x >= 0) & (source_x < image_size) & (source_y >= 0) & (source_y < image_size)
+    warped = _where(inside, cubic, _constant(np.array(fill, dtype=np.uint8), images))
+    return fn.reinterpret(warped, layout="HWC")  # arithmetic may lose it, and DALI merges equal layouts only
+
+
+def _cubic_weights(source: DataNode, second: DataNode) -> DataNode:
+    """What the four pixels around each source point weigh along one axis: (H, W, 4, 1).
+
+    The kernel is Keys' (1981) with a = -1, which is Pillow's for transforms; for resizing it has a = -1/2.
+
+    Args:
+        source: (H, W, 1) coordinate of the point; pixel centres at .5.
+        second: (H, W, 1) index of the second of the four pixels, 0 where it would be -1.
+    """
+    position = source - 0.5  # in pixel indexes
+    d = position - second + fn.cast(position < 0, dtype=types.FLOAT)  # from the second pixel towards the third
+    constant, linear, square, cube = (
+        _constant(np.array(coefficients, dtype=np.float32), source)
+        for coefficients in ([0, 1, 0, 0], [-1, 0, 1, 0], [2, -2, 1, -1], [-1, 1, -1, 1])
+    )
+    return fn.expand_dims(constant + d * (linear + d * (square + d * cube)), axes=3)
+
+
+def _tap(images: DataNode, matrix: DataNode, row: int, column: int) -> DataNode:
+    """One of the 4 x 4 pixels around each source point: (H, W, channels)."""
+    shift = np.zeros((2, 3), dtype=np.float32)
+    shift[:, 2] = column - 1.5, row - 1.5  # the nearest neighbour of a point half a pixel lower is the floor
+    return fn.warp_affine(images, matrix=matrix + types.Constant(shift, device="cpu"), interp_type=types.INTERP_NN)
+
+
+# Colour
+
+
+def _auto_contrast(images: DataNode) -> DataNode:
+    """Stretch each channel to 0 .. 255, in float64 like Pillow: in float32 some levels fall one lower."""
+    low = fn.cast(fn.reductions.min(images, axis_names="HW", keep_dims=True), dtype=types.FLOAT64)  # (1, 1, 3)
+    high = fn.cast(fn.reductions.max(images, axis_names="HW", keep_dims=True), dtype=types.FLOAT64)
+    scale = 255.0 / math.max(high - low, 1.0)
+    stretched = fn.cast(images, dtype=types.FLOAT64) * scale + (-low) * scale
+    stretched = fn.cast(math.floor(math.clamp(stretched, 0.0, 255.0)), dtype=types.UINT8)
+    return _where(high > low, stretched, images)  # a channel of one level stays
+
+
+def _equalize(images: DataNode) -> DataNode:
+    """Flatten each channel's histogram.
+
+    DALI counts the pixels up to and including a level, Pillow those below it. Counted from the bright end it is the same,
+    but for Pillow's rounding of the step between two levels to a whole number of pixels.
+    """
+    return _inverse(fn.equalize(_inverse(images)))
+
+
+def _inverse(images: DataNode) -> DataNode:
+    return _level(255) - images
+
+
+def _posterize(images: DataNode, bits: DataNode) -> DataNode:
+    """Keep the ``bits`` highest bits."""
+    step = fn.cast(math.pow(2.0, 8 - bits), dtype=types.INT32)  # 256 for no bits: everything is black
+    return fn.cast(images // step * step, dtype=types.UINT8)
+
+
+def _gray(images: DataNode) -> DataNode:
+    """(H, W, 1) int32: ITU-R 601 luma in 16-bit fixed point, which is Pillow's; DALI's rounds some values otherwise."""
+    weighted = images * _constant(np.array([19595, 38470, 7471], dtype=np.int32), images)
+    return (fn.reductions.sum(weighted, axes=2, keep_dims=True, dtype=types.INT32) + 32768) // 65536
+
+
+def _sharpness(images: DataNode, factor: DataNode, image_size: int) -> DataNode:
+    """Away from, or towards, a smoothed copy. Pillow does not smooth the outermost pixels."""
+    kernel = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], dtype=np.float32) / 13
+    smooth = math.floor(fn.filter(images, _constant(kernel, images), dtype=types.FLOAT) + 0.5)
+    border = np.ones((image_size, image_size, 1), dtype=np.uint8)
+    border[1:-1, 1:-1] = 0
+    blended = _blend(smooth, images, factor)
+    return _where(_constant(border, images) > 0, images, blended)
+
+
+# What they share
+
+
+def _blend(from_: DataNode, to: DataNode, factor: DataNode) -> DataNode:
+    """Pillow's ImageEnhance: ``from_`` at factor 0, ``to`` at 1, beyond it above 1."""
+    base = fn.cast(from_, dtype=types.FLOAT)
+    return _to_level(base + factor * (to - base))
+
+
+def _to_level(values: DataNode) -> DataNode:
+    """Float to uint8, as Pillow does it: fractions are cut off."""
+    return fn.cast(math.floor(math.clamp(values, 0.0, 255.0)), dtype=types.UINT8)
+
+
+def _where(condition: DataNode, yes: DataNode, no: DataNode) -> DataNode:
+    """Elementwise choice between uint8 images; DALI has no operator for it."""
+    chosen = fn.cast(condition, dtype=types.UINT8)
+    return chosen * yes + (_level(1) - chosen) * no
+
+
+def _level(value: int) -> types.ScalarConstant:
+    return types.Constant(value, dtype=types.UINT8)
+
+
+def _constant(values: np.ndarray, like: DataNode) -> DataNode:
+    """``values`` on the device of ``like``."""
+    return types.Constant(values, device=like.device)

@@ -1,0 +1,131 @@
+"""The DALI graphs: encoded images and numbers in, images out.
+
+``full_graph`` does everything and is what runs on a GPU. ``decoding_graph`` stops after the decoder; on a CPU the rest is done
+faster in ``finish.py``. Both read the same requests, and the test suite compares their pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import nvidia.dali.fn as fn
+import nvidia.dali.types as types
+from nvidia.dali import Pipeline, pipeline_def
+
+from pipeline.data.augment import randaugment_dali
+from pipeline.data.augment.randaugment import fill_color
+from pipeline.data.plan import BatchRequest
+
+Source = Callable[[], tuple]
+_WINDOW_TYPES = [types.UINT8, types.INT32, types.INT32]  # jpegs, start, shape
+_PIXEL_TYPES = [types.FLOAT, types.FLOAT, types.FLOAT, types.INT32]  # resize, crop_y, crop_x, flip
+_OP_TYPES = [types.INT32, types.FLOAT, types.FLOAT]  # op, amount, matrix
+
+
+def window_inputs(images: list, request: BatchRequest) -> tuple:
+    """What :func:`decoding_graph` takes: B encoded images (bytes,) uint8, and which window of each is decoded."""
+    return images, request.geometry.start, request.geometry.shape
+
+
+def full_inputs(images: list, request: BatchRequest, image_size: int) -> tuple:
+    """What :func:`full_graph` takes."""
+    geometry = request.geometry
+    pixels = geometry.resize, *geometry.crop.T.copy(), geometry.flip
+    ops: tuple = ()
+    if request.ops is not None:
+        fed = randaugment_dali.graph_inputs(request.ops, image_size)
+        ops = fed.op, fed.amount, fed.matrix
+    return *window_inputs(images, request), *pixels, *ops
+
+
+def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: int) -> Pipeline:
+    """Decode windows on the CPU.
+
+    Args:
+        source: called once per batch, ahead of time; returns :func:`window_inputs`.
+        batch_size: B.
+        num_threads: CPU threads.
+        prefetch: batches made ahead.
+
+    Returns:
+        A built pipeline with one output: B of (h, w, 3) uint8, RGB, each of its own size.
+    """
+
+    @pipeline_def(batch_size=batch_size, num_threads=num_threads, device_id=None, prefetch_queue_depth=prefetch)
+    def graph():
+        jpegs, start, shape = fn.external_source(source=source, num_outputs=3, batch=True, dtype=_WINDOW_TYPES, ndim=[1, 1, 1])
+        return _decode_window(jpegs, start, shape, device="cpu")
+
+    return _built(graph())
+
+
+def full_graph(
+    source: Source,
+    batch_size: int,
+    image_size: int,
+    mean: tuple[float, float, float],
+    std: tuple[float, float, float],
+    device_id: int | None,
+    num_threads: int,
+    prefetch: int,
+    rand_augment_ops: int = 0,
+) -> Pipeline:
+    """Decode, resize, crop, flip, RandAugment, normalize.
+
+    Args:
+        source: called once per batch, ahead of time; returns :func:`full_inputs`.
+        batch_size: B.
+        image_size: side of the output.
+        mean, std: per RGB channel, of pixels on [0, 1].
+        device_id: CUDA device for decoding and everything after it; None: the CPU.
+        num_threads: CPU threads.
+        prefetch: batches made ahead.
+        rand_augment_ops: RandAugment operations per image.
+
+    Returns:
+        A built pipeline with one output: float32 (B, 3, image_size, image_size) on the device.
+    """
+    op_types, op_dims = (_OP_TYPES, [1, 1, 3]) if rand_augment_ops else ([], [])
+
+    @pipeline_def(
+        batch_size=batch_size,
+        num_threads=num_threads,
+        device_id=device_id,
+        prefetch_queue_depth=prefetch,
+        enable_conditionals=True,
+    )
+    def graph():
+        jpegs, start, shape, resize, crop_y, crop_x, flip, *ops = fn.external_source(
+            source=source,
+            num_outputs=7 + len(op_types),
+            batch=True,
+            dtype=[*_WINDOW_TYPES, *_PIXEL_TYPES, *op_types],
+            ndim=[1, 1, 1, 1, 0, 0, 0, *op_dims],
+        )
+        images = _decode_window(jpegs, start, shape, device="cpu" if device_id is None else "mixed")
+        images = fn.resize(images, size=resize, interp_type=types.INTERP_CUBIC, antialias=True)
+        images = fn.crop(images, crop=(image_size, image_size), crop_pos_y=crop_y, crop_pos_x=crop_x)
+        images = fn.flip(images, horizontal=flip)
+        if rand_augment_ops:
+            images = randaugment_dali.augment(images, *ops, rand_augment_ops, image_size, fill_color(mean))
+        return fn.crop_mirror_normalize(
+            images,
+            mean=[255 * value for value in mean],
+            std=[255 * value for value in std],
+            dtype=types.FLOAT,
+            output_layout="CHW",
+        )
+
+    return _built(graph())
+
+
+def _decode_window(jpegs, start, shape, device: str):
+    # EXIF orientation is ignored, as Pillow and thus the papers' pipelines do.
+    return fn.decoders.image_slice(
+        jpegs, device=device, output_type=types.RGB, start=start, shape=shape, axis_names="HW", adjust_orientation=False
+    )
+
+
+def _built(pipeline: Pipeline) -> Pipeline:
+    pipeline.build()
+    return pipeline

@@ -1,0 +1,203 @@
+"""Processes: who am I, how do I talk to the others. One process per GPU, or per CPU share where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pipeline.distributed.exchange import gather_json
+from pipeline.distributed.rendezvous import connect
+from pipeline.errors import UserError
+
+_FROM_SRUN = {  # what srun sets for each task -> the name PyTorch and DeepSpeed read
+    "SLURM_PROCID": "RANK",
+    "SLURM_STEP_NUM_TASKS": "WORLD_SIZE",
+    "SLURM_LOCALID": "LOCAL_RANK",
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of the job."""
+
+    rank: int
+    size: int
+    device: torch.device
+    cpu_threads: int  # this process's share of the node's cores
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes logs and files."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        dist.barrier()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over processes, in place, on the world's device."""
+        dist.all_reduce(values)
+        return values
+
+    def gather(self, value: object) -> list:
+        """``value`` of every process, in rank order, on every process: plain data, see :func:`pipeline.distributed.exchange.gather_json`."""
+        return gather_json(value, self.size, self.device)
+
+
+def init_world(patience: float = 1800) -> World:
+    """Find rank and world size, choose the device, connect the processes through DeepSpeed.
+
+    Sources, in this order: RANK and WORLD_SIZE (``launch/local.sh``), a Slurm step (``srun``), else a world of one.
+
+    Args:
+        patience: seconds that a collective operation may wait for a process. Who is hung is for the heartbeat to say, so this
+            should be more than its ``progress_timeout``: PyTorch would end those who wait.
+
+    Raises:
+        UserError: several processes, but a variable they need is missing or malformed.
+        NotConnected: they did not find each other.
+    """
+    _read_environment()
+    world_size = _integer("WORLD_SIZE", 1)
+    rank, local_rank = _integer("RANK", 0, world_size - 1), _integer("LOCAL_RANK", 0, world_size - 1)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            if world_size > 1:
+                raise UserError(
+                    f"{name} is not set, but {world_size} processes need it to find each other: start with launch/local.sh or sbatch."
+                )
+            os.environ[name] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}[name]
+    _integer("MASTER_PORT", 0, 65535)
+    usable = len(os.sched_getaffinity(0))
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        local_size = _integer("LOCAL_WORLD_SIZE", 1, world_size)
+        cpu_threads = max(1, usable // local_size)
+    else:
+        # Slurm may have bound this task to its own cores: its share is what Slurm says, and dividing once more is wrong.
+        local_size = _slurm_tasks_per_node() or world_size
+        share = _integer("SLURM_CPUS_PER_TASK", 1) if os.environ.get("SLURM_CPUS_PER_TASK") else max(1, usable // local_size)
+        cpu_threads = min(usable, share)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", _gpu_index(local_rank, local_size))
+        torch.cuda.set_device(device)
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's number
+        torch.backends.cudnn.allow_tf32 = False  # Φp is wanted in full precision: with TF32 it is off by up to 5 %
+    else:
+        _refuse_unusable_gpu()
+        if rank == 0 and _slurm_granted_gpus():
+            print(
+                "note: Slurm granted this task GPUs, but PyTorch finds none: running on the CPU (--gpus-per-node=0 asks for none)",
+                flush=True,
+            )
+        device = torch.device("cpu")
+        torch.set_num_threads(cpu_threads)
+    _connect("nccl" if device.type == "cuda" else "gloo", rank, world_size, device, timedelta(seconds=patience))
+    return World(rank, world_size, device, cpu_threads)
+
+
+def _gpu_index(local_rank: int, local_size: int) -> int:
+    """This process's GPU among those it sees: all of the node's, or its own alone where Slurm binds one to each task."""
+    visible = torch.cuda.device_count()
+    if visible == 1 and "SLURM_STEP_ID" in os.environ:
+        return 0
+    if local_rank >= visible:
+        raise UserError(
+            f"this node runs {local_size} processes but has {visible} GPUs, one per process needed: start {visible} processes per node."
+        )
+    return local_rank
+
+
+def _slurm_granted_gpus() -> bool:
+    """Whether this task was given GPUs. SLURM_JOB_GPUS does not tell: under --exclusive it names all of the node's, asked for or not."""
+    return bool(os.environ.get("SLURM_STEP_GPUS") and os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _refuse_unusable_gpu() -> None:
+    """A GPU beside a PyTorch that cannot use it is a mistake in the installation, not a wish to train on the CPU."""
+    if os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        remedy = "install the CUDA build with `make install HAS_GPU=1`"
+        if torch.version.cuda:
+            remedy = f"see nvidia-smi, CUDA {torch.version.cuda} needed there: a new driver, or `make install CUDA=12` for an old one"
+        raise UserError(
+            f"this machine has an NVIDIA driver, but PyTorch {torch.__version__} finds no GPU: {remedy}, "
+            f"or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU."
+        )
+
+
+def _integer(name: str, low: int, high: int = 2**31) -> int:
+    text = os.environ[name]
+    if not re.fullmatch("[0-9]{1,10}", text) or not low <= int(text) <= high:
+        raise UserError(
+            f"the environment variable {name} is {text!r}, a whole number from {low} to {high} needed: start with launch/local.sh or sbatch."
+        )
+    return int(text)
+
+
+def _read_environment() -> None:
+    """Fill RANK, WORLD_SIZE and LOCAL_RANK, which DeepSpeed insists on even for one process."""
+    if "RANK" in os.environ:
+        missing = [name for name in _FROM_SRUN.values() if name not in os.environ]
+        if missing:
+            raise UserError(
+                f"RANK is set but {missing[0]} is not, all of RANK, WORLD_SIZE and LOCAL_RANK needed: start with launch/local.sh or sbatch."
+            )
+    elif "SLURM_STEP_ID" in os.environ and all(name in os.environ for name in _FROM_SRUN):
+        for slurm_name, name in _FROM_SRUN.items():
+            os.environ[name] = str(_integer(slurm_name, 0))
+    elif os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set, both needed: start with launch/local.sh or sbatch."
+        )
+    else:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+
+
+def _slurm_tasks_per_node() -> int | None:
+    """Of SLURM_STEP_TASKS_PER_NODE, for example "8(x2)" or "3,2": the largest count, to be on the safe side."""
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not text:
+        return None
+    parts = [re.fullmatch(r"([1-9][0-9]{0,5})(\(x[0-9]+\))?", part) for part in text.split(",")]
+    if None in parts:
+        raise UserError(
+            f"the environment variable SLURM_STEP_TASKS_PER_NODE is {text!r}, counts such as '8(x2)' or '3,2' needed: start with srun, or unset it."
+        )
+    return max(int(part[1]) for part in parts)
+
+
+def _connect(backend: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+    # DeepSpeed 0.19 still calls what PyTorch 2.13 renamed; nothing a user could do about it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    connect(backend, rank, size, device, timeout)
+    with quiet_deepspeed():
+        import deepspeed
+
+        # DeepSpeed would compile a shared-memory extension that only inference uses: a minute, and a build
+        # that is killed leaves a lock on which every later start hangs.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout)  # takes the process group that is there
+
+
+@contextlib.contextmanager
+def quiet_deepspeed():
+    """Silence DeepSpeed's progress chatter; warnings and errors still come through."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    yield
+    from deepspeed.utils import logger  # importing deepspeed resets the level
+
+    logger.setLevel(logging.WARNING)
+
+
+def disconnect() -> None:
+    """Leave the process group, so that the interpreter ends cleanly."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

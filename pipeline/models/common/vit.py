@@ -1,0 +1,179 @@
+"""Parts of the plain vision transformer (Dosovitskiy et al., ICLR 2021) in DeiT's form, which DeiT and ConViT share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.models.common.base import scale_branch
+from pipeline.models.common.layers import MLP, biased_attention, init_linear
+from pipeline.models.common.probe import probe
+
+PATCH = 16  # pixels, on a side
+LAYER_NORM_EPS = 1e-6
+# The authors' names and ours, see VisionModel.reference_names.
+REFERENCE_NAMES = (
+    ("cls_token", "class_token"),
+    ("pos_embed", "position_embedding.weight"),
+    ("patch_embed.proj.", "patch_embedding."),
+)
+
+
+@dataclass(frozen=True)
+class ViTLayout:
+    """One row of a paper's table of models: twelve blocks of the same width."""
+
+    heads: int
+    width: int
+    depth: int = 12
+    mlp_ratio: int = 4
+
+
+class PatchEmbedding(nn.Conv2d):
+    """One 16x16 convolution with stride 16.
+
+    ``forward``: (B, 3, H, W) -> (B, N, width), N = (H / 16) * (W / 16) in row-major order.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(3, width, PATCH, stride=PATCH)  # keeps PyTorch's own initialization, as in DeiT's code
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images).flatten(2).transpose(1, 2)
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for each token's place, added to the tokens.
+
+    Args:
+        image_size: of the square images that the places are for.
+        extra_tokens: tokens that stand before the patches and have a vector too.
+        width: of a token.
+        masked_at_test: add nothing in eval mode (ConViT's Table 5). Also an attribute, for a model that is built already.
+
+    ``forward``: x (B, N, width), grid (rows, columns) of its patches -> (B, N, width).
+
+    Raises:
+        UserError: the grid has another shape than the embedding.
+    """
+
+    def __init__(self, image_size: int, extra_tokens: int, width: int, masked_at_test: bool) -> None:
+        super().__init__()
+        self.grid = patch_grid(image_size, image_size)
+        self.masked_at_test = masked_at_test
+        self.weight = nn.Parameter(torch.empty(1, self.grid[0] * self.grid[1] + extra_tokens, width))
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        if grid != self.grid:
+            (rows, columns), own = grid, self.grid
+            raise UserError(
+                f"an image has {rows * PATCH} x {columns * PATCH} pixels, but the model's position embedding has {own[0]} x {own[1]} "
+                f"places, for {own[0] * PATCH} x {own[1] * PATCH}: set model.image_size to the size of the images."
+            )
+        if self.masked_at_test and not self.training:
+            return x
+        return x + self.weight
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention, optionally with a bias on the scores.
+
+    Offers the probe ``attention``, (B, heads, N, N).
+
+    ``forward``: x (B, N, width), bias (heads, N, N) or None -> (B, N, width).
+    """
+
+    def __init__(self, width: int, heads: int, qkv_bias: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        q, k, v = split_heads(self.qkv(x), 3, self.heads)
+        probe("attention", lambda: attention_weights(q, k, bias))
+        return self.proj(merge_heads(biased_attention(q, k, v, bias)))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each with a norm before it and a residual around it.
+
+    Args:
+        width: of a token.
+        attention: a module, called with (x, position).
+        mlp_ratio: hidden width of the MLP / width.
+    """
+
+    def __init__(self, width: int, attention: nn.Module, mlp_ratio: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.attn = attention
+        self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.mlp = MLP(width, mlp_ratio * width, width)
+        for module in self.modules():
+            init_linear(module)
+
+    def forward(self, x: Tensor, branch_scales: Tensor | None, position: Tensor | None = None) -> Tensor:
+        """One transformer block.
+
+        Args:
+            x: (B, N, width).
+            branch_scales: (B, 2) stochastic-depth factors of the two branches, or None for 1.
+            position: what the attention takes beside x, if anything.
+
+        Returns:
+            (B, N, width).
+        """
+        x = x + scale_branch(self.attn(self.norm1(x), position), branch_scales, 0)
+        return x + scale_branch(self.mlp(self.norm2(x)), branch_scales, 1)
+
+
+def split_heads(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+    """(B, N, parts * width) -> ``parts`` tensors (B, heads, N, width / heads)."""
+    batch, tokens, _ = x.shape
+    return x.view(batch, tokens, parts, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B, heads, N, head_dim) -> (B, N, heads * head_dim)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ / sqrt(head_dim) + bias), which fused attention never shows; for probes.
+
+    Args:
+        q, k: (B, heads, N, head_dim).
+        bias: (heads, N, N) or None.
+
+    Returns:
+        (B, heads, N, N), at least float32.
+    """
+    scores = content_scores(q, k)
+    return (scores if bias is None else scores + bias).softmax(-1)
+
+
+def content_scores(q: Tensor, k: Tensor) -> Tensor:
+    """q kᵀ / sqrt(head_dim) of (B, heads, N, head_dim), in at least float32 -> (B, heads, N, N); for probes."""
+    with torch.autocast(q.device.type, enabled=False):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return q.to(dtype) @ k.to(dtype).transpose(-1, -2) * q.shape[-1] ** -0.5
+
+
+def patch_grid(height: int, width: int) -> tuple[int, int]:
+    """(rows, columns) of patches.
+
+    Raises:
+        UserError: patches do not tile the image.
+    """
+    for size in (height, width):
+        if size % PATCH or size < PATCH:
+            raise UserError(
+                f"model.image_size is {size}, but patches of {PATCH} pixels need a multiple of {PATCH} that is at least {PATCH}: "
+                f"set it to {max(1, round(size / PATCH)) * PATCH}."
+            )
+    return int(height) // PATCH, int(width) // PATCH  # int: a tracer's sizes are tensors, which no cache finds again

@@ -1,0 +1,211 @@
+"""ConViT-Ti/S/B and their "+" variants (d'Ascoli et al., "ConViT: Improving Vision Transformers with Soft Convolutional Inductive
+Biases", ICML 2021; layouts: Table 1).
+
+A DeiT whose first ten blocks have gated positional self-attention, which starts as a convolution (:mod:`pipeline.models.convit.gpsa`);
+the class token joins the patches only after them. Where paper and published code differ the code is followed, since its
+weights know nothing else. ``load_reference_state_dict`` loads the authors' weights.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from pipeline.config import Positive, section_from_dict
+from pipeline.models.common.base import Switches, VisionModel, linear_drop_path, scales_of_block
+from pipeline.models.common.layers import init_linear
+from pipeline.models.common.vit import (
+    LAYER_NORM_EPS,
+    REFERENCE_NAMES,
+    Block,
+    PatchEmbedding,
+    PositionEmbedding,
+    SelfAttention,
+    ViTLayout,
+    patch_grid,
+)
+from pipeline.models.convit.gpsa import GatedPositionalSelfAttention, PositionalSelfAttention, relative_positions
+from pipeline.models.registry import register
+
+DEPTH = 12
+
+# The class token needs at least one block with self-attention to look at the patches.
+LayerCount = Annotated[int, Field(ge=0, le=DEPTH - 1)]
+
+
+class ConViTSwitches(Switches):
+    """Ablations of Table 3, Fig. 8, Fig. 9 and, in eval mode only, Tables 5 and 6."""
+
+    gpsa_layers: LayerCount = 10
+    """Blocks that have GPSA, from the first one on (Fig. 8); 0: a plain ViT (Table 3, e)."""
+    conv_init: bool = True
+    """Start as a convolution (Eq. 5); false: values and positions start at random (Table 3, c, d and g)."""
+    locality_strength: Positive = 1.0
+    """How narrowly a head of the convolutional initialization looks at its patch, α of Eq. 5 (Fig. 8)."""
+    train_gating: bool = True
+    """false: gating parameters are frozen at λ = 0, half content and half position (Table 3, b and d)."""
+    train_gpsa: bool = True
+    """false: all parameters of the GPSA layers keep their initial values (Table 3, f and g)."""
+    positional_gating: bool = True
+    """false: content and position are summed before the softmax, without a gate (Eq. 4, Fig. 9)."""
+    mask_content_layers: LayerCount = 0
+    """In eval mode the first n GPSA layers look at position only (Table 6: 3, 5 and 10). Training is not affected."""
+    mask_position_layers: LayerCount = 0
+    """In eval mode the first n GPSA layers look at content only (Table 6: 3, 5 and 10). Training is not affected."""
+    mask_position_embedding: bool = False
+    """In eval mode add no absolute position embedding to the patches (Table 5). Training is not affected."""
+
+    @model_validator(mode="after")
+    def _switches_do_something(self) -> ConViTSwitches:
+        masked = max(self.mask_content_layers, self.mask_position_layers)
+        if self.mask_content_layers and self.mask_position_layers:
+            raise ValueError("must not mask content and position at once: set one of the two to 0")
+        if masked > self.gpsa_layers:
+            raise ValueError(f"masks {masked} GPSA layers, at most gpsa_layers = {self.gpsa_layers} possible")
+        if not self.positional_gating and (masked or not self.train_gating):
+            raise ValueError("has positional_gating false, which leaves no gate to mask or to freeze: set it to true")
+        if not self.conv_init and self.locality_strength != 1:
+            raise ValueError("has a locality_strength, which needs conv_init true: set one of the two to its default")
+        return self
+
+
+class ConViT(VisionModel):
+    """Vision transformer with soft convolutional inductive biases.
+
+    Every layer offers the probe ``attention``; GPSA layers, which have no class token, also ``position`` and ``gate``. Shapes: see
+    :class:`~pipeline.models.convit.gpsa.GatedPositionalSelfAttention`.
+
+    Args:
+        layout: heads and width. The number of heads is a square for a convolution that uses them all.
+        num_classes: outputs of the classifier.
+        image_size: a multiple of 16; ``forward`` takes this size only, which the position embedding is for.
+        drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
+        activation_checkpointing: recompute each block in the backward pass.
+        switches: ablations.
+
+    Raises:
+        UserError: ``image_size`` is not a multiple of 16.
+    """
+
+    reference_names = (
+        *REFERENCE_NAMES,
+        ("blocks.*.attn.gating_param", "blocks.*.attn.gating"),
+        ("blocks.*.attn.pos_proj.", "blocks.*.attn.position_projection."),
+    )
+    reference_switches = frozenset(ConViTSwitches.model_fields) - {"positional_gating"}
+
+    def __init__(
+        self,
+        layout: ViTLayout,
+        num_classes: int = 1000,
+        image_size: int = 224,
+        drop_path: float = 0.0,
+        activation_checkpointing: bool = False,
+        switches: ConViTSwitches | None = None,
+    ) -> None:
+        switches = switches or ConViTSwitches()
+        super().__init__(linear_drop_path(drop_path, layout.depth), activation_checkpointing, switches)
+        width = layout.width
+        self.gpsa_layers = switches.gpsa_layers
+        self.position_embedding = PositionEmbedding(image_size, 0, width, switches.mask_position_embedding)
+        self.patch_embedding = PatchEmbedding(width)
+        self.class_token = nn.Parameter(torch.empty(1, 1, width))
+        self.blocks = nn.ModuleList(_block(layout, switches, layer) for layer in range(layout.depth))
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.head = nn.Linear(width, num_classes)
+        nn.init.trunc_normal_(self.class_token, std=0.02)
+        init_linear(self.head)
+        self.mask_attention_at_test(switches.mask_content_layers, switches.mask_position_layers)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"class_token", "position_embedding.weight"}
+
+    def mask_attention_at_test(self, content_layers: int = 0, position_layers: int = 0) -> None:
+        """What the switches ``mask_content_layers`` and ``mask_position_layers`` do, on a model that is built already.
+
+        Args:
+            content_layers: GPSA layers, from the first one on, that look at position only.
+            position_layers: likewise, at content only. At most one of the two is not 0; (0, 0) takes the masks off.
+
+        Raises:
+            UserError: both are given, there are not as many GPSA layers, or they have no gates.
+        """
+        masks = {"mask_content_layers": content_layers, "mask_position_layers": position_layers}
+        self.switches = section_from_dict(ConViTSwitches, self.switches.model_dump() | masks, key="model.switches")
+        if self.switches.positional_gating:
+            for layer, block in enumerate(self.blocks[: self.gpsa_layers]):
+                block.attn.test_gate = 1.0 if layer < content_layers else 0.0 if layer < position_layers else None
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Class scores.
+
+        Args:
+            images: (B, 3, image_size, image_size).
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; see
+                :meth:`~pipeline.models.common.base.VisionModel.branch_scales`.
+
+        Returns:
+            (B, num_classes).
+
+        Raises:
+            UserError: another size than the model was built for.
+        """
+        grid = patch_grid(*images.shape[-2:])
+        x = self.position_embedding(self.patch_embedding(images), grid)  # (B, N, width)
+        offsets = relative_positions(*grid, images.device, self.drop_path_rates.dtype)  # (N, N, 3)
+        scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
+        for i, block in enumerate(self.blocks):
+            if i == self.gpsa_layers:
+                x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)  # (B, N + 1, width) from here on
+            x = self.run_block(block, x, scales_of_block(scales, i), offsets if i < self.gpsa_layers else None)
+        return self.head(self.norm(x[:, 0]))
+
+
+def _block(layout: ViTLayout, switches: ConViTSwitches, layer: int) -> Block:
+    if layer >= switches.gpsa_layers:
+        return Block(layout.width, SelfAttention(layout.width, layout.heads, qkv_bias=False), layout.mlp_ratio)
+    attention = GatedPositionalSelfAttention if switches.positional_gating else PositionalSelfAttention
+    block = Block(layout.width, attention(layout.width, layout.heads), layout.mlp_ratio)
+    if switches.conv_init:
+        block.attn.init_convolution(switches.locality_strength)
+    if not switches.train_gating:
+        nn.init.zeros_(block.attn.gating).requires_grad_(False)
+    if not switches.train_gpsa:
+        block.attn.requires_grad_(False)
+    return block
+
+
+_PAPER = "ConViT (ICML 2021), Table 1"
+
+
+@register("ConViT Tiny, 4 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=6, paper_gmacs=1, paper_top1=73.1)
+def convit_ti(**options) -> ConViT:
+    return ConViT(ViTLayout(4, 192), **options)
+
+
+@register("ConViT Tiny+, 4 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=10, paper_gmacs=2, paper_top1=76.7)
+def convit_ti_plus(**options) -> ConViT:
+    return ConViT(ViTLayout(4, 256), **options)
+
+
+@register("ConViT Small, 9 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=27, paper_gmacs=5.4, paper_top1=81.3)
+def convit_s(**options) -> ConViT:
+    return ConViT(ViTLayout(9, 432), **options)
+
+
+@register("ConViT Small+, 9 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=48, paper_gmacs=10, paper_top1=82.2)
+def convit_s_plus(**options) -> ConViT:
+    return ConViT(ViTLayout(9, 576), **options)
+
+
+@register("ConViT Base, 16 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=86, paper_gmacs=17, paper_top1=82.4)
+def convit_b(**options) -> ConViT:
+    return ConViT(ViTLayout(16, 768), **options)
+
+
+@register("ConViT Base+, 16 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=152, paper_gmacs=30, paper_top1=82.5)
+def convit_b_plus(**options) -> ConViT:
+    return ConViT(ViTLayout(16, 1024), **options)

@@ -1,0 +1,140 @@
+"""Parameters and multiply-accumulates (GMACs = 1e9) of a model, counted by fvcore.
+
+Three numbers per model, since each answers another question. ``gmacs_modules`` is what the papers print: they counted
+modules, so the products inside attention are missing. ``gmacs`` is everything one image costs. ``gmacs_phi`` is the
+position encoding Φp, which depends on weights alone: a training step pays it once per forward pass, whatever the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.models.registry import create_model, model_entry
+
+# Operators known to multiply no matrices. One that fvcore has no handler for and that is not here makes the count fail.
+_NO_PRODUCT = frozenset(
+    "add add_ sub sub_ rsub lerp mul mul_ div div_ neg pow sqrt exp log log_sigmoid sigmoid gelu relu relu_ silu tanh softmax sum mean "
+    "clone copy_ detach to type_as contiguous view reshape flatten unflatten transpose permute t unsqueeze squeeze expand expand_as "
+    "reciprocal repeat cat stack split chunk unbind select slice index gather pad constant_pad_nd constant full zeros ones zeros_like ones_like "
+    "empty eye arange linspace masked_fill where lt le gt ge eq ne clamp max min abs batch_norm layer_norm instance_norm group_norm "
+    "dropout dropout_ roll max_pool2d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d feature_alpha_dropout "
+    "size numel".split()
+)
+
+
+@dataclass(frozen=True)
+class FlopRow:
+    """Counts of one model at one image size."""
+
+    name: str
+    image_size: int
+    params: int
+    params_phi: int
+    gmacs_modules: float
+    gmacs: float
+    gmacs_phi: float
+    paper_params_m: float | None
+    paper_gmacs: float | None  # at the paper's image size
+
+    def training_flops_per_image(self, micro_batch_size: int) -> float:
+        """Floating-point operations (2 per multiply-accumulate) of forward and backward pass (twice the forward).
+
+        Recomputed activations are not model FLOPs and are not counted (Chowdhery et al., "PaLM", 2022, App. B).
+        """
+        return 6e9 * (self.gmacs + self.gmacs_phi / micro_batch_size)
+
+
+def count(
+    name: str, image_size: int = 224, num_classes: int = 1000, switches: Mapping[str, Any] = MappingProxyType({})
+) -> FlopRow:
+    """Count a model on one image.
+
+    Raises:
+        UserError: unknown model or unsuitable size.
+        RuntimeError: an operator that may multiply matrices went uncounted.
+    """
+    entry = model_entry(name)
+    model = create_model(name, num_classes=num_classes, image_size=image_size, switches=switches).eval()
+    image = torch.zeros(1, 3, image_size, image_size)
+    with torch.no_grad():
+        model(image)  # fills the cache of Φp, so that the traces below do not contain it
+        modules = _macs(model, image, MODULE_CONVENTION)
+        per_image = _macs(model, image)
+    with_phi = _macs(model, image)  # with gradients Φp is not cached
+    return FlopRow(
+        name=name,
+        image_size=image_size,
+        params=sum(p.numel() for p in model.parameters()),
+        params_phi=sum(p.numel() for p in model.phi_parameters()) if hasattr(model, "phi_parameters") else 0,
+        gmacs_modules=modules / 1e9,
+        gmacs=per_image / 1e9,
+        gmacs_phi=(with_phi - per_image) / 1e9,
+        paper_params_m=entry.paper_params_m,
+        paper_gmacs=entry.paper_gmacs,
+    )
+
+
+def count_at(name: str, image_size: int | None = None) -> FlopRow:
+    """:func:`count` for the classes and, unless another is given, the image size of the model's paper."""
+    entry = model_entry(name)
+    return count(name, image_size or entry.image_size, entry.num_classes)
+
+
+def _attention_macs(inputs: list, outputs: list) -> float:
+    """q kᵀ and (weights) v of fused attention, which fvcore does not know."""
+    (batch, heads, queries, width), (_, _, keys, value_width) = inputs[0].type().sizes(), inputs[2].type().sizes()
+    return batch * heads * queries * keys * (width + value_width)
+
+
+def _conv_and_bias(inputs: list, outputs: list) -> float:
+    from fvcore.nn.jit_handles import conv_flop_jit
+
+    has_bias = inputs[2].type().kind() == "TensorType"
+    return conv_flop_jit(inputs, outputs)["conv"] + has_bias * _numel(outputs)
+
+
+def _numel(values: list) -> int:
+    return math.prod(values[0].type().sizes())
+
+
+# The papers' figures count modules with hooks (the convention of ptflops): linear layers, convolutions with their bias,
+# two per element for norms, one for ReLU. Derived from the published counts of PerViT and ConViT, which it reproduces.
+MODULE_CONVENTION = {
+    "aten::_convolution": _conv_and_bias,
+    "aten::layer_norm": lambda inputs, outputs: 2 * _numel(outputs),
+    "aten::batch_norm": lambda inputs, outputs: 2 * _numel(outputs),
+    "aten::relu": lambda inputs, outputs: _numel(outputs),
+    "aten::relu_": lambda inputs, outputs: _numel(outputs),
+    "aten::scaled_dot_product_attention": lambda inputs, outputs: 0,
+    "aten::matmul": lambda inputs, outputs: 0,
+    "aten::einsum": lambda inputs, outputs: 0,
+}
+
+
+def _macs(model: nn.Module, image: torch.Tensor, handlers: dict[str, Callable] = MappingProxyType({})) -> float:
+    """Multiply-accumulates of one forward pass.
+
+    Raises:
+        RuntimeError: an operator that may multiply matrices was not counted.
+    """
+    from fvcore.nn import FlopCountAnalysis
+
+    logging.getLogger("fvcore.nn.jit_analysis").setLevel(logging.ERROR)
+    analysis = FlopCountAnalysis(model, image)
+    analysis.set_op_handle(**{"aten::scaled_dot_product_attention": _attention_macs, **handlers})
+    analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
+    total = analysis.total()
+    unknown = sorted(op for op in analysis.unsupported_ops() if op.removeprefix("aten::") not in _NO_PRODUCT)
+    if unknown:
+        raise RuntimeError(
+            f"operators {unknown} were not counted: give them a handler, or add them to _NO_PRODUCT if they multiply no matrices"
+        )
+    return total

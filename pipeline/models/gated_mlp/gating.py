@@ -1,0 +1,162 @@
+"""The gated block of gMLP and PosMLP: the only place where tokens meet (Wang et al., "PosMLP", ACM MM 2022, Sec. 3.1, 4.1).
+
+LayerNorm, Linear, GELU, gating unit, Linear, residual. The gating unit splits the channels in two, mixes the tokens of
+one half and multiplies with the other. There is no other feed-forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.models.common.base import Switches, scale_branch
+from pipeline.models.common.layers import drop_elements
+from pipeline.models.gated_mlp.token_mixing import Covariance, GaussianMap, LearnedMap, mix_tokens
+
+LAYER_NORM_EPS = 1e-6
+GROUPED = ("glrpe", "ggqpe")
+
+
+class GatingSwitches(Switches):
+    """Ablations of the gating unit. "PosMLP" is Wang et al., ACM MM 2022; a module of Table 1 runs in either backbone."""
+
+    mixing: Literal["sgu", "lrpe_m", "lrpe", "glrpe", "ggqpe"] = "ggqpe"
+    """PosMLP Table 1, the token-mixing map. sgu: a weight per pair of tokens (gMLP); lrpe: a weight per relative position;
+    lrpe_m: the sum of both; glrpe: lrpe per channel group; ggqpe: a Gaussian of the relative position per channel group."""
+    covariance: Covariance = "semidefinite"
+    """PosMLP Table 6, Σ of ggqpe. isotropic: αI; free: Γ; semidefinite: ΓΓᵀ."""
+    learned_centers: bool = True
+    """PosMLP Table 6, Δ of ggqpe. false: frozen at (0, 0), so that no query looks beside itself."""
+    token_bias: bool = True
+    """PosMLP Table 7: a learned number per token is added to what was mixed (b of Eq. 15)."""
+    norm: bool | None = None
+    """PosMLP Figure 3d: LayerNorm of what will be mixed. null: as in the equations, with every map but ggqpe."""
+    combine: Literal["multiply", "add", "concatenate"] = "multiply"
+    """PosMLP Figure 3a to c: what happens to the mixed and the other half."""
+    split: bool = True
+    """PosMLP Figure 3e. false: all channels are mixed and multiplied with themselves."""
+
+    @model_validator(mode="after")
+    def _gaussian_switches_need_ggqpe(self) -> GatingSwitches:
+        if self.mixing != "ggqpe" and (self.covariance != "semidefinite" or not self.learned_centers):
+            raise ValueError("must leave covariance and learned_centers alone unless mixing is 'ggqpe'")
+        return self
+
+    @property
+    def normalises(self) -> bool:
+        return self.mixing != "ggqpe" if self.norm is None else self.norm
+
+
+@dataclass(frozen=True)
+class GatingCode:
+    """Where the two published codes differ: which half of the channels is mixed, and the epsilon of the norm before it."""
+
+    mixes_first_half: bool
+    norm_eps: float
+
+
+POSMLP_CODE = GatingCode(mixes_first_half=True, norm_eps=1e-6)
+GMLP_CODE = GatingCode(mixes_first_half=False, norm_eps=1e-5)  # timm's
+
+
+class GatingUnit(nn.Module):
+    """(A u + b) * v of the two channel halves u and v (SGU Eq. 1, PoSGU Eq. 10 to 15).
+
+    Args:
+        width: channels that come in.
+        window: side of the window; N = window² tokens.
+        groups: channel groups of the map.
+        switches: the family's.
+        code: whose details.
+
+    Attributes:
+        out_width: channels that go out.
+    """
+
+    def __init__(self, width: int, window: int, groups: int, switches: GatingSwitches, code: GatingCode) -> None:
+        super().__init__()
+        part = width // 2 if switches.split else width
+        self.out_width = 2 * part if switches.combine == "concatenate" else part
+        self.split, self.combine, self.mixes_first_half = switches.split, switches.combine, code.mixes_first_half
+        self.norm = nn.LayerNorm(part, eps=code.norm_eps) if switches.normalises else nn.Identity()
+        if switches.mixing == "ggqpe":
+            self.mixing = GaussianMap(window, groups, switches.covariance, switches.learned_centers)
+        else:
+            token_weights, relative_table = switches.mixing in ("sgu", "lrpe_m"), switches.mixing != "sgu"
+            self.mixing = LearnedMap(window, groups, token_weights, relative_table)
+        self.bias = None
+        if switches.token_bias:
+            # Shapes of the published weights; gMLP's 1 makes the gate start as the identity.
+            start = torch.ones(window**2) if switches.mixing == "sgu" else torch.zeros(1, window**2, 1)
+            self.bias = nn.Parameter(start)
+
+    def forward(self, x: Tensor, connected: Tensor | None) -> Tensor:
+        """Gate the tokens of each window.
+
+        Args:
+            x: (B, windows, N, width).
+            connected: (windows, N, N) of booleans, see :mod:`pipeline.models.gated_mlp.token_mixing`, or None.
+
+        Returns:
+            (B, windows, N, out_width).
+        """
+        first, second = x.chunk(2, dim=-1) if self.split else (x, x)  # (B, windows, N, width / 2)
+        u, v = (first, second) if self.mixes_first_half else (second, first)
+        u = mix_tokens(self.mixing(connected), self.norm(u))
+        if self.bias is not None:
+            u = u + self.bias.view(-1, 1).to(u.dtype)
+        if self.combine == "multiply":
+            return u * v
+        return u + v if self.combine == "add" else torch.cat([u, v], dim=-1)
+
+
+class GatedBlock(nn.Module):
+    """x + Linear(gate(GELU(Linear(LayerNorm(x))))).
+
+    Args:
+        width: channels of the tokens.
+        ratio: the gating unit works on ``ratio * width`` channels.
+        window, groups, switches, code: see :class:`GatingUnit`.
+        dropout: of the branch's elements in training (PosMLP's published code).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        ratio: int,
+        window: int,
+        groups: int,
+        switches: GatingSwitches,
+        code: GatingCode,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.fc1 = nn.Linear(width, ratio * width)
+        self.gate = GatingUnit(ratio * width, window, groups, switches, code)
+        self.fc2 = nn.Linear(self.gate.out_width, width)
+
+    def forward(
+        self, x: Tensor, branch_scales: Tensor | None, connected: Tensor | None = None, noise: Tensor | None = None
+    ) -> Tensor:
+        """One block.
+
+        Args:
+            x: (B, windows, N, width).
+            branch_scales: (B, 1) stochastic-depth factor of the branch, or None for 1.
+            connected: (windows, N, N) of booleans, or None.
+            noise: (B,) uniform numbers in [0, 1) that decide the dropout, or None for no dropout.
+
+        Returns:
+            (B, windows, N, width).
+        """
+        branch = self.fc2(self.gate(F.gelu(self.fc1(self.norm(x))), connected))
+        if noise is not None:
+            branch = drop_elements(branch, self.dropout, noise)
+        return x + scale_branch(branch, branch_scales, 0)

@@ -1,0 +1,142 @@
+"""gMLP-S (Liu et al., "Pay Attention to MLPs", NeurIPS 2021), the other backbone of PosMLP's Table 1.
+
+Layout of the paper's Table 1, details of timm's ``gmlp_s16_224``, whose weights ``load_reference_state_dict`` takes. With
+``mixing: ggqpe`` and the other maps it is the gMLP column of PosMLP's Tables 1 and 3 (Wang et al., ACM MM 2022).
+Probes of every block: ``position`` and, with ``mixing: ggqpe``, ``covariance`` (pipeline/models/gated_mlp/token_mixing.py).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt, model_validator
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.models.common.base import VisionModel
+from pipeline.models.gated_mlp.gating import GMLP_CODE, GROUPED, LAYER_NORM_EPS, GatedBlock, GatingSwitches
+from pipeline.models.registry import register
+
+PATCH = 16
+GROUPS = 8
+
+
+class GMLPSwitches(GatingSwitches):
+    """Ablations of PosMLP's Tables 1 and 3 with gMLP as the backbone; the defaults are gMLP itself."""
+
+    mixing: Literal["sgu", "lrpe_m", "lrpe", "glrpe", "ggqpe"] = "sgu"
+    """PosMLP Table 1, the token-mixing map; see :class:`GatingSwitches`."""
+    groups: PositiveInt | None = None
+    """PosMLP Table 3: channel groups of glrpe and ggqpe, in all layers alike. null: 8."""
+
+    @model_validator(mode="after")
+    def _groups_need_a_grouped_map(self) -> GMLPSwitches:
+        if self.groups and self.mixing not in GROUPED:
+            raise ValueError(f"must leave groups alone unless mixing is one of {', '.join(GROUPED)}")
+        return self
+
+
+class GMLP(VisionModel):
+    """Vision MLP with spatial gating units: patches of 16 pixels, equal blocks that each mix all tokens, mean, classifier.
+
+    Args:
+        width: channels of the tokens.
+        depth: number of blocks.
+        ratio: the gating units work on ``ratio * width`` channels.
+        image_size: a multiple of 16. ``forward`` takes no other size: its weights belong to pairs of tokens.
+        drop_path: stochastic depth rate of all blocks alike.
+        activation_checkpointing: recompute each block in the backward pass.
+
+    Raises:
+        UserError: ``image_size`` or groups do not fit.
+    """
+
+    reference_names = (
+        ("stem.proj.", "stem."),
+        ("blocks.*.mlp_channels.fc*.", "blocks.*.fc*."),
+        ("blocks.*.mlp_channels.gate.norm.", "blocks.*.gate.norm."),
+        ("blocks.*.mlp_channels.gate.proj.weight", "blocks.*.gate.mixing.weight"),
+        ("blocks.*.mlp_channels.gate.proj.bias", "blocks.*.gate.bias"),
+    )
+
+    def __init__(
+        self,
+        width: int,
+        depth: int,
+        ratio: int,
+        num_classes: int = 1000,
+        image_size: int = 224,
+        drop_path: float = 0.0,
+        activation_checkpointing: bool = False,
+        switches: GMLPSwitches | None = None,
+    ) -> None:
+        switches = switches or GMLPSwitches()
+        super().__init__([drop_path] * depth, activation_checkpointing, switches)
+        if image_size % PATCH or image_size < PATCH:
+            raise UserError(
+                f"model.image_size is {image_size}, but gMLP's patches need a multiple of {PATCH}: "
+                f"set it to {max(1, round(image_size / PATCH)) * PATCH}."
+            )
+        groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else 1
+        channels = ratio * width // 2 if switches.split else ratio * width
+        if channels % groups:
+            raise UserError(
+                f"model.switches.groups is {groups}, but must divide the {channels} mixed channels: set it to {GROUPS}."
+            )
+        self.image_size = image_size
+        self.stem = nn.Conv2d(3, width, PATCH, stride=PATCH)
+        window = image_size // PATCH
+        self.blocks = nn.ModuleList(GatedBlock(width, ratio, window, groups, switches, GMLP_CODE) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.head = nn.Linear(width, num_classes)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        """As timm: Xavier, tiny random biases in the blocks, a classifier that starts at zero."""
+        for block in self.blocks:
+            for linear in (block.fc1, block.fc2):
+                nn.init.xavier_uniform_(linear.weight)
+                nn.init.normal_(linear.bias, std=1e-6)
+        fan_in = 3 * PATCH * PATCH
+        nn.init.trunc_normal_(self.stem.weight, std=fan_in**-0.5)  # LeCun's rule
+        nn.init.zeros_(self.stem.bias)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Class scores.
+
+        Args:
+            images: (B, 3, H, W), H = W = the ``image_size`` that the model was built for.
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; drawn from PyTorch's generator when
+                None. Unused in eval mode.
+
+        Returns:
+            (B, num_classes).
+
+        Raises:
+            UserError: another image size.
+        """
+        height, width = images.shape[-2:]
+        if height != self.image_size or width != self.image_size:
+            raise UserError(
+                f"the images are {height}x{width} pixels, but this gMLP was built for {self.image_size}x{self.image_size}, as its "
+                f"token-mixing weights belong to fixed places: resize them or set model.image_size and train anew."
+            )
+        scales = self.branch_scales(len(images), noise)  # (B, depth) or None
+        x = self.stem(images).flatten(2).transpose(1, 2)[:, None]  # (B, 1, N, width): one window
+        for i, block in enumerate(self.blocks):
+            x = self.run_block(block, x, None if scales is None else scales[:, i : i + 1])
+        return self.head(self.norm(x).mean(dim=(1, 2)))
+
+
+@register(
+    "gMLP Small, width 256, 30 blocks",
+    paper="Pay Attention to MLPs (NeurIPS 2021), Table 2; with other maps: PosMLP (ACM MM 2022), Tables 1 and 3",
+    switches=GMLPSwitches,
+    paper_params_m=20,
+    paper_gmacs=4.5,
+    paper_top1=79.6,
+)
+def gmlp_s(**options) -> GMLP:
+    return GMLP(256, 30, 6, **options)

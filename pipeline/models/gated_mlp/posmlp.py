@@ -1,0 +1,295 @@
+"""PosMLP-T/S/B (Wang et al., "Parameterization of Cross-Token Relations with Relative Positional Encoding for Vision MLP",
+ACM MM 2022; layout: Table 11).
+
+A pyramid of gated blocks on windows. Where paper and published code differ the code is followed, since its weights know
+nothing else. Probes of every block: ``position`` and, with ``mixing: ggqpe``, ``covariance`` (pipeline/models/gated_mlp/token_mixing.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.models.common.base import VisionModel, linear_drop_path
+from pipeline.models.common.layers import drop_path_scales
+from pipeline.models.gated_mlp.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBlock, GatingSwitches
+from pipeline.models.gated_mlp.posmlp_layers import (
+    STEM_STRIDE,
+    AbsolutePosition,
+    ConvMerging,
+    ConvStem,
+    LinearMerging,
+    LinearStem,
+)
+from pipeline.models.gated_mlp.token_mixing import GaussianMap, quadratic_terms, relative_index
+from pipeline.models.gated_mlp.windows import connected_tokens, from_windows, to_windows
+from pipeline.models.registry import register
+
+STRIDE = 32  # of the last stage
+DEPTHS = (2, 2, 18, 2)
+RATIOS = (4, 4, 4, 2)  # γ of Table 11
+GROUPS = (8, 16, 32, 64)  # s of Table 4
+Dropout = Annotated[float, Field(ge=0, lt=1)]
+PerStage = tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
+
+
+class PosMLPSwitches(GatingSwitches):
+    """Ablations of PosMLP's Tables 1, 3 to 7, 10 and Figure 3."""
+
+    groups: PerStage | None = None
+    """Table 4: channel groups of glrpe and ggqpe in each stage. null: 8, 16, 32, 64."""
+    windows: PerStage | None = None
+    """Table 5: side of the windows in each stage. null: image_size / 16, and image_size / 32 in the last; so 14, 14, 14, 7."""
+    shift_windows: bool = False
+    """Section 5.5: every second block shifts its windows by half their side (off for classification)."""
+    absolute_position: bool = False
+    """Table 7: a learned vector per position is added to the patch embedding."""
+    patch_embedding: Literal["convolution", "linear"] = "convolution"
+    """Table 10: three convolutions, or one linear layer on 4x4 patches."""
+    patch_merging: Literal["convolution", "linear"] = "convolution"
+    """Table 10: a depthwise 3x3 convolution between stages, or a linear layer on 2x2 tokens."""
+    block_dropout: Dropout = 0.02333
+    """Dropout of the elements of every block's branch; the published configurations'."""
+    head_dropout: Dropout = 0.02333
+    """Dropout before the classifier; the published configurations'."""
+
+    @model_validator(mode="after")
+    def _groups_need_a_grouped_map(self) -> PosMLPSwitches:
+        if self.groups and self.mixing not in GROUPED:
+            raise ValueError(f"must leave groups alone unless mixing is one of {', '.join(GROUPED)}")
+        return self
+
+
+class Stage(nn.Module):
+    """What one level of the pyramid owns; :class:`PosMLP` runs it."""
+
+    def __init__(self, merging: nn.Module, blocks: list[GatedBlock], window: int) -> None:
+        super().__init__()
+        self.merging = merging
+        self.blocks = nn.ModuleList(blocks)
+        self.window = window
+
+
+# The authors' names and ours, see VisionModel.reference_names.
+_NAMES = (
+    ("patch_embed.projs.", "stem.convolutions."),
+    ("patch_embed.norms.", "stem.norms."),
+    ("levels.*.pool.", "stages.*.merging."),
+    ("levels.*.encoder.*.proj_c_e.", "stages.*.blocks.*.fc1."),
+    ("levels.*.encoder.*.proj_c_s.", "stages.*.blocks.*.fc2."),
+    ("levels.*.encoder.*.norm.", "stages.*.blocks.*.norm."),
+)
+_SGU_NAMES = (
+    ("levels.*.encoder.*.gate_unit.norm_list.0.", "stages.*.blocks.*.gate.norm."),
+    ("levels.*.encoder.*.gate_unit.proj_list.0.weight", "stages.*.blocks.*.gate.mixing.weight"),
+    ("levels.*.encoder.*.gate_unit.proj_list.0.bias", "stages.*.blocks.*.gate.bias"),
+)
+_POSGU_NAMES = (
+    ("levels.*.encoder.*.gate_unit.pos.token_proj_n_bias", "stages.*.blocks.*.gate.bias"),
+    ("levels.*.encoder.*.gate_unit.pos.attention_centers", "stages.*.blocks.*.gate.mixing.centers"),
+    ("levels.*.encoder.*.gate_unit.pos.attention_spreads", "stages.*.blocks.*.gate.mixing.spreads"),
+    ("levels.*.encoder.*.gate_unit.pos.window_relative_position_bias_table", "stages.*.blocks.*.gate.mixing.table"),
+)
+
+
+class PosMLP(VisionModel):
+    """Vision MLP with positional spatial gating units.
+
+    Args:
+        width: channels of the first stage; each stage doubles them.
+        image_size: a multiple of 32. ``forward`` takes other sizes too, if the windows divide their tokens: multiples of
+            ``image_size``, with the default windows.
+        drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
+        activation_checkpointing: recompute each block in the backward pass. The stem is left out: its BatchNorm would update
+            its statistics twice.
+
+    Raises:
+        UserError: ``image_size``, windows or groups do not fit.
+    """
+
+    reference_switches = frozenset(
+        {"mixing", "covariance", "norm", "groups", "windows", "shift_windows", "block_dropout", "head_dropout"}
+    )
+
+    def __init__(
+        self,
+        width: int,
+        num_classes: int = 1000,
+        image_size: int = 224,
+        drop_path: float = 0.0,
+        activation_checkpointing: bool = False,
+        switches: PosMLPSwitches | None = None,
+    ) -> None:
+        switches = switches or PosMLPSwitches()
+        super().__init__(linear_drop_path(drop_path, sum(DEPTHS), branches=1), activation_checkpointing, switches)
+        self.reference_names = (*(_SGU_NAMES if switches.mixing == "sgu" else _POSGU_NAMES), *_NAMES)
+        widths = [width * 2**stage for stage in range(len(DEPTHS))]
+        _check_size(image_size)
+        windows = switches.windows or (image_size // 16,) * 3 + (image_size // 32,)
+        _check_windows(windows, image_size, image_size)
+        groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else (1,) * len(DEPTHS)
+        _check_groups(groups, widths, switches.split)
+
+        self.shift_windows = switches.shift_windows
+        self.block_dropout, self.head_dropout = switches.block_dropout, switches.head_dropout
+        self.stem = ConvStem(width) if switches.patch_embedding == "convolution" else LinearStem(width)
+        side = image_size // STEM_STRIDE
+        self.absolute_position = AbsolutePosition(side, width) if switches.absolute_position else nn.Identity()
+        merging = ConvMerging if switches.patch_merging == "convolution" else LinearMerging
+        self.stages = nn.ModuleList(
+            Stage(
+                merging(widths[i - 1]) if i else nn.Identity(),
+                [
+                    GatedBlock(widths[i], RATIOS[i], windows[i], groups[i], switches, POSMLP_CODE, switches.block_dropout)
+                    for _ in range(DEPTHS[i])
+                ],
+                windows[i],
+            )
+            for i in range(len(DEPTHS))
+        )
+        self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
+        self.head = nn.Linear(widths[-1], num_classes)
+        self.apply(_init_weights)
+
+    def reference_tables(self) -> dict[str, Tensor]:
+        """Of every block: the relative positions' quadratic terms, or which row of its table belongs to each pair."""
+        tables = {}
+        for i, stage in enumerate(self.stages):
+            for j, block in enumerate(stage.blocks):
+                unit, mixing = f"levels.{i}.encoder.{j}.gate_unit.pos.", block.gate.mixing
+                # Clones, since the functions' own results are shared between the blocks, which not all file formats take.
+                if isinstance(mixing, GaussianMap):
+                    spreads = mixing.spreads
+                    terms = quadratic_terms(stage.window, spreads.device, spreads.dtype)
+                    tables[f"{unit}rel_indices"] = terms.clone()
+                elif mixing.table is not None:
+                    index = relative_index(stage.window, mixing.table.device)
+                    tables[f"{unit}window_relative_position_index"] = index.clone()
+        return tables
+
+    def unpublished_switch(self) -> str | None:
+        """As its base; in the published code SGU alone has a norm, LRPE-M another shape and αI another formula."""
+        switches = self.switches
+        if switches.covariance == "isotropic":
+            return "covariance"
+        if switches.mixing == "lrpe_m" or switches.normalises != (switches.mixing == "sgu"):
+            return "mixing" if switches.norm is None else "norm"
+        return super().unpublished_switch()
+
+    @property
+    def noise_per_sample(self) -> int:
+        """One number per residual branch, one per block with dropout, one per channel that the dropout before the classifier has."""
+        return sum(self._noise_counts())
+
+    def _noise_counts(self) -> tuple[int, int, int]:
+        blocks = sum(DEPTHS) if self.block_dropout else 0
+        return super().noise_per_sample, blocks, self.head.in_features if self.head_dropout else 0
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Class scores.
+
+        Args:
+            images: (B, 3, H, W), multiples of 32 that the windows suit.
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth and dropout; drawn from PyTorch's
+                generator when None. Unused in eval mode.
+
+        Returns:
+            (B, num_classes).
+
+        Raises:
+            UserError: H or W does not fit.
+        """
+        height, width = images.shape[-2:]
+        _check_windows([stage.window for stage in self.stages], height, width)
+        if noise is None:
+            noise = torch.rand(len(images), self.noise_per_sample if self.training else 0, device=images.device)
+        counts = self._noise_counts() if self.training else (0, 0, 0)
+        for_branches, for_blocks, for_head = noise[:, : sum(counts)].split(counts, dim=1)
+        scales = self.branch_scales(len(images), for_branches)  # (B, blocks) or None
+        x = self.absolute_position(self.stem(images))  # (B, H / 4, W / 4, width)
+        first = 0
+        for stage in self.stages:
+            last = first + len(stage.blocks)
+            x = self._run_stage(
+                stage, stage.merging(x), None if scales is None else scales[:, first:last], for_blocks[:, first:last]
+            )
+            first = last
+        features = self.norm(x).mean(dim=(1, 2))  # (B, 8 * width)
+        return self.head(self._dropout(features, for_head))
+
+    def _run_stage(self, stage: Stage, x: Tensor, scales: Tensor | None, noise: Tensor) -> Tensor:
+        """x (B, rows, columns, width), scales (B, blocks of this stage) or None, noise (B, blocks or 0) -> the same shape as x."""
+        grid = (x.shape[1], x.shape[2])
+        shiftable = self.shift_windows and max(grid) > stage.window
+        for i, block in enumerate(stage.blocks):
+            shift = stage.window // 2 if shiftable and i % 2 else 0
+            connected = connected_tokens(grid, stage.window, shift, x.device) if shift else None
+            tokens = to_windows(x, stage.window, shift)  # (B, windows, window², width)
+            branch_scales = None if scales is None else scales[:, i : i + 1]
+            tokens = self.run_block(block, tokens, branch_scales, connected, noise[:, i] if noise.shape[1] else None)
+            x = from_windows(tokens, stage.window, grid, shift)
+        return x
+
+    def _dropout(self, features: Tensor, noise: Tensor) -> Tensor:
+        """Dropout of (B, width) features; noise (B, width), or (B, 0) for none."""
+        if not noise.shape[1]:
+            return features
+        return features * drop_path_scales(torch.full_like(noise, self.head_dropout), noise).to(features.dtype)
+
+
+def _init_weights(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Conv2d)):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def _check_size(image_size: int) -> None:
+    if image_size % STRIDE or image_size < STRIDE:
+        raise UserError(
+            f"model.image_size is {image_size}, but PosMLP's four stages need a multiple of {STRIDE}: "
+            f"set it to {max(1, round(image_size / STRIDE)) * STRIDE}."
+        )
+
+
+def _check_windows(windows: list[int] | tuple[int, ...], height: int, width: int) -> None:
+    for stage, window in enumerate(windows):
+        stride = STEM_STRIDE * 2**stage
+        if height % (stride * window) or width % (stride * window):
+            raise UserError(
+                f"an image of {height}x{width} pixels does not divide into the windows of stage {stage + 1}, whose side is "
+                f"{window} tokens: multiples of {stride * window} pixels are needed, so change model.image_size or "
+                f"model.switches.windows."
+            )
+
+
+def _check_groups(groups: tuple[int, ...], widths: list[int], split: bool) -> None:
+    for stage, (count, width, ratio) in enumerate(zip(groups, widths, RATIOS)):
+        channels = width * ratio // 2 if split else width * ratio
+        if channels % count:
+            raise UserError(
+                f"model.switches.groups is {count} for stage {stage + 1}, but must divide its {channels} mixed channels: "
+                f"set a power of two, for example {GROUPS[stage]}."
+            )
+
+
+_PAPER = "PosMLP (ACM MM 2022), Table 2"
+
+
+@register("PosMLP Tiny, width 96", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=21, paper_gmacs=5.2, paper_top1=82.1)
+def posmlp_t(**options) -> PosMLP:
+    return PosMLP(96, **options)
+
+
+@register("PosMLP Small, width 128", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=37, paper_gmacs=8.7, paper_top1=83.0)
+def posmlp_s(**options) -> PosMLP:
+    return PosMLP(128, **options)
+
+
+@register("PosMLP Base, width 192", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=82, paper_gmacs=18.6, paper_top1=83.6)
+def posmlp_b(**options) -> PosMLP:
+    return PosMLP(192, **options)

@@ -1,0 +1,95 @@
+"""What surrounds PosMLP's blocks: patch embedding, merging between stages, absolute positions (Wang et al., "PosMLP", ACM MM
+2022, Figure 2b and c, Tables 7 and 10). Tokens are an image with the channels last."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.errors import UserError
+from pipeline.models.gated_mlp.gating import LAYER_NORM_EPS
+
+STEM_STRIDE = 4
+BATCH_NORM_EPS = 1e-6
+
+
+class ConvStem(nn.Module):
+    """Convolutional patch embedding (Figure 2b): 3x3 stride 2, 3x3 stride 2, 1x1, each with BatchNorm.
+
+    ``forward``: (B, 3, H, W) -> (B, H / 4, W / 4, width).
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(
+            [
+                nn.Conv2d(3, width // 2, 3, stride=2, padding=1),
+                nn.Conv2d(width // 2, width, 3, stride=2, padding=1),
+                nn.Conv2d(width, width, 1),
+            ]
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(c.out_channels, eps=BATCH_NORM_EPS) for c in self.convolutions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, (convolution, norm) in enumerate(zip(self.convolutions, self.norms)):
+            x = norm(convolution(F.gelu(x) if i else x))
+        return x.permute(0, 2, 3, 1)  # (B, H / 4, W / 4, width)
+
+
+class LinearStem(nn.Module):
+    """4x4 patches through one linear layer and LayerNorm. ``forward``: (B, 3, H, W) -> (B, H / 4, W / 4, width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(3, width, STEM_STRIDE, stride=STEM_STRIDE)
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.projection(x).permute(0, 2, 3, 1))
+
+
+class ConvMerging(nn.Module):
+    """Depthwise 3x3 convolution with stride 2 to twice the channels, LayerNorm (Figure 2c).
+
+    ``forward``: (B, rows, columns, width) -> (B, rows / 2, columns / 2, 2 * width).
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, groups=width)
+        self.norm = nn.LayerNorm(2 * width, eps=LAYER_NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+class LinearMerging(nn.Module):
+    """Each 2x2 tokens through LayerNorm and one linear layer (Swin's patch merging). ``forward``: as :class:`ConvMerging`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * width, eps=LAYER_NORM_EPS)
+        self.reduction = nn.Linear(4 * width, 2 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, rows, columns, width = x.shape
+        x = x.reshape(batch, rows // 2, 2, columns // 2, 2, width).transpose(2, 3)
+        return self.reduction(self.norm(x.reshape(batch, rows // 2, columns // 2, 4 * width)))
+
+
+class AbsolutePosition(nn.Module):
+    """A learned vector per token (Table 7, "APE"). ``forward``: (B, rows, columns, width), the same out."""
+
+    def __init__(self, side: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(side, side, width))
+        nn.init.trunc_normal_(self.embedding, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1:3] != self.embedding.shape[:2]:
+            raise UserError(
+                f"the images give {x.shape[1]}x{x.shape[2]} tokens, but model.switches.absolute_position holds one vector for "
+                f"each of {self.embedding.shape[0]}x{self.embedding.shape[1]}: use images of model.image_size or switch it off."
+            )
+        return x + self.embedding

@@ -1,0 +1,168 @@
+"""Token-mixing maps of gMLP and PosMLP (Wang et al., "PosMLP", ACM MM 2022, Sec. 3 and 4.1).
+
+A map A says how much each token (query) takes from every other token (key) of its window: A[group, query, key].
+It depends on weights alone, never on the image, so a forward pass computes it once per layer. Two kinds:
+:class:`LearnedMap` has one weight per pair of tokens, or per relative position, or the sum of both;
+:class:`GaussianMap` has a Gaussian of the relative position, with six parameters per group.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.models.common.probe import probe
+
+Covariance = Literal["isotropic", "free", "semidefinite"]
+POSITION_STD = 0.01  # of the noise around centre 0 and spread 1 that GQPE starts from
+TABLE_STD = 0.02
+TOKEN_WEIGHT_STD = 1e-6  # gMLP: the gate starts as the constant of its bias
+
+
+@lru_cache(maxsize=16)
+def quadratic_terms(window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """r of Eq. 8: the relative position of every key to every query and its squares.
+
+    As in the published code the two axes have opposite signs: dx = x_key - x_query, dy = y_query - y_key.
+
+    Returns:
+        (N, N, 5): [query, key] = (dx, dy, dx², dy², dx dy), N = window², tokens in row-major order.
+    """
+    with torch.inference_mode(False):  # a cached tensor must also serve a later training step
+        index = torch.arange(window * window, device=device)
+        y, x = index // window, index % window  # (N,)
+        dx = x[None, :] - x[:, None]  # (N, N)
+        dy = y[:, None] - y[None, :]  # (N, N)
+        return torch.stack([dx, dy, dx * dx, dy * dy, dx * dy], dim=-1).to(dtype)
+
+
+@lru_cache(maxsize=16)
+def relative_index(window: int, device: torch.device) -> Tensor:
+    """Which row of a table of all (2 window - 1)² relative positions belongs to each pair.
+
+    Returns:
+        (N, N) integers: [query, key] = (y_query - y_key + window - 1) (2 window - 1) + x_query - x_key + window - 1.
+    """
+    with torch.inference_mode(False):
+        index = torch.arange(window * window, device=device)
+        y, x = index // window, index % window  # (N,)
+        rows = y[:, None] - y[None, :] + window - 1  # (N, N)
+        columns = x[:, None] - x[None, :] + window - 1  # (N, N)
+        return rows * (2 * window - 1) + columns
+
+
+class LearnedMap(nn.Module):
+    """W (Eq. 1, SGU), r (Eq. 11, LRPE) or W + r (Eq. 10, LRPE-M); not normalised. Probe ``position``: the map.
+
+    Args:
+        window: side of the window; N = window² tokens.
+        groups: channel groups with a table each (GLRPE); W is one for all.
+        token_weights: learn W, one weight per pair of tokens.
+        relative_table: learn r, one weight per relative position.
+    """
+
+    def __init__(self, window: int, groups: int, token_weights: bool, relative_table: bool) -> None:
+        super().__init__()
+        self.window = window
+        self.weight = nn.Parameter(torch.empty(window**2, window**2)) if token_weights else None  # (N, N)
+        self.table = nn.Parameter(torch.empty((2 * window - 1) ** 2, groups)) if relative_table else None
+        if token_weights:
+            nn.init.trunc_normal_(self.weight, std=TOKEN_WEIGHT_STD)
+        if relative_table:
+            nn.init.trunc_normal_(self.table, std=TABLE_STD)
+
+    def forward(self, connected: Tensor | None = None) -> Tensor:
+        """The map.
+
+        Args:
+            connected: (windows, N, N) of booleans, which pairs may mix in each window; None: all in all windows.
+
+        Returns:
+            (groups, N, N), or (windows, groups, N, N) where ``connected`` is given; 0 for pairs that may not mix.
+        """
+        parts = []
+        if self.weight is not None:
+            parts.append(self.weight[None])  # (1, N, N)
+        if self.table is not None:
+            parts.append(self.table[relative_index(self.window, self.table.device)].permute(2, 0, 1))  # (groups, N, N)
+        mixing = sum(parts)
+        if connected is not None:
+            mixing = mixing * connected[:, None]  # (windows, groups, N, N)
+        probe("position", lambda: mixing)
+        return mixing
+
+
+class GaussianMap(nn.Module):
+    """Softmax over the keys of a Gaussian around the query's neighbour (GGQPE, Eq. 5 to 8 and 13).
+
+    Probe ``position``: the map. Probe ``covariance``: (groups, 2, 2), the matrix in the exponent. Like the published
+    code, Table 6 and Figure 8 we call Σ = ΓΓᵀ what stands where Eq. 5 writes its inverse: large values are local.
+
+    Args:
+        window: side of the window; N = window² tokens.
+        groups: channel groups with a Gaussian each.
+        covariance: the form of Σ (Table 6). ``semidefinite``: ΓΓᵀ. ``free``: Γ itself. ``isotropic``: αI, α = spread²
+            (the published code leaves the quadratic term of this form unscaled; here α scales all of it, as in the paper).
+        learned_centers: learn Δ, the key at which the Gaussian peaks relative to the query; otherwise it stays 0.
+    """
+
+    def __init__(self, window: int, groups: int, covariance: Covariance, learned_centers: bool) -> None:
+        super().__init__()
+        self.window = window
+        self.covariance_form = covariance
+        self.learned_centers = learned_centers
+        unit = torch.ones(groups) if covariance == "isotropic" else torch.eye(2).repeat(groups, 1, 1)
+        self.spreads = nn.Parameter(unit + POSITION_STD * torch.randn_like(unit))  # (groups,) or (groups, 2, 2)
+        if learned_centers:
+            self.centers = nn.Parameter(POSITION_STD * torch.randn(groups, 2))
+        else:
+            self.register_buffer("centers", torch.zeros(groups, 2), persistent=False)
+
+    def covariance(self) -> Tensor:
+        """(groups, 2, 2)."""
+        if self.covariance_form == "isotropic":
+            return self.spreads[:, None, None] ** 2 * torch.eye(2, device=self.spreads.device, dtype=self.spreads.dtype)
+        if self.covariance_form == "free":
+            return self.spreads
+        return self.spreads @ self.spreads.transpose(1, 2)
+
+    def forward(self, connected: Tensor | None = None) -> Tensor:
+        """The map, in full precision also under autocast: small, and everything depends on it.
+
+        Args:
+            connected: (windows, N, N) of booleans, which pairs may mix in each window; None: all in all windows.
+
+        Returns:
+            (groups, N, N), or (windows, groups, N, N) where ``connected`` is given; rows sum to 1.
+        """
+        with torch.autocast(self.spreads.device.type, enabled=False):
+            sigma = self.covariance()  # (groups, 2, 2)
+            probe("covariance", lambda: sigma)
+            peak = (sigma @ self.centers[:, :, None])[:, :, 0]  # (groups, 2)
+            squares = torch.stack([sigma[:, 0, 0], sigma[:, 1, 1], sigma[:, 0, 1] + sigma[:, 1, 0]], dim=-1)  # (groups, 3)
+            v = torch.cat([peak, -0.5 * squares], dim=-1)  # (groups, 5), Eq. 7
+            terms = quadratic_terms(self.window, v.device, v.dtype)  # (N, N, 5)
+            logits = torch.einsum("qkf,gf->gqk", terms, v)  # (groups, N, N)
+            if connected is not None:
+                logits = logits.masked_fill(~connected[:, None], -torch.inf)  # (windows, groups, N, N)
+            mixing = logits.softmax(dim=-1)
+        probe("position", lambda: mixing)
+        return mixing
+
+
+def mix_tokens(mixing: Tensor, x: Tensor) -> Tensor:
+    """Each token of a window becomes the map's weighted sum of the window's tokens.
+
+    Args:
+        mixing: (groups, N, N) for all windows alike, or (windows, groups, N, N).
+        x: (B, windows, N, width); channel c is in group c mod groups.
+
+    Returns:
+        (B, windows, N, width).
+    """
+    grouped = x.unflatten(-1, (-1, mixing.shape[-3]))  # (B, windows, N, width / groups, groups)
+    equation = "gqk,bwkcg->bwqcg" if mixing.ndim == 3 else "wgqk,bwkcg->bwqcg"
+    return torch.einsum(equation, mixing, grouped).flatten(-2)

@@ -1,0 +1,298 @@
+"""LSAT-T/S at 224 and LSAT-T/S/B at 32 pixels (Sheynin et al., "Locally Shifted Attention With Early Global
+Integration", 2021; layouts: Table 2).
+
+Every patch is embedded T times, each time from a slightly shifted image. The first block lets each patch attend to its
+own T variants (local attention); all others are ordinary transformer blocks over the patches (global attention), on
+levels of ever coarser grids. Tokens are kept as (B, N, T, D) throughout: T = 1 once the local block has pooled them.
+
+Where paper and published code differ the code is followed, since its weights know nothing else; each such place says
+so. ``load_reference_state_dict`` loads the authors' weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.config import PositiveInt
+from pipeline.errors import UserError
+from pipeline.models.common.base import Switches, VisionModel, scale_branch
+from pipeline.models.common.layers import MLP, init_linear
+from pipeline.models.lsat.grouped_attention import GroupedAttention
+from pipeline.models.lsat.shifts import SHIFTS_32, SHIFTS_224, PositionEmbedding, ShiftEmbedding, ShiftSet
+from pipeline.models.registry import register
+
+LAYER_NORM_EPS = 1e-6
+MLP_RATIO = 4
+
+
+@dataclass(frozen=True)
+class LSATLayout:
+    """A column of Table 2. Per level: width, heads, and depth, which on the first level counts the local block."""
+
+    widths: tuple[int, ...]
+    heads: tuple[int, ...]
+    depths: tuple[int, ...]
+    kernel: int  # of the patch embedding, with stride and padding
+    stride: int
+    padding: int
+    shifts: ShiftSet
+    kv_heads: Literal["shared", "per_head"]
+
+
+class LSATSwitches(Switches):
+    """Ablations of Table 5 and the paper's readings where the published code differs."""
+
+    shifts: Literal["all", "axes", "none"] = "all"
+    """Table 5, #Shifting. all: the paper's set (18 at 32 pixels, 10 at 224). axes: those along one axis (9 and 7; variant
+    B). none: only the image itself, and the local block attends globally (variant A; its 6.8 M parameters tell)."""
+    shift_by: Literal["convolutions", "translation"] = "convolutions"
+    """Table 5, Conv. Variations. convolutions: each variant has its own convolution of the image shifted circularly.
+    translation: one convolution embeds the images, which are translated with reflection at the border (C, D)."""
+    position: Literal["per_variant", "shared"] = "per_variant"
+    """Table 5, Pos. Embed. A learned embedding for each patch and variant, or one per patch for all its variants (C, E)."""
+    kv_heads: Literal["shared", "per_head"] | None = None
+    """Eq. 2 has keys and values per head; the published code at 32 pixels has one head of them that all queries share.
+    null: as published (shared at 32 pixels, per_head at 224)."""
+    heads: PositiveInt | None = None
+    """Attention heads on every level; null: as published. Table 2 has 3 for lsat_t_32, the published script 4."""
+
+
+class Block(nn.Module):
+    """Attention and MLP, each with a residual. The norms are the level's, which all its blocks share (published code).
+
+    ``forward``: x (B, N, T, width), norms (two LayerNorms), branch_scales (B, 2) or None -> (B, N, 1, width). The local
+    block pools the T variants, of which the first, the unshifted one, is query and residual; a global one takes T = 1.
+    """
+
+    def __init__(self, width: int, heads: int, kv_heads: int, local: bool) -> None:
+        super().__init__()
+        self.local = local
+        self.attention = GroupedAttention(width, heads, kv_heads)
+        self.mlp = MLP(width, MLP_RATIO * width, width)
+
+    def forward(self, x: Tensor, norms: tuple[nn.Module, nn.Module], branch_scales: Tensor | None) -> Tensor:
+        normed = norms[0](x)  # (B, N, T, width)
+        if self.local:
+            attended = self.attention(normed[:, :, :1], normed)  # (B, N, 1, width): N groups
+        else:
+            patches = normed.transpose(1, 2)  # (B, 1, N, width): one group
+            attended = self.attention(patches, patches).transpose(1, 2)
+        x = x[:, :, :1] + scale_branch(attended, branch_scales, 0)
+        return x + scale_branch(self.mlp(norms[1](x)), branch_scales, 1)
+
+
+class Downsampling(nn.Module):
+    """3x3 convolution, LayerNorm (published code; not in the paper), and 3x3 max-pooling of stride 2 (Sec. 3.2).
+
+    ``forward``: (B, N, 1, width), grid (rows, columns) -> (B, N', 1, out_width); an odd side is rounded up.
+    """
+
+    def __init__(self, width: int, out_width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, out_width, 3, padding=1)
+        self.norm = nn.LayerNorm(out_width, eps=LAYER_NORM_EPS)
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        image = x.squeeze(2).transpose(1, 2).unflatten(2, grid)  # (B, width, rows, columns)
+        image = self.norm(self.conv(image).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        image = F.max_pool2d(image, 3, stride=2, padding=1)  # (B, out_width, rows', columns')
+        return image.flatten(2).transpose(1, 2).unsqueeze(2)
+
+
+class Level(nn.Module):
+    """Position embedding and blocks on one grid; LSAT runs them."""
+
+    def __init__(self, position: PositionEmbedding, blocks: list[Block], width: int) -> None:
+        super().__init__()
+        self.position = position
+        self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+
+
+class LSAT(VisionModel):
+    """Locally shifted attention transformer.
+
+    Args:
+        layout: a column of Table 2.
+        num_classes: outputs of the classifier.
+        image_size: a multiple of the patch embedding's stride that leaves the last level a token. The position
+            embeddings are learned for it, so ``forward`` takes no other.
+        drop_path: stochastic depth rate, the same for every branch (the published code's is 0.1).
+        activation_checkpointing: recompute each block in the backward pass instead of keeping its inner activations.
+        switches: ablations.
+
+    Raises:
+        UserError: ``image_size`` or ``switches.heads`` does not suit the layout.
+    """
+
+    reference_names = (
+        ("to_patch_embedding.", "embedding."),
+        ("layers.0.0.layers.0.0.Wq_even.", "levels.0.blocks.0.attention.query."),  # the local block
+        ("layers.0.0.layers.0.0.Wkv_even.", "levels.0.blocks.0.attention.key_value."),
+        ("layers.*.0.layers.*.0.Wq_odd.", "levels.*.blocks.*.attention.query."),
+        ("layers.*.0.layers.*.0.Wkv_odd.", "levels.*.blocks.*.attention.key_value."),
+        ("layers.*.0.layers.*.0.proj.", "levels.*.blocks.*.attention.proj."),
+        ("layers.*.0.layers.*.1.", "levels.*.blocks.*.mlp."),
+        ("layers.*.0.pos_emb", "levels.*.position.table"),
+        ("layers.*.0.norm*.", "levels.*.norm*."),
+        ("layers.*.1.", "downsamplings.*."),
+        ("mlp_head.", "head."),
+    )
+    reference_switches = frozenset({"heads"})
+
+    def __init__(
+        self,
+        layout: LSATLayout,
+        num_classes: int = 1000,
+        image_size: int = 224,
+        drop_path: float = 0.0,
+        activation_checkpointing: bool = False,
+        switches: LSATSwitches | None = None,
+    ) -> None:
+        switches = switches or LSATSwitches()
+        if switches.kv_heads == layout.kv_heads:  # said aloud what is so anyway
+            switches = switches.model_copy(update={"kv_heads": None})
+        super().__init__([drop_path] * 2 * sum(layout.depths), activation_checkpointing, switches)
+        _check_size(image_size, layout)
+        self.image_size, self.stride = image_size, layout.stride
+        self.embedding = _build_embedding(layout, switches)
+        variants = len(self.embedding.shift_set.shifts)
+        self.levels = nn.ModuleList(_build_level(layout, i, image_size, variants, switches) for i in range(len(layout.widths)))
+        self.downsamplings = nn.ModuleList(Downsampling(*layout.widths[i : i + 2]) for i in range(len(layout.widths) - 1))
+        self.norm = nn.LayerNorm(layout.widths[-1], eps=LAYER_NORM_EPS)
+        self.head = nn.Linear(layout.widths[-1], num_classes)
+        self.apply(_init_weights)
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Class scores.
+
+        Args:
+            images: (B, 3, image_size, image_size).
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth, see :meth:`branch_scales`.
+
+        Returns:
+            (B, num_classes).
+
+        Raises:
+            UserError: images of another size.
+        """
+        for size in images.shape[-2:]:
+            if size != self.image_size:
+                raise UserError(
+                    f"the images have a side of {size} pixels, but this LSAT was built with image_size={self.image_size} and "
+                    f"its position embeddings suit no other: set model.image_size={size} or resize the images."
+                )
+        scales = self.branch_scales(len(images), noise)  # (B, 2 * depth) or None
+        x = self.embedding(images)  # (B, N, T, width)
+        column = 0
+        for i, level in enumerate(self.levels):
+            if i > 0:
+                x = self.downsamplings[i - 1](x, self.grid(i - 1))
+            x = level.position(x)
+            for block in level.blocks:
+                branch_scales = None if scales is None else scales[:, column : column + 2]
+                x = self.run_block(block, x, (level.norm1, level.norm2), branch_scales)  # (B, N, 1, width)
+                column += 2
+        return self.head(self.norm(x.squeeze(2)).mean(dim=1))
+
+    def grid(self, level: int) -> tuple[int, int]:
+        """(rows, columns) of patches on a level."""
+        side = _grid_side(self.image_size // self.stride, level)
+        return side, side
+
+
+def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbedding:
+    shifts = layout.shifts
+    if switches.shifts != "all":
+        shifts = shifts.along_one_axis() if switches.shifts == "axes" else shifts.image_itself()
+    convolutions = len(shifts.shifts)
+    if switches.shift_by == "translation":
+        shifts, convolutions = shifts.by_translation(), 1
+    options = dict(kernel_size=layout.kernel, stride=layout.stride, padding=layout.padding)
+    return ShiftEmbedding(shifts, [nn.Conv2d(3, layout.widths[0], **options) for _ in range(convolutions)])
+
+
+def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int, switches: LSATSwitches) -> Level:
+    width, heads = layout.widths[level], switches.heads or layout.heads[level]
+    if width % heads:
+        raise UserError(
+            f"model.switches.heads is {heads}, but level {level + 1} is {width} wide and needs a divisor of that: "
+            f"set it to {max(n for n in range(1, heads) if width % n == 0)}."
+        )
+    kv_heads = heads if (switches.kv_heads or layout.kv_heads) == "per_head" else 1
+    local = level == 0 and variants > 1
+    tokens = _grid_side(image_size // layout.stride, level) ** 2
+    shape = (variants, tokens, width) if local and switches.position == "per_variant" else (tokens, width)
+    blocks = [Block(width, heads, kv_heads, local and i == 0) for i in range(layout.depths[level])]
+    return Level(PositionEmbedding(*shape), blocks, width)
+
+
+def _grid_side(side: int, halvings: int) -> int:
+    return -(-side // 2**halvings)  # rounded up, as the padded max-pooling does
+
+
+def _init_weights(module: nn.Module) -> None:
+    """Truncated normal for linear layers and convolutions, as in the published code."""
+    init_linear(module)
+    if isinstance(module, nn.Conv2d):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)
+
+
+def _check_size(size: int, layout: LSATLayout) -> None:
+    coarsest = 2 ** (len(layout.widths) - 1)
+    if size % layout.stride or size < layout.stride * coarsest:
+        raise UserError(
+            f"model.image_size is {size}, but this LSAT's patch embedding needs a multiple of {layout.stride} that is at "
+            f"least {layout.stride * coarsest}: set it to {max(coarsest, round(size / layout.stride)) * layout.stride}."
+        )
+
+
+def _layout_224(
+    widths: tuple[int, ...], heads: tuple[int, ...], depths: tuple[int, ...], kernel: int, stride: int, padding: int
+) -> LSATLayout:
+    return LSATLayout(widths, heads, depths, kernel, stride, padding, SHIFTS_224, kv_heads="per_head")
+
+
+def _layout_32(width: int, heads: int, depths: tuple[int, ...]) -> LSATLayout:
+    return LSATLayout((width,) * 4, (heads,) * 4, depths, 3, 1, 1, SHIFTS_32, kv_heads="shared")
+
+
+# The paper's GMACs contain attention's products, but not the embeddings of the shifts (0.48 and 0.10 of all 3.63 and 7.72).
+_PAPER = "Locally Shifted Attention With Early Global Integration (2021)"
+_IMAGENET = dict(paper=f"{_PAPER}, Tables 2 and 4", switches=LSATSwitches, image_size=224, num_classes=1000)
+_CIFAR = dict(
+    paper=f"{_PAPER}, Tables 2 and 3 (CIFAR-10)", switches=LSATSwitches, image_size=32, num_classes=10, paper_gmacs=None
+)
+
+
+@register("LSAT Tiny, 224 pixels, 10 shifts", paper_params_m=9.9, paper_gmacs=3.1, paper_top1=76.0, **_IMAGENET)
+def lsat_t_224(**options) -> LSAT:
+    # Table 2 prints kernel 7 without padding; the published code's has the 9.9 M parameters of Table 4.
+    return LSAT(_layout_224((192,) * 4, (4,) * 4, (2, 4, 4, 4), kernel=9, stride=7, padding=1), **options)
+
+
+@register("LSAT Small, 224 pixels, 10 shifts", paper_params_m=22.0, paper_gmacs=7.6, paper_top1=82.2, **_IMAGENET)
+def lsat_s_224(**options) -> LSAT:
+    return LSAT(_layout_224((64, 192, 384), (2, 6, 12), (2, 2, 10), kernel=4, stride=4, padding=0), **options)
+
+
+# The paper's parameters at 32 pixels are those of other heads: see LSATSwitches.kv_heads and heads.
+@register("LSAT Tiny, 32 pixels, 18 shifts", paper_params_m=10.2, paper_top1=97.0, **_CIFAR)
+def lsat_t_32(**options) -> LSAT:
+    return LSAT(_layout_32(192, 4, (2, 4, 4, 4)), **options)
+
+
+@register("LSAT Small, 32 pixels, 18 shifts", paper_params_m=36.2, paper_top1=97.64, **_CIFAR)
+def lsat_s_32(**options) -> LSAT:
+    return LSAT(_layout_32(384, 6, (2, 4, 4, 4)), **options)
+
+
+@register("LSAT Base, 32 pixels, 18 shifts", paper_params_m=115.8, paper_top1=97.75, **_CIFAR)
+def lsat_b_32(**options) -> LSAT:
+    return LSAT(_layout_32(768, 12, (3, 3, 3, 3)), **options)

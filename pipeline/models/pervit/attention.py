@@ -1,0 +1,62 @@
+"""Multi-head peripheral attention of PerViT (Min et al., NeurIPS 2022, Sec. 3.1, Eq. 1 to 5)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from pipeline.models.common.layers import biased_attention
+from pipeline.models.common.probe import probe
+from pipeline.models.common.vit import attention_weights, content_scores, merge_heads, split_heads
+
+
+class PeripheralAttention(nn.Module):
+    """Content and position together.
+
+    Normalize[exp(τ Q Kᵀ) ⊙ Φp] V is computed in its identical, cheaper form softmax(τ Q Kᵀ + log Φp) V,
+    which runs on the fused attention kernels.
+
+    Probes: ``phi_p`` (heads, N, N), if there is a Φp; ``phi_c`` (B, heads, N, N), exp(τ Q Kᵀ - row maximum) as in the
+    authors' code, where the rows' factors cancel; ``attention`` (B, heads, N, N), their normalized product.
+
+    ``forward``: x (B, N, width), log_phi (heads, N, N) or None for Φp = 1 -> (B, N, width).
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, log_phi: Tensor | None) -> Tensor:
+        q, k, v = split_heads(self.qkv(x), 3, self.heads)  # (B, heads, N, head_dim) each
+        if log_phi is not None:
+            probe("phi_p", lambda: log_phi.exp())
+        probe("phi_c", lambda: _exponentiated(content_scores(q, k)))
+        probe("attention", lambda: attention_weights(q, k, log_phi))
+        return self.proj(merge_heads(biased_attention(q, k, v, log_phi)))
+
+
+class StaticAttention(nn.Module):
+    """Position alone (Φc = 1): Normalize[Φp] V (Table 1 c). Queries and keys have no use, so there are none.
+
+    Probes: ``phi_p`` (heads, N, N) and ``attention`` (1, heads, N, N), the same for all images.
+
+    ``forward``: x (B, N, width), log_phi (heads, N, N) -> (B, N, width).
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.v = nn.Linear(width, width, bias=False)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, log_phi: Tensor) -> Tensor:
+        (v,) = split_heads(self.v(x), 1, self.heads)  # (B, heads, N, head_dim)
+        weights = log_phi.softmax(-1)[None]  # (1, heads, N, N)
+        probe("phi_p", lambda: log_phi.exp())
+        probe("attention", lambda: weights)
+        return self.proj(merge_heads(weights.to(v.dtype) @ v))
+
+
+def _exponentiated(scores: Tensor) -> Tensor:
+    return (scores - scores.amax(-1, keepdim=True)).exp()

@@ -1,0 +1,242 @@
+"""PerViT-T/S/M (Min et al., "Peripheral Vision Transformer", NeurIPS 2022; layout: Supplement Table S5).
+
+Where paper and published code differ the code is followed, since its weights know nothing else; each such
+place says so. ``load_reference_state_dict`` loads the authors' weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.models.common.base import linear_drop_path, scale_branch, scales_of_block
+from pipeline.models.common.layers import MLP, init_linear
+from pipeline.models.common.vit import PositionEmbedding
+from pipeline.models.pervit.attention import PeripheralAttention, StaticAttention
+from pipeline.models.pervit.phi_model import PhiModel
+from pipeline.models.pervit.position import PeripheralPosition
+from pipeline.models.pervit.switches import PerViTSwitches
+from pipeline.models.registry import register
+
+STEM_STRIDE = 16
+LAYER_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class PerViTLayout:
+    """One row of Supplement Table S5."""
+
+    heads: int
+    widths: tuple[int, int, int, int]  # channels of each stage
+    stem_widths: tuple[int, int, int, int]
+    depths: tuple[int, int, int, int] = (2, 2, 6, 2)
+    mlp_ratio: int = 4
+
+    def with_widths(self, widths: tuple[int, int, int, int]) -> PerViTLayout:
+        """The same layout with other channels; the stem ends at the first stage's.
+
+        Raises:
+            UserError: a width that the heads do not divide.
+        """
+        for width in widths:
+            if width % self.heads:
+                near = max(1, round(width / self.heads)) * self.heads
+                raise UserError(
+                    f"model.switches.widths has {width}, but a width must be a multiple of the {self.heads} heads: set it to {near}."
+                )
+        return replace(self, widths=tuple(widths), stem_widths=(*self.stem_widths[:-1], widths[0]))
+
+
+class ConvStem(nn.Module):
+    """Convolutional patch embedding: four stride-2 3x3 convolutions with BatchNorm and ReLU, then 1x1.
+
+    ``forward``: (B, 3, H, W) -> (B, width, H / 16, W / 16).
+    """
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        channels = (3, *widths)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(channels[i], channels[i + 1], 3, stride=2, padding=1), nn.BatchNorm2d(channels[i + 1]), nn.ReLU()
+            )
+            for i in range(len(widths))
+        )
+        self.projection = nn.Conv2d(widths[-1], widths[-1], 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.projection(x)
+
+
+class Block(nn.Module):
+    """Convolutional position encoding and peripheral attention, then an MLP that may change the width.
+
+    As in the authors' code: the CPE (a depthwise 3x3 convolution) sits inside the attention branch before
+    the norm and has no residual of its own; the last block of a stage widens in ``fc2`` and passes its
+    residual through a linear layer.
+    """
+
+    def __init__(self, width: int, out_width: int, layout: PerViTLayout, layer: int, switches: PerViTSwitches) -> None:
+        super().__init__()
+        heads, depth = layout.heads, sum(layout.depths)
+        self.cpe = nn.Conv2d(width, width, 3, padding=1, groups=width) if switches.cpe else nn.Identity()
+        self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        if switches.phi_p:
+            self.position = PeripheralPosition(heads, layer, depth, switches.phi_design)  # called by PhiModel, once per step
+        self.attn = (PeripheralAttention if switches.phi_c else StaticAttention)(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.mlp = MLP(width, layout.mlp_ratio * width, out_width)
+        self.residual = nn.Identity() if width == out_width else nn.Linear(width, out_width)
+
+    def forward(self, x: Tensor, log_phi: Tensor | None, grid: tuple[int, int], branch_scales: Tensor | None) -> Tensor:
+        """One transformer block.
+
+        Args:
+            x: (B, N, width) tokens in row-major order of ``grid``.
+            log_phi: (heads, N, N) of this layer, or None for Φp = 1.
+            grid: (rows, columns), N = rows * columns.
+            branch_scales: (B, 2) stochastic-depth factors of the two branches, or None for 1.
+
+        Returns:
+            (B, N, out_width).
+        """
+        image = x.transpose(1, 2).unflatten(2, grid)  # (B, width, rows, columns)
+        position_aware = self.cpe(image).flatten(2).transpose(1, 2)  # (B, N, width)
+        attended = self.attn(self.norm1(position_aware), log_phi)
+        x = x + scale_branch(attended, branch_scales, 0)
+        return self.residual(x) + scale_branch(self.mlp(self.norm2(x)), branch_scales, 1)
+
+
+class PerViT(PhiModel):
+    """Peripheral Vision Transformer.
+
+    Args:
+        layout: widths and depths.
+        num_classes: outputs of the classifier.
+        image_size: a multiple of 16, at least 32. ``forward`` takes other sizes too: the position grid
+            follows the image.
+        drop_path: stochastic depth rate of the last block; rates grow linearly from 0 (DeiT's rule).
+        activation_checkpointing: recompute each block in the backward pass instead of keeping its inner
+            activations. The stem is left out: its BatchNorm would update its statistics twice. So is Φp,
+            whose size does not depend on the batch.
+        switches: ablations; None for the published model.
+
+    Each layer offers the probes of its attention: ``phi_p``, ``phi_c`` and ``attention``.
+
+    Raises:
+        UserError: ``image_size`` does not suit the stem, or a width the heads.
+    """
+
+    reference_names = (
+        ("conv_layers.conv_layers.*.*.", "stem.layers.*.*."),
+        ("conv_layers.conv1x1.", "stem.projection."),
+        ("rpe_proj.", "distance_scales."),
+        ("blocks.*.attn.activation.conv*.", "blocks.*.position.projection*."),
+        ("blocks.*.attn.activation.gn*.", "blocks.*.position.norm*."),
+        ("blocks.*.attn.to_qkv.", "blocks.*.attn.qkv."),
+        ("blocks.*.conv.proj.", "blocks.*.cpe."),
+        ("blocks.*.res_path.", "blocks.*.residual."),
+    )
+    reference_switches = frozenset({"widths", "phi_p_init", "phi_p_frozen"})
+
+    def __init__(
+        self,
+        layout: PerViTLayout,
+        num_classes: int = 1000,
+        image_size: int = 224,
+        drop_path: float = 0.0,
+        activation_checkpointing: bool = False,
+        switches: PerViTSwitches | None = None,
+    ) -> None:
+        switches = switches or PerViTSwitches()
+        if switches.widths is not None:
+            layout = layout.with_widths(switches.widths)
+        depth = sum(layout.depths)
+        super().__init__(linear_drop_path(drop_path, depth), activation_checkpointing, switches)
+        _check_size(image_size, image_size)
+        stage_of = [stage for stage, blocks in enumerate(layout.depths) for _ in range(blocks)]
+        widths = [layout.widths[stage] for stage in stage_of]
+        self.stem = ConvStem(layout.stem_widths) if switches.conv_stem else nn.Conv2d(3, widths[0], STEM_STRIDE, STEM_STRIDE)
+        if switches.position_embedding:
+            self.position_embedding = PositionEmbedding(image_size, extra_tokens=0, width=widths[0], masked_at_test=False)
+        if switches.phi_p:
+            self.add_phi_inputs(layout.heads, image_size // STEM_STRIDE, switches.phi_design)
+        self.blocks = nn.ModuleList(Block(widths[i], widths[min(i + 1, depth - 1)], layout, i, switches) for i in range(depth))
+        self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
+        self.head = nn.Linear(widths[-1], num_classes)
+        # Residual linears, stem and CPE keep PyTorch's own initialization, as in the authors' code.
+        for block in self.blocks:
+            block.attn.apply(init_linear)
+            block.mlp.apply(init_linear)
+        init_linear(self.head)
+        if switches.phi_p_frozen:
+            for parameter in self.phi_parameters():
+                parameter.requires_grad_(False)
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Class scores.
+
+        Args:
+            images: (B, 3, H, W), H and W multiples of 16 and at least 32.
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth. Drawn from PyTorch's
+                generator when None; the train loop passes its own, so that they do not depend on the number
+                of processes. Unused in eval mode.
+
+        Returns:
+            (B, num_classes).
+
+        Raises:
+            UserError: H or W does not suit the stem.
+        """
+        _check_size(*images.shape[-2:])
+        x = self.stem(images)  # (B, width, rows, columns)
+        grid = (int(x.shape[2]), int(x.shape[3]))  # a tracer's sizes are tensors
+        x = x.flatten(2).transpose(1, 2)  # (B, N, width)
+        if hasattr(self, "position_embedding"):
+            x = self.position_embedding(x, grid)
+        scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
+        for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
+            x = self.run_block(block, x, log_phi, grid, scales_of_block(scales, i))
+        return self.head(self.norm(x).mean(dim=1))
+
+    def token_grid(self, images: Tensor) -> tuple[int, int]:
+        """(rows, columns) of tokens that images (B, 3, H, W) give."""
+        return images.shape[-2] // STEM_STRIDE, images.shape[-1] // STEM_STRIDE
+
+    def no_weight_decay(self) -> set[str]:
+        """An absolute position embedding is not decayed (DeiT's rule)."""
+        return super().no_weight_decay() | {"position_embedding.weight"}
+
+
+def _check_size(height: int, width: int) -> None:
+    for size in (height, width):
+        if size % STEM_STRIDE or size < 2 * STEM_STRIDE:
+            raise UserError(
+                f"model.image_size is {size}, but PerViT's stem needs a multiple of {STEM_STRIDE} that is at least "
+                f"{2 * STEM_STRIDE}: set it to {max(2, round(size / STEM_STRIDE)) * STEM_STRIDE}."
+            )
+
+
+_PAPER = "Peripheral Vision Transformer (NeurIPS 2022), Supplement Table S5"
+
+
+@register("PerViT Tiny, 4 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=7.6, paper_gmacs=1.6, paper_top1=78.8)
+def pervit_t(**options) -> PerViT:
+    return PerViT(PerViTLayout(4, (128, 192, 224, 280), (48, 64, 96, 128)), **options)
+
+
+@register("PerViT Small, 8 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=21.3, paper_gmacs=4.4, paper_top1=82.1)
+def pervit_s(**options) -> PerViT:
+    # The supplement prints 262 as the stem's last width; the published code has 272, as the first stage needs.
+    return PerViT(PerViTLayout(8, (272, 320, 368, 464), (64, 128, 192, 272)), **options)
+
+
+@register(
+    "PerViT Medium, 12 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=43.7, paper_gmacs=9.0, paper_top1=82.9
+)
+def pervit_m(**options) -> PerViT:
+    return PerViT(PerViTLayout(12, (312, 468, 540, 684), (64, 192, 256, 312)), **options)

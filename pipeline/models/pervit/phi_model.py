@@ -1,0 +1,101 @@
+"""Base of the models with a peripheral position encoding: Φp once per step, however many images there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.models.common.base import Switches, VisionModel
+from pipeline.models.pervit.position import DistanceScales, LearnedVectors, PhiDesign, position_distances
+
+
+class PhiModel(VisionModel):
+    """A model whose every block may have a ``position`` (:class:`~pipeline.models.pervit.position.PeripheralPosition`).
+
+    A subclass calls :meth:`add_phi_inputs` and makes ``blocks``; its forward takes the maps from :meth:`log_phi`. Without
+    that call it has no Φp.
+    """
+
+    blocks: Sequence[nn.Module]
+
+    def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool, switches: Switches) -> None:
+        super().__init__(drop_path_rates, activation_checkpointing, switches)
+        self.phi_design: PhiDesign | None = None
+        self._phi_cache: tuple[tuple, list[Tensor]] | None = None
+        self.register_load_state_dict_post_hook(lambda module, _: module._forget_phi())
+
+    def add_phi_inputs(self, heads: int, side: int, design: PhiDesign) -> None:
+        """Make what all layers' Φp share: the distances, if they are learned, and their scales.
+
+        Args:
+            heads: attention heads.
+            side: rows and columns of patches; binds the model only if distances are learned.
+            design: the network, the same in all layers.
+
+        Raises:
+            UserError: a single patch, which has no distance to normalize by.
+        """
+        if side < 2:
+            raise UserError(f"model.image_size gives {side} x {side} patches, but Φp needs at least 2 x 2: set it to 32.")
+        self.phi_design = design
+        if design.distance == "learned":
+            self.position_vectors = LearnedVectors(4 * heads, (side, side), design.border)
+        self.distance_scales = DistanceScales(4 * heads, design.init)
+
+    def log_phi(self, grid: tuple[int, int]) -> list[Tensor | None]:
+        """log Φp of every layer for a grid of (rows, columns) tokens.
+
+        Computed afresh while gradients flow; in eval mode without gradients the result is kept until a
+        parameter or the mode changes.
+
+        Returns:
+            One (heads, N, N) per block; None for each where the model has no Φp.
+        """
+        if self.phi_design is None:
+            return [None] * len(self.blocks)
+        cacheable = not self.training and not torch.is_grad_enabled()
+        if cacheable:
+            key = (grid, tuple(p._version for p in self.phi_parameters()))
+            if self._phi_cache is not None and self._phi_cache[0] == key:
+                return self._phi_cache[1]
+        distance = self._distances(grid)
+        scale, offset = self.distance_scales()
+        maps = [block.position(distance, scale, offset) for block in self.blocks]
+        if cacheable:
+            self._phi_cache = (key, maps)
+        return maps
+
+    def _distances(self, grid: tuple[int, int]) -> Tensor:
+        if self.phi_design.distance == "learned":
+            return self.position_vectors(grid)
+        # Device and type are asked of a buffer: under ZeRO-3 touching a parameter here would gather it.
+        like = self.drop_path_rates
+        return position_distances(*grid, like.device, like.dtype, self.phi_design.border)
+
+    def phi_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that Φp is made of, all layers."""
+        if self.phi_design is None:
+            return
+        if self.phi_design.distance == "learned":
+            yield from self.position_vectors.parameters()
+        yield from self.distance_scales.parameters()
+        for block in self.blocks:
+            yield from block.position.parameters()
+
+    def no_weight_decay(self) -> set[str]:
+        """Learned positions are not decayed, like other position embeddings; the projections are (the authors' recipe)."""
+        return super().no_weight_decay() | {"position_vectors.weight"}
+
+    def train(self, mode: bool = True) -> PhiModel:
+        self._forget_phi()
+        return super().train(mode)
+
+    def _apply(self, *args, **kwargs) -> PhiModel:  # .to(), .half(), ...
+        self._forget_phi()
+        return super()._apply(*args, **kwargs)
+
+    def _forget_phi(self) -> None:
+        self._phi_cache = None

@@ -1,0 +1,88 @@
+"""The DeepSpeed engine, set up from our config: there is no second file to keep in step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import Config, accumulation_steps
+from pipeline.distributed.world import World, quiet_deepspeed
+from pipeline.optim.adamw import build_optimizer
+
+
+def deepspeed_config(config: Config, world_size: int) -> dict:
+    """What DeepSpeed is told.
+
+    Raises:
+        UserError: the global batch does not divide.
+    """
+    return {
+        "train_batch_size": config.train.global_batch_size,
+        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        "gradient_accumulation_steps": accumulation_steps(config.train, world_size, config.augment.unit),
+        "gradient_clipping": config.optim.clip_grad_norm or 0.0,
+        "zero_optimization": {
+            "stage": config.train.zero_stage,
+            # Small parameters would stay gathered and, after a resume, differ in the last bit from a run without one.
+            "stage3_param_persistence_threshold": 0,
+        },
+        "zero_allow_untested_optimizer": True,
+        # Autocast keeps parameters, gradients and optimizer state in fp32 and works with BatchNorm; DeepSpeed's
+        # own bf16 section does not. The empty list keeps gradients fp32 on the wire too.
+        "torch_autocast": {
+            "enabled": config.train.precision == "bf16",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        },
+        "steps_per_print": 10**9,
+    }
+
+
+def build_engine(model: nn.Module, config: Config, world: World):
+    """Wrap the model for training.
+
+    Returns:
+        ``deepspeed.DeepSpeedEngine``; its parameters are sharded over processes as ``train.zero_stage`` says.
+    """
+    with quiet_deepspeed():
+        import deepspeed
+
+        model.to(world.device)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=build_optimizer(model, config.optim), config=deepspeed_config(config, world.size)
+        )
+    return engine
+
+
+def set_learning_rate(engine, lr: float) -> None:
+    """For the step that comes next."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def optimizer_step(engine) -> float | Tensor | None:
+    """Take a step if the accumulated micro-batches complete one. A gradient that is not finite changes nothing.
+
+    Returns:
+        The global gradient norm before clipping: if it is not finite, on every process, the step was not taken. None between
+        steps.
+    """
+    if not engine.is_gradient_accumulation_boundary():
+        engine.step()
+        return None
+    if engine.zero_optimization_stage():
+        engine.step()  # looks for infinities and NaN itself, in the gradients of all processes
+        return engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
+    norm = _replicated_grad_norm(engine)
+    if not math.isfinite(norm):
+        engine.zero_grad()  # AdamW passes over parameters without a gradient
+    engine.step()
+    return norm
+
+
+def _replicated_grad_norm(engine) -> Tensor:
+    """Without ZeRO DeepSpeed reports no norm; every process holds all the averaged gradients."""
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)

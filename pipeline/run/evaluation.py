@@ -1,0 +1,98 @@
+"""Exact evaluation: every image counts once, on any number of processes and with any batch size.
+
+For the command ``pipeline.evaluate`` and for the evaluations of a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from pipeline.config import Config
+from pipeline.data.image_folder import ImageFolder
+from pipeline.data.loader import Loader
+from pipeline.data.plan import EvalPlan
+from pipeline.data.shards import ShardSet
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.logs.bad_sample_report import BadSampleReport
+from pipeline.models.weights.transfer import first_difference
+
+
+def evaluation_loader(shards: ShardSet | ImageFolder, config: Config, world: World) -> Loader:
+    """Batches of this process for :func:`evaluate`, pass after pass."""
+    plan = EvalPlan(shards, config.model.image_size, config.eval.batch_size, world.rank, world.size, config.data.eval_crop)
+    return Loader(plan, config.data, world.device, world.cpu_threads)
+
+
+@torch.no_grad()
+def evaluate(
+    forward: Callable[[Tensor], Tensor], loader: Loader, world: World, stop: Callable[[], bool] | None = None
+) -> dict[str, float] | None:
+    """One pass over the evaluation set; every process must call.
+
+    Args:
+        forward: images (B, 3, H, W) -> scores (B, classes).
+        loader: from :func:`evaluation_loader`.
+        world: all processes.
+        stop: asked before every batch, with the same answer on all processes; if it is yes, the pass is given up.
+
+    Returns:
+        None if it was given up, else
+        ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), and the integers ``correct1``, ``correct5``
+        and ``count``. Images that cannot be used are named in the log and not in the count. Where scores are not finite, also
+        ``nonfinite``: for how many images; they count as wrong.
+    """
+    totals = torch.zeros(5, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count, nonfinite
+    batches = tqdm(
+        range(len(loader.plan)), desc="evaluating", unit="batch", leave=False, disable=None if world.is_main else True
+    )
+    for _ in batches:
+        if stop and stop():
+            return None
+        batch = next(loader)
+        scores = forward(batch.images).float()  # (B, classes)
+        finite = scores.isfinite().all(dim=1)  # (B,)
+        best = scores.topk(min(5, scores.shape[1]), dim=1).indices  # (B, 5)
+        hits = (best == batch.labels[:, None]) & (batch.valid & finite)[:, None]
+        losses = F.cross_entropy(scores, batch.labels, reduction="none").double().where(batch.valid, 0)
+        lost = batch.valid & ~finite
+        totals += torch.stack([hits[:, 0].sum(), hits.sum(), losses.sum(), batch.valid.sum(), lost.sum()])
+    BadSampleReport(world).update(loader.bad.take_unreported())
+    correct1, correct5, loss, count, nonfinite = world.sum(totals).tolist()
+    return {
+        "top1": 100 * correct1 / count,
+        "top5": 100 * correct5 / count,
+        "loss": loss / count,
+        "correct1": int(correct1),
+        "correct5": int(correct5),
+        "count": int(count),
+        **({"nonfinite": int(nonfinite)} if nonfinite else {}),
+    }
+
+
+def check_classes(config: Config, shards: ShardSet) -> None:
+    """The model's outputs must be the shards' classes.
+
+    Raises:
+        UserError: another number of classes.
+    """
+    if config.model.num_classes != len(shards.classes):
+        raise UserError(
+            f"model.num_classes is {config.model.num_classes}, but {shards.folder} has {len(shards.classes)} classes: "
+            f"set model.num_classes={len(shards.classes)} or data.path to another shard set."
+        )
+
+
+def check_same_classes(shards: ShardSet | ImageFolder, classes: list[str], of: str) -> None:
+    """The shards' classes, in index order, must be those that the labels of ``of`` mean.
+
+    Raises:
+        UserError: they are not.
+    """
+    if others := first_difference(classes, shards.classes):
+        raise UserError(f"{shards.folder} and {of} have {others}: use shards of the same data set.")

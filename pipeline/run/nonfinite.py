@@ -1,0 +1,107 @@
+"""A step whose gradient is not finite: skipped and counted, or the end of the run with all that reproduces it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from pipeline.checkpoint import Saver
+from pipeline.config import config_to_yaml
+from pipeline.data.plan import BatchRequest
+from pipeline.distributed.agreement import Agreement, do_in_main
+from pipeline.errors import UserError
+from pipeline.files import replace_text, write_error
+from pipeline.run.state import Run, patience
+
+FOLDER, REPORT = "nonfinite", "report.json"
+_SHOWN = 8  # losses in a sentence; the report has all
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a process trained on in one pass."""
+
+    request: BatchRequest
+    loss: Tensor  # ()
+
+
+def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
+    """The step changed neither weights nor statistics: count it, or stop; every process must call.
+
+    Args:
+        run: as it was before the step.
+        step: the number of the step that was not taken.
+        seen: this process's micro-batches of it.
+
+    Raises:
+        UserError: more than ``train.max_skipped_steps``. The run's ``nonfinite/step-...`` is then a run folder of its own: the state
+            before the step, a config that takes just this step, and a report with every sample and loss.
+    """
+    run.skipped_steps += 1
+    losses = [loss for part in run.world.gather([each.loss.item() for each in seen]) for loss in part]
+    shown = ", ".join(f"{loss:.4g}" for loss in losses[:_SHOWN]) + ", ..." * (len(losses) > _SHOWN)
+    if run.skipped_steps <= run.config.train.max_skipped_steps:
+        run.log.say(
+            f"warning: step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown}); {run.skipped_steps} of "
+            f"{run.config.train.max_skipped_steps} that train.max_skipped_steps allows"
+        )
+        return
+    sentence = (
+        f"at step {step} the gradient is not finite (losses of its micro-batches: {shown}), finite numbers needed, and "
+        f"train.max_skipped_steps is {run.config.train.max_skipped_steps}: lower optim.lr, raise optim.warmup_epochs, set "
+        f"optim.clip_grad_norm or raise train.max_skipped_steps"
+    )
+    if (run.folder / REPORT).exists():  # this run is the repetition of such a step
+        raise UserError(f"{sentence}; {run.folder / REPORT} names the samples.")
+    folder = run.folder / FOLDER / f"step-{step:08d}"
+    try:
+        run.saver.finish()  # a checkpoint on its way is a good one
+        _write_dump(run, step, folder, seen)
+    except UserError as error:
+        raise UserError(f"{sentence}; what reproduces the step could not be written: {error}") from None
+    raise UserError(
+        f"{sentence}; {folder / REPORT} names the samples, and python -m pipeline.train --config {folder / 'config.yaml'} repeats the step."
+    )
+
+
+def _write_dump(run: Run, step: int, folder: Path, seen: list[MicroBatch]) -> None:
+    rows = run.world.gather([_describe(run, number, each) for number, each in enumerate(seen)])
+    report = {
+        "step": step,
+        "world_size": run.world.size,
+        "data": str(run.train_set.folder),
+        "micro_batches": [row for part in rows for row in part],
+    }
+    train = run.config.train.model_copy(update={"max_steps": step})
+    config = run.config.model_copy(update={"output_dir": str(folder), "train": train})
+
+    def write() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / REPORT, json.dumps(report, indent=1) + "\n")
+            replace_text(folder / "config.yaml", config_to_yaml(config))
+        except OSError as error:
+            raise write_error(Path(error.filename or folder), error) from None
+
+    do_in_main(write, run.world)
+    agreement = Agreement(patience(run.config))  # its own: the run's counts the run's saves
+    saver = Saver(folder, run.world, run.config.checkpoint, agreement, run.still_saving)
+    saver.save(run.engine, run.ema, dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1))
+    saver.finish()
+
+
+def _describe(run: Run, number: int, micro_batch: MicroBatch) -> dict:
+    request = micro_batch.request
+    return {
+        "rank": run.world.rank,
+        "micro_batch": number,
+        "loss": repr(micro_batch.loss.item()),  # JSON has no nan
+        "keys": [run.train_set.key(sample) for sample in request.index.tolist()],
+        "labels": request.label.tolist(),
+        "epoch": request.epoch.tolist(),
+        "position": request.position.tolist(),
+    }

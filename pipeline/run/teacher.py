@@ -1,0 +1,76 @@
+"""Hard distillation (Touvron et al., "Training data-efficient image transformers", ICML 2021, Eq. 3).
+
+The student learns the teacher's decision as a second label. This is what ConViT's Appendix B (Table 4) does: its DeiT figures,
+80.9 and 83.0, are those of hard distillation through the class token, so no student needs a distillation token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline.checkpoint.trained import read_trained
+from pipeline.config import Config
+from pipeline.errors import UserError
+from pipeline.models.weights.transfer import first_difference
+from pipeline.run.precision import autocast
+
+
+def hard_distillation_loss(label_loss: Tensor, scores: Tensor, teacher_scores: Tensor, teacher_share: float = 0.5) -> Tensor:
+    """(1 - share) * label loss + share * cross entropy with the teacher's most likely class.
+
+    Args:
+        label_loss: (), what the student's scores cost without a teacher; with Mixup and label smoothing as usual.
+        scores: (B, classes) of the student, any floating type.
+        teacher_scores: (B, classes), of the same images after augmentation, in eval mode and without gradients.
+        teacher_share: of the teacher's label in the loss; DeiT's is a half.
+
+    Returns:
+        (), float32.
+
+    Raises:
+        UserError: student and teacher have another number of classes.
+    """
+    if scores.shape != teacher_scores.shape:
+        raise UserError(
+            f"the teacher gives {teacher_scores.shape[-1]} classes for each of {len(teacher_scores)} images, the model "
+            f"{scores.shape[-1]} for {len(scores)}, equal numbers needed: choose a teacher that was trained on the same classes."
+        )
+    decisions = teacher_scores.argmax(dim=-1)  # (B,)
+    return (1 - teacher_share) * label_loss + teacher_share * F.cross_entropy(scores.float(), decisions)
+
+
+def load_teacher(config: Config, device: torch.device, classes: list[str] | None = None) -> Callable[[Tensor], Tensor]:
+    """The model that a run is taught by: another run's, its averaged weights where it kept an average.
+
+    Args:
+        config: of the student; ``train.teacher`` is the other run's folder, one of its checkpoints, or an exported file.
+        device: where the teacher computes.
+        classes: what the student's outputs are for; None: not compared.
+
+    Returns:
+        images (B, 3, H, W) -> scores (B, classes), without gradients.
+
+    Raises:
+        UserError: no such model, or one for other classes or another image size.
+    """
+    source = Path(config.train.teacher)
+    trained = read_trained(source)
+    for key in ("num_classes", "image_size"):
+        found, needed = getattr(trained.config.model, key), getattr(config.model, key)
+        if found != needed:
+            raise UserError(f"train.teacher {source} has model.{key} {found}, {needed} needed: choose another teacher.")
+    if classes and (others := first_difference(trained.classes, classes)):
+        raise UserError(f"train.teacher {source} knows {others}: choose a teacher that was trained on the same classes.")
+    teacher = trained.build_model().to(device).requires_grad_(False)
+
+    @torch.no_grad()
+    def scores(images: Tensor) -> Tensor:
+        with autocast(device, config.train.precision):
+            return teacher(images)
+
+    return scores
