@@ -36,7 +36,7 @@ def our_loader(settings: Settings, full: bool) -> Loader:
         std=STD,
     )
     plan = TrainPlan(
-        ShardSet(settings.images.shards, "train"),
+        shards=ShardSet(settings.images.shards, "train"),
         seed=0,
         image_size=IMAGE_SIZE,
         global_batch_size=settings.batch_size,

@@ -77,7 +77,22 @@ def first_batch(folder: Path) -> tuple[int, float, float, float]:
     opened = time.perf_counter()
     config = DataConfig()
     recipe = AugmentConfig(rand_augment_ops=2, erasing=0.25, mixup=0.8, cutmix=1.0, repeats=3)
-    loader = Loader(TrainPlan(shards, 0, 224, BATCH, BATCH, 0, 1, config, recipe), config, torch.device("cpu"), cpu_threads=2)
+    loader = Loader(
+        TrainPlan(
+            shards=shards,
+            seed=0,
+            image_size=224,
+            global_batch_size=BATCH,
+            micro_batch_size=BATCH,
+            rank=0,
+            world_size=1,
+            data=config,
+            augment=recipe,
+        ),
+        config,
+        torch.device("cpu"),
+        cpu_threads=2,
+    )
     next(loader)
     done = time.perf_counter()
     memory = psutil.Process().memory_info().rss / 2**20

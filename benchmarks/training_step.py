@@ -71,7 +71,17 @@ def main() -> None:
 def build_loader(shards: ShardSet, config: Config, device: torch.device, threads: int) -> Loader:
     """The recipe's batches in one process."""
     size, batch = config.model.image_size, config.train.micro_batch_size
-    plan = TrainPlan(shards, config.seed, size, batch, batch, 0, 1, config.data, config.augment)
+    plan = TrainPlan(
+        shards=shards,
+        seed=config.seed,
+        image_size=size,
+        global_batch_size=batch,
+        micro_batch_size=batch,
+        rank=0,
+        world_size=1,
+        data=config.data,
+        augment=config.augment,
+    )
     return Loader(plan, config.data, torch.device("cpu") if device.type == "cpu" else device, threads)
 
 

@@ -26,7 +26,17 @@ CONFIG = DataConfig(num_threads=1)
 
 
 def plan_of(folder: Path, augment: AugmentConfig, rank: int = 0, world_size: int = 1, micro_batch: int = 48) -> TrainPlan:
-    return TrainPlan(ShardSet(folder, "train"), 7, SIZE, 48, micro_batch, rank, world_size, CONFIG, augment)
+    return TrainPlan(
+        shards=ShardSet(folder, "train"),
+        seed=7,
+        image_size=SIZE,
+        global_batch_size=48,
+        micro_batch_size=micro_batch,
+        rank=rank,
+        world_size=world_size,
+        data=CONFIG,
+        augment=augment,
+    )
 
 
 def batches_of(folder: Path, augment: AugmentConfig, count: int) -> list[Batch]:
@@ -198,9 +208,19 @@ def test_the_graph_for_gpus_gives_the_pixels_that_the_cpu_gets(order: str, image
     shards = ShardSet(imagenet_shards, "train")
     augment = AugmentConfig(rand_augment_ops=2)
     if order == "evaluation":
-        plan = EvalPlan(shards, 160, 48, 0, 1, 0.875)
+        plan = EvalPlan(shards=shards, image_size=160, batch_size=48, rank=0, world_size=1, eval_crop=0.875)
     else:
-        plan = TrainPlan(shards, 7, 160, 48, 48, 0, 1, CONFIG, augment)
+        plan = TrainPlan(
+            shards=shards,
+            seed=7,
+            image_size=160,
+            global_batch_size=48,
+            micro_batch_size=48,
+            rank=0,
+            world_size=1,
+            data=CONFIG,
+            augment=augment,
+        )
     request = plan.request(0)
     inputs = full_inputs(shards.read_jpegs(request.index), request, 160)
     graph = full_graph(lambda: inputs, 48, 160, CONFIG.mean, CONFIG.std, None, 1, 1, plan.rand_augment_ops)
@@ -236,7 +256,17 @@ def test_the_whole_recipe_looks_like_pillows(imagenet_samples: Path, imagenet_sh
     """
     size, views = 64, 4
     augment = AugmentConfig(rand_augment_ops=2, erasing=0.25)
-    plan = TrainPlan(ShardSet(imagenet_shards, "train"), 7, size, 100, 100, 0, 1, CONFIG, augment)
+    plan = TrainPlan(
+        shards=ShardSet(imagenet_shards, "train"),
+        seed=7,
+        image_size=size,
+        global_batch_size=100,
+        micro_batch_size=100,
+        rank=0,
+        world_size=1,
+        data=CONFIG,
+        augment=augment,
+    )
     loader = Loader(plan, CONFIG, torch.device("cpu"))
     ours = torch.cat([next(loader).images.clone() for _ in range(5 * views)])
     rng = np.random.default_rng(0)

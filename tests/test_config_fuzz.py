@@ -133,9 +133,25 @@ def plan(config: Config, world: World, shards: dict[str, tuple[ShardSet, ShardSe
         rate = learning_rate(step - 1, schedule.steps_per_epoch, schedule.epochs, schedule.global_batch_size, config.optim)
         assert 0 <= rate < math.inf
     fill_color(config.data.mean)
-    sizes = (config.train.global_batch_size, config.train.micro_batch_size)
-    training = TrainPlan(train_set, config.seed, config.model.image_size, *sizes, 0, 1, config.data, config.augment)
-    evaluation = EvalPlan(val_set, config.model.image_size, config.eval.batch_size, 0, 1, config.data.eval_crop)
+    training = TrainPlan(
+        shards=train_set,
+        seed=config.seed,
+        image_size=config.model.image_size,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=0,
+        world_size=1,
+        data=config.data,
+        augment=config.augment,
+    )
+    evaluation = EvalPlan(
+        shards=val_set,
+        image_size=config.model.image_size,
+        batch_size=config.eval.batch_size,
+        rank=0,
+        world_size=1,
+        eval_crop=config.data.eval_crop,
+    )
     with np.errstate(over="raise", invalid="raise"):
         for source, last in ((training, schedule.last_step * training.batches_per_step - 1), (evaluation, len(evaluation) - 1)):
             for number in {0, last}:

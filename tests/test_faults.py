@@ -31,7 +31,17 @@ CPU = torch.device("cpu")
 def loader_of(folder: Path, max_bad_samples: int = 5, read_ahead: int = 1) -> Loader:
     """Batches of 48 in one process."""
     config = DataConfig(num_threads=1, max_bad_samples=max_bad_samples, read_ahead=read_ahead)
-    plan = TrainPlan(ShardSet(folder, "train"), 7, 64, 48, 48, 0, 1, config, AugmentConfig())
+    plan = TrainPlan(
+        shards=ShardSet(folder, "train"),
+        seed=7,
+        image_size=64,
+        global_batch_size=48,
+        micro_batch_size=48,
+        rank=0,
+        world_size=1,
+        data=config,
+        augment=AugmentConfig(),
+    )
     return Loader(plan, config, CPU)
 
 
@@ -161,7 +171,11 @@ def test_evaluation_leaves_a_bad_image_out_and_says_so(shards: Path) -> None:
     with open(shards / "val-000000.tar", "r+b") as tar:
         tar.seek(int(opened.samples["offset"][17]) + 600)
         tar.write(bytes(30))
-    loader = Loader(EvalPlan(opened, 64, 100, 0, 1, 0.875), DataConfig(num_threads=1), CPU)
+    loader = Loader(
+        EvalPlan(shards=opened, image_size=64, batch_size=100, rank=0, world_size=1, eval_crop=0.875),
+        DataConfig(num_threads=1),
+        CPU,
+    )
     batches = [next(loader) for _ in range(len(loader.plan))]
     counted = np.concatenate([batch.request.index[batch.valid.numpy()] for batch in batches])
     assert np.array_equal(counted, np.delete(np.arange(359), 17))

@@ -26,9 +26,19 @@ def test_gpu_decoding_agrees_with_cpu_decoding(kind: str, digits_shards: Path) -
     """Guards against a GPU graph that crops, flips or resizes differently; the decoders differ by a few of 255 levels."""
     shards = ShardSet(digits_shards, "train")
     if kind == "train":
-        plan = TrainPlan(shards, 1, 64, 32, 32, 0, 1, DataConfig(), AugmentConfig(rand_augment_ops=2, mixup=0.8, cutmix=1.0))
+        plan = TrainPlan(
+            shards=shards,
+            seed=1,
+            image_size=64,
+            global_batch_size=32,
+            micro_batch_size=32,
+            rank=0,
+            world_size=1,
+            data=DataConfig(),
+            augment=AugmentConfig(rand_augment_ops=2, mixup=0.8, cutmix=1.0),
+        )
     else:
-        plan = EvalPlan(shards, 64, 32, 0, 1, 0.875)
+        plan = EvalPlan(shards=shards, image_size=64, batch_size=32, rank=0, world_size=1, eval_crop=0.875)
     on_cpu, on_gpu = (Loader(plan, DataConfig(), device) for device in (CPU, GPU))
     kept = []
     for _ in range(6):  # batches must stay valid while later ones are made

@@ -38,7 +38,17 @@ def train_loader(
     config: DataConfig = CONFIG,
     augment: AugmentConfig = NOTHING,
 ) -> Loader:
-    plan = TrainPlan(shards, seed, size, GLOBAL_BATCH, micro_batch, rank, world_size, config, augment)
+    plan = TrainPlan(
+        shards=shards,
+        seed=seed,
+        image_size=size,
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=micro_batch,
+        rank=rank,
+        world_size=world_size,
+        data=config,
+        augment=augment,
+    )
     return Loader(plan, config, CPU, start=start)
 
 
@@ -116,7 +126,17 @@ def test_the_disk_is_told_of_each_block_before_it_is_needed(repeats: int, digits
     """Guards against hints that name other blocks than the order will read: late ones are useless, wrong ones cost bandwidth."""
     shards = ShardSet(digits_shards, "train")
     config = DataConfig(num_threads=1, order="block", block_size=50, window_blocks=4)
-    plan = TrainPlan(shards, 7, 64, 48, 48, 0, 1, config, AugmentConfig(repeats=repeats))
+    plan = TrainPlan(
+        shards=shards,
+        seed=7,
+        image_size=64,
+        global_batch_size=48,
+        micro_batch_size=48,
+        rank=0,
+        world_size=1,
+        data=config,
+        augment=AugmentConfig(repeats=repeats),
+    )
     announced, of_this_window = set(), set()
     for i in range(70):  # into the third epoch
         request = plan.request(i)
@@ -176,7 +196,11 @@ def test_a_panorama_falls_back_to_a_centred_window() -> None:
 def test_evaluation_pixels_are_pillows(imagenet_shards: Path, image_size: int, short_side: int) -> None:
     """Guards against an interpolation that costs accuracy (DALI #1507): bicubic, antialiased, ratio kept, centre crop."""
     shards = ShardSet(imagenet_shards, "val")
-    batch = next(Loader(EvalPlan(shards, image_size, 32, 0, 1, 0.875), CONFIG, CPU))
+    batch = next(
+        Loader(
+            EvalPlan(shards=shards, image_size=image_size, batch_size=32, rank=0, world_size=1, eval_crop=0.875), CONFIG, CPU
+        )
+    )
     mean, std = (torch.tensor(values)[:, None, None] for values in (CONFIG.mean, CONFIG.std))
     ours = ((batch.images * std + mean) * 255).permute(0, 2, 3, 1).numpy()  # (32, size, size, 3)
     for i, jpeg in enumerate(shards.read_jpegs(batch.request.index)):
@@ -210,7 +234,10 @@ def test_training_pixels_are_pillows_crop_resize_and_flip(imagenet_shards: Path)
 def test_evaluation_counts_every_image_once(digits_shards: Path, world_size: int, batch_size: int) -> None:
     """Guards against images that are evaluated twice or not at all when the batches do not divide the set."""
     shards = ShardSet(digits_shards, "val")
-    plans = [EvalPlan(shards, 64, batch_size, rank, world_size, 0.875) for rank in range(world_size)]
+    plans = [
+        EvalPlan(shards=shards, image_size=64, batch_size=batch_size, rank=rank, world_size=world_size, eval_crop=0.875)
+        for rank in range(world_size)
+    ]
     assert len({len(plan) for plan in plans}) == 1, "ZeRO-3 needs the same number of forward passes everywhere"
     requests = [plan.request(i) for plan in plans for i in range(len(plan))]
     counted = np.concatenate([r.index[r.valid] for r in requests])

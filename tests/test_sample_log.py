@@ -50,7 +50,17 @@ while True:
 def plan(
     shards: Path, rank: int = 0, size: int = 1, micro_batch_size: int = 16, augment: AugmentConfig = EVERYTHING
 ) -> TrainPlan:
-    return TrainPlan(ShardSet(shards, "train"), 7, 64, 32, micro_batch_size, rank, size, DataConfig(), augment)
+    return TrainPlan(
+        shards=ShardSet(shards, "train"),
+        seed=7,
+        image_size=64,
+        global_batch_size=32,
+        micro_batch_size=micro_batch_size,
+        rank=rank,
+        world_size=size,
+        data=DataConfig(),
+        augment=augment,
+    )
 
 
 def record(run_dir: Path, shards: Path, size: int, micro_batch_size: int, steps: range) -> None:

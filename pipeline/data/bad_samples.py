@@ -9,8 +9,8 @@ import threading
 import numpy as np
 from PIL import Image
 
-from pipeline.data.image_folder import ImageFolder
-from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.data.plan import Samples
+from pipeline.data.shards import DamagedSample
 from pipeline.errors import UserError
 
 
@@ -29,7 +29,7 @@ class BadSamples:
         replacement: bad sample -> the one to take instead.
     """
 
-    def __init__(self, shards: ShardSet | ImageFolder, limit: int, left_out: bool = False) -> None:
+    def __init__(self, shards: Samples, limit: int, left_out: bool = False) -> None:
         self._shards, self._limit, self._left_out = shards, limit, left_out
         self._lock = threading.Lock()
         self._unreported: dict[int, str] = {}
@@ -80,19 +80,7 @@ class BadSamples:
         )
 
 
-def read_sound(shards: ShardSet, indices: np.ndarray, bad: BadSamples) -> list[np.ndarray] | None:
-    """The encoded images, or None after some of them were added to ``bad``: then ask again for the replaced ones."""
-    images, sound = [], True
-    for index in indices.tolist():
-        try:
-            images.append(shards.read(index))
-        except DamagedSample as damage:
-            bad.add(damage)
-            sound = False
-    return images if sound else None
-
-
-def undecodable(shards: ShardSet, indices: np.ndarray, images: list[np.ndarray], report: str) -> list[DamagedSample]:
+def undecodable(shards: Samples, indices: np.ndarray, images: list[np.ndarray], report: str) -> list[DamagedSample]:
     """Which images of a batch DALI failed on.
 
     Args:

@@ -23,7 +23,7 @@ _SHOWN = 3  # classes in a message
 
 
 class ImageFolder:
-    """What :class:`EvalPlan` and :class:`Loader` use of a :class:`ShardSet`, from files.
+    """:class:`~pipeline.data.plan.Samples` from files.
 
     Args:
         folder: ``folder/split/<class>/*.JPEG`` or ``folder/<class>/*.JPEG`` (also ``.jpg``, ``.png``).

@@ -2,7 +2,7 @@
 
 ::
 
-    plan.request(i)  ->  shards.read, ahead in threads  ->  DALI  ->  (CPU: finish.py)  ->  erasing, mixing  ->  Batch
+    plan.request(i)  ->  Reader, ahead in threads  ->  Decoder (DALI)  ->  (CPU: cpu_transform)  ->  erasing, mixing  ->  Batch
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from pipeline.config import DataConfig
-from pipeline.data.ahead import Ahead
 from pipeline.data.augment.erasing import erase_
 from pipeline.data.augment.mixing import mix_, mixed_labels
-from pipeline.data.bad_samples import BadSamples, read_sound
+from pipeline.data.bad_samples import BadSamples
 from pipeline.data.cpu_transform import Finisher
-from pipeline.data.decoder import Decoder, Encoded
-from pipeline.data.plan import BatchRequest, EvalPlan, TrainPlan
-
-_READERS = 4  # threads that wait for the disk
+from pipeline.data.decoder import Decoder
+from pipeline.data.plan import BatchRequest, Plan
+from pipeline.data.reader import Ahead, Reader
 
 
 @dataclass(frozen=True)
@@ -56,15 +54,13 @@ class Loader:
         bad: the samples that could not be used so far.
     """
 
-    def __init__(
-        self, plan: TrainPlan | EvalPlan, config: DataConfig, device: torch.device, cpu_threads: int = 1, start: int = 0
-    ) -> None:
+    def __init__(self, plan: Plan, config: DataConfig, device: torch.device, cpu_threads: int = 1, start: int = 0) -> None:
         self.plan = plan
         self.device = device
-        self.bad = BadSamples(plan.shards, config.max_bad_samples, left_out=isinstance(plan, EvalPlan))
+        self.bad = BadSamples(plan.shards, config.max_bad_samples, left_out=not plan.substitutes_count)
         threads = config.num_threads or cpu_threads
-        self._reading = Ahead(self._read, start, config.read_ahead, _READERS, "read")
-        self._decoder = Decoder(plan, config, device, threads, self._reading.next, self._read, self.bad)
+        self._reader = Reader(plan, self.bad, start, config.read_ahead)
+        self._decoder = Decoder(self._reader, config, device, threads)
         self._finisher = self._finished = None
         if device.type == "cpu":
             self._finisher = Finisher(plan.batch_size, plan.image_size, config.mean, config.std, threads)
@@ -91,20 +87,9 @@ class Loader:
 
     def close(self) -> None:
         """Stop the threads."""
-        for part in (self._finished, self._reading, self._finisher):
+        for part in (self._finished, self._reader, self._finisher):
             if part:
                 part.close()
-
-    def _read(self, number: int) -> Encoded:
-        """Read batch ``number``, with neighbours in the place of bad samples. Several threads at once."""
-        self.plan.shards.will_need(self.plan.coming_blocks(number))
-        asked_for = request = self.plan.request(number)
-        while True:
-            if not self.bad.replacement.keys().isdisjoint(asked_for.index.tolist()):
-                request = self.plan.request(number, self.bad.replacement)
-            images = read_sound(self.plan.shards, request.index, self.bad)
-            if images is not None:
-                return Encoded(number, request, images, replaced=int((request.index != asked_for.index).sum()))
 
     def _make(self) -> Batch:
         encoded, output = self._decoder.next()

@@ -9,15 +9,16 @@ for a sample. An epoch's length need not divide by anything: its remainder and t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment import crop, erasing, mixing, randaugment
 from pipeline.data.augment.crop import Geometry, eval_geometry, train_geometry
-from pipeline.data.image_folder import ImageFolder
 from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
-from pipeline.data.shards import ShardSet
+from pipeline.data.shards import DamagedSample
 from pipeline.philox import Stream, uniforms
 
 _EPOCH_UNIT = 256  # repeated augmentation rounds an epoch down to a multiple of this, as its reference does
@@ -38,8 +39,78 @@ class BatchRequest:
     mixing: mixing.Mixing | None = None
 
 
-@dataclass(frozen=True)
-class TrainPlan:
+class Samples(Protocol):
+    """One split, as plans and the reader use it: a :class:`~pipeline.data.shards.ShardSet` or an
+    :class:`~pipeline.data.image_folder.ImageFolder`.
+
+    Attributes:
+        folder: where it lies.
+        samples: indexed with an array of B sample numbers it gives (B,) of ``SAMPLE_DTYPE``.
+        classes: names in index order.
+    """
+
+    folder: Path
+    samples: Any
+    classes: list[str]
+
+    def __len__(self) -> int: ...
+
+    def key(self, index: int) -> str:
+        """The name of a sample, for messages."""
+
+    def damaged(self, index: int, reason: str) -> DamagedSample:
+        """The error that says what is wrong with a sample."""
+
+    def read(self, index: int) -> np.ndarray:
+        """The encoded image, (bytes,) uint8; threads may call this at the same time.
+
+        Raises:
+            DamagedSample: it cannot be read.
+        """
+
+    def will_need(self, runs: list[tuple[int, int]]) -> None:
+        """Tell the file system which (first sample, samples) will be read soon."""
+
+
+class Plan(Protocol):
+    """What the loader needs to know of the batches of one rank.
+
+    Attributes:
+        shards: the split they are read from.
+        image_size: side of the output in pixels.
+    """
+
+    shards: Samples
+    image_size: int
+
+    @property
+    def batch_size(self) -> int:
+        """B, images of one batch."""
+
+    @property
+    def rand_augment_ops(self) -> int:
+        """RandAugment operations per image; 0 leaves RandAugment out of the graph."""
+        return 0
+
+    @property
+    def substitutes_count(self) -> bool:
+        """Whether the neighbour that replaces a bad sample is used like any other; if not, it only fills the batch."""
+
+    def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
+        """Batch ``i``.
+
+        Args:
+            i: its number.
+            replacement: bad sample -> the one to take instead.
+        """
+
+    def coming_blocks(self, i: int) -> list[tuple[int, int]]:
+        """The (first sample, samples) that are read soon after batch ``i``, where the file system cannot foresee them."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan(Plan):
     """Batches of one process of a training run.
 
     Args:
@@ -53,7 +124,7 @@ class TrainPlan:
         augment: everything that follows.
     """
 
-    shards: ShardSet
+    shards: Samples
     seed: int
     image_size: int
     global_batch_size: int
@@ -62,6 +133,8 @@ class TrainPlan:
     world_size: int
     data: DataConfig
     augment: AugmentConfig
+
+    substitutes_count = True
 
     @property
     def batch_size(self) -> int:
@@ -172,8 +245,8 @@ def epoch_length(images: int, repeats: int) -> int:
     return images if repeats == 1 else images // _EPOCH_UNIT * _EPOCH_UNIT or images
 
 
-@dataclass(frozen=True)
-class EvalPlan:
+@dataclass(frozen=True, kw_only=True)
+class EvalPlan(Plan):
     """Batches of one process that together with the others' hold every image exactly once.
 
     All processes run the same number of batches of the same size (ZeRO-3 needs that); what is missing at the end is
@@ -187,14 +260,14 @@ class EvalPlan:
         eval_crop: see :func:`eval_geometry`.
     """
 
-    shards: ShardSet | ImageFolder
+    shards: Samples
     image_size: int
     batch_size: int
     rank: int
     world_size: int
     eval_crop: float
 
-    rand_augment_ops = 0  # evaluation shows the images as they are
+    substitutes_count = False
 
     def __len__(self) -> int:
         """Batches of each process."""
@@ -212,7 +285,3 @@ class EvalPlan:
         samples = self.shards.samples[index]
         geometry = eval_geometry(samples["height"], samples["width"], self.image_size, self.eval_crop)
         return BatchRequest(index, samples["label"].astype(np.int64), np.zeros_like(index), position, valid, geometry)
-
-    def coming_blocks(self, i: int) -> list[tuple[int, int]]:
-        """Evaluation reads from beginning to end, which disks see by themselves."""
-        return []

@@ -25,7 +25,14 @@ from pipeline.models.weights.transfer import first_difference
 
 def evaluation_loader(shards: ShardSet | ImageFolder, config: Config, world: World) -> Loader:
     """Batches of this process for :func:`evaluate`, pass after pass."""
-    plan = EvalPlan(shards, config.model.image_size, config.eval.batch_size, world.rank, world.size, config.data.eval_crop)
+    plan = EvalPlan(
+        shards=shards,
+        image_size=config.model.image_size,
+        batch_size=config.eval.batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        eval_crop=config.data.eval_crop,
+    )
     return Loader(plan, config.data, world.device, world.cpu_threads)
 
 
