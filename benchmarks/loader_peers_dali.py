@@ -40,7 +40,7 @@ def our_loader(settings: Settings, full: bool) -> Loader:
         seed=0,
         image_size=IMAGE_SIZE,
         global_batch_size=settings.batch_size,
-        micro_batch_size=settings.batch_size,
+        batch_size=settings.batch_size,
         rank=0,
         world_size=1,
         data=config,

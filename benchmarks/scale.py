@@ -83,7 +83,7 @@ def first_batch(folder: Path) -> tuple[int, float, float, float]:
             seed=0,
             image_size=224,
             global_batch_size=BATCH,
-            micro_batch_size=BATCH,
+            batch_size=BATCH,
             rank=0,
             world_size=1,
             data=config,

@@ -76,7 +76,7 @@ def build_loader(shards: ShardSet, config: Config, device: torch.device, threads
         seed=config.seed,
         image_size=size,
         global_batch_size=batch,
-        micro_batch_size=batch,
+        batch_size=batch,
         rank=0,
         world_size=1,
         data=config.data,

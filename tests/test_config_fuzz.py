@@ -138,7 +138,7 @@ def plan(config: Config, world: World, shards: dict[str, tuple[ShardSet, ShardSe
         seed=config.seed,
         image_size=config.model.image_size,
         global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        batch_size=config.train.micro_batch_size,
         rank=0,
         world_size=1,
         data=config.data,

@@ -36,7 +36,7 @@ def loader_of(folder: Path, max_bad_samples: int = 5, read_ahead: int = 1) -> Lo
         seed=7,
         image_size=64,
         global_batch_size=48,
-        micro_batch_size=48,
+        batch_size=48,
         rank=0,
         world_size=1,
         data=config,

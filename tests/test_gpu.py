@@ -31,7 +31,7 @@ def test_gpu_decoding_agrees_with_cpu_decoding(kind: str, digits_shards: Path) -
             seed=1,
             image_size=64,
             global_batch_size=32,
-            micro_batch_size=32,
+            batch_size=32,
             rank=0,
             world_size=1,
             data=DataConfig(),

@@ -55,7 +55,7 @@ def plan(
         seed=7,
         image_size=64,
         global_batch_size=32,
-        micro_batch_size=micro_batch_size,
+        batch_size=micro_batch_size,
         rank=rank,
         world_size=size,
         data=DataConfig(),

@@ -78,14 +78,12 @@ class Plan(Protocol):
     Attributes:
         shards: the split they are read from.
         image_size: side of the output in pixels.
+        batch_size: B, images of one batch.
     """
 
     shards: Samples
     image_size: int
-
-    @property
-    def batch_size(self) -> int:
-        """B, images of one batch."""
+    batch_size: int
 
     @property
     def rand_augment_ops(self) -> int:
@@ -118,7 +116,7 @@ class TrainPlan(Plan):
         seed: the run's seed.
         image_size: side of the output in pixels.
         global_batch_size: images per optimizer step over all processes.
-        micro_batch_size: images per forward pass of one process.
+        batch_size: of a micro-batch: images per forward pass of one process.
         rank, world_size: this process among all.
         data: order, crop and flip.
         augment: everything that follows.
@@ -128,17 +126,13 @@ class TrainPlan(Plan):
     seed: int
     image_size: int
     global_batch_size: int
-    micro_batch_size: int
+    batch_size: int
     rank: int
     world_size: int
     data: DataConfig
     augment: AugmentConfig
 
     substitutes_count = True
-
-    @property
-    def batch_size(self) -> int:
-        return self.micro_batch_size
 
     @property
     def rand_augment_ops(self) -> int:
@@ -152,7 +146,7 @@ class TrainPlan(Plan):
     @property
     def batches_per_step(self) -> int:
         """Micro-batches of this process in one optimizer step."""
-        return self.global_batch_size // (self.micro_batch_size * self.world_size)
+        return self.global_batch_size // (self.batch_size * self.world_size)
 
     def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
         """The i-th micro-batch of this process since the beginning of the run.
@@ -161,7 +155,7 @@ class TrainPlan(Plan):
             i: its number.
             replacement: bad sample -> the one to take instead. The draws stay those of the place.
         """
-        stream = self._first(i) + np.arange(self.micro_batch_size, dtype=np.int64)
+        stream = self._first(i) + np.arange(self.batch_size, dtype=np.int64)
         epoch, position = np.divmod(stream, self.epoch_length)
         index = self._sample_at(position, epoch)
         if replacement:
@@ -215,7 +209,7 @@ class TrainPlan(Plan):
     def _first(self, i: int) -> int:
         """Place in the stream of the i-th micro-batch's first sample."""
         step, part = divmod(i, self.batches_per_step)
-        return step * self.global_batch_size + (part * self.world_size + self.rank) * self.micro_batch_size
+        return step * self.global_batch_size + (part * self.world_size + self.rank) * self.batch_size
 
     def _sample_at(self, position: np.ndarray, epoch: np.ndarray) -> np.ndarray:
         place = position // self.augment.repeats

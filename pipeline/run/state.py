@@ -287,7 +287,7 @@ def training_loader(shards: ShardSet, config: Config, world: World, first_step: 
         seed=config.seed,
         image_size=config.model.image_size,
         global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        batch_size=config.train.micro_batch_size,
         rank=world.rank,
         world_size=world.size,
         data=config.data,
