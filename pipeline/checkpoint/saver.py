@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from pipeline.errors import UserError
 from pipeline.files import disk_reason, replace_text, sync_folder
 from pipeline.optim.ema import WeightAverage
 
-_LONGEST_PAUSE = 30.0  # seconds between two attempts
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two attempts; each pause is twice the one before
 _LAST_ATTEMPT = 10.0  # seconds for it to end when another process has failed
 
 
@@ -113,17 +113,7 @@ class Saver:
             UserError: a process cannot write its part; earlier checkpoints are unharmed.
         """
         if agreed.save_failed:
-            reason = self._saving.error if self._saving and self._saving.error else self._publish_error
-            self._given_up.set()
-            if self._thread:
-                self._thread.join(_LAST_ATTEMPT)
-            reasons = [text for text in self._world.gather(reason) if text]
-            if self._saving and self._world.is_main:  # the space is wanted
-                shutil.rmtree(self._saving.folder, ignore_errors=True)
-            self._saving = self._publish_error = None
-            raise UserError(
-                f"{reasons[0]}; free some space or restore the folder, then give the same command again: earlier checkpoints are whole."
-            )
+            self._fail_on_all()
         if self._saving and agreed.written >= self.started:
             self._complete()
 
@@ -140,7 +130,21 @@ class Saver:
             self._wait()
         self._publishing = None
         if self._agreement.ask(self._publish_error is not None):
-            self.settle(Agreed(stop=0, save_failed=True, written=0))
+            self._fail_on_all()
+
+    def _fail_on_all(self) -> NoReturn:
+        """Give the save up on every rank, with the sentence of the first that could not write. Collective."""
+        reason = self._saving.error if self._saving and self._saving.error else self._publish_error
+        self._given_up.set()
+        if self._thread:
+            self._thread.join(_LAST_ATTEMPT)
+        reasons = [text for text in self._world.gather(reason) if text]
+        if self._saving and self._world.is_main:  # the space is wanted
+            shutil.rmtree(self._saving.folder, ignore_errors=True)
+        self._saving = self._publish_error = None
+        raise UserError(
+            f"{reasons[0]}; free some space or restore the folder, then give the same command again: earlier checkpoints are whole."
+        )
 
     def _wait(self) -> None:
         self._waiting()
@@ -198,7 +202,7 @@ class Saver:
 
     def _persist(self, attempt: Callable[[], Any], path: Path) -> Any:
         """Repeat an attempt that the file system refuses, until ``retry_seconds`` have passed."""
-        deadline, pause = time.monotonic() + self._config.retry_seconds, 0.5
+        deadline, pause, warned = time.monotonic() + self._config.retry_seconds, _FIRST_PAUSE, False
         while True:
             try:
                 return attempt()
@@ -206,7 +210,8 @@ class Saver:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise
-                if pause == 0.5:
+                if not warned:
+                    warned = True
                     print(
                         f"warning: {path} cannot be written ({disk_reason(path, error)}); trying again for {left:.0f} s",
                         file=sys.stderr,

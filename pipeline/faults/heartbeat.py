@@ -14,6 +14,7 @@ the moment that nobody moves any more.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import socket
 import threading
@@ -58,7 +59,8 @@ class Heartbeat:
         self._place = (0, "starting", 0)  # step, doing, calls in this step; replaced as a whole, so that readers need no lock
         self._end = (Status.RUNNING, "", RANK_LOST)  # status, words, exit code for the others
         self._first = Sign(0, os.environ.get("MASTER_ADDR", "unknown"))  # last sign of rank 0
-        self._unanswered = 0.0  # awake seconds since the store last answered
+        self._unanswered = 0.0  # awake seconds since the store last answered,
+        self._read_at = 0.0  # and when that was, on the monotonic clock
         self._verdict: Verdict | None = None  # the first one counts
         self._wake, self._done, self._judging = threading.Event(), threading.Event(), threading.Lock()
         if self._size > 1:
@@ -76,6 +78,10 @@ class Heartbeat:
         """
         last_step, _, calls = self._place
         self._place = (step, doing, calls + 1 if step == last_step else 0)
+
+    def still(self, doing: str) -> None:
+        """Mark progress at the step that was last told of."""
+        self.at(self._place[0], doing)
 
     def failed(self, error: BaseException) -> NoReturn:
         """A collective operation broke: wait until it is known who was lost, say it, end with ``RANK_LOST``.
@@ -142,29 +148,48 @@ class Heartbeat:
 
     def _exchange_signs(self) -> None:
         # A connection of its own: the main thread's is locked while that waits for a key.
-        notices = Notices(store_client(2 * self._config.silence_timeout), self._secret, self._rank)
-        judge, beat, read_at = Judge(self._config), 0, time.monotonic()
-        while True:
-            beat += 1
+        notices, judge = Notices(store_client(2 * self._config.silence_timeout), self._secret, self._rank), Judge(self._config)
+        self._read_at = time.monotonic()
+        if self._rank == 0:
+            self._lead(notices, judge)
+        else:
+            self._follow(notices, judge)
+
+    def _lead(self, notices: Notices, judge: Judge) -> None:
+        """Rank 0: read every sign, judge, and stay until all others have left."""
+        for beat in itertools.count(1):
             own = self._sign(beat)
-            if self._rank == 0:
-                (_, *others), _ = notices.read(range(self._size))  # its own key too: it is to say who else writes there
-                notices.write_sign(own)
-                signs, verdict = [own, *others], None
-            else:
-                notices.write_sign(own)
-                (self._first,), verdict = notices.read([0])
-                signs = [self._first, own]
-            self._unanswered = 0.0
-            read_at, before = time.monotonic(), read_at
-            judge.observe(signs, min(read_at - before, 2 * BEAT))  # more: this process itself did not run
-            verdict = verdict or (judge.verdict() if self._rank == 0 else judge.silent())
-            if verdict:
+            (_, *others), _ = notices.read(range(self._size))  # its own key too: it is to say who else writes there
+            notices.write_sign(own)
+            self._observe(judge, [own, *others])
+            if verdict := judge.verdict():
                 return self._spread(verdict, notices, judge, beat)
-            if own.status is Status.ENDED or own.status is Status.LEFT and (self._rank != 0 or judge.all_left):
+            if own.status is Status.ENDED or own.status is Status.LEFT and judge.all_left:
                 return
-            self._wake.wait(BEAT)
-            self._wake.clear()
+            self._pause()
+
+    def _follow(self, notices: Notices, judge: Judge) -> None:
+        """The other ranks: read rank 0's sign and its verdict."""
+        for beat in itertools.count(1):
+            own = self._sign(beat)
+            notices.write_sign(own)
+            (self._first,), verdict = notices.read([0])
+            self._observe(judge, [self._first, own])
+            if verdict := verdict or judge.silent():
+                return self._spread(verdict, notices, judge, beat)
+            if own.status in (Status.ENDED, Status.LEFT):
+                return
+            self._pause()
+
+    def _observe(self, judge: Judge, signs: list[Sign]) -> None:
+        """The store has answered: show the judge the signs, and how much time has passed since the last ones."""
+        self._unanswered = 0.0
+        self._read_at, before = time.monotonic(), self._read_at
+        judge.observe(signs, min(self._read_at - before, 2 * BEAT))  # more: this process itself did not run
+
+    def _pause(self) -> None:
+        self._wake.wait(BEAT)
+        self._wake.clear()
 
     def _spread(self, verdict: Verdict, notices: Notices, judge: Judge, beat: int) -> None:
         """Make the verdict known, then end. Rank 0 stays until the others have read it."""

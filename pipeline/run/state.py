@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline import checkpoint, flops
+from pipeline import checkpoint
 from pipeline.checkpoint.held import optimizer_step_count
 from pipeline.checkpoint.whole import Verified
 from pipeline.config import Config, accumulation_steps, config_from_dict
@@ -29,7 +29,7 @@ from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.logs.run_files import write_run_files
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
-from pipeline.models import create_model, load_pretrained
+from pipeline.models import create_model, flops, load_pretrained
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import build_engine
