@@ -24,7 +24,7 @@ import torch
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.loader import Loader
-from pipeline.data.manifest import Manifest, file_sha256
+from pipeline.data.manifest import ShardManifest, file_sha256
 from pipeline.data.order import Blocks, block_sample_at, sample_at
 from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
@@ -56,12 +56,12 @@ def enlarge(source: Path, target: Path, samples: int) -> None:
     for file in source.iterdir():
         if file.suffix in (".tar", ".idx"):
             target.joinpath(file.name).hardlink_to(file)
-    manifest = Manifest.read(source)
+    manifest = ShardManifest.read(source)
     info = manifest.splits["train"]
     rows = np.resize(np.load(source / info.samples_file), samples)
     np.save(target / info.samples_file, rows)
     info = replace(info, samples=samples, samples_sha256=file_sha256(target / info.samples_file))
-    Manifest(manifest.classes, {"train": info}).write(target)
+    ShardManifest(manifest.classes, {"train": info}).write(target)
 
 
 def in_its_own_process(folder: Path) -> tuple[int, float, float, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data_prep import SPLITS
 from pipeline.errors import UserError
+from pipeline.files import lock_bytes
 
 LOCK_FILE = ".lock"
 _MANIFEST_BYTE = 0
@@ -18,9 +19,8 @@ _SHARDS_OF_A_SPLIT = 1 << 32
 class FolderLock:
     """Keeps apart runs that write into one folder, also from several nodes of a cluster.
 
-    Bytes of an empty file are locked (POSIX record locks, which network file systems know): one for the manifest and one
-    for each shard, so that the tasks of a job array work side by side and two runs never write the same shard. The
-    system releases the locks of a process that dies.
+    Bytes of an empty file are locked (:func:`pipeline.files.lock_bytes`): one for the manifest and one for each shard, so that
+    the tasks of a job array work side by side and two runs never write the same shard.
 
     Args:
         folder: the shard set.
@@ -44,18 +44,16 @@ class FolderLock:
         """
         first = 1 + SPLITS.index(split) * _SHARDS_OF_A_SPLIT
         for number in numbers:
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, first + number)
-            except BlockingIOError:
+            if not lock_bytes(self._file.fileno(), self._path, first + number, 1):
                 raise UserError(
-                    f"{self._path.parent}: {split} shard {number} is being written by another process, 1 writer per shard needed: "
-                    f"wait for it or stop it."
-                ) from None
+                    f"{self._path.parent}: {split} shard {number} is being written by another process, 1 writer per shard needed",
+                    "wait for it or stop it",
+                )
 
     @contextmanager
     def manifest(self) -> Iterator[None]:
         """Wait for the right to change the manifest and the lists beside it."""
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _MANIFEST_BYTE)
+        lock_bytes(self._file.fileno(), self._path, _MANIFEST_BYTE, 1, wait=True)
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ from data_prep.shard_writer import ShardTask, record_file
 from data_prep.sources import Source
 from data_prep.split_classes import classes_with_images, untaught_classes
 from pipeline.data.image_checks import ImageRules
-from pipeline.data.manifest import MANIFEST, Manifest, SplitInfo, in_progress_file, shard_name
+from pipeline.data.manifest import MANIFEST, ShardManifest, SplitInfo, in_progress_file, shard_name
 from pipeline.data.order import sample_at
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
@@ -83,7 +83,7 @@ def already_written(job: ShardJob) -> SplitInfo | None:
     Raises:
         UserError: it is another one, or its files are not whole.
     """
-    manifest = Manifest.read(job.folder) if (job.folder / MANIFEST).exists() else None
+    manifest = ShardManifest.read(job.folder) if (job.folder / MANIFEST).exists() else None
     if manifest is None or job.split not in manifest.splits:
         return None
     found = manifest.splits[job.split]
@@ -163,7 +163,7 @@ def refuse_untaught_classes(where: str | Path, train: set[str], val: set[str]) -
 
 
 def _compare_with_other_split(source: Source, folder: Path, split: str) -> None:
-    manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else Manifest([])
+    manifest = ShardManifest.read(folder) if (folder / MANIFEST).exists() else ShardManifest([])
     present = {source.class_names[label] for label in set(source.labels.tolist())}
     for name, info in manifest.splits.items():
         if name != split:
@@ -176,7 +176,7 @@ def split_of_same_images(source: Source, folder: Path, split: str) -> str | None
     """The other split of a shard set, if it was written from the same images."""
     if not (folder / MANIFEST).exists():
         return None
-    for name, info in Manifest.read(folder).splits.items():
+    for name, info in ShardManifest.read(folder).splits.items():
         if name != split and info.samples == len(source) and info.source["fingerprint"] == source.fingerprint():
             return name
     return None
@@ -186,7 +186,7 @@ def _class_list(source: Source, folder: Path) -> list[str]:
     """The classes in index order: those of the shard set if it exists, so that its splits agree."""
     if not (folder / MANIFEST).exists():
         return source.class_names
-    classes = Manifest.read(folder).classes
+    classes = ShardManifest.read(folder).classes
     foreign = sorted(set(source.class_names) - set(classes))
     if foreign:
         raise UserError(

@@ -14,12 +14,12 @@ from data_prep import counted
 from data_prep.shard_checks import Finding, Findings, ShardCheck, check_shard
 from data_prep.split_classes import classes_with_images, untaught_classes
 from data_prep.workers import run_tasks
-from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, Manifest, file_sha256
+from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, file_sha256
 from pipeline.data.sample_table import find_out_of_range, map_sample_table
 from pipeline.files import open_regular
 
 
-def verify(folder: Path, manifest: Manifest, workers: int = 1, decode: bool = False) -> list[Finding]:
+def verify(folder: Path, manifest: ShardManifest, workers: int = 1, decode: bool = False) -> list[Finding]:
     """Everything that is wrong with a shard set.
 
     Args:
@@ -60,7 +60,7 @@ def print_table(findings: list[Finding]) -> None:
     print(f"{counted(len(findings), 'finding')} in {counted(files, 'file')}")
 
 
-def _check_folder(folder: Path, manifest: Manifest) -> list[Finding]:
+def _check_folder(folder: Path, manifest: ShardManifest) -> list[Finding]:
     """Files that should not be there, the lists beside the shards, and the classes of the splits."""
     known = {shard.file for info in manifest.splits.values() for shard in info.shards}
     foreign = [path.name for path in sorted(folder.glob("*.tar")) if path.name not in known]
@@ -96,7 +96,7 @@ def _lines_of(path: Path) -> list[str]:
         return file.read().splitlines()
 
 
-def read_sample_table(folder: Path, manifest: Manifest, split: str) -> tuple[np.ndarray | None, list[Finding]]:
+def read_sample_table(folder: Path, manifest: ShardManifest, split: str) -> tuple[np.ndarray | None, list[Finding]]:
     """(samples,) of ``SAMPLE_DTYPE``, or None when it is unusable, and what is wrong with it."""
     info = manifest.splits[split]
     findings, path = Findings(info.samples_file), folder / info.samples_file

@@ -117,9 +117,9 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
 
 def _splits_in(folder: str) -> set[str]:
     """The splits that a folder's manifest lists."""
-    from pipeline.data.manifest import MANIFEST, Manifest
+    from pipeline.data.manifest import MANIFEST, ShardManifest
 
-    return set(Manifest.read(Path(folder)).splits) if Path(folder, MANIFEST).exists() else set()
+    return set(ShardManifest.read(Path(folder)).splits) if Path(folder, MANIFEST).exists() else set()
 
 
 def _open_sources(args: argparse.Namespace) -> dict[str, Source]:

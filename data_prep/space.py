@@ -8,6 +8,7 @@ from pathlib import Path
 from data_prep.sources import Source
 from pipeline.data.image_checks import ImageRules
 from pipeline.errors import UserError
+from pipeline.files import check_space
 
 # Two members of a block each beside the image, three headers, the image's last block, and what lies beside the tars.
 _BYTES_PER_SAMPLE = 3 * 1024
@@ -31,7 +32,7 @@ def needed_bytes(source: Source, rules: ImageRules) -> int:
     return round(images + len(source) * _BYTES_PER_SAMPLE)
 
 
-def check_space(folder: Path, needed: int, written: int, estimate: bool) -> None:
+def check_space_for_shards(folder: Path, needed: int, written: int, estimate: bool) -> None:
     """See that the shards fit.
 
     Args:
@@ -43,10 +44,13 @@ def check_space(folder: Path, needed: int, written: int, estimate: bool) -> None
     Raises:
         UserError: they do not.
     """
-    missing, free = max(0, needed - written), shutil.disk_usage(folder).free
-    if missing > free:
+    missing = max(0, needed - written)
+    try:
+        check_space(folder, missing)
+    except OSError:
         about = " (an estimate: images are resized)" if estimate else ""
         raise UserError(
-            f"the disk of {folder} has {free / 1e9:.2f} GB free, {missing / 1e9:.2f} GB needed for the shards{about}: "
-            f"free some space or choose another --output."
-        )
+            f"the disk of {folder} has {shutil.disk_usage(folder).free / 1e9:.2f} GB free, {missing / 1e9:.2f} GB needed for the "
+            f"shards{about}",
+            "free some space or choose another --output",
+        ) from None

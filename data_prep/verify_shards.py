@@ -30,9 +30,9 @@ def main() -> int:
     if args.workers < 1:
         raise UserError(f"--workers is {args.workers}, at least 1 needed: pass a positive number.")
     from data_prep.set_checks import print_table, verify  # now, not at the top: --help is there at once
-    from pipeline.data.manifest import Manifest
+    from pipeline.data.manifest import ShardManifest
 
-    manifest = Manifest.read(args.folder)
+    manifest = ShardManifest.read(args.folder)
     findings = verify(args.folder, manifest, args.workers, args.decode)
     if findings:
         print_table(findings)

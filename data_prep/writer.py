@@ -24,10 +24,10 @@ from data_prep.folder_lock import FolderLock
 from data_prep.job import ShardJob, already_written, begin, describe_job, remove_traces
 from data_prep.shard_writer import FinishedShard, read_record, record_file, write_shard
 from data_prep.sources import Source
-from data_prep.space import check_space, needed_bytes
+from data_prep.space import check_space_for_shards, needed_bytes
 from data_prep.workers import run_tasks
 from pipeline.data.image_checks import ImageRules
-from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, Manifest, SplitInfo, file_sha256, shard_name
+from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, file_sha256, shard_name
 from pipeline.errors import UserError
 from pipeline.files import remove_leftovers, replace_file
 
@@ -97,7 +97,9 @@ def _write_missing(
     """Write those of the shards that are not finished yet, with a progress bar when a terminal is attached."""
     finished = {number: read_record(job.folder, job.split, number, job.digest) for number in range(job.shards)}
     written = sum(shard.info.bytes for shard in finished.values() if shard)
-    check_space(job.folder, needed_bytes(job.source, job.rules), written, estimate=job.rules.resize_short_side is not None)
+    check_space_for_shards(
+        job.folder, needed_bytes(job.source, job.rules), written, estimate=job.rules.resize_short_side is not None
+    )
     rejected = [line for number in numbers if finished[number] for line in finished[number].rejected]
     missing = [number for number in numbers if not finished[number]]
     if len(missing) < len(numbers):
@@ -176,14 +178,14 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
         rejected=sum(len(shard.rejected) for shard in shards),
         reencoded=sum(len(shard.reencoded) for shard in shards),
     )
-    manifest = Manifest.read(job.folder) if (job.folder / MANIFEST).exists() else Manifest(job.classes)
+    manifest = ShardManifest.read(job.folder) if (job.folder / MANIFEST).exists() else ShardManifest(job.classes)
     if manifest.classes != job.classes:
         raise UserError(
             f"{job.folder / MANIFEST} was written meanwhile with {len(manifest.classes)} classes that are not this split's "
             f"{len(job.classes)}: shard {job.split} again, now that the class list stands."
         )
     splits = {**manifest.splits, job.split: info}
-    Manifest(manifest.classes, dict(sorted(splits.items()))).write(job.folder)
+    ShardManifest(manifest.classes, dict(sorted(splits.items()))).write(job.folder)
     return info
 
 

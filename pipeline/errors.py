@@ -17,13 +17,20 @@ RANK_LOST = 76  # another process died or hangs: start us again
 
 
 class UserError(ValueError):
-    """A mistake in a config, a path or a data set.
+    """A mistake in a config, a path or a data set, as one sentence: ``problem: remedy.``
 
-    The message is one sentence that names the file or key, what was found, what is needed and the
-    remedy. Commands print it and exit with 2; library callers may catch it as a ``ValueError``.
+    Commands print it and exit with 2; library callers may catch it as a ``ValueError``.
+
+    Args:
+        problem: names the file or key, what was found and what is needed; or the whole sentence, where there is no ``remedy``.
+        remedy: what the user can do, in the imperative, without a full stop. Who has another one says ``error.problem``.
     """
 
     exit_code = USER_ERROR
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}: {remedy}." if remedy else problem)
+        self.problem = problem
 
 
 class NotConnected(UserError):

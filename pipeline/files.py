@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -81,6 +82,49 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """See that something fits before it is begun.
+
+    Args:
+        folder: on the disk in question.
+        needed: bytes.
+
+    Raises:
+        OSError: ``ENOSPC``, it does not fit.
+    """
+    if shutil.disk_usage(folder).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def lock_bytes(descriptor: int, path: Path, first: int = 0, length: int = 0, wait: bool = False) -> bool:
+    """Lock a stretch of an open file against other processes: a POSIX record lock, which network file systems know.
+
+    The system releases it when the process dies. Beware: the process also loses it when it closes *any* handle of the file.
+
+    Args:
+        descriptor: of the file, opened for writing.
+        path: its name, for the message.
+        first, length: the stretch in bytes, which need not exist; a length of 0 reaches beyond every end.
+        wait: until the lock can be had.
+
+    Returns:
+        Whether this process has it; False if another one does.
+
+    Raises:
+        UserError: the file system has no such locks.
+    """
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, first)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):  # POSIX allows both
+            return False
+        raise UserError(
+            f"{path} cannot be locked ({error.strerror}), a file system with POSIX locks needed to keep two writers apart",
+            "have it mounted with locks (Lustre: flock, NFS: without nolock), or choose another folder",
+        ) from None
+    return True
 
 
 class DiskRefuses(UserError):

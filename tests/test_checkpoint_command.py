@@ -14,7 +14,7 @@ import yaml
 from conftest import run_module
 from safetensors.torch import load_file
 
-from pipeline.checkpoint import Manifest, SavedWeights, __main__, read_weights, step_folder
+from pipeline.checkpoint import CheckpointManifest, SavedWeights, __main__, read_weights, step_folder
 from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.trained import read_trained
 from pipeline.checkpoint.weights import read_initial_weights
@@ -134,7 +134,7 @@ def test_verify_notices_a_part_that_was_never_listed(run: Path, command, tmp_pat
     """Guards against a checkpoint that looks whole because its list forgets what one process saved."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     folder = step_folder(copy, 4)
-    manifest = Manifest.read(folder)
+    manifest = CheckpointManifest.read(folder)
     (folder / "checkpoint.json").write_text(replace(manifest, files=manifest.files[:1]).to_text())
     assert command("verify", copy) == 1
     assert "numbers needed" in capsys.readouterr().out
@@ -238,7 +238,7 @@ def test_a_run_without_an_average_has_none_to_export(run: Path, command, tmp_pat
 def drop_averages(run: Path) -> None:
     """Write the newest checkpoint again as a run without ``train.ema_decay`` would have written it."""
     folder = step_folder(run, 4)
-    manifest, records = Manifest.read(folder), []
+    manifest, records = CheckpointManifest.read(folder), []
     for record in manifest.files:
         tensors = {key: value for key, value in load_file(folder / record.name).items() if not key.startswith("ema/")}
         (folder / record.name).unlink()

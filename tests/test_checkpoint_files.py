@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.checkpoint import Manifest, RunState, saved_steps, step_folder, sweep
+from pipeline.checkpoint import CheckpointManifest, RunState, saved_steps, step_folder, sweep
 from pipeline.checkpoint.completeness import find_gaps
 from pipeline.checkpoint.folder import FOLDER, publish, remove_old
 from pipeline.checkpoint.manifest import MANIFEST
@@ -35,11 +35,11 @@ STATE = RunState(
 )
 
 
-def save(folder: Path, parts: list[dict[str, Tensor]], shapes: dict[str, list[int]], step: int = 4) -> Manifest:
+def save(folder: Path, parts: list[dict[str, Tensor]], shapes: dict[str, list[int]], step: int = 4) -> CheckpointManifest:
     """A checkpoint of given parts."""
     folder.mkdir(parents=True)
     records = [write_part(folder / f"part-{i:05d}.safetensors", tensors) for i, tensors in enumerate(parts)]
-    manifest = Manifest(replace(STATE, step=step), shapes, records)
+    manifest = CheckpointManifest(replace(STATE, step=step), shapes, records)
     (folder / MANIFEST).write_text(manifest.to_text())
     return manifest
 
@@ -138,27 +138,27 @@ def test_the_manifest_notices_a_changed_character(tmp_path: Path) -> None:
     """Guards against a run that goes on from a step, or with counters, that a bad disk made up."""
     folder = save_small(tmp_path, 4)
     text = (folder / MANIFEST).read_text()
-    assert Manifest.read(folder).state == STATE
+    assert CheckpointManifest.read(folder).state == STATE
     rng = random.Random(0)
     digits = [i for i, character in enumerate(text) if character.isdigit()]
     for at in rng.sample(digits, 40):
         changed = text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :]
         (folder / MANIFEST).write_text(changed)
         with pytest.raises(UserError, match=f"{MANIFEST} is damaged"):
-            Manifest.read(folder)
+            CheckpointManifest.read(folder)
     for damaged in (text[:-20], "", "[]", "null", "{}", text.encode("utf-16").decode("latin-1")):
         (folder / MANIFEST).write_text(damaged)
         with pytest.raises(UserError, match=f"{MANIFEST} is damaged"):
-            Manifest.read(folder)
+            CheckpointManifest.read(folder)
     (folder / MANIFEST).unlink()
     with pytest.raises(UserError, match="is missing"):
-        Manifest.read(folder)
+        CheckpointManifest.read(folder)
 
 
 def test_every_damage_to_a_file_is_named(tmp_path: Path) -> None:
     """Guards against a flipped bit that only makes the loss a little worse."""
     folder = save_small(tmp_path, 4)
-    path, record = folder / "part-00000.safetensors", Manifest.read(folder).files[0]
+    path, record = folder / "part-00000.safetensors", CheckpointManifest.read(folder).files[0]
     data = path.read_bytes()
     flipped = data[:-1] + bytes([data[-1] ^ 1])
     for content, expected in [(flipped, "does not match"), (data[:-1], f"has {len(data) - 1} bytes"), (b"", "has 0 bytes")]:
@@ -211,7 +211,7 @@ def test_what_ends_between_two_renames_loses_nothing(tmp_path: Path) -> None:
         publish(tmp_path / "gone", target)
     assert saved_steps(tmp_path) == []
     sweep(tmp_path)
-    assert saved_steps(tmp_path) == [4] and not find_damage(target, Manifest.read(target).files)
+    assert saved_steps(tmp_path) == [4] and not find_damage(target, CheckpointManifest.read(target).files)
 
 
 def test_sweeping_touches_no_checkpoint(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from test_checkpoint_files import save_small
 from pipeline.checkpoint import __main__ as command
 from pipeline.checkpoint import read_weights, saved_steps, step_folder
 from pipeline.checkpoint.folder import find_checkpoint, find_step, remove_old, sweep
-from pipeline.checkpoint.manifest import MANIFEST, Manifest
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest
 from pipeline.checkpoint.overview import read_manifests, table
 from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.whole import Seen, find_damage
@@ -89,7 +89,7 @@ def test_every_consistent_edit_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
         (folder / MANIFEST).write_text(text)
         edit(folder, partial(put, place=place, value=value))
         with pytest.raises(UserError) as error:
-            Manifest.read(folder)
+            CheckpointManifest.read(folder)
         sentence = str(error.value)
         field = place.rpartition(".")[2] if not place.split(".")[-1].isdigit() else "files"
         assert sentence.startswith(str(folder / MANIFEST)) and field in sentence, (place, value, sentence)
@@ -115,7 +115,7 @@ def test_what_is_no_manifest_at_all_is_damage(tmp_path: Path) -> None:
     ):
         (folder / MANIFEST).write_bytes(text.encode("latin-1"))
         with pytest.raises(UserError, match=f"{MANIFEST} is damaged"):
-            Manifest.read(folder)
+            CheckpointManifest.read(folder)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "part-00000.safetensors"])
@@ -205,7 +205,7 @@ def test_weights_do_not_follow_their_file(tmp_path: Path) -> None:
 def test_files_that_are_not_touched_are_the_same_still(tmp_path: Path) -> None:
     """Guards against a good checkpoint that is refused: reading it changes nothing, nor does a link that is made to back it up."""
     folder = save_small(tmp_path, 4)
-    manifest = Manifest.read(folder)
+    manifest = CheckpointManifest.read(folder)
     seen = Seen.look(folder, manifest.files)
     assert find_damage(folder, manifest.files) == [] and list(seen.marks) == ["part-00000.safetensors"]
     os.link(folder / "part-00000.safetensors", tmp_path / "backup")

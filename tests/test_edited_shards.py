@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data_prep.set_checks import read_sample_table, verify
-from pipeline.data.manifest import MANIFEST, Manifest, file_sha256
+from pipeline.data.manifest import MANIFEST, ShardManifest, file_sha256
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 
@@ -103,7 +103,7 @@ def test_an_impossible_row_of_the_sample_table_is_named(edit: Callable, expected
     (copied / MANIFEST).write_text(json.dumps(tree))
     with pytest.raises(UserError, match=rf"val-samples.npy .*{expected}.*: restore it, or shard again"):
         ShardSet(copied, "val")
-    rows, findings = read_sample_table(copied, Manifest.read(copied), "val")
+    rows, findings = read_sample_table(copied, ShardManifest.read(copied), "val")
     assert [finding.check for finding in findings][:1] == ["sample table"] and (rows is None or len(rows) == 359)
 
 
@@ -122,7 +122,7 @@ def test_a_pipe_in_place_of_a_file_is_named(copied: Path) -> None:
         with pytest.raises((UserError, OSError), match=rf"not a regular file.*{name}|{name} is not a regular file"):
             ShardSet(copied, "val")
         if name.endswith(".tar"):
-            assert any("not a regular file" in finding.found for finding in verify(copied, Manifest.read(copied)))
+            assert any("not a regular file" in finding.found for finding in verify(copied, ShardManifest.read(copied)))
             with pytest.raises(
                 DamagedSample, match=r"val-000000.tar: sample 000000-000000 cannot be read \(not a regular file\)"
             ):

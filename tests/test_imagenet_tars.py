@@ -25,7 +25,7 @@ from official_files import (
 
 from data_prep.sources import ImageFolder, open_sources, take_subset
 from data_prep.writer import write_shards
-from pipeline.data.manifest import Manifest, file_sha256
+from pipeline.data.manifest import ShardManifest, file_sha256
 from pipeline.errors import UserError
 
 SAFE = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # early releases of a Python do not have it
@@ -63,7 +63,7 @@ def test_the_official_tars_give_the_shards_of_the_unpacked_tree(tmp_path: Path) 
         digests[form] = {file.name: file_sha256(file) for file in shards.glob("[!.]*") if file.name != "manifest.json"}
     assert len(digests["tree"]) == 3 * 2 + 1 * 2 + 2  # tars and indexes, samples
     assert digests["official"] == digests["tree"]
-    manifest = Manifest.read(tmp_path / "official-shards")
+    manifest = ShardManifest.read(tmp_path / "official-shards")
     assert manifest.classes == WNIDS
     assert manifest.splits["val"].samples_per_class == [truth["val"].count(wnid) for wnid in WNIDS]
     forms = open_sources(tmp_path / "official", "train")["train"], ImageFolder(tmp_path / "tree", "train")
@@ -259,7 +259,7 @@ def test_the_command_takes_the_official_files(official: Path, tmp_path: Path) ->
     arguments = ["--source", official, "--output", tmp_path / "shards", "--workers", 1]
     output = run_script(sharder, *arguments, "--subset", 0.5).stdout
     assert "ILSVRC2012_img_train.tar: 12 images of 4 classes are taken as the train split" in output
-    splits = Manifest.read(tmp_path / "shards").splits
+    splits = ShardManifest.read(tmp_path / "shards").splits
     assert (splits["train"].source["subset"], splits["train"].samples_per_class) == (0.5, [3, 3, 3, 3])
     assert (splits["val"].source["subset"], splits["val"].samples) == (1.0, 8)
     for options, expected in (

@@ -14,7 +14,7 @@ from official_files import jpeg
 
 from data_prep.sources import ImageFolder, hold_out, open_sources
 from data_prep.writer import write_shards
-from pipeline.data.manifest import Manifest, file_sha256
+from pipeline.data.manifest import ShardManifest, file_sha256
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 
@@ -63,7 +63,7 @@ def test_a_plain_folder_becomes_both_splits(tmp_path: Path) -> None:
     arguments = ["--source", source, "--output", tmp_path / "shards", "--workers", 1]
     said = run_script(SHARDER, *arguments, "--val-share", 0.2).stdout
     assert "16 images of 2 classes are taken as the train split" in said
-    splits = Manifest.read(tmp_path / "shards").splits
+    splits = ShardManifest.read(tmp_path / "shards").splits
     assert {name: info.samples_per_class for name, info in splits.items()} == {"train": [8, 8], "val": [2, 2]}
     assert "in 1 shard," in said and "1 shards" not in said
     again = run_script(SHARDER, *arguments, "--val-share", 0.2).stdout

@@ -15,12 +15,13 @@ import pytest
 from conftest import REPOSITORY, clean_environment
 
 from pipeline.errors import UserError
-from pipeline.run.lock import RunLock, _try_lock
+from pipeline.files import lock_bytes
+from pipeline.run.lock import LOCK, RunLock
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from pipeline.run.lock import RunLock
+from pipeline.run.lock import LOCK, RunLock
 lock = RunLock.take(Path(sys.argv[1]))
 if sys.argv[2] == "with a child":
     if os.fork() == 0:
@@ -44,7 +45,7 @@ REFUSED = """
 import os, sys
 from pathlib import Path
 from pipeline.errors import UserError
-from pipeline.run.lock import RunLock
+from pipeline.run.lock import LOCK, RunLock
 folder, alone, held = Path(sys.argv[1]), Path(sys.argv[2]), 0
 sys.stdin.read()
 while held < 40:
@@ -155,7 +156,7 @@ def test_a_lock_that_the_system_refuses_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
     descriptor = os.open(tmp_path / ".lock", os.O_RDONLY)
     with pytest.raises(UserError, match=r"\.lock cannot be locked \(.*\), a file system with POSIX locks needed"):
-        _try_lock(descriptor, tmp_path)
+        lock_bytes(descriptor, tmp_path / LOCK)
     os.close(descriptor)
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
-from pipeline.data.manifest import SAMPLE_DTYPE, Manifest, file_sha256
+from pipeline.data.manifest import SAMPLE_DTYPE, ShardManifest, file_sha256
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 
@@ -45,7 +45,7 @@ def test_webdataset_reads_every_sample(digits_shards: Path, digits_images: Path)
         seen.add(about["file"])
         labels[int(sample["cls"])] += 1
     assert len(seen) == 1438
-    assert [labels[i] for i in range(10)] == Manifest.read(digits_shards).splits["train"].samples_per_class
+    assert [labels[i] for i in range(10)] == ShardManifest.read(digits_shards).splits["train"].samples_per_class
 
 
 def test_dali_reads_every_sample_with_our_index(digits_shards: Path) -> None:
@@ -97,7 +97,7 @@ def test_each_shard_is_a_fair_sample_of_all_classes(digits_shards: Path) -> None
 
 def test_the_manifest_tells_the_truth(digits_shards: Path) -> None:
     """Guards against checksums and counts that do not match the files."""
-    manifest = Manifest.read(digits_shards)
+    manifest = ShardManifest.read(digits_shards)
     assert manifest.classes == [str(digit) for digit in range(10)]
     for split, info in manifest.splits.items():
         assert file_sha256(digits_shards / info.samples_file) == info.samples_sha256

@@ -16,7 +16,7 @@ from conftest import run_script
 from data_prep.set_checks import verify
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
-from pipeline.data.manifest import MANIFEST, Manifest, ShardInfo, file_sha256
+from pipeline.data.manifest import MANIFEST, ShardInfo, ShardManifest, file_sha256
 
 VERIFIER = "data_prep/verify_shards.py"
 TAR, IDX = "val-000001.tar", "val-000001.idx"
@@ -39,18 +39,18 @@ def copied(whole: Path, tmp_path: Path) -> Path:
 def found(folder: Path, decode: bool = False) -> dict[tuple[str, str], str]:
     """What is wrong: (file, check) to the first finding."""
     rows: dict[tuple[str, str], str] = {}
-    for finding in verify(folder, Manifest.read(folder), workers=1, decode=decode):
+    for finding in verify(folder, ShardManifest.read(folder), workers=1, decode=decode):
         rows.setdefault((finding.file, finding.check), finding.found)
     return rows
 
 
 def adopt(folder: Path, name: str = TAR) -> None:
     """Bring the manifest's size and checksum of a tar up to date, as a sharder with a defect would."""
-    tree = Manifest.read(folder)
+    tree = ShardManifest.read(folder)
     info = tree.splits["val"]
     new = {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)}
     shards = [ShardInfo(**{**asdict(shard), **new}) if shard.file == name else shard for shard in info.shards]
-    Manifest(tree.classes, {"val": replace(info, shards=shards)}).write(folder)
+    ShardManifest(tree.classes, {"val": replace(info, shards=shards)}).write(folder)
 
 
 def members(folder: Path) -> list[tuple[str, bytes]]:
@@ -131,7 +131,7 @@ def test_labels_that_contradict_each_other(copied: Path) -> None:
     content[7] = (content[7][0], b"\xffcat")
     content[11] = (content[11][0], b"{")
     rewrite(copied, content)
-    rows = verify(copied, Manifest.read(copied))
+    rows = verify(copied, ShardManifest.read(copied))
     labels = [row.found for row in rows if row.check == "label"]
     assert [text.partition(":")[0] for text in labels] == ["000001-000000", "000001-000001", "000001-000002"]
     assert [row.found for row in rows if row.check == "json"] == ["000001-000003: damaged"]

@@ -18,7 +18,7 @@ from data_prep.sources import ImageFolder
 from data_prep.tar_writer import TarWriter
 from data_prep.writer import write_shards
 from pipeline.data.image_checks import ImageRules, prepare_image
-from pipeline.data.manifest import Manifest, file_sha256
+from pipeline.data.manifest import ShardManifest, file_sha256
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 
@@ -180,4 +180,4 @@ def test_the_manifest_holds_both_splits_and_their_lists(planted: Path, tmp_path:
     for split in ("val", "train"):
         write_shards(ImageFolder(tmp_path / "tree", split), tmp_path / "shards", split, max_rejected=0.05)
     assert [line["split"] for line in lines(tmp_path / "shards" / "rejected.jsonl")] == ["train"] * 3 + ["val"] * 3
-    assert list(Manifest.read(tmp_path / "shards").splits) == ["train", "val"]
+    assert list(ShardManifest.read(tmp_path / "shards").splits) == ["train", "val"]

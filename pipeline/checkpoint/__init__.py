@@ -22,7 +22,7 @@ from pipeline.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.folder import FOLDER as FOLDER
-    from pipeline.checkpoint.folder import Manifest as Manifest
+    from pipeline.checkpoint.folder import CheckpointManifest as CheckpointManifest
     from pipeline.checkpoint.folder import RunState as RunState
     from pipeline.checkpoint.folder import latest_step as latest_step
     from pipeline.checkpoint.folder import saved_steps as saved_steps
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
-    folder="FOLDER Manifest RunState latest_step saved_steps step_folder sweep",
+    folder="FOLDER CheckpointManifest RunState latest_step saved_steps step_folder sweep",
     loading="load newest_whole",
     saver="Saver",
     weights="SavedWeights read_initial_weights read_weights",

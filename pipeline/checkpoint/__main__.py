@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from pipeline.checkpoint.folder import find_checkpoint, locate, parse_step, saved_steps, step_folder
-from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.whole import find_damage
 from pipeline.errors import UserError, run_command
 
@@ -37,7 +37,7 @@ def inspect(path: Path, step: int | str | None) -> None:
     manifests = overview.read_manifests(run_dir)
     print(overview.table(run_dir, manifests), flush=True)
     if step is None and locate(path)[1] is None:
-        chosen = max((each for each, manifest in manifests.items() if isinstance(manifest, Manifest)), default=chosen)
+        chosen = max((each for each, manifest in manifests.items() if isinstance(manifest, CheckpointManifest)), default=chosen)
     manifest = manifests[chosen]
     if isinstance(manifest, UserError):
         raise manifest
@@ -82,7 +82,7 @@ def verify_one(folder: Path) -> list[str]:
 
     print(folder)
     try:
-        manifest = Manifest.read(folder)
+        manifest = CheckpointManifest.read(folder)
     except UserError as error:
         return [str(error)]
     problems = []

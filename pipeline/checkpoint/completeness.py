@@ -8,11 +8,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from pipeline.checkpoint.held import EMA, MOMENTS, WEIGHT
-from pipeline.checkpoint.manifest import Manifest
+from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.parts import BUFFER, Parts
 
 
-def find_gaps(folder: Path, manifest: Manifest) -> list[str]:
+def find_gaps(folder: Path, manifest: CheckpointManifest) -> list[str]:
     """Look for what is missing, saved twice or unknown.
 
     Every parameter must have its weight. The average is there for all parameters or for none, and so are the moments for each:

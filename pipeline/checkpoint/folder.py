@@ -18,7 +18,11 @@ import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from pipeline.checkpoint.manifest import Manifest, RunState, folder_name  # noqa: F401 - the state is imported from here
+from pipeline.checkpoint.manifest import (  # noqa: F401 - the state is imported from here
+    CheckpointManifest,
+    RunState,
+    folder_name,
+)
 from pipeline.checkpoint.whole import find_damage
 from pipeline.errors import UserError
 from pipeline.files import sync_folder
@@ -125,7 +129,7 @@ def find_checkpoint(path: Path, step: int | str | None = None) -> tuple[Path, in
 def _best_step(run_dir: Path, steps: list[int]) -> int:
     for step in reversed(steps):
         try:
-            best = Manifest.read(step_folder(run_dir, step)).state.best
+            best = CheckpointManifest.read(step_folder(run_dir, step)).state.best
         except UserError:
             continue  # a damaged one
         if best is None:
@@ -159,7 +163,7 @@ def publish(written: Path, target: Path) -> None:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        return not find_damage(folder, Manifest.read(folder).files)
+        return not find_damage(folder, CheckpointManifest.read(folder).files)
     except UserError:
         return False
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from pipeline.checkpoint.completeness import find_gaps
 from pipeline.checkpoint.folder import saved_steps, set_aside, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
-from pipeline.checkpoint.manifest import MANIFEST, Manifest, OtherFormat
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OtherFormat
 from pipeline.checkpoint.parts import Parts
 from pipeline.checkpoint.snapshot import saved_buffers
 from pipeline.checkpoint.whole import Seen, Verified, find_damage
@@ -68,18 +68,18 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
     text = problem = refusal = None
     if world.is_main:
         try:
-            text = Manifest.read(folder).to_text()
+            text = CheckpointManifest.read(folder).to_text()
         except OtherFormat as error:
             refusal = error
         except UserError as error:
-            problem = str(error).rpartition(":")[0]
+            problem = error.problem
         except OSError as error:
             refusal = _unreadable(error)
     raise_on_all(refusal, world)
     text, problem = world.gather([text, problem])[0]
     if problem:
         return None, [problem]
-    manifest = Manifest.parse(text, str(folder / MANIFEST))
+    manifest = CheckpointManifest.parse(text, str(folder / MANIFEST))
     deadline = time.monotonic() + _LAG_SECONDS
     while not folder.is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -49,6 +49,9 @@ _SampleNumber = Annotated[str, Field(strict=True, pattern=r"^[0-9]{1,16}$")]
 _Shape = Annotated[list[_Count], Field(max_length=16), AfterValidator(_check_shape)]
 
 
+_REMEDY = "take another checkpoint"
+
+
 class OtherFormat(UserError):
     """A checkpoint that another version of the pipeline wrote. It may well be whole, so it is never passed over."""
 
@@ -86,7 +89,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What ``checkpoint.json`` says."""
 
     __pydantic_config__ = _STRICT
@@ -103,7 +106,7 @@ class Manifest:
         )
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path) -> CheckpointManifest:
         """Of a checkpoint.
 
         Args:
@@ -119,17 +122,18 @@ class Manifest:
             with open_own(path) as file:
                 text = file.read()
         except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{path} is missing: take another checkpoint.") from None
+            raise UserError(f"{path} is missing", _REMEDY) from None
         manifest = cls.parse(text, str(path))
         if folder.name != folder_name(manifest.state.step):
             raise UserError(
                 f"{path} is of step {manifest.state.step}, so that its folder's name was {folder_name(manifest.state.step)} when it was "
-                f"written: give it that name again, or take another checkpoint."
+                f"written",
+                f"give it that name again, or {_REMEDY}",
             )
         return manifest
 
     @classmethod
-    def parse(cls, text: str | bytes, source: str) -> Manifest:
+    def parse(cls, text: str | bytes, source: str) -> CheckpointManifest:
         """What :meth:`to_text` made.
 
         Raises:
@@ -144,7 +148,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, RecursionError):
             whole = False
         if not whole:
-            raise UserError(f"{source} is damaged, its checksum does not match: take another checkpoint.")
+            raise UserError(f"{source} is damaged, its checksum does not match", _REMEDY)
         found = values.pop("format", None)
         if type(found) is not int:
             raise _damage(source, "format", found, f"should be {FORMAT}")
@@ -163,13 +167,13 @@ def open_own(path: Path) -> BinaryIO:
         OSError: it is not there or cannot be read.
     """
     if path.is_symlink():
-        raise UserError(f"{path} is a symbolic link, a regular file needed: restore the file.")
+        raise UserError(f"{path} is a symbolic link, a regular file needed", "restore the file")
     try:
         return open(open_regular(path), "rb")
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise UserError(f"{path} is not a regular file, one needed: restore the file.") from None
+        raise UserError(f"{path} is not a regular file, one needed", "restore the file") from None
 
 
 def folder_name(step: int) -> str:
@@ -213,9 +217,9 @@ class _Best(BaseModel):
     weights: Literal["model", "ema"]
 
 
-def _validated(values: dict[str, Any], source: str) -> Manifest:
+def _validated(values: dict[str, Any], source: str) -> CheckpointManifest:
     """The manifest of plain values, each of which was looked at."""
-    manifest = _of_type(Manifest, values, source)
+    manifest = _of_type(CheckpointManifest, values, source)
     state = manifest.state
     for name, kind, found in (("config", _Config, state.config), ("data", _Data, state.data), ("best", _Best, state.best)):
         if found is not None:
@@ -234,7 +238,7 @@ def _of_type(kind: type[_Kind], values: Any, source: str, place: tuple[str, ...]
         problem = error.errors()[0]
         where = _dotted((*place, *problem["loc"]))
         if problem["type"] == "missing":
-            raise UserError(f"{source}: {where} is missing, but it is needed: take another checkpoint.") from None
+            raise UserError(f"{source}: {where} is missing, but it is needed", _REMEDY) from None
         need = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").lower()
         if problem["type"] == "unexpected_keyword_argument":
             need = "is of no field that is known"
@@ -256,4 +260,4 @@ def _damage(source: str, place: str, found: Any, need: str) -> UserError:
     shown = ascii(found)  # no control characters
     if len(shown) > _SHOWN:
         shown = shown[: _SHOWN - 3] + "..."
-    return UserError(f"{source}: {place} is {shown}, but the value {need}: take another checkpoint.")
+    return UserError(f"{source}: {place} is {shown}, but the value {need}", _REMEDY)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from pipeline.checkpoint.folder import FOLDER, saved_steps, step_folder
-from pipeline.checkpoint.manifest import MANIFEST, Manifest, RunState
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, RunState
 from pipeline.errors import UserError
 
 _NAMED = 5  # bad samples, of which the sentence is shown
@@ -15,18 +15,18 @@ _HASH_DIGITS = 12
 _COLUMNS = ("step", "epochs", "samples", "written", "size", "processes", "ZeRO", "kept as")
 
 
-def read_manifests(run_dir: Path) -> dict[int, Manifest | UserError]:
+def read_manifests(run_dir: Path) -> dict[int, CheckpointManifest | UserError]:
     """Of every checkpoint by step, ascending: the manifest, or why it cannot be read."""
-    manifests: dict[int, Manifest | UserError] = {}
+    manifests: dict[int, CheckpointManifest | UserError] = {}
     for step in saved_steps(run_dir):
         try:
-            manifests[step] = Manifest.read(step_folder(run_dir, step))
+            manifests[step] = CheckpointManifest.read(step_folder(run_dir, step))
         except UserError as error:
             manifests[step] = error
     return manifests
 
 
-def table(run_dir: Path, manifests: dict[int, Manifest | UserError]) -> str:
+def table(run_dir: Path, manifests: dict[int, CheckpointManifest | UserError]) -> str:
     """A line for each checkpoint; then what else lies there."""
     reasons = _reasons_to_keep(manifests)
     rows = [_COLUMNS]
@@ -42,7 +42,7 @@ def table(run_dir: Path, manifests: dict[int, Manifest | UserError]) -> str:
     return "\n".join(lines + damaged + _others(run_dir))
 
 
-def details(folder: Path, manifest: Manifest) -> str:
+def details(folder: Path, manifest: CheckpointManifest) -> str:
     """The state that a checkpoint holds, a value a line."""
     state, data = manifest.state, manifest.state.data
     model = state.config["model"]
@@ -86,7 +86,7 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def _row(folder: Path, manifest: Manifest, reason: str) -> tuple[str, ...]:
+def _row(folder: Path, manifest: CheckpointManifest, reason: str) -> tuple[str, ...]:
     state = manifest.state
     try:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / MANIFEST).stat().st_mtime))
@@ -104,9 +104,9 @@ def _row(folder: Path, manifest: Manifest, reason: str) -> tuple[str, ...]:
     )
 
 
-def _reasons_to_keep(manifests: dict[int, Manifest | UserError]) -> dict[int, str]:
+def _reasons_to_keep(manifests: dict[int, CheckpointManifest | UserError]) -> dict[int, str]:
     """By step, why the retention of the newest readable checkpoint's config keeps it."""
-    readable = [manifest for manifest in manifests.values() if isinstance(manifest, Manifest)]
+    readable = [manifest for manifest in manifests.values() if isinstance(manifest, CheckpointManifest)]
     if not readable:
         return {}
     state = readable[-1].state

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import shutil
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
@@ -29,20 +27,6 @@ _CHUNK = 16 << 20
 def stretch_key(quantity: str, name: str, start: int) -> str:
     """Under which a stretch is stored, for example ``exp_avg/head.weight/4096``."""
     return f"{quantity}/{name}/{start}"
-
-
-def check_space(folder: Path, size: int) -> None:
-    """See that a checkpoint fits before it is begun: half of one would take the space that the log's rows need.
-
-    Args:
-        folder: on the disk in question.
-        size: of all parts, in bytes.
-
-    Raises:
-        OSError: it does not fit.
-    """
-    if shutil.disk_usage(folder).free < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:

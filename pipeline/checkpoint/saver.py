@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from pipeline.checkpoint.folder import FOLDER, SAVING, publish, remove_old, step_folder
-from pipeline.checkpoint.manifest import MANIFEST, FileRecord, Manifest, RunState
-from pipeline.checkpoint.parts import check_space, write_part
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, FileRecord, RunState
+from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.snapshot import HostCopies, saved_tensors
 from pipeline.config import CheckpointConfig
 from pipeline.distributed.agreement import Agreed, Agreement
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.files import disk_reason, replace_text, sync_folder
+from pipeline.files import check_space, disk_reason, replace_text, sync_folder
 from pipeline.optim.ema import WeightAverage
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two attempts; each pause is twice the one before
@@ -154,7 +154,7 @@ class Saver:
         saving, self._saving = self._saving, None
         records = [FileRecord(**fields) for fields in self._world.gather(asdict(saving.record))]
         if self._world.is_main:
-            manifest = Manifest(saving.state, saving.shapes, records)
+            manifest = CheckpointManifest(saving.state, saving.shapes, records)
             self._publishing = threading.Thread(target=self._publish, args=(saving.folder, manifest), daemon=True)
             self._publishing.start()
 
@@ -166,7 +166,8 @@ class Saver:
             if self._given_up.is_set():
                 raise InterruptedError(errno.EINTR, "another process cannot write its part")
             path.parent.mkdir(parents=True, exist_ok=True)
-            check_space(path.parent, self._world.size * sum(each.nbytes for each in tensors.values()))  # the parts are equal
+            # Half a checkpoint would take the space that the log's rows need. The parts of all ranks are equal.
+            check_space(path.parent, self._world.size * sum(each.nbytes for each in tensors.values()))
             return write_part(path, tensors)
 
         began = time.monotonic()
@@ -177,7 +178,7 @@ class Saver:
         except Exception as error:  # whatever it is, the others must hear of it: they wait for this file
             saving.error = f"{path} could not be written ({type(error).__name__}: {error})"
 
-    def _publish(self, folder: Path, manifest: Manifest) -> None:
+    def _publish(self, folder: Path, manifest: CheckpointManifest) -> None:
         """In a thread of the main process: the manifest, the name, and what is too old goes."""
         state, target = manifest.state, step_folder(self._run_dir, manifest.state.step)
 

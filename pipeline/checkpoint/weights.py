@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.folder import BEST, Manifest, RunState, find_checkpoint, saved_steps, step_folder
+from pipeline.checkpoint.folder import BEST, CheckpointManifest, RunState, find_checkpoint, saved_steps, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT
 from pipeline.checkpoint.parts import BUFFER, Parts
 from pipeline.checkpoint.whole import Seen, find_all_damage
@@ -65,7 +65,7 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
     """
     run_dir, found = find_checkpoint(path, step)
     folder = step_folder(run_dir, found)
-    manifest = Manifest.read(folder)
+    manifest = CheckpointManifest.read(folder)
     seen = Seen.look(folder, manifest.files)
     if damage := find_all_damage(folder, manifest):
         raise UserError(f"{damage[0]}: take another checkpoint (present: steps {saved_steps(run_dir)}), or restore the file.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from pipeline.checkpoint.manifest import FileRecord, Manifest, RunState, open_own
+from pipeline.checkpoint.manifest import CheckpointManifest, FileRecord, RunState, open_own
 from pipeline.errors import UserError
 
 _CHUNK = 16 << 20
@@ -57,11 +57,11 @@ def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) ->
         except FileNotFoundError:
             sentences.append(f"{path} is missing")
         except UserError as error:
-            sentences.append(str(error).rpartition(":")[0])  # what it is; each caller has its own remedy
+            sentences.append(error.problem)  # each caller has its own remedy
     return sentences
 
 
-def find_all_damage(folder: Path, manifest: Manifest) -> list[str]:
+def find_all_damage(folder: Path, manifest: CheckpointManifest) -> list[str]:
     """A sentence for each file that is not as it was written, and if there is none, for each number that is in none of them.
 
     Raises:
@@ -109,7 +109,7 @@ class Verified:
     """A checkpoint whose every file is as it was written: what is loaded is what is in this folder, whatever its manifest says."""
 
     folder: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
     seen: Seen
 
     @property

@@ -66,7 +66,7 @@ class SplitInfo:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ShardManifest:
     """``manifest.json``: the contract between whoever wrote the shards and whoever reads them."""
 
     classes: list[str]
@@ -78,7 +78,7 @@ class Manifest:
         replace_text(folder / MANIFEST, json.dumps(asdict(self), indent=1))
 
     @staticmethod
-    def read(folder: Path) -> Manifest:
+    def read(folder: Path) -> ShardManifest:
         """Read ``folder/manifest.json``.
 
         Raises:
@@ -100,7 +100,7 @@ class Manifest:
                 for split in tree["splits"].values():
                     split["shards"] = [ShardInfo(**shard) for shard in split["shards"]]
                 tree["splits"] = {name: SplitInfo(**split) for name, split in tree["splits"].items()}
-                manifest = Manifest(**tree)
+                manifest = ShardManifest(**tree)
                 manifest._check()
                 return manifest
         except _Impossible as error:

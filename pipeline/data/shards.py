@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from pipeline.data.manifest import MANIFEST, SHARDER, Manifest, file_sha256, in_progress_file, sample_key
+from pipeline.data.manifest import MANIFEST, SHARDER, ShardManifest, file_sha256, in_progress_file, sample_key
 from pipeline.data.sample_table import find_out_of_range, map_sample_table
 from pipeline.errors import UserError
 from pipeline.files import open_regular
@@ -63,7 +63,7 @@ class ShardSet:
     def __init__(self, folder: str | Path, split: str) -> None:
         self.folder = _find(Path(folder), split)
         self.split = split
-        manifest = Manifest.read(self.folder)
+        manifest = ShardManifest.read(self.folder)
         if split not in manifest.splits:
             raise UserError(
                 f"{self.folder / MANIFEST} has the splits {sorted(manifest.splits)}, {split!r} needed: {_advice(self.folder, split)}."

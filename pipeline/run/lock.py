@@ -1,16 +1,12 @@
 """One run folder, one run: a lock that ends with the process that holds it, however that ends.
 
-``RUN/.lock`` is locked as a whole with a POSIX record lock. Network file systems know those, and the system releases
-them when their process dies, so a crash leaves no lock behind. A child process inherits none. The file's content says who
-holds it, for people.
-
-Beware: a process loses the lock as soon as it closes *any* handle of the file, so the holder opens it once.
+``RUN/.lock`` is locked as a whole (:func:`pipeline.files.lock_bytes`), so a crash leaves no lock behind, and a child process
+inherits none. The file's content says who holds it, for people. The holder opens it once: closing any handle would release it.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -19,12 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.files import disk_reason, write_error
+from pipeline.files import disk_reason, lock_bytes, write_error
 
 LOCK = ".lock"
 _POLL_SECONDS = 0.5
 _ATTEMPTS = 100  # of starts that are refused at the same moment, each of which removes what it has created
-_HELD = (errno.EAGAIN, errno.EACCES)  # POSIX allows both
 _held_here: set[Path] = set()  # a second lock of the same process would be granted, and would release the first when it closes
 
 
@@ -117,7 +112,7 @@ def _is_there(path: Path, descriptor: int) -> bool:
 def _wait_for_lock(descriptor: int, run_dir: Path, wait_seconds: float) -> None:
     until = time.monotonic() + wait_seconds
     waiting = False
-    while not _try_lock(descriptor, run_dir):
+    while not lock_bytes(descriptor, run_dir / LOCK):
         holder = _describe(_read(descriptor))
         if time.monotonic() >= until:
             raise _refusal(run_dir, holder)
@@ -125,19 +120,6 @@ def _wait_for_lock(descriptor: int, run_dir: Path, wait_seconds: float) -> None:
             print(f"note: {run_dir} is still held by {holder}: waiting up to {wait_seconds:g} s for its end.", flush=True)
             waiting = True
         time.sleep(_POLL_SECONDS)
-
-
-def _try_lock(descriptor: int, run_dir: Path) -> bool:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD:
-            return False
-        raise UserError(
-            f"{run_dir / LOCK} cannot be locked ({error.strerror}), a file system with POSIX locks needed to keep two runs apart: "
-            f"have it mounted with locks (Lustre: flock, NFS: without nolock), or choose another output_dir."
-        ) from None
-    return True
 
 
 def _refusal(run_dir: Path, holder: str) -> UserError:
