@@ -1,0 +1,125 @@
+"""What the scripts of ``launch/`` say and which Python they take, without Slurm and without a training."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.launching import PATIENCE, REPOSITORY, clean_environment
+
+SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.slurm")) + ["local.sh", "local_cluster.sh"]
+NOTE = "import json, os, sys\nwith open('note', 'w') as file:\n    json.dump({'arguments': sys.argv[1:], **os.environ}, file)\n"
+
+
+def launch(script: str | Path, *words: str, cwd: Path = REPOSITORY, **variables: str) -> subprocess.CompletedProcess:
+    command = ["bash", str(REPOSITORY / "launch" / script), *words]
+    return subprocess.run(
+        command, cwd=cwd, env=clean_environment(**variables), capture_output=True, text=True, timeout=PATIENCE
+    )
+
+
+def the_sentence(result: subprocess.CompletedProcess) -> str:
+    assert (result.returncode, result.stdout) == (2, ""), result
+    (sentence,) = result.stderr.splitlines()
+    return sentence
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help(script: str, word: str) -> None:
+    """Guards against a question that is answered as a mistake, or that starts something."""
+    result = launch(script, word)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(re.findall(rf"^  .*launch/{script}\b", result.stdout, re.MULTILINE)) >= 2, "two examples"
+    assert "#SBATCH" not in re.sub(r"the #SBATCH lines", "", result.stdout) and "set -" not in result.stdout
+
+
+def test_no_temporary_folder(tmp_path: Path) -> None:
+    """Guards against files of the ranks at the root of the disk, where an unchecked mktemp once put them."""
+    sentence = the_sentence(launch("local.sh", "2", "--", "toy", cwd=tmp_path, TMPDIR=str(tmp_path / "missing")))
+    assert sentence.startswith(f"error: no folder can be made in {tmp_path}/missing, ") and "set TMPDIR" in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("SLURM_RESTART_COUNT", "x"), ("SLURM_CPUS_PER_TASK", "abc"), ("SLURM_JOB_ID", "-1")]
+)
+def test_not_slurms_environment(name: str, value: str) -> None:
+    """Guards against arithmetic in bash's words, and a job that is requeued for a mistake in its environment."""
+    variables = {"SLURM_JOB_ID": "7", "PERVIT_ROOT": str(REPOSITORY), name: value}
+    sentence = the_sentence(launch("train.slurm", "configs/demo.yaml", **variables))
+    assert sentence == f"error: {name} is '{value}', a whole number is needed; it is Slurm's to set, so unset it."
+
+
+# ---- which Python -----------------------------------------------------------------------------
+
+
+def write_python(folder: Path, command: str) -> Path:
+    """A ``python`` that is a shell script."""
+    folder.mkdir(parents=True)
+    (folder / "python").write_text(f"#!/bin/sh\n{command}\n")
+    (folder / "python").chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A copy of the scripts, with a ``.venv`` that leaves its mark in the environment."""
+    root = tmp_path / "a repository"
+    shutil.copytree(REPOSITORY / "launch", root / "launch")
+    (root / "note.py").write_text(NOTE)
+    write_python(root / ".venv" / "bin", f'export MARK=venv; exec "{sys.executable}" "$@"')
+    return root
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> str:
+    """A PATH whose python has the standard library alone, as a system's."""
+    folder = write_python(tmp_path / "bare", f'exec "{sys.executable}" -I -S "$@"')
+    return f"{folder}:/usr/bin:/bin"
+
+
+def run_note(repository: Path, **variables: str) -> dict:
+    result = launch(repository / "launch" / "local.sh", "1", "--", "note", "a b", cwd=repository, **variables)
+    assert result.returncode == 0, result.stderr
+    return json.loads((repository / "note").read_text())
+
+
+def test_without_activate(repository: Path, bare: str) -> None:
+    """Guards against "No module named 'torch'" beside a .venv that has it."""
+    note = run_note(repository, PATH=bare)
+    assert (note["MARK"], note["arguments"]) == ("venv", ["a b"])
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="the tests' python is in no environment")
+def test_the_active_environment_wins(repository: Path) -> None:
+    """Guards against a .venv that takes the place of the environment that was activated."""
+    assert "MARK" not in run_note(repository)
+
+
+def test_named_environment(repository: Path, tmp_path: Path, bare: str) -> None:
+    """Guards against PERVIT_VENV that is ignored, or wrong in silence."""
+    write_python(tmp_path / "other" / "bin", f'export MARK=other; exec "{sys.executable}" "$@"')
+    assert run_note(repository, PATH=bare, PERVIT_VENV=str(tmp_path / "other"))["MARK"] == "other"
+    assert "has no bin/python" in the_sentence(launch("local.sh", "1", "--", "note", PERVIT_VENV=str(tmp_path)))
+
+
+def test_nothing_installed(repository: Path, bare: str) -> None:
+    """Guards against a traceback about a missing module, once for every rank."""
+    shutil.rmtree(repository / ".venv")
+    sentence = the_sentence(launch(repository / "launch" / "local.sh", "2", "--", "note", PATH=bare))
+    assert "has no PyTorch or no DeepSpeed" in sentence and "make install" in sentence
+
+
+def test_no_secret(repository: Path) -> None:
+    """Guards against ranks that start without the secret by which they know each other's messages."""
+    shutil.rmtree(repository / ".venv")
+    broken = write_python(repository / ".venv" / "bin", f'case "$*" in *secrets*) exit 1 ;; esac; exec "{sys.executable}" "$@"')
+    result = launch(repository / "launch" / "local.sh", "1", "--", "note", cwd=repository, PERVIT_VENV=str(broken.parent))
+    assert "random numbers are needed" in the_sentence(result)
+    assert not (repository / "note").exists()
