@@ -166,6 +166,8 @@ def runnable(words: tuple[str, ...]) -> list[str]:
     if "pipeline.train" in words:
         stated = {word.partition("=")[0] for word in words}
         words += tuple(word for word in SMALL.split() if word.partition("=")[0] not in stated)
+    if "export" in words:
+        words += ("--force",)  # two pages show the same export
     return list(words)
 
 
