@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from support.doc_commands import DOCUMENTS, REPOSITORY, Command, check, find_commands
 
+from pipeline.config import markdown_page
+
 PAGES = [*DOCUMENTS, "ARCHITECTURE.md", "CONTRIBUTING.md"]
 COMMANDS = [command for document in DOCUMENTS for command in find_commands(document)]
 
@@ -80,6 +82,11 @@ def test_the_files_that_are_named_are_there(page: str) -> None:
     named = set(re.findall(r"(?<![\w/*.-])[a-z][\w/]*\.(?:py|sh|slurm|md|yaml)\b", (REPOSITORY / page).read_text()))
     named = {name for name in named if not re.search("[A-Z]", name.rpartition("/")[2])} - {"other.yaml"}  # placeholders
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in there)] == []
+
+
+def test_the_page_of_keys_is_generated() -> None:
+    """Guards against keys or defaults that are not true. Its first line has the command that writes it again."""
+    assert (REPOSITORY / "docs" / "config.md").read_text() == markdown_page()
 
 
 def test_the_readme_is_short() -> None:

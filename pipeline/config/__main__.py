@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from pipeline.config import flatten, markdown_page, markdown_table, shipped_recipes
+from pipeline.config import flatten, markdown_table, shipped_recipes
+from pipeline.config.describe import markdown_page
 from pipeline.config.sections import Config
 from pipeline.errors import UserError, run_command
 
