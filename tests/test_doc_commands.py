@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.doc_commands import DOCUMENTS, REPOSITORY, Command, check, find_commands
 
 from pipeline.config import markdown_page
+from support.doc_commands import DOCUMENTS, REPOSITORY, Command, check, find_commands
 
 PAGES = [*DOCUMENTS, "ARCHITECTURE.md", "CONTRIBUTING.md"]
 COMMANDS = [command for document in DOCUMENTS for command in find_commands(document)]
