@@ -23,7 +23,7 @@ def main() -> None:
     )
     parser.add_argument("beginnings", nargs="*", metavar="KEY", help="a key, or how some begin; default: all")
     parser.add_argument("--recipes", action="store_true", help="list configs in place of keys")
-    parser.add_argument("--markdown", action="store_true", help="print the page docs/config.md")
+    parser.add_argument("--markdown", action="store_true", help="print the page docs/config.md of the repository")
     args = parser.parse_args()
     if args.markdown:
         print(markdown_page(), end="")

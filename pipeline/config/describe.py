@@ -40,7 +40,7 @@ def markdown_table(beginnings: tuple[str, ...] = ("",)) -> str:
     return "\n".join(lines)
 
 
-_PAGE = """<!-- Generated: python -m pipeline.config --markdown > docs/config.md -->
+_PAGE = """<!-- Generated, in the repository: python -m pipeline.config --markdown > docs/config.md -->
 # Config keys
 
 A config is a YAML file. The key `base: other.yaml` starts from another file, relative to this one; the file then
