@@ -1,7 +1,7 @@
-"""Every key of a config with its default and meaning, as a Markdown table.
+"""Print every config key with its default and meaning, as a Markdown table.
 
-python -m pipeline.config                 all of them, as in README.md
-python -m pipeline.config optim train.    those whose names begin so
+python -m pipeline.config                 all keys
+python -m pipeline.config optim train.    keys with one of these prefixes
 python -m pipeline.config --recipes       the configs that --config takes by name, and their folder
 """
 
@@ -19,8 +19,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.config", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("beginnings", nargs="*", metavar="KEY", help="a key, or how some begin; default: all")
-    parser.add_argument("--recipes", action="store_true", help="list configs in place of keys")
+    parser.add_argument("beginnings", nargs="*", metavar="KEY", help="a key or a prefix of keys (default: all)")
+    parser.add_argument("--recipes", action="store_true", help="list the shipped configs instead of the keys")
     args = parser.parse_args()
     if args.recipes:
         print("\n".join(recipe_names()))
@@ -28,12 +28,12 @@ def main() -> None:
     beginnings = tuple(args.beginnings)
     for beginning in beginnings:
         if not any(key.startswith(beginning) for key in flatten(Config())):
-            raise UserError(f"no key begins with {beginning!r}: leave it out to see all of them.")
+            raise UserError(f"no key begins with {beginning!r}: run the command without it to list all keys.")
     print(markdown_table(beginnings or ("",)))
 
 
 def recipe_names() -> list[str]:
-    """The folder of the shipped configs, then each one's name; ``base/`` holds what they share, no runs."""
+    """The folder of the shipped configs, then their names; those in ``base/`` are shared fragments, not runs, and are skipped."""
     folder = shipped_recipes()
     names = (path.relative_to(folder).with_suffix("").as_posix() for path in sorted(folder.rglob("*.yaml")))
     return [f"# {folder}", *(name for name in names if not name.startswith("base/"))]

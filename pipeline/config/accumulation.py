@@ -1,4 +1,4 @@
-"""How a global batch is made up of the micro-batches of all processes."""
+"""Gradient accumulation: how the micro-batches of all ranks add up to the global batch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pipeline.errors import UserError
 
 
 def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> int:
-    """Micro-batches per optimizer step: global batch / (micro-batch * processes).
+    """Micro-batches per rank and optimizer step: global batch size / (micro-batch size * world size).
 
     Args:
         train: both batch sizes.
-        world_size: processes.
-        unit: what a micro-batch must be a multiple of (``config.augment.unit``), so that the advice is one that works.
+        world_size: number of processes.
+        unit: a micro-batch must be a multiple of this (``config.augment.unit``); the suggested values respect it.
 
     Raises:
-        UserError: it does not divide; the sentence shows the arithmetic, and what would divide.
+        UserError: the batch sizes do not divide; the message shows the arithmetic and values that work.
     """
     whole, micro = train.global_batch_size, train.micro_batch_size
     per_pass = micro * world_size
@@ -33,11 +33,11 @@ def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> in
 
 
 def _remedy(whole: int, micro: int, world_size: int, unit: int) -> str:
-    """What works with this global batch, which a run that was begun cannot change: another micro-batch, other numbers of processes."""
-    if whole % unit:  # so it is no such run
+    """Micro-batch sizes and world sizes that fit this global batch size, which a run cannot change once started."""
+    if whole % unit:  # no run can have started with it, so suggest another global batch size
         needed = unit * world_size
         return f"set train.global_batch_size to a multiple of {needed} (augment.mix_group {unit} x {world_size} processes)"
-    fitting = _divisors(whole // unit)  # numbers of processes
+    fitting = _divisors(whole // unit)  # world sizes
     nearest = max((n for n in fitting if n < world_size), default=0), min((n for n in fitting if n > world_size), default=0)
     starts = []
     for number in filter(None, nearest):
@@ -50,7 +50,7 @@ def _remedy(whole: int, micro: int, world_size: int, unit: int) -> str:
 
 
 def _largest(whole: int, world_size: int, micro: int, unit: int) -> int:
-    """The largest micro-batch that fits, up to the one that was asked for (a multiple of ``unit``, so ``unit`` itself is left)."""
+    """The largest micro-batch size that fits and does not exceed ``micro``, itself a multiple of ``unit``; ``unit`` always fits."""
     return unit * max(n for n in _divisors(whole // world_size // unit) if n * unit <= micro)
 
 
