@@ -137,5 +137,5 @@ def test_an_unfinished_set_and_an_unknown_split_get_advice_that_works(copied: Pa
         ShardSet(copied, "test")
     (copied / MANIFEST).rename(copied / "kept")
     (copied / ".train-in-progress").write_text("{}")
-    with pytest.raises(UserError, match=r"missing because the sharding of train .* was not finished: give the same .* command"):
+    with pytest.raises(UserError, match=r"missing because the sharding of train .* was not finished: run the same .* command"):
         ShardSet(copied, "train")

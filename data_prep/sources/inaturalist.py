@@ -110,7 +110,7 @@ def _is_below_the_folder(name: object) -> bool:
 _NUMBER = (lambda value: type(value) is int, "a whole number")
 _WANTED = {
     "file_name": (_is_below_the_folder, "a path below the folder"),
-    "name": (lambda value: isinstance(value, str), "a text"),
+    "name": (lambda value: isinstance(value, str), "a string"),
 }
 
 

@@ -87,7 +87,7 @@ def _complaint(problem: dict, key: str, message: str, missing: int) -> str:
     if kind == "string_type" and isinstance(found, int | float | datetime.date):
         sort = "a date" if isinstance(found, datetime.date) else "a number"
         value = str(found) if isinstance(found, datetime.date) else shown(found)
-        return f"{key} is {value}, which YAML reads as {sort}, text needed: put it in quotes."
+        return f"{key} is {value}, which YAML reads as {sort}, a string needed: put it in quotes."
     if kind == "value_error" and isinstance(found, dict | Section):
         return f"{key + ': ' if key else ''}{message}: correct it."
     return f"{key} is {shown(found)} ({type(found).__name__}), but the value {message}: correct it."

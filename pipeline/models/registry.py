@@ -1,4 +1,4 @@
-"""Names of the models, who published them, and how to build one."""
+"""The registry of models: names, papers and builders."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from pipeline.models.common.base import Switches
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A registered model and what its paper says of it."""
+    """A registered model and its paper's figures."""
 
     name: str
     build: Callable[..., nn.Module]
     description: str
     paper: str  # with the table
-    paper_params_m: float | None  # millions; None, here and below: the paper does not say
+    paper_params_m: float | None  # millions; None, here and below: not in the paper
     paper_gmacs: float | None  # 1e9 multiply-accumulates at the paper's image size
     paper_top1: float | None  # percent, on the paper's data set
-    image_size: int = 224  # that the paper's figures are for
+    image_size: int = 224  # of the paper's figures
     num_classes: int = 1000
-    switches: type[Switches] = Switches  # the family's ablations
+    switches: type[Switches] = Switches  # the family's ablation switches
 
 
 _FAMILIES = (
@@ -39,7 +39,7 @@ _FAMILIES = (
     "gated_mlp.posmlp",
     "lsat.model",
     "pervit.model",
-)  # each registers its models
+)  # modules that register their models on import
 _registered: dict[str, ModelEntry] = {}
 
 
@@ -50,7 +50,12 @@ def _registry() -> dict[str, ModelEntry]:
 
 
 def register(description: str, **paper) -> Callable:
-    """Decorator: put a builder function into the registry under its own name."""
+    """Decorator: register a builder function under its own name.
+
+    Args:
+        description: one line for the list of models.
+        paper: further fields of :class:`ModelEntry`.
+    """
 
     def add(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         _registered[build.__name__] = ModelEntry(build.__name__, build, description, **paper)
@@ -60,12 +65,12 @@ def register(description: str, **paper) -> Callable:
 
 
 def list_models() -> list[str]:
-    """Names that :func:`create_model` knows, sorted."""
+    """Sorted names of all models."""
     return sorted(_registry())
 
 
 def model_entry(name: str) -> ModelEntry:
-    """The registry's entry.
+    """The registry entry of a model.
 
     Raises:
         UserError: unknown name.
@@ -86,16 +91,21 @@ def create_model(
     activation_checkpointing: bool = False,
     switches: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    """Build a model with fresh weights from PyTorch's default generator.
+    """Build a randomly initialized model; draws from PyTorch's default generator.
 
     Args:
-        switches: the family's ablations by name (its ``Switches`` class); those not named keep the paper's choice.
+        name: one of :func:`list_models`.
+        num_classes: outputs of the classifier.
+        image_size: side of the square input in pixels.
+        drop_path: stochastic depth rate of the last block.
+        activation_checkpointing: recompute blocks in the backward pass.
+        switches: ablation switches by name (fields of the family's ``Switches`` class); the others keep the paper's setting.
 
     Returns:
         A :class:`~pipeline.models.common.base.VisionModel`, (B, 3, H, W) -> (B, num_classes).
 
     Raises:
-        UserError: unknown name or switch, or an image size that the model cannot take.
+        UserError: unknown name or switch, or an image size that the model does not support.
     """
     entry = model_entry(name)
     return entry.build(

@@ -1,0 +1,9 @@
+"""What the model families share.
+
+==========  ==========================================================================
+``base``    :class:`VisionModel`: interface, stochastic depth, activation checkpointing
+``layers``  MLP, fused attention with a bias, dropout, initialization
+``vit``     patch and position embedding, self-attention and block of a plain ViT
+``probe``   records inner values of a forward pass for analyses
+==========  ==========================================================================
+"""
