@@ -151,7 +151,7 @@ def test_switches_that_the_authors_code_has_read_back_too(name: str, switches: d
 )
 def test_what_the_authors_code_does_not_have_is_refused(name: str, switches: dict, culprit: str) -> None:
     """Guards against weights under names that the authors' code takes for another model's."""
-    with pytest.raises(UserError, match=rf"^model\.switches\.{culprit}, .*: export it under"):
+    with pytest.raises(UserError, match=rf"^model\.switches\.{culprit}, .*: export the model under"):
         reference_state_dict(on_meta(name, switches=switches))
 
 
