@@ -44,7 +44,7 @@ def test_a_share_of_each_class_is_held_out(tmp_path: Path) -> None:
     assert names(hold_out(source, 0.1, 0)[1]) == names(val) != names(hold_out(source, 0.1, 1)[1])
     most = names(hold_out(source, 0.99, 0)[0])
     assert {name.partition("/")[0] for name in most} == set(source.class_names)
-    with pytest.raises(UserError, match="has 1 image of each class, at least 2 of one needed by --val-share"):
+    with pytest.raises(UserError, match="has 1 image of each class, at least 2 of a class needed by --val-share"):
         hold_out(ImageFolder(tree(tmp_path / "b", {"one": 1}), "train"), 0.5, 0)
 
 
