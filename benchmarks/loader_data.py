@@ -1,4 +1,4 @@
-"""The same images in the forms that contestants read: as they are and smaller; as folder, shards and list."""
+"""The same images in the formats that contestants read: original and reduced size; as folder, shards and list."""
 
 from __future__ import annotations
 
