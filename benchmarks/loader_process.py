@@ -74,7 +74,7 @@ class ContestantProcess:
         if not answer:
             self.close()
             raise UserError(
-                f"contestant {self.name} stopped in its turn ({self._last_words()}), {batches} batches needed: mend it, or leave "
+                f"contestant {self.name} stopped in its turn ({self._last_words()}), {batches} batches needed: fix it, or leave "
                 f"it out with --only."
             )
         return Turn(wall=float(answer), cpu=self._rest() - before)
@@ -91,7 +91,7 @@ class ContestantProcess:
         self._process.stdout.close()
 
     def _rest(self) -> float:
-        """Wait until its CPU time stands still. Returns that time."""
+        """Wait until its CPU time stops increasing; returns that time."""
         deadline = time.monotonic() + PATIENCE
         seen, since = self._cpu_time(), time.monotonic()
         while time.monotonic() - since < REST:

@@ -102,7 +102,7 @@ def _times(value: float | None) -> str:
 
 
 def _processor() -> str:
-    """The CPU's name as Linux has it."""
+    """The CPU model name from /proc/cpuinfo."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

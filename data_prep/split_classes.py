@@ -35,7 +35,7 @@ def same_images(splits: Mapping[str, SplitInfo], split: str, fingerprint: str) -
     """
     for name, info in splits.items():
         if name != split and info.source["fingerprint"] == fingerprint:
-            return f"the {split} split has the images of its {name} split: what is measured on them says nothing about new ones"
+            return f"the {split} split has the images of its {name} split: accuracy on them says nothing about unseen images"
     return ""
 
 

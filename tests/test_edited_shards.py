@@ -36,7 +36,7 @@ EDITS = [
     ("splits.val.samples_per_class", [1, 2], "10 needed, one for each class"),
     ("splits.val.samples_per_class", [-1] * 10, "a list of counts"),
     ("splits.val.source", None, "an object"),
-    ("splits.val.source.fingerprint", None, "a text"),
+    ("splits.val.source.fingerprint", None, "a string"),
     ("splits.val.source.subset", 0, "a share above 0 and at most 1"),
     ("splits.val.samples_file", "../val-samples.npy", "the plain name of a file"),
     ("splits.val.samples_sha256", "short", "a SHA-256"),

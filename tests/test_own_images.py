@@ -56,7 +56,7 @@ def test_the_same_images_as_train_and_val_are_warned_of(tmp_path: Path) -> None:
     assert "--val-share 0.1 would hold one out" in run_script(SHARDER, *arguments).stdout
     with pytest.raises(UserError, match="'val' needed: shard again into an empty folder with --val-share 0.1, or other images"):
         ShardSet(tmp_path / "shards", "val")
-    warning = "the val split has the images of its train split: what is measured on them says nothing about new ones"
+    warning = "the val split has the images of its train split: accuracy on them says nothing about unseen images"
     assert warning in run_script(SHARDER, *arguments, "--split", "val").stdout
     said = run_script(VERIFIER, tmp_path / "shards", "--workers", 1).stdout  # ends with 0: the files are as they were written
     assert f"warning: {tmp_path / 'shards'}: {warning}; " in said and "all files are intact (train 6 images" in said

@@ -55,8 +55,8 @@ class BadSamples:
                 if substitute == damage.index:
                     replacement[sample] = self._next_sound(substitute, replacement)
             self.replacement = replacement  # the dictionary is replaced, never changed: readers need no lock
-            instead = f"sample {self._shards.key(replacement[damage.index])} takes its place"
-            self._unreported[damage.index] = f"{damage}; {'it is left out' if self._left_out else instead}"
+            instead = f"sample {self._shards.key(replacement[damage.index])} replaces it"
+            self._unreported[damage.index] = f"{damage}; {'it is skipped' if self._left_out else instead}"
             if len(replacement) > self._limit:
                 self._over = UserError(
                     f"{len(replacement)} samples of {self._shards.folder} cannot be used, data.max_bad_samples allows {self._limit}; "
