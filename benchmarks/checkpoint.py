@@ -73,7 +73,7 @@ class Training:
         self.saver.save(self.engine, self.ema, self.state())
 
     def state(self) -> checkpoint.RunState:
-        """What a run would say of this moment."""
+        """The training state that a run would save at this point."""
         return checkpoint.RunState(
             step=self.steps,
             samples=self.steps * len(self.images) * self.world.size,

@@ -19,7 +19,7 @@ SHARDER = Path(__file__).parent.parent / "data_prep" / "shard_imagenet.py"
 
 
 class Form(Enum):
-    """How the images are stored. Those re-encoded have quality 90 and 4:2:0."""
+    """How the images are stored. Re-encoded ones have quality 90 and 4:2:0."""
 
     ORIGINALS = "originals"
     SHORT_SIDE_256 = "short_side_256"  # shard_imagenet.py --resize-short-side: larger ones reduced, the others as they are

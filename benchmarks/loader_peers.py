@@ -72,7 +72,7 @@ PEERS: dict[str, Callable[[Settings], Iterator[Tensor]]] = {
 
 
 def check(images: Tensor, batch_size: int) -> None:
-    """See that a contestant delivers what all others do.
+    """Check that a contestant delivers the same kind of batches as the others.
 
     Raises:
         ValueError: another shape or type, or pixels that were not normalized.

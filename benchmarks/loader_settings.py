@@ -36,7 +36,7 @@ def jpegs_of(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every contestant is given.
+    """The settings passed to every contestant.
 
     Attributes:
         images: what to read.

@@ -20,7 +20,7 @@ _BLOCKS_PER_STREAM = 1 << 16  # counters reserved per stream: 4 * 65,536 words p
 
 
 class Stream(IntEnum):
-    """What the numbers are drawn for. Streams have disjoint counters. Never renumber or reuse a stream: runs could not resume."""
+    """Purposes of random numbers, with disjoint counters. Never renumber or reuse a stream: runs could not resume."""
 
     SHARD_ORDER = 0  # order of the samples in the shards
     SAMPLE_ORDER = 1  # order of an epoch

@@ -1,4 +1,4 @@
-"""What the model families share.
+"""Base class and layers shared by the model families.
 
 ==========  ==========================================================================
 ``base``    :class:`VisionModel`: interface, stochastic depth, activation checkpointing
