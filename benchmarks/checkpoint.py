@@ -3,9 +3,9 @@
     python -m benchmarks.checkpoint --folder DIR [--config configs/pervit_t.yaml] [--batch 16] [--rounds 5]
     launch/local.sh 2 -- benchmarks.checkpoint --folder DIR [...]
 
-Training steps run on a fixed batch of random images; steps with and without a save in progress are interleaved. Files are compared
-with DeepSpeed's own checkpoints and with a plain copy of the same bytes to the same disk, flushed, one file per rank; files are
-dropped from the page cache before they are read. Figures are medians of the slowest rank.
+Training steps run on a fixed batch of random images; steps with and without a save in progress are interleaved. Files are
+compared with DeepSpeed's own checkpoints and with a plain copy of the same bytes to the same disk, flushed, one file per rank;
+files are dropped from the page cache before they are read. Figures are medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Training:
 def stall_table(training: Training, rounds: int, steps: int) -> list[str]:
     """Rows: how long a save stalls training, and its total cost.
 
-    The total cost is in CPU time, which other processes on the machine do not affect: a writer thread takes cores from the training,
-    not wall time from all of it.
+    The total cost is in CPU time, which other processes on the machine do not affect: a writer thread takes cores from the
+    training, not wall time from all of it.
     """
     plain, stalls, slower, counts, costs = [], [], [], [], []
     for round_ in range(rounds + 1):  # the first is a warm-up
@@ -199,7 +199,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _flush(folder: Path, world: World) -> None:
-    """Flush DeepSpeed's files to the disk, which it omits: until then a power failure loses the checkpoint. Divided among ranks."""
+    """Flush DeepSpeed's files to the disk, as it does not: until then a power failure loses them. Divided among the ranks."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file())[world.rank :: world.size]:
         with open(path, "rb") as file:
             os.fsync(file.fileno())

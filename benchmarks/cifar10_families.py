@@ -2,8 +2,8 @@
 
     python benchmarks/cifar10_families.py --shards data/cifar10 [--steps 120] [--image-size 64]
 
-The recipe is configs/cifar10.yaml, which is tuned for none of them. So few steps show how fast a family starts to learn, not its
-final accuracy. LSAT's patch embedding needs a multiple of 7 pixels and gets the nearest.
+The recipe is configs/cifar10.yaml, which is tuned for none of them. So few steps show how fast a family starts to learn, not
+its final accuracy. LSAT's patch embedding needs a multiple of 7 pixels and gets the nearest.
 """
 
 from __future__ import annotations

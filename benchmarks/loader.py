@@ -3,10 +3,10 @@
     python benchmarks/loader.py --images FOLDER [--rounds 5] [--only ours,pillow] [--json FILE]
         [--timm FOLDER] [--ffcv-python PYTHON]
 
-FOLDER is a tree <class>/*.JPEG. Every contestant is a separate process (loader_peers.py). A turn is a number of batches; between
-turns a contestant idles with full queues. The order rotates from round to round. The metric is CPU time per image (user and
-system, of the process and all its children), which, unlike images/s, hardly depends on the load of the machine. The goals are
-ratios of its medians.
+FOLDER is a tree <class>/*.JPEG. Every contestant is a separate process (loader_peers.py). A turn is a number of batches;
+between turns a contestant idles with full queues. The order rotates from round to round. The metric is CPU time per image (user
+and system, of the process and all its children), which, unlike images/s, hardly depends on the load of the machine. The goals
+are ratios of its medians.
 
 Contestants that are not installed are skipped and listed. benchmarks/RESULTS.md says how to install them.
 """

@@ -8,8 +8,8 @@ random crops from the same distribution (area 0.08-1, ratio 3/4-4/3, ten attempt
 each with its own random numbers.
 
 The process prints ``ready`` after its first batch, or ``skipped: REASON``. Then, for each line ``TOTAL UNTIMED`` on stdin, it
-takes TOTAL batches and prints the wall seconds of all but the first UNTIMED: these were prefetched, and the clock starts when the
-queue is in its steady state. The parent measures CPU time.
+takes TOTAL batches and prints the wall seconds of all but the first UNTIMED: these were prefetched, and the clock starts when
+the queue is in its steady state. The parent measures CPU time.
 
 Imports only PyTorch at the top: a contestant may run in a virtual environment without this project's dependencies.
 """

@@ -1,7 +1,7 @@
 """The contestant FFCV, in its JPEG mode, on the given JPEGs without re-encoding.
 
-Runs in a virtual environment of its own (NumPy 1) and imports none of this repository's packages. FFCV's random resized crop uses
-area interpolation, which is less work than bicubic for the crops that it enlarges, about half of them.
+Runs in a virtual environment of its own (NumPy 1) and imports none of this repository's packages. FFCV's random resized crop
+uses area interpolation, which is less work than bicubic for the crops that it enlarges, about half of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Contestants that decode with Pillow in worker processes: a folder behind torch's DataLoader, and webdataset.
 
-The first is the pipeline of timm's users: torchvision's transforms (``RandomResizedCrop``, ``RandomHorizontalFlip``, ``ToTensor``,
-``Normalize``) written out with the same calls to Pillow and torch. The full recipe takes RandAugment, random erasing, Mixup and
-CutMix from timm itself.
+The first is the pipeline of timm's users: torchvision's transforms (``RandomResizedCrop``, ``RandomHorizontalFlip``,
+``ToTensor``, ``Normalize``) written out with the same calls to Pillow and torch. The full recipe takes RandAugment, random
+erasing, Mixup and CutMix from timm itself.
 """
 
 from __future__ import annotations

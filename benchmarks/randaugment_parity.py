@@ -2,9 +2,9 @@
 
     python benchmarks/randaugment_parity.py --images FOLDER [--count 64] [--device gpu] [--rounds 7]
 
-FOLDER holds <wnid>/*.JPEG. Differences are in levels of 255, over all amounts that the tests use. Times are for the amounts that
-"rand-m9-mstd0.5-inc1" draws, in CPU ms per image on one thread, from array to array; Pillow is called as timm calls it. Medians of
-interleaved rounds.
+FOLDER holds <wnid>/*.JPEG. Differences are in levels of 255, over all amounts that the tests use. Times are for the amounts
+that "rand-m9-mstd0.5-inc1" draws, in CPU ms per image on one thread, from array to array; Pillow is called as timm calls it.
+Medians of interleaved rounds.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/sharding.py --images DIR [--output DIR] [--copies 20] [--rounds 5]
 
-DIR holds <class>/*.JPEG; symbolic links repeat it until it takes seconds to write. Each contestant is a fresh process that reads
-the same files from the page cache. The clock stops when all output is on the disk (fsync). Each also writes a small set, and the
-figures are the difference of the two, which excludes imports and the start of workers. Medians of interleaved rounds; CPU times
-are listed too because they depend less on the load of the machine.
+DIR holds <class>/*.JPEG; symbolic links repeat it until it takes seconds to write. Each contestant is a fresh process that
+reads the same files from the page cache. The clock stops when all output is on the disk (fsync). Each also writes a small set,
+and the figures are the difference of the two, which excludes imports and the start of workers. Medians of interleaved rounds;
+CPU times are listed too because they depend less on the load of the machine.
 
 Peers that are not installed are skipped: pip install webdataset==1.0.2 litdata==0.2.76 simplejpeg==1.9.0
 ShardWriter and cp have no workers and use one process; all others use two.

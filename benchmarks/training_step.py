@@ -2,8 +2,8 @@
 
     python benchmarks/training_step.py --shards DIR [--config configs/pervit_t.yaml] [--batch 128] [--rounds 7]
 
-Uses the GPU if there is one. Medians of interleaved rounds. On a GPU the loader alone is measured too, decoding on the GPU and on
-the CPU.
+Uses the GPU if there is one. Medians of interleaved rounds. On a GPU the loader alone is measured too, decoding on the GPU and
+on the CPU.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ _SHARDS_OF_A_SPLIT = 1 << 32
 class FolderLock:
     """POSIX locks for concurrent writers, on one node or several.
 
-    Locks bytes of an empty file (:func:`pipeline.files.lock_bytes`), one for the manifest and one per shard, so that the tasks of
-    a job array write concurrently and no two processes write the same shard.
+    Locks bytes of an empty file (:func:`pipeline.files.lock_bytes`), one for the manifest and one per shard, so that the tasks
+    of a job array write concurrently and no two processes write the same shard.
 
     Args:
         folder: the shard set.

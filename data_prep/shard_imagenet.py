@@ -10,8 +10,8 @@ IMAGES is one of the following; archives are read in place. Images may be .JPEG,
     cifar-10-python.tar.gz or cifar-100-python.tar.gz
     an iNaturalist folder: train2019.json, val2019.json and the images that they list
 
-Each split becomes indexed tars in DIR, described by DIR/manifest.json. A finished split is kept, an interrupted one is completed.
-Every image is decoded once to check it: DIR/reencoded.jsonl lists re-encoded images, DIR/rejected.jsonl rejected ones.
+Each split becomes indexed tars in DIR, described by DIR/manifest.json. A finished split is kept, an interrupted one completed.
+Every image is decoded once to check it; DIR/reencoded.jsonl and DIR/rejected.jsonl list re-encoded and rejected images.
 
 Examples:
     python data_prep/shard_imagenet.py --source /data/imagenet --output data/imagenet --workers 16

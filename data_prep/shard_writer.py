@@ -1,7 +1,7 @@
 """Writes one shard in a worker process: its tar, its index, and a record that marks it as finished.
 
-The record ``.train-000007.finished.npz`` is written last. It holds everything that the manifest needs from the shard, so that the
-process that writes the manifest does not read the tars again, even after interruptions.
+The record ``.train-000007.finished.npz`` is written last. It holds everything that the manifest needs from the shard, so that
+the process that writes the manifest does not read the tars again, even after interruptions.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers
 
 
 def stop_like_ctrl_c() -> None:
-    """Make SIGTERM and SIGHUP (closed terminal) raise KeyboardInterrupt like Ctrl-C; signals ignored under ``nohup`` stay ignored."""
+    """Make SIGTERM and SIGHUP (closed terminal) raise KeyboardInterrupt like Ctrl-C, unless ignored, as under ``nohup``."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)

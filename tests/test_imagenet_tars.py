@@ -269,7 +269,10 @@ def test_the_command_takes_the_official_files(official: Path, tmp_path: Path) ->
             ["--source", official / "nothing", "--output", tmp_path],
             "does not exist: pass --source with a folder of train/CLASS",
         ),
-        (["--source", tmp_path / "shards" / "manifest.json", "--output", tmp_path], "is a file of an unknown format: pass --source"),
+        (
+            ["--source", tmp_path / "shards" / "manifest.json", "--output", tmp_path],
+            "is a file of an unknown format: pass --source",
+        ),
         (["--source", tmp_path / "shards", "--output", tmp_path], "holds 0 folders and no known file: pass --source"),
     ):
         result = run_script(sharder, *options, check=False)

@@ -216,7 +216,9 @@ def test_a_head_is_kept_only_for_the_same_classes(run: Path, exported: Path, tmp
         assert torch.equal(kept, ema) == (step == 2)
         fresh = head_after(source, run, digits[::-1])
         out = capsys.readouterr().out
-        assert "head.weight is initialized from scratch: other classes (10 and 10, first different at index 0: '0' and '9')" in out
+        assert (
+            "head.weight is initialized from scratch: other classes (10 and 10, first different at index 0: '0' and '9')" in out
+        )
         assert "kept" not in out
         assert torch.nn.functional.cosine_similarity(fresh.flatten(), ema.flatten(), dim=0) < 0.5
     assert torch.equal(head_after(plain, run, digits), read_weights(run).model["head.weight"])

@@ -16,7 +16,8 @@ import numpy as np
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 
-# Accepted names of a split's folder, in order of preference. CIFAR's trees use test; where ImageNet's have both, test is unlabelled.
+# Accepted names of a split's folder, in order of preference. CIFAR's trees use test; where ImageNet's have both, test is
+# unlabelled.
 SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "test")}
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
 LARGEST_IMAGE = 256 << 20  # bytes: more than any decodable image has, and a bound for zip bombs

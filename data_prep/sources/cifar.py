@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009) from the original archives.
+"""The original archives of CIFAR-10 and CIFAR-100 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009).
 
-``cifar-10-python.tar.gz`` and ``cifar-100-python.tar.gz`` hold Python pickles of pixel arrays. Images are passed on as PNG, which
-is lossless; the only lossy step is the writer's JPEG encoder.
+``cifar-10-python.tar.gz`` and ``cifar-100-python.tar.gz`` hold Python pickles of pixel arrays. Images are passed on as PNG,
+which is lossless; the only lossy step is the writer's JPEG encoder.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _CIFAR100 = _Layout({"train": ("train",), "val": ("test",)}, "meta", b"fine_labe
 class Cifar(ListedSource):
     """CIFAR-10, or CIFAR-100 with its 100 fine classes; the test batch is the val split.
 
-    All pixels of the split are in memory (150 MB for train); a selection carries its pixels to the worker. ``total_bytes`` counts
-    raw pixels, because encoded sizes are known only after encoding.
+    All pixels of the split are in memory (150 MB for train); a selection carries its pixels to the worker. ``total_bytes``
+    counts raw pixels, because encoded sizes are known only after encoding.
 
     Args:
         path: the archive.

@@ -106,7 +106,7 @@ def _imagenet_tars(location: Path) -> dict[str, Path]:
 
 
 def _find_imagenet(tars: dict[str, Path], split: str | None, devkit: str | Path | None) -> _Found:
-    """ImageNet's tars. Both splits get the class list of both, so that their indices agree even if they are sharded separately."""
+    """ImageNet's tars. Both splits get the classes of both, so that indices agree even if they are sharded separately."""
     labels = Path(devkit) if devkit else next(iter(tars.values())).with_name(DEVKIT)
     # Required for val; for train it only completes the class list.
     kit = Devkit(labels) if "val" in tars and (split != "train" or labels.exists()) else None

@@ -1,7 +1,7 @@
 """``ILSVRC2012_devkit_t12.tar.gz``: the labels of ImageNet's validation images.
 
-The ground truth gives each image an ``ILSVRC2012_ID`` from 1 to 1000, ``meta.mat`` maps ids to wnids. Neither is the class index
-that models are trained with, which is the wnid's position in alphabetical order.
+The ground truth gives each image an ``ILSVRC2012_ID`` from 1 to 1000, ``meta.mat`` maps ids to wnids. Neither is the class
+index that models are trained with, which is the wnid's position in alphabetical order.
 """
 
 from __future__ import annotations

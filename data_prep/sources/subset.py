@@ -16,8 +16,8 @@ def take_subset(source: Source, fraction: float, seed: int) -> Source:
     """Keep the same fraction of every class.
 
     Of a class's n images, round(fraction * n) are kept, rounded half up and at least one: the first of a random order of the
-    class. Subsets with the same seed are therefore nested, and since images are numbered by name, a tree, a zip and the official
-    tar of the same images give the same subset.
+    class. Subsets with the same seed are therefore nested, and since images are numbered by name, a tree, a zip and the
+    official tar of the same images give the same subset.
 
     Args:
         source: a complete split.

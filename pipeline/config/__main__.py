@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def recipe_names() -> list[str]:
-    """The folder of the shipped configs, then their names; those in ``base/`` are shared fragments, not runs, and are skipped."""
+    """The folder of the shipped configs, then their names, without those in ``base/``, which are not runs."""
     folder = shipped_recipes()
     names = (path.relative_to(folder).with_suffix("").as_posix() for path in sorted(folder.rglob("*.yaml")))
     return [f"# {folder}", *(name for name in names if not name.startswith("base/"))]

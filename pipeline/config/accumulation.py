@@ -50,7 +50,7 @@ def _remedy(global_batch: int, micro: int, world_size: int, unit: int) -> str:
 
 
 def _largest(global_batch: int, world_size: int, micro: int, unit: int) -> int:
-    """The largest micro-batch size that fits and does not exceed ``micro``, itself a multiple of ``unit``; ``unit`` always fits."""
+    """The largest micro-batch size up to ``micro``, itself a multiple of ``unit``, that fits; ``unit`` always does."""
     return unit * max(n for n in _divisors(global_batch // world_size // unit) if n * unit <= micro)
 
 

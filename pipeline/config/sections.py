@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-# Sanity bounds: far above any recipe, far below overflow or exhausted memory. A typo (an extra zero, the wrong unit) is an error
-# message instead of a run that hangs.
+# Sanity bounds: far above any recipe, far below overflow or exhausted memory. A typo (an extra zero, the wrong unit) is an
+# error message instead of a run that hangs.
 MAX_SHAPE = 2**20  # tensor dimensions: classes, widths
 MAX_SIDE = 2**12  # pixels: attention over a larger grid fits into no GPU's memory
 MAX_BATCH = 2**14  # images per rank and forward pass: likewise
@@ -48,7 +48,7 @@ Text = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_prin
 
 
 class Section(BaseModel):
-    """A section of the config: immutable, rejects unknown keys. The docstring of a field is its description in the key table."""
+    """A section of the config: immutable, rejects unknown keys. A field's docstring is its description in the key table."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
 

@@ -17,8 +17,8 @@ from pipeline.errors import UserError
 class BadSamples:
     """The bad samples found by this rank. Thread-safe.
 
-    A bad sample is replaced, label included, by the next sample of the set that is not known to be bad. The substitute depends on
-    the data only, not on the order in which samples are found.
+    A bad sample is replaced, label included, by the next sample of the set that is not known to be bad. The substitute depends
+    on the data only, not on the order in which samples are found.
 
     Args:
         shards: the split.

@@ -1,7 +1,7 @@
 """The DALI graphs: from encoded images and augmentation parameters to images.
 
-``full_graph`` runs the whole transform and is used on GPUs. ``decoding_graph`` ends after the decoder; on a CPU the rest is faster
-in :mod:`pipeline.data.cpu_transform`. Both take the same requests, and the test suite compares their pixels.
+``full_graph`` runs the whole transform and is used on GPUs. ``decoding_graph`` ends after the decoder; on a CPU the rest is
+faster in :mod:`pipeline.data.cpu_transform`. Both take the same requests, and the test suite compares their pixels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def window_inputs(images: list, request: BatchRequest) -> tuple:
 
 
 def full_inputs(images: list, request: BatchRequest, image_size: int) -> tuple:
-    """The inputs of :func:`full_graph`: those of :func:`decoding_graph`, resize, crop and flip, and RandAugment's if it is on."""
+    """The inputs of :func:`full_graph`: those of :func:`decoding_graph`, resize, crop and flip, RandAugment's if on."""
     geometry = request.geometry
     pixels = geometry.resize, *geometry.crop.T.copy(), geometry.flip
     ops: tuple = ()

@@ -2,9 +2,9 @@
 
 A JPEG that every decoder supports (Huffman-coded baseline, extended or progressive, 8 bits, one or three components) is kept
 byte for byte. DALI's decoders, especially on the GPU, do not support all of the rest: CMYK and YCCK JPEGs (ImageNet has 22),
-arithmetic and lossless coding, PNG (ImageNet has one, named .JPEG), GIF, BMP, WebP, TIFF, PPM. These are decoded with Pillow and
-re-encoded as JPEG. Images that Pillow cannot decode are rejected, as are JPEGs of more than 100 scans, which are crafted to
-exhaust decoders. EXIF is not parsed and may be malformed; orientation is ignored when shards are written and when they are read.
+arithmetic and lossless coding, PNG (ImageNet has one, named .JPEG), GIF, BMP, WebP, TIFF, PPM. These are decoded with Pillow
+and re-encoded as JPEG. Images that Pillow cannot decode are rejected, as are JPEGs of more than 100 scans, which are crafted to
+exhaust decoders. EXIF is not parsed and may be malformed; orientation is ignored in writing and in reading.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plain folder of images in place of a split of a shard set, for evaluation.
 
-Images are checked and, where necessary, re-encoded as when shards are written, so that results are identical. This happens when a
-batch asks for an image: nothing is read twice, and each rank reads its own images only.
+Images are checked and, where necessary, re-encoded as when shards are written, so that results are identical. This happens when
+a batch asks for an image: nothing is read twice, and each rank reads its own images only.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def frame_header(data: bytes) -> FrameHeader:
             )
             frame = FrameHeader(marker, data[place + 4], width, height, data[place + 9])
         if marker == _SOS:
-            # Compressed data cannot contain the end marker (zeros are stuffed), so its presence shows that the image is complete.
+            # Compressed data cannot contain the end marker (zeros are stuffed): its presence shows that the image is complete.
             if frame is None or 0 in (frame.width, frame.height):
                 raise ValueError("a JPEG without a size")
             if data.rfind(_EOI, place) < 0:

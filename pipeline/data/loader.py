@@ -26,7 +26,7 @@ from pipeline.data.reader import Ahead, Reader
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank. The target of image i is ``weight[i]`` of ``labels[i]`` and the rest of ``other_labels[i]``."""
+    """One micro-batch of one rank. Image i has the target ``labels[i]`` by ``weight[i]``, ``other_labels[i]`` by the rest."""
 
     images: Tensor  # (B, 3, image_size, image_size) float32, normalized, on the device
     labels: Tensor  # (B,) int64, on the device

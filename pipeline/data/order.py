@@ -1,9 +1,9 @@
 """The order of an epoch: a random permutation that is computed on demand instead of stored.
 
 ``sample_at`` maps a position of an epoch to a sample number with a keyed Feistel network over the next power of two, repeated
-while the result is out of range (cycle walking; Black & Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). The cost
-per position does not depend on the size of the set, and needs no memory. ``block_sample_at`` is a variant that keeps samples
-adjacent on disk close in time.
+while the result is out of range (cycle walking; Black & Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). The
+cost per position does not depend on the size of the set, and needs no memory. ``block_sample_at`` is a variant that keeps
+samples adjacent on disk close in time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SALT_SHIFT = np.uint64(36)  # the counter holds a half (at most 32 bits), the r
 
 @dataclass(frozen=True)
 class Blocks:
-    """Block order: shuffle blocks of ``size`` adjacent samples, then the samples within windows of ``window`` consecutive blocks."""
+    """Block order: shuffle blocks of ``size`` adjacent samples, then the samples within windows of ``window`` blocks."""
 
     size: int
     window: int
@@ -68,8 +68,8 @@ def sample_at(
 def block_sample_at(position: np.ndarray, epoch: np.ndarray, size: int, seed: int, blocks: Blocks) -> np.ndarray:
     """The sample at each position of an epoch in block order. Arguments and result as for :func:`sample_at`.
 
-    A window holds ``blocks.window`` complete blocks; the last window also takes the remaining blocks and the incomplete one. Block
-    boundaries shift from epoch to epoch, so that no sample is always in the incomplete block.
+    A window holds ``blocks.window`` complete blocks; the last window also takes the remaining blocks and the incomplete one.
+    Block boundaries shift from epoch to epoch, so that no sample is always in the incomplete block.
     """
     position = np.asarray(position, dtype=np.int64)
     windows = count_windows(size, blocks)

@@ -242,8 +242,8 @@ def epoch_length(images: int, repeats: int) -> int:
 class EvalPlan(Plan):
     """The evaluation batches of one rank; those of all ranks together hold every image exactly once.
 
-    All ranks run the same number of batches of the same size, as ZeRO-3's collectives require; the last ones are padded with the
-    last image, marked as not valid.
+    All ranks run the same number of batches of the same size, as ZeRO-3's collectives require; the last ones are padded with
+    the last image, marked as not valid.
 
     Args:
         shards: the split to evaluate on.

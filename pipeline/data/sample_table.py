@@ -1,4 +1,4 @@
-"""The sample table ``*-samples.npy``, one row per sample, validated when it is opened so that no later use of a row can fail."""
+"""The sample table ``*-samples.npy``, one row per sample, validated on opening so that no later use of a row can fail."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@
     DIR/rejected.jsonl         rejected images of the source with reasons; absent if there are none
     DIR/reencoded.jsonl        re-encoded images with reasons; absent if there are none
 
-The ranks of a node share ``*-samples.npy`` and the tars through the page cache. The table is memory-mapped; the tars are read with
-``pread``, so that truncation of a tar under a running job is an error that names the file, not a SIGBUS.
+The ranks of a node share ``*-samples.npy`` and the tars through the page cache. The table is memory-mapped; the tars are read
+with ``pread``, so that truncation of a tar under a running job is an error that names the file, not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class ShardSet:
         classes: class names in index order.
 
     Raises:
-        UserError: folder, manifest, split, tar or index missing, file sizes other than in the manifest, or a damaged sample table.
+        UserError: folder, manifest, split, tar or index missing, file sizes other than in the manifest, or a damaged sample
+            table.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:

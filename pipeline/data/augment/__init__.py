@@ -1,4 +1,4 @@
-"""Augmentation. Random decisions are drawn as NumPy arrays, from uniform numbers of :mod:`pipeline.philox`; pixels follow later.
+"""Augmentation: decisions as NumPy arrays from uniform numbers of :mod:`pipeline.philox`, and the pixel operations.
 
 ====================  =================================================================
 ``crop``              random resized crop and flip, centre crop: geometry only

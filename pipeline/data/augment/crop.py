@@ -1,7 +1,7 @@
 """Geometry of crop, resize and flip, as arrays over a batch.
 
-Numbers only; the pixels follow in :mod:`pipeline.data.dali_graph` and :mod:`pipeline.data.cpu_transform`. They are pure functions
-of the uniform numbers passed in, so that a sample is augmented identically on any world size and after any restart.
+Numbers only; the pixels follow in :mod:`pipeline.data.dali_graph` and :mod:`pipeline.data.cpu_transform`. They are pure
+functions of the uniform numbers passed in, so that a sample is augmented identically on any world size and after any restart.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def train_geometry(
 
 
 def eval_geometry(height: np.ndarray, width: np.ndarray, image_size: int, eval_crop: float) -> Geometry:
-    """Evaluation geometry: the short side is resized to ``image_size / eval_crop`` (224 / 0.875 = 256), then the centre is cropped.
+    """Evaluation geometry: resize the short side to ``image_size / eval_crop`` (224 / 0.875 = 256), crop the centre.
 
     Rounds like torchvision, so that the pixels are those that published accuracies were measured on: the long side down, the
     corner of the centre crop to nearest (half to even).

@@ -46,8 +46,8 @@ def shift_rows(pixels: np.ndarray, shift: np.ndarray, fill: np.uint32) -> np.nda
 def _between(values: np.ndarray, d: np.ndarray) -> np.ndarray:
     """Interpolate at the fraction ``d`` between neighbours: values (H, (n + 3) * 4) int16, d (H, 1) -> (H, n * 4) uint8.
 
-    Keys' cubic kernel (1981) with a = -1 in Pillow's Horner form and float64; another order of operations would round differently.
-    The result is truncated to an integer, as in Pillow.
+    Keys' cubic kernel (1981) with a = -1 in Pillow's Horner form and float64; another order of operations would round
+    differently. The result is truncated to an integer, as in Pillow.
     """
     v1, v2, v3, v4 = values[:, :-12], values[:, 4:-8], values[:, 8:-4], values[:, 12:]
     left, right = v1 - v2, v4 - v3

@@ -1,11 +1,11 @@
 """Mixup (Zhang et al., ICLR 2018) and CutMix (Yun et al., ICCV 2019) within small groups of the global batch.
 
-The stream of training images is divided into groups of fixed size. Each group draws one method, one mixing weight and one distance,
-and mixes each image with the one at that distance in the group, cyclically. A group never spans two ranks, so that the mixed
-global batch is the same on any world size.
+The stream of training images is divided into groups of fixed size. Each group draws one method, one mixing weight and one
+distance, and mixes each image with the one at that distance in the group, cyclically. A group never spans two ranks, so that
+the mixed global batch is the same on any world size.
 
-The reference code (timm) mixes image i with image B-1-i of a rank's batch. A cyclic distance of at least ``repeats`` has the same
-effect and never pairs two views of one image under repeated augmentation.
+The reference code (timm) mixes image i with image B-1-i of a rank's batch. A cyclic distance of at least ``repeats`` has the
+same effect and never pairs two views of one image under repeated augmentation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-# Rejection sampling accepts with probability >= 1/2 for alpha <= 1, 1/6 for alpha = 2: all 64 fail with at most (5/6)^64 = 1e-5.
+# Rejection sampling accepts with probability >= 1/2 for alpha <= 1, 1/6 for alpha = 2: all 64 fail with at most 1e-5.
 BETA_ATTEMPTS = 64
 UNIFORMS_PER_GROUP = 2 * BETA_ATTEMPTS + 4  # Beta; method, distance, centre row, centre column
 

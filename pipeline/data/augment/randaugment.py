@@ -4,9 +4,9 @@ Numbers only; the pixels follow in ``randaugment_cpu.py`` and ``randaugment_dali
 numbers passed in, so that a sample is augmented identically on any world size and after any restart.
 
 The papers' models were trained with timm's ``rand-m9-mstd0.5-inc1`` (DeiT: timm 0.3.2). This reproduces its operations,
-probabilities and ranges, on which timm 0.3.2, 0.4.12 and 1.0 agree for a finite ``mstd`` and magnitudes up to 10. It differs from
-the paper's RandAugment in three ways: a chosen operation is applied with probability 0.5, the magnitude is noisy, and "inc1"
-makes the effect of posterize, solarize and the enhancements increase with the magnitude.
+probabilities and ranges, on which timm 0.3.2, 0.4.12 and 1.0 agree for a finite ``mstd`` and magnitudes up to 10. It differs
+from the paper's RandAugment in three ways: a chosen operation is applied with probability 0.5, the magnitude is noisy, and
+"inc1" makes the effect of posterize, solarize and the enhancements increase with the magnitude.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Ops:
 
 
 def fill_color(mean: tuple[float, float, float]) -> tuple[int, int, int]:
-    """Colour outside the image after geometric operations: the data's mean per RGB channel, from [0, 1] to levels of 0 to 255."""
+    """Colour outside the image after geometric operations: the data's mean per RGB channel, scaled from [0, 1] to 255."""
     return tuple(min(255, max(0, round(255 * value))) for value in mean)
 
 

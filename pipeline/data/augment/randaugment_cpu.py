@@ -1,7 +1,7 @@
 """RandAugment's pixels on the CPU, bit for bit equal to Pillow's operations as timm calls them.
 
-Pillow's C core releases the GIL in the expensive operations, so that images are augmented in parallel threads. Its Python loops,
-which build lookup tables from histograms, are replaced by NumPy.
+Pillow's C core releases the GIL in the expensive operations, so that images are augmented in parallel threads. Its Python
+loops, which build lookup tables from histograms, are replaced by NumPy.
 """
 
 from __future__ import annotations

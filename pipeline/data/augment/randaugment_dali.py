@@ -181,8 +181,8 @@ def _auto_contrast(images: DataNode) -> DataNode:
 def _equalize(images: DataNode) -> DataNode:
     """Equalize each channel's histogram.
 
-    DALI counts the pixels up to and including a level, Pillow those below it. On the inverted image DALI's counts match Pillow's,
-    except that Pillow rounds the step between two levels to an integer number of pixels.
+    DALI counts the pixels up to and including a level, Pillow those below it. On the inverted image DALI's counts match
+    Pillow's, except that Pillow rounds the step between two levels to an integer number of pixels.
     """
     return _inverse(fn.equalize(_inverse(images)))
 

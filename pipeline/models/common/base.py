@@ -109,5 +109,5 @@ def scales_of_block(scales: Tensor | None, block: int, branches: int = 2) -> Ten
 
 
 def linear_drop_path(rate: float, blocks: int, branches: int = 2) -> list[float]:
-    """DeiT's rule: drop rates grow linearly from 0 in the first block to ``rate`` in the last, equal for all branches of a block."""
+    """DeiT's rule: drop rates grow linearly from 0 in the first block to ``rate`` in the last, equal within a block."""
     return torch.linspace(0, rate, blocks, device="cpu").repeat_interleave(branches).tolist()

@@ -62,7 +62,7 @@ def drop_elements(x: Tensor, rate: float, noise: Tensor) -> Tensor:
 
 
 def _hash(words: Tensor) -> Tensor:
-    """An integer hash, bijective on int32, in place: xorshift-multiply with constants found by search (Wellons, "lowbias32")."""
+    """Integer hash, bijective on int32, in place: xorshift-multiply with constants found by search (Wellons, lowbias32)."""
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         words ^= (words >> shift) & (2 ** (32 - shift) - 1)  # arithmetic shift, masked to a logical one
         words *= factor

@@ -51,7 +51,7 @@ class PositionalSelfAttention(nn.Module):
 
     @torch.no_grad()
     def init_convolution(self, locality_strength: float) -> None:
-        """Initialize as a convolution (Eq. 5): each head attends to one offset of a square kernel, the value matrix is the identity.
+        """Initialize as a convolution (Eq. 5): each head attends to one offset of a square kernel, values are the identity.
 
         Head ``row + column * side`` attends to offset Δ: its scores are -strength * (|δ - Δ|² - |Δ|²). As in the published
         code, Δ is relative to the kernel's centre: ±0.5 for the 2 x 2 kernel (Fig. 3 says ±1).
@@ -86,11 +86,11 @@ class PositionalSelfAttention(nn.Module):
 class GatedPositionalSelfAttention(PositionalSelfAttention):
     """GPSA: (1 - s) softmax(q kᵀ / sqrt(head_dim)) v + s softmax(position scores) v, with s = σ(λ) per head (Eq. 6 and 7).
 
-    A sum of two softmaxes is not a softmax, so fused attention cannot compute it directly; the two terms are computed separately.
-    The first is fused attention. The second has one (N, N) matrix per head for the whole batch, and these are the only (N, N)
-    matrices kept for the backward pass: a factor B fewer than the attention maps of B images. The cost is a second product with
-    v: 2 % more multiply-accumulates for ConViT-B, 6 % for ConViT-Ti. The normalization of Eq. 6 is omitted because the rows of
-    both terms, and so of their weighted sum, add up to 1.
+    A sum of two softmaxes is not a softmax, so fused attention cannot compute it directly; the two terms are computed
+    separately. The first is fused attention. The second has one (N, N) matrix per head for the whole batch, and these are the
+    only (N, N) matrices kept for the backward pass: a factor B fewer than the attention maps of B images. The cost is a second
+    product with v: 2 % more multiply-accumulates for ConViT-B, 6 % for ConViT-Ti. The normalization of Eq. 6 is omitted because
+    the rows of both terms, and so of their weighted sum, add up to 1.
 
     Probes: ``attention`` (B, heads, N, N); ``position`` (heads, N, N); ``gate`` (heads,), s as applied.
 

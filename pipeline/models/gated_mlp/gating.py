@@ -23,7 +23,7 @@ GROUPED = ("glrpe", "ggqpe")
 
 
 class GatingSwitches(Switches):
-    """Ablations of the gating unit. "PosMLP" is Wang et al., ACM MM 2022, whose Table 1 combines each map with both backbones."""
+    """Ablations of the gating unit. "PosMLP" is Wang et al., ACM MM 2022; its Table 1 has each map with both backbones."""
 
     mixing: Literal["sgu", "lrpe_m", "lrpe", "glrpe", "ggqpe"] = "ggqpe"
     """PosMLP Table 1, the token-mixing map. sgu: a weight per pair of tokens (gMLP); lrpe: a weight per relative position;

@@ -159,7 +159,7 @@ class PosMLP(VisionModel):
         self.apply(_init_weights)
 
     def reference_tables(self) -> dict[str, Tensor]:
-        """Per block: the quadratic terms of the relative positions (ggqpe), or the table index of each pair of tokens (lrpe)."""
+        """Per block: the quadratic terms of the relative positions (ggqpe), or the table index of each token pair (lrpe)."""
         tables = {}
         for i, stage in enumerate(self.stages):
             for j, block in enumerate(stage.blocks):
@@ -185,7 +185,7 @@ class PosMLP(VisionModel):
 
     @property
     def noise_per_sample(self) -> int:
-        """Uniform numbers per image: one per residual branch, one per block with dropout, one per channel of the head's dropout."""
+        """Uniform numbers per image: one per residual branch, per block with dropout, and per channel of the head's dropout."""
         return sum(self._noise_counts())
 
     def _noise_counts(self) -> tuple[int, int, int]:

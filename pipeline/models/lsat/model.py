@@ -5,8 +5,8 @@ Every patch is embedded T times, each time from a slightly shifted image. In the
 variants (local attention); the others are ordinary transformer blocks over the patches (global attention), on levels of
 decreasing resolution. Tokens have shape (B, N, T, width) throughout; T = 1 after the local block, which pools the variants.
 
-Where paper and published code differ, this follows the code, so that ``load_reference_state_dict`` can load the authors' weights;
-each such place says so.
+Where paper and published code differ, this follows the code, so that ``load_reference_state_dict`` can load the authors'
+weights; each such place says so.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from pipeline.models.pervit.position import DistanceScales, LearnedVectors, PhiD
 class PhiModel(VisionModel):
     """A model whose blocks may each have a ``position`` (:class:`~pipeline.models.pervit.position.PeripheralPosition`).
 
-    A subclass calls :meth:`add_phi_inputs`, without which it has no Φp, and creates ``blocks``; its ``forward`` gets the maps from
-    :meth:`log_phi`.
+    A subclass calls :meth:`add_phi_inputs`, without which it has no Φp, and creates ``blocks``; its ``forward`` gets the maps
+    from :meth:`log_phi`.
     """
 
     blocks: Sequence[nn.Module]

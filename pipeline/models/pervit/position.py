@@ -50,8 +50,8 @@ class PhiDesign:
 def position_distances(height: int, width: int, device: torch.device, dtype: torch.dtype, border: int = 2) -> Tensor:
     """Euclidean distance from every query to every key, including keys beyond the border.
 
-    Coordinates follow the authors' code: ``n`` points on [-1, 1] per axis; the grid of the keys extends by ``border`` steps of the
-    same length on each side, so that the convolutions see true distances instead of zero padding.
+    Coordinates follow the authors' code: ``n`` points on [-1, 1] per axis; the grid of the keys extends by ``border`` steps of
+    the same length on each side, so that the convolutions see true distances instead of zero padding.
 
     Returns:
         (N, 1, height + 2 * border, width + 2 * border) with N = height * width queries in row-major order.
@@ -75,8 +75,8 @@ class LearnedVectors(nn.Module):
     """Distances between learned vectors instead of coordinates (Lrn in Table 5), shared by all layers.
 
     The paper says "relative distances between learnable vectors (R in HW x HW x Dr)". Our reading: every position has a learned
-    vector of Dr channels, and the distance in channel r is |v_q,r - v_k,r|. Scales, the extended grid, projections and norms are
-    unchanged. The vectors are initialized uniformly on [-1, 1], the range of the coordinates, without spatial structure.
+    vector of Dr channels, and the distance in channel r is |v_q,r - v_k,r|. Scales, the extended grid, projections and norms
+    are unchanged. The vectors are initialized uniformly on [-1, 1], the range of the coordinates, without spatial structure.
 
     Args:
         channels: Dr.

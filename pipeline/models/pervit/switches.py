@@ -1,4 +1,4 @@
-"""PerViT's ablation switches (``model.switches`` in a config). Tables are those of Min et al., NeurIPS 2022, and its supplement.
+"""PerViT's ablation switches (``model.switches``). Tables are those of Min et al., NeurIPS 2022, and its supplement.
 
 The description of a switch says what replaces a disabled part and, where the paper does not specify it, how we read it.
 """
