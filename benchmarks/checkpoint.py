@@ -1,11 +1,11 @@
-"""What a checkpoint costs: how long it holds up the training, and how fast it is written and read.
+"""The cost of a checkpoint: how long it stalls training, and how fast it is written and read.
 
     python -m benchmarks.checkpoint --folder DIR [--config configs/pervit_t.yaml] [--batch 16] [--rounds 5]
     launch/local.sh 2 -- benchmarks.checkpoint --folder DIR [...]
 
-Training steps are on a batch of random images that is already there; steps with and without a save under way take turns. Files
-are compared with DeepSpeed's own checkpoints and with a plain copy of the same bytes, flushed to the same disk, each process its
-own file; before anything is read the files are dropped from the page cache. Medians; every figure is the slowest process's.
+Training steps run on a fixed batch of random images; steps with and without a save in progress are interleaved. Files are
+compared with DeepSpeed's own checkpoints and with a plain copy of the same bytes to the same disk, flushed, one file per rank;
+files are dropped from the page cache before they are read. Figures are medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ CLASSES = 1000
 
 
 class Training:
-    """A run without data: its engine, its saver, and a step.
+    """A training run without data: engine, saver and step.
 
     Args:
         config: recipe and model.
-        world: all processes.
+        world: all ranks.
         folder: the run folder.
     """
 
@@ -73,7 +73,7 @@ class Training:
         self.saver.save(self.engine, self.ema, self.state())
 
     def state(self) -> checkpoint.RunState:
-        """What a run would say of this moment."""
+        """The training state that a run would save at this point."""
         return checkpoint.RunState(
             step=self.steps,
             samples=self.steps * len(self.images) * self.world.size,
@@ -97,10 +97,10 @@ class Training:
 
 
 def stall_table(training: Training, rounds: int, steps: int) -> list[str]:
-    """Rows: how long a save holds up the training, and what it costs in all.
+    """Rows: how long a save stalls training, and its total cost.
 
-    Its whole cost is told in CPU time, which other users of the machine do not add to: a writing thread that works beside the
-    training takes cores from it, not time from all of it.
+    The total cost is in CPU time, which other processes on the machine do not affect: a writer thread takes cores from the
+    training, not wall time from all of it.
     """
     plain, stalls, slower, counts, costs = [], [], [], [], []
     for round_ in range(rounds + 1):  # the first is a warm-up
@@ -199,14 +199,14 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _flush(folder: Path, world: World) -> None:
-    """What DeepSpeed leaves out: until then a power cut takes the checkpoint. Each process a share of the files."""
+    """Flush DeepSpeed's files to the disk, as it does not: until then a power failure loses them. Divided among the ranks."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file())[world.rank :: world.size]:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
 
 
 def _drop(folder: Path, world: World) -> None:
-    """Take all files out of the page cache, so that reading them reads the disk."""
+    """Drop all files from the page cache, so that reading them reads the disk."""
     world.barrier()
     for path in folder.rglob("*") if world.is_main else ():
         if path.is_file():
@@ -223,12 +223,12 @@ def _synchronize(world: World) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", required=True, type=Path, help="a new folder on the disk that is to be measured")
+    parser.add_argument("--folder", required=True, type=Path, help="a new folder on the disk to measure")
     parser.add_argument("--config", type=Path, default=Path("configs/pervit_t.yaml"), help="recipe and model")
     parser.add_argument("--batch", type=int, default=16, help="images per process")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--file-rounds", type=int, default=9, help="of writing and reading")
-    parser.add_argument("--steps", type=int, default=8, help="per round without and with a save")
+    parser.add_argument("--file-rounds", type=int, default=9, help="rounds of writing and reading")
+    parser.add_argument("--steps", type=int, default=8, help="steps per round, without and with a save each")
     parser.add_argument("--zero-stage", type=int, default=1, choices=range(4))
     parser.add_argument("--ema", action="store_true", help="with averaged weights (DeepSpeed saves none)")
     args = parser.parse_args()

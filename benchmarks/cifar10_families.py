@@ -2,8 +2,8 @@
 
     python benchmarks/cifar10_families.py --shards data/cifar10 [--steps 120] [--image-size 64]
 
-The recipe is configs/cifar10.yaml, which was tuned for none of them; so few steps say how fast a family starts to learn,
-not how good it gets. LSAT's patch embedding needs a multiple of 7 pixels and gets the nearest.
+The recipe is configs/cifar10.yaml, which is tuned for none of them. So few steps show how fast a family starts to learn, not
+its final accuracy. LSAT's patch embedding needs a multiple of 7 pixels and gets the nearest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODELS = ["pervit_t", "deit_t", "convit_ti", "lsat_t_224", "posmlp_t"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", required=True, help="CIFAR-10, train and val")
-    parser.add_argument("--steps", type=int, default=120, help="of 64 images (default: 120)")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps of 64 images (default: 120)")
     parser.add_argument("--image-size", type=int, default=64, help="the images are enlarged to this (default: 64)")
     parser.add_argument("--models", nargs="*", default=MODELS, help=f"default: {' '.join(MODELS)}")
     args = parser.parse_args()
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def train(name: str, image_size: int, steps: int, shards: str) -> dict:
-    """Train from nothing in two processes and return the evaluation of the last step."""
+    """Train from scratch in two processes and return the evaluation of the last step."""
     epochs = steps * 64 / 50_000
     with tempfile.TemporaryDirectory() as folder:
         overrides = [

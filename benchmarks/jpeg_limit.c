@@ -1,10 +1,10 @@
-/* The lower limit of any loader on the CPU: libjpeg-turbo decodes random crops, and nothing else happens.
+/* A lower bound for any loader on the CPU: libjpeg-turbo decodes random crops and does nothing else.
  *
  *     cc -O2 -o jpeg_limit jpeg_limit.c -ljpeg -lm -lpthread
  *     ./jpeg_limit LIST THREADS BATCH_SIZE
  *
- * LIST has a line "path <tab> offset <tab> bytes <tab> ..." per JPEG. All of them are read into memory first, so that not
- * even a file is opened while the clock runs. Driven like every contestant of loader.py (see loader_peers.py): it prints
+ * LIST has a line "path <tab> offset <tab> bytes <tab> ..." per JPEG. All of them are read into memory first, so that no
+ * file is opened while the clock runs. Controlled like every contestant of loader.py (see loader_peers.py): it prints
  * "ready"; for each line "TOTAL UNTIMED" on stdin it decodes TOTAL batches and prints the wall seconds of all but the
  * first UNTIMED.
  */

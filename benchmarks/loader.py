@@ -1,14 +1,14 @@
-"""The loader against what others use and against the limit, interleaved in one run on the same images.
+"""The loader against common alternatives and a lower bound, interleaved in one run on the same images.
 
     python benchmarks/loader.py --images FOLDER [--rounds 5] [--only ours,pillow] [--json FILE]
         [--timm FOLDER] [--ffcv-python PYTHON]
 
-FOLDER is a tree <class>/*.JPEG. Every contestant is a process of its own (loader_peers.py). Its turn is a number of
-batches; between turns it waits with full queues and uses nothing. The order rotates from round to round. What counts is
-CPU time per image (user and system, of the process and all its children): unlike images/s it hardly depends on who else
-uses the machine's cores. The goals are ratios of its medians.
+FOLDER is a tree <class>/*.JPEG. Every contestant is a separate process (loader_peers.py). A turn is a number of batches;
+between turns a contestant idles with full queues. The order rotates from round to round. The metric is CPU time per image (user
+and system, of the process and all its children), which, unlike images/s, hardly depends on the load of the machine. The goals
+are ratios of its medians.
 
-A contestant that is not installed is skipped and named. benchmarks/RESULTS.md says how to install them.
+Contestants that are not installed are skipped and listed. benchmarks/RESULTS.md says how to install them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from pipeline.errors import UserError, check_writable, run_command
 
-QUEUE = 8  # batches at most that a contestant holds ready
+QUEUE = 8  # upper bound of the batches that a contestant prefetches
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The same images in the forms that contestants read: as they are and smaller; as folder, shards and list."""
+"""The same images in the formats that contestants read: original and reduced size; as folder, shards and list."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SHARDER = Path(__file__).parent.parent / "data_prep" / "shard_imagenet.py"
 
 
 class Form(Enum):
-    """How the images are stored. Those encoded anew have quality 90 and 4:2:0."""
+    """How the images are stored. Re-encoded ones have quality 90 and 4:2:0."""
 
     ORIGINALS = "originals"
     SHORT_SIDE_256 = "short_side_256"  # shard_imagenet.py --resize-short-side: larger ones reduced, the others as they are
-    LONG_SIDE_500 = "long_side_500"  # all encoded anew, larger ones reduced: FFCV's writer with max_resolution=500
+    LONG_SIDE_500 = "long_side_500"  # all re-encoded, larger ones reduced: FFCV's writer with max_resolution=500
 
 
 def prepare(images: Path, work: Path, forms: set[Form], workers: int) -> dict[Form, StoredImages]:
@@ -61,7 +61,7 @@ def all_jpegs(images: Path) -> list[Path]:
 
 
 def reduce_long_sides(images: Path, target: Path) -> Path:
-    """A copy of the folder, encoded anew as FFCV's writer does: averaged areas, sides rounded down, 4:2:0."""
+    """A copy of the folder, re-encoded as FFCV's writer does: averaged areas, sides rounded down, 4:2:0."""
     for path in all_jpegs(images):
         copy = target / path.relative_to(images)
         copy.parent.mkdir(parents=True, exist_ok=True)

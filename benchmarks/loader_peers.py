@@ -1,17 +1,17 @@
-"""One contestant of ``benchmarks/loader.py``: a process that makes batches when it is told to.
+"""One contestant of ``benchmarks/loader.py``: a process that produces batches on request.
 
     python benchmarks/loader_peers.py NAME --folder FOLDER --shards FOLDER --listing FILE
         [--workers 2] [--batch-size 64] [--timm FOLDER]
 
-Every contestant yields an endless stream of image batches: float32 (B, 3, 224, 224), normalized, in ordinary memory. All
-draw random crops of the same distribution (area 0.08-1, ratio 3/4-4/3, ten attempts), flip half of them and resize to
-224 pixels; each with its own random numbers.
+Every contestant yields an infinite stream of image batches: float32 (B, 3, 224, 224), normalized, in pageable memory. All draw
+random crops from the same distribution (area 0.08-1, ratio 3/4-4/3, ten attempts), flip half of them and resize to 224 pixels,
+each with its own random numbers.
 
-The process prints ``ready`` once its first batch is made, or ``skipped: REASON``. Then, for each line ``TOTAL UNTIMED`` on
-stdin, it takes TOTAL batches and prints the wall seconds of all but the first UNTIMED: these lay ready in its queue, and
-the clock starts when the queue is in its steady state. CPU time is the parent's to measure.
+The process prints ``ready`` after its first batch, or ``skipped: REASON``. Then, for each line ``TOTAL UNTIMED`` on stdin, it
+takes TOTAL batches and prints the wall seconds of all but the first UNTIMED: these were prefetched, and the clock starts when
+the queue is in its steady state. The parent measures CPU time.
 
-This file imports nothing but PyTorch at the top: a contestant may live in a virtual environment without our dependencies.
+Imports only PyTorch at the top: a contestant may run in a virtual environment without this project's dependencies.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ PEERS: dict[str, Callable[[Settings], Iterator[Tensor]]] = {
 
 
 def check(images: Tensor, batch_size: int) -> None:
-    """See that a contestant delivers what all others do.
+    """Check that a contestant delivers the same kind of batches as the others.
 
     Raises:
         ValueError: another shape or type, or pixels that were not normalized.
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--timm", type=Path, help="folder that holds the package timm")
     args = parser.parse_args()
 
-    # Answers go to the real stdout; whatever a library prints goes to stderr, lest the parent takes it for an answer.
+    # Answers go to the real stdout; library output goes to stderr, so that the parent cannot mistake it for an answer.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     torch.set_num_threads(args.workers)

@@ -1,7 +1,7 @@
-"""The contestant FFCV, in its JPEG mode, on exactly the JPEGs it is given.
+"""The contestant FFCV, in its JPEG mode, on the given JPEGs without re-encoding.
 
-It lives in a virtual environment of its own (NumPy 1): nothing of this repository's packages is imported. FFCV's random
-resized crop averages areas: for the crops that it enlarges, about half of them, that is less work than bicubic.
+Runs in a virtual environment of its own (NumPy 1) and imports none of this repository's packages. FFCV's random resized crop
+uses area interpolation, which is less work than bicubic for the crops that it enlarges, about half of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ffcv.writer import DatasetWriter
 from loader_settings import CROP_RATIO, CROP_SCALE, FLIP, IMAGE_SIZE, MEAN, STD, Settings
 from torch import Tensor
 
-EPOCH = 200_000  # images: one epoch outlasts the benchmark, for FFCV drains its queue at an epoch's end
+EPOCH = 200_000  # images: one epoch outlasts the benchmark, because FFCV drains its queue at the end of an epoch
 
 
 class StoredJpegs:

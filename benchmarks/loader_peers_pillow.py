@@ -1,8 +1,8 @@
 """Contestants that decode with Pillow in worker processes: a folder behind torch's DataLoader, and webdataset.
 
-The first is what users of timm have: torchvision's steps (``RandomResizedCrop``, ``RandomHorizontalFlip``, ``ToTensor``,
-``Normalize``) written out, with the same calls to Pillow and torch. The full recipe takes RandAugment, random erasing,
-Mixup and CutMix from timm itself.
+The first is the pipeline of timm's users: torchvision's transforms (``RandomResizedCrop``, ``RandomHorizontalFlip``,
+``ToTensor``, ``Normalize``) written out with the same calls to Pillow and torch. The full recipe takes RandAugment, random
+erasing, Mixup and CutMix from timm itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-ENDLESS = 100_000_000  # images; one epoch without an end, so that no worker ever restarts
+ENDLESS = 100_000_000  # images per epoch: practically infinite, so that workers never restart
 SHUFFLE_BUFFER = 256  # samples in memory per webdataset worker
 
 

@@ -1,4 +1,4 @@
-"""A contestant's process, seen from the benchmark: starting it, giving it a turn, and what the turn cost."""
+"""Control of a contestant's process: starts it, runs a turn and measures its cost."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PATIENCE = 120  # seconds to come to rest
 
 @dataclass(frozen=True)
 class Turn:
-    """What a turn took."""
+    """The cost of a turn."""
 
     wall: float  # seconds, of the timed batches
-    cpu: float  # seconds, of all batches: from rest to rest, so that each image was paid for once
+    cpu: float  # seconds, of all batches, from idle to idle: every image is counted exactly once
 
 
 class ContestantProcess:
-    """A running contestant that waits for its turns.
+    """A running contestant that waits for turns.
 
     Args:
         name: for messages.
@@ -44,7 +44,7 @@ class ContestantProcess:
     def __init__(self, name: str, command: list[str], threads: int, log: Path) -> None:
         self.name = name
         self._log = log
-        # Threads that spin while they wait would be counted as work; and no contestant gets more threads than another.
+        # Busy-waiting threads would count as work; and all contestants get the same number of threads.
         environment = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE.parent)}
         with open(log, "w") as errors:
             self._process = subprocess.Popen(
@@ -74,7 +74,7 @@ class ContestantProcess:
         if not answer:
             self.close()
             raise UserError(
-                f"contestant {self.name} stopped in its turn ({self._last_words()}), {batches} batches needed: mend it, or leave "
+                f"contestant {self.name} stopped in its turn ({self._last_words()}), {batches} batches needed: fix it, or leave "
                 f"it out with --only."
             )
         return Turn(wall=float(answer), cpu=self._rest() - before)
@@ -91,7 +91,7 @@ class ContestantProcess:
         self._process.stdout.close()
 
     def _rest(self) -> float:
-        """Wait until its CPU time stands still. Returns that time."""
+        """Wait until its CPU time stops increasing; returns that time."""
         deadline = time.monotonic() + PATIENCE
         seen, since = self._cpu_time(), time.monotonic()
         while time.monotonic() - since < REST:
@@ -102,7 +102,7 @@ class ContestantProcess:
                 )
             time.sleep(REST / 4)
             now = self._cpu_time()
-            if now > seen + 1.5 * TICK:  # a single tick may be a thread that looked up from its sleep
+            if now > seen + 1.5 * TICK:  # a single tick may be a thread's periodic wake-up
                 seen, since = now, time.monotonic()
         return self._cpu_time()
 
@@ -113,7 +113,7 @@ class ContestantProcess:
             try:
                 seconds += sum(process.cpu_times()[:4])  # user, system, and both of the children that ended
             except psutil.NoSuchProcess:
-                pass  # it ended just now: a child's time is in its parent's from now on
+                pass  # it has just exited: its time is now part of its parent's
         return seconds
 
     def _family(self) -> list[psutil.Process]:
@@ -121,7 +121,7 @@ class ContestantProcess:
             root = psutil.Process(self._process.pid)
             return [root, *root.children(recursive=True)]
         except psutil.NoSuchProcess:
-            return []  # it has ended: whoever waits for its answer says so
+            return []  # it has exited: the caller that waits for its answer reports that
 
     def _last_words(self) -> str:
         lines = self._log.read_text().strip().splitlines()

@@ -1,4 +1,4 @@
-"""The loader benchmark's report: the table, the goals, the JSON."""
+"""The loader benchmark's report: tables, goals, JSON."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def print_report(rows: list[Row], goals: list[Goal], settings: str) -> None:
 
 
 def write_json(path: Path, rows: list[Row], goals: list[Goal], settings: str) -> None:
-    """Everything that the report is made from."""
+    """Write the figures of every turn and the outcomes as JSON."""
     tree = {
         "settings": settings,
         "machine": {"processor": _processor(), "python": platform.python_version()},
@@ -102,7 +102,7 @@ def _times(value: float | None) -> str:
 
 
 def _processor() -> str:
-    """The CPU's name as Linux has it."""
+    """The CPU model name from /proc/cpuinfo."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

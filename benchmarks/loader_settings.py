@@ -1,4 +1,4 @@
-"""What all contestants of ``benchmarks/loader.py`` have in common."""
+"""Settings shared by all contestants of ``benchmarks/loader.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 IMAGE_SIZE = 224
 CROP_SCALE, CROP_RATIO, FLIP = (0.08, 1.0), (3 / 4, 4 / 3), 0.5
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of pixels on [0, 1]
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of pixels in [0, 1]
 
 
 class Unavailable(Exception):
@@ -36,7 +36,7 @@ def jpegs_of(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every contestant is given.
+    """The settings passed to every contestant.
 
     Attributes:
         images: what to read.

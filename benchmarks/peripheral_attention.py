@@ -1,10 +1,10 @@
-"""Our form of peripheral attention against the authors' form of the same function, in one run.
+"""Our implementation of peripheral attention against the authors' implementation of the same function.
 
     python benchmarks/peripheral_attention.py [--model pervit_t] [--batch 16] [--rounds 7]
 
-Two changes leave every result as it is (tests/models/pervit/test_pervit.py) and are measured apart: fused attention with log Φp
-as a bias instead of Normalize[exp(..) * Φp] V, and Φp's first convolution over one summed kernel instead of over 4 x heads maps.
-Forward and backward pass of the whole model at 224 px, rounds interleaved, medians; the ratio is what counts.
+Two changes preserve all results (the tests compare them) and are measured separately: fused attention with log Φp as a bias
+instead of Normalize[exp(..) * Φp] V, and Φp's first convolution of one map with a summed kernel instead of 4 x heads maps.
+Forward and backward pass of the whole model at 224 px, rounds interleaved, medians; compare the ratios.
 """
 
 from __future__ import annotations

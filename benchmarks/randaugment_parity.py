@@ -1,10 +1,10 @@
-"""RandAugment, operation by operation: how far from Pillow's own result, and how long on the CPU.
+"""RandAugment, operation by operation: difference from Pillow's result, and CPU time.
 
     python benchmarks/randaugment_parity.py --images FOLDER [--count 64] [--device gpu] [--rounds 7]
 
-FOLDER holds <wnid>/*.JPEG. Differences are in levels of 255, over every amount that the tests use; times are of the
-amounts that "rand-m9-mstd0.5-inc1" draws, CPU ms per image on one thread, from array to array, Pillow's as the papers'
-library calls it. Rounds are interleaved, medians.
+FOLDER holds <wnid>/*.JPEG. Differences are in levels of 255, over all amounts that the tests use. Times are for the amounts
+that "rand-m9-mstd0.5-inc1" draws, in CPU ms per image on one thread, from array to array; Pillow is called as timm calls it.
+Medians of interleaved rounds.
 """
 
 from __future__ import annotations

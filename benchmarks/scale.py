@@ -1,10 +1,10 @@
-"""Does the loader start, and does the order cost, the same whatever the size of the set?
+"""Start-up time of the loader and cost of the sample order as a function of the size of the set.
 
     python benchmarks/scale.py --shards DIR [--samples 1281167]
 
-DIR is any shard set; an index of --samples rows that point into its real tars is written beside it, into a temporary
-folder. Prints: seconds from building the loader to the first batch, memory, and the cost of a batch's order for sets of
-10^3 to 10^9 samples relative to the smallest.
+DIR is any shard set; a sample table of --samples rows that point into its real tars is written to a temporary folder beside it.
+Prints the seconds from building the loader to the first batch, the memory, and the cost of a batch's order for sets of 10^3 to
+10^9 samples relative to the smallest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ BATCH, ROUNDS = 128, 9
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", required=True, type=Path, help="a shard set with a train split")
-    parser.add_argument("--samples", type=int, default=1_281_167, help="rows of the synthetic index (default: ImageNet's)")
+    parser.add_argument(
+        "--samples", type=int, default=1_281_167, help="rows of the synthetic sample table (default: ImageNet's)"
+    )
     args = parser.parse_args()
     small = in_its_own_process(args.shards)
     with tempfile.TemporaryDirectory(dir=args.shards.parent) as folder:
@@ -52,7 +54,7 @@ def main() -> None:
 
 
 def enlarge(source: Path, target: Path, samples: int) -> None:
-    """A shard set whose index lists the source's samples over and over."""
+    """Write a shard set whose sample table repeats the source's samples."""
     for file in source.iterdir():
         if file.suffix in (".tar", ".idx"):
             target.joinpath(file.name).hardlink_to(file)
@@ -65,7 +67,7 @@ def enlarge(source: Path, target: Path, samples: int) -> None:
 
 
 def in_its_own_process(folder: Path) -> tuple[int, float, float, float]:
-    """:func:`first_batch` where nothing else has used memory."""
+    """:func:`first_batch` in a fresh process, so that its memory is measured alone."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(first_batch, folder).result()
 
@@ -101,7 +103,7 @@ def first_batch(folder: Path) -> tuple[int, float, float, float]:
 
 
 def print_order_costs() -> None:
-    """Cost of a batch's order, interleaved, medians."""
+    """Print the cost of a batch's order: medians of interleaved rounds."""
     blocks = Blocks(256, 64)
     orders = {
         "full": lambda position, size: sample_at(position, 0, size, 0),

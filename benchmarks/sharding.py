@@ -1,13 +1,13 @@
-"""Writing a data set: this sharder against webdataset.ShardWriter, LitData's optimize, plain cp, and the decoder's own limit.
+"""Writing a data set: this sharder against webdataset.ShardWriter, LitData's optimize, plain cp, and decoding alone.
 
     python benchmarks/sharding.py --images DIR [--output DIR] [--copies 20] [--rounds 5]
 
-DIR holds <class>/*.JPEG; it is repeated through symbolic links until it takes seconds to write. Each contestant is a fresh
-process that gets the same files, from the page cache. Its time ends when all it wrote has reached the disk (fsync). Each writes
-a small set too, and the figures are of the difference: neither imports nor the start of workers count. Rounds are
-interleaved, figures are medians; CPU times stand beside because a busy machine changes them less.
+DIR holds <class>/*.JPEG; symbolic links repeat it until it takes seconds to write. Each contestant is a fresh process that
+reads the same files from the page cache. The clock stops when all output is on the disk (fsync). Each also writes a small set,
+and the figures are the difference of the two, which excludes imports and the start of workers. Medians of interleaved rounds;
+CPU times are listed too because they depend less on the load of the machine.
 
-Peers that are not installed are left out: pip install webdataset==1.0.2 litdata==0.2.76 simplejpeg==1.9.0
+Peers that are not installed are skipped: pip install webdataset==1.0.2 litdata==0.2.76 simplejpeg==1.9.0
 ShardWriter and cp have no workers and use one process; all others use two.
 """
 
@@ -46,7 +46,7 @@ def sharder(tree: Path, output: Path, check: bool) -> None:
 
 
 def shard_writer(tree: Path, output: Path) -> None:
-    """The loop of webdataset's documentation."""
+    """The loop from webdataset's documentation."""
     import webdataset
 
     files = listed(tree)
@@ -101,7 +101,7 @@ def copy(tree: Path, output: Path) -> None:
     subprocess.run(["cp", "-rL", tree, output], check=True)
 
 
-CONTESTANTS: dict[str, tuple[Callable[[Path, Path], None], str | None]] = {  # and the package that it needs
+CONTESTANTS: dict[str, tuple[Callable[[Path, Path], None], str | None]] = {  # with the package that it needs
     "libjpeg-turbo decodes, writes nothing": (decode_only, "simplejpeg"),
     "sharder, images checked": (lambda tree, output: sharder(tree, output, check=True), None),
     "sharder, --no-check": (lambda tree, output: sharder(tree, output, check=False), None),
@@ -140,7 +140,7 @@ def measure(images: Path, folder: Path, copies: int, rounds: int) -> None:
     print(f"{count} images, {size / 1e6:.0f} MB, {rounds} rounds, output in {folder.parent}")
     names = [name for name, (_, package) in CONTESTANTS.items() if package is None or find_spec(package)]
     for missing in CONTESTANTS.keys() - set(names):
-        print(f"{missing} is left out: {CONTESTANTS[missing][1]} is not installed")
+        print(f"{missing} is skipped: {CONTESTANTS[missing][1]} is not installed")
     wall: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(rounds + 1):

@@ -1,9 +1,9 @@
-"""Does the data keep up? A training step on real images against the same step on a batch that is already there.
+"""Whether the loader keeps up: a training step on loaded images against the same step on a batch in memory.
 
     python benchmarks/training_step.py --shards DIR [--config configs/pervit_t.yaml] [--batch 128] [--rounds 7]
 
-The device is the GPU where there is one. Rounds of both are interleaved; medians. On a GPU the loader alone is measured too,
-decoding on the GPU and on the CPU.
+Uses the GPU if there is one. Medians of interleaved rounds. On a GPU the loader alone is measured too, decoding on the GPU and
+on the CPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def main() -> None:
     parser.add_argument("--shards", required=True, help="a shard set with a train split")
     parser.add_argument("--config", type=Path, default=Path("configs/pervit_t.yaml"), help="recipe and model")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=4, help="per round and kind")
+    parser.add_argument("--steps", type=int, default=4, help="steps per round, of each kind")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the loader")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of the loader")
     args = parser.parse_args()
     batch = args.batch
     config = load_config(args.config, [f"train.global_batch_size={batch}", f"train.micro_batch_size={batch}"])
@@ -87,7 +87,7 @@ def build_loader(shards: ShardSet, config: Config, device: torch.device, threads
 
 
 def build_step(config: Config, classes: int, device: torch.device) -> Callable[[Batch], None]:
-    """Forward, loss, backward, AdamW: what one process does between two batches."""
+    """Forward, loss, backward, AdamW: the work of one rank between two batches."""
     model = create_model(config.model.name, classes, config.model.image_size, config.model.drop_path).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 

@@ -1,9 +1,27 @@
-"""From images on disk to shard sets: ``shard_imagenet.py`` and ``make_demo_dataset.py`` are the commands."""
+"""Writes and verifies shard sets: images in common download formats -> WebDataset tars with indexes and checksums.
+
+======================  ===============================================================
+``shard_imagenet``      command: write shards
+``verify_shards``       command: verify a shard set
+``make_demo_dataset``   command: write the digits data set of the demo
+``sources``             the supported formats of images
+``job``                 plans the writing of one split and checks the output folder
+``writer``              writes a split with worker processes, then the manifest
+``shard_writer``        writes one shard in a worker
+``tar_writer``          fast tar output
+``workers``             worker processes with a progress bar and clean shutdown
+``folder_lock``         POSIX locks between concurrent writers
+``space``               estimate of the disk space needed
+``split_classes``       checks that the splits have the same classes and different images
+``set_checks``          verification of a shard set
+``shard_checks``        verification of one shard
+======================  ===============================================================
+"""
 
 SPLITS = ("train", "val")
-MAX_REJECTED = 0.001  # of the samples
+MAX_REJECTED = 0.001  # default of --max-rejected, a fraction of the images; more suggests a damaged copy of the data set
 
 
 def counted(number: int, word: str) -> str:
-    """``1 shard``, ``2 shards``, ``3 classes``."""
+    """A number with its noun: ``1 shard``, ``2 shards``, ``3 classes``."""
     return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('s') else 's'}"

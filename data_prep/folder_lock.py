@@ -1,4 +1,4 @@
-"""Two runs that write into one shard set are kept apart."""
+"""Mutual exclusion of processes that write into one shard set."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHARDS_OF_A_SPLIT = 1 << 32
 
 
 class FolderLock:
-    """Keeps apart runs that write into one folder, also from several nodes of a cluster.
+    """POSIX locks for concurrent writers, on one node or several.
 
-    Bytes of an empty file are locked (:func:`pipeline.files.lock_bytes`): one for the manifest and one for each shard, so that
-    the tasks of a job array work side by side and two runs never write the same shard.
+    Locks bytes of an empty file (:func:`pipeline.files.lock_bytes`), one for the manifest and one per shard, so that the tasks
+    of a job array write concurrently and no two processes write the same shard.
 
     Args:
         folder: the shard set.
@@ -28,7 +28,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK_FILE
-        self._file = open(self._path, "ab")  # closing any handle of it would release all locks, so there is only this one
+        self._file = open(self._path, "ab")  # the only handle: closing any handle of a file releases all of its POSIX locks
 
     def __enter__(self) -> FolderLock:
         return self
@@ -37,7 +37,7 @@ class FolderLock:
         self._file.close()
 
     def take_shards(self, split: str, numbers: Iterable[int]) -> None:
-        """Claim shards until the lock is closed.
+        """Lock shards until this object is closed.
 
         Raises:
             UserError: another process is writing one of them.
@@ -52,7 +52,7 @@ class FolderLock:
 
     @contextmanager
     def manifest(self) -> Iterator[None]:
-        """Wait for the right to change the manifest and the lists beside it."""
+        """Hold the lock on the manifest and the lists beside it; blocks until it is free."""
         lock_bytes(self._file.fileno(), self._path, _MANIFEST_BYTE, 1, wait=True)
         try:
             yield

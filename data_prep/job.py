@@ -1,4 +1,4 @@
-"""What is to be written, and whether the folder is fit for it: another data set's files are never touched."""
+"""Plans the writing of one split and checks that the output folder is empty or belongs to the same data set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeline.philox import Stream
 
 @dataclass(frozen=True)
 class ShardJob:
-    """One split of a source, on its way into a folder."""
+    """The writing of one split of a source into a folder."""
 
     source: Source
     folder: Path
@@ -45,11 +45,11 @@ class ShardJob:
 
     @property
     def in_progress(self) -> Path:
-        """A file that is there from the first shard to the manifest; holds the description."""
+        """Marker file with the description; exists from the first shard until the manifest lists the split."""
         return in_progress_file(self.folder, self.split)
 
     def task(self, number: int) -> ShardTask:
-        """One shard with only its own samples, in the order of the tar: small enough to send to a worker."""
+        """The task of writing one shard, with only its own samples, in the order of the tar: small enough to pickle."""
         first = number * self.samples_per_shard
         written = np.arange(first, min(first + self.samples_per_shard, len(self.source)))
         samples = self.source.select(sample_at(written, 0, len(self.source), self.seed, Stream.SHARD_ORDER))
@@ -60,7 +60,7 @@ def describe_job(source: Source, folder: Path, split: str, samples_per_shard: in
     """Plan the writing of one split.
 
     Raises:
-        UserError: the folder lies in the source, or holds shards of other classes.
+        UserError: the folder is within the source, or holds shards with other classes.
     """
     _refuse_source_folder(source, folder)
     classes = _class_list(source, folder)
@@ -78,10 +78,10 @@ def describe_job(source: Source, folder: Path, split: str, samples_per_shard: in
 
 
 def already_written(job: ShardJob) -> SplitInfo | None:
-    """The manifest's entry, if the split is there and is the one this job would write.
+    """The manifest entry if this job has been completed before; None if the manifest does not list the split.
 
     Raises:
-        UserError: it is another one, or its files are not whole.
+        UserError: the split in the folder is another one, or its files are damaged.
     """
     manifest = ShardManifest.read(job.folder) if (job.folder / MANIFEST).exists() else None
     if manifest is None or job.split not in manifest.splits:
@@ -93,18 +93,18 @@ def already_written(job: ShardJob) -> SplitInfo | None:
             f"{job.folder / MANIFEST} already holds another {job.split} set ({difference} for this source): "
             f"pass an empty --output folder."
         )
-    ShardSet(job.folder, job.split)  # all files there, or an error that says which is not
+    ShardSet(job.folder, job.split)  # raises if a file is missing or damaged
     return found
 
 
 def begin(job: ShardJob) -> None:
-    """Enter the folder, or enter it again after an interruption.
+    """Start writing into the folder, or resume after an interruption.
 
     Raises:
-        UserError: it holds shards that this job did not write.
+        UserError: the folder holds shards that this job did not write.
     """
     tars = {path.name for path in job.folder.glob(f"{job.split}-*.tar")}
-    if not tars:  # a run that finished no shard, of whatever job, left nothing to lose
+    if not tars:  # an interrupted run without a finished shard, of any job, may be overwritten
         replace_file(job.in_progress, lambda file: file.write(json.dumps(job.description, indent=1).encode()))
         return
     if not job.in_progress.exists():
@@ -123,41 +123,43 @@ def begin(job: ShardJob) -> None:
         )
     foreign = tars - {shard_name(job.split, number, "tar") for number in range(job.shards)}
     if foreign:
-        raise UserError(f"{job.folder} holds {min(foreign)}, which is none of this set's {job.shards} shards: remove it.")
+        raise UserError(f"{job.folder} holds {min(foreign)}, which is not one of this set's {job.shards} shards: remove it.")
 
 
 def remove_traces(job: ShardJob) -> None:
-    """Once the manifest lists the split: its records and what killed runs left are needed no longer."""
+    """Remove records, marker and temporary files of killed runs, once the manifest lists the split."""
     for number in range(job.shards):
         record_file(job.folder, job.split, number).unlink(missing_ok=True)
-    for pattern in (f".{job.split}-*.tmp", f"..{job.split}-*.tmp"):  # a record's own name begins with a dot
+    for pattern in (f".{job.split}-*.tmp", f"..{job.split}-*.tmp"):  # records are hidden files already
         for temporary in job.folder.glob(pattern):
             temporary.unlink(missing_ok=True)
     job.in_progress.unlink(missing_ok=True)
 
 
 def _difference(found: dict, wanted: dict) -> str:
-    """The last key that differs, in words; empty if none does."""
+    """Describe the last key that differs; empty if none does."""
     differing = [key for key, value in wanted.items() if found.get(key) != value]
     return f"{differing[-1]} is {found.get(differing[-1])}, {wanted[differing[-1]]} needed" if differing else ""
 
 
 def _refuse_source_folder(source: Source, folder: Path) -> None:
-    """The next run would take shards in a class tree for images of the source."""
+    """Reject an output folder within the source: the next run would list its files as part of the source."""
     images, output = Path(source.path).resolve(), folder.resolve()
     if images.is_dir() and (output == images or images in output.parents):
-        raise UserError(f"--output {folder} lies in the source {source.path}, a folder outside of it needed: pass another one.")
+        raise UserError(
+            f"--output {folder} is within the source {source.path}, a folder outside of it needed: pass another one."
+        )
 
 
 def refuse_untaught_classes(where: str | Path, train: set[str], val: set[str]) -> None:
-    """See that train has images of every class of val.
+    """Check that train has images of every class of val.
 
     Raises:
-        UserError: it has not.
+        UserError: a class of val has no image in train.
     """
     if wrong := untaught_classes(train, val):
         raise UserError(
-            f"{where}: {wrong}, 0 such classes needed, for no model can learn them: rename or remove them, or write one split "
+            f"{where}: {wrong}, 0 such classes needed, because a model cannot learn them: rename or remove them, or write one split "
             f"with --split into a folder of its own."
         )
 
@@ -173,14 +175,14 @@ def _compare_with_other_split(source: Source, folder: Path, split: str) -> None:
 
 
 def _class_list(source: Source, folder: Path) -> list[str]:
-    """The classes in index order: those of the shard set if it exists, so that its splits agree."""
+    """The classes in index order: those of the manifest if there is one, so that both splits have the same indices."""
     if not (folder / MANIFEST).exists():
         return source.class_names
     classes = ShardManifest.read(folder).classes
     foreign = sorted(set(source.class_names) - set(classes))
     if foreign:
         raise UserError(
-            f"{folder / MANIFEST} holds another data set: its {len(classes)} classes lack {len(foreign)} of the source's "
+            f"{folder / MANIFEST} describes another data set: its {len(classes)} classes lack {len(foreign)} of the source's "
             f"{len(source.class_names)} ({', '.join(foreign[:3])}, ...): pass an empty --output folder."
         )
     return classes

@@ -1,4 +1,4 @@
-"""Write a small real data set that needs no download: scikit-learn's handwritten digits as JPEG files.
+"""Write a small real data set without a download: scikit-learn's handwritten digits as JPEG files.
 
     python -m data_prep.make_demo_dataset --output DIR
 
@@ -26,7 +26,7 @@ MAX_GREY = 16  # the data set's grey levels go from 0 to 16
 
 def main() -> None:
     parser = command_parser("data_prep.make_demo_dataset", __doc__)
-    parser.add_argument("--output", required=True, help="folder for the images; left as it is when it exists")
+    parser.add_argument("--output", required=True, help="folder for the images; kept if it exists")
     output = Path(parser.parse_args().output)
     if output.exists():
         if not (output / "train" / "0").is_dir():
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def write_digits(folder: Path) -> dict[str, int]:
-    """Write the JPEG tree; the images of a class go to the two splits in the order of the data set.
+    """Write the tree of JPEGs; the first 80 % of each class, in the order of the data set, are the train split.
 
     Returns:
         Images per split.

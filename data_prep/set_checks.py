@@ -1,4 +1,4 @@
-"""What is wrong with a shard set: with each of its shards, its sample tables and what lies beside them. Never fails on damage."""
+"""Verification of a shard set: shards, sample tables, lists and class coverage. Damage is reported, never raised."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from pipeline.files import open_regular
 
 
 def verify(folder: Path, manifest: ShardManifest, workers: int = 1, decode: bool = False) -> list[Finding]:
-    """Everything that is wrong with a shard set.
+    """Verify a shard set.
 
     Args:
         folder: the shard set.
         manifest: its manifest.
-        workers: processes, each of which looks at one shard at a time.
+        workers: worker processes.
         decode: decode every image.
 
     Returns:
-        Sorted by file; empty for a whole set.
+        Findings sorted by file; empty for an intact set.
     """
     findings = _check_folder(folder, manifest)
     tasks: list[ShardCheck] = []
@@ -47,11 +47,11 @@ def verify(folder: Path, manifest: ShardManifest, workers: int = 1, decode: bool
         with closing(run_tasks(check_shard, tasks, min(workers, len(tasks) or 1), bar)) as results:
             for wrong in results:
                 findings += wrong
-    return sorted(findings, key=lambda finding: finding.file)  # stable: in the order of checking within a file
+    return sorted(findings, key=lambda finding: finding.file)  # stable: keeps the order of the checks within a file
 
 
 def print_table(findings: list[Finding]) -> None:
-    """One row for each finding."""
+    """Print one row per finding and a summary."""
     rows = [("file", "check", "found", "needed"), *((f.file, f.check, f.found, f.needed) for f in findings)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
@@ -61,12 +61,12 @@ def print_table(findings: list[Finding]) -> None:
 
 
 def _check_folder(folder: Path, manifest: ShardManifest) -> list[Finding]:
-    """Files that should not be there, the lists beside the shards, and the classes of the splits."""
+    """Check for foreign tars and unfinished splits, the lists beside the shards, and the classes of the splits."""
     known = {shard.file for info in manifest.splits.values() for shard in info.shards}
     foreign = [path.name for path in sorted(folder.glob("*.tar")) if path.name not in known]
     findings = [Finding(name, "foreign tar", "not in the manifest", f"only the shards of {MANIFEST}") for name in foreign]
     for path in sorted(folder.glob(".*-in-progress")):
-        findings.append(Finding(path.name, "unfinished split", "being written, or cut off", "run the sharder again"))
+        findings.append(Finding(path.name, "unfinished split", "in progress or interrupted", "run the sharder again"))
     present = {name: classes_with_images(manifest.classes, info.samples_per_class) for name, info in manifest.splits.items()}
     if wrong := untaught_classes(present.get("train", set()), present.get("val", set())) if len(present) > 1 else "":
         findings.append(Finding(MANIFEST, "classes", wrong, "train images of every class"))
@@ -76,7 +76,7 @@ def _check_folder(folder: Path, manifest: ShardManifest) -> list[Finding]:
 
 
 def _check_list(folder: Path, name: str, expected: dict[str, int]) -> list[Finding]:
-    """Does a list have as many lines for each split as the manifest says?"""
+    """Check that a list has as many lines per split as the manifest says."""
     findings, path = Findings(name), folder / name
     try:
         splits = [json.loads(line)["split"] for line in _lines_of(path)]
@@ -89,7 +89,7 @@ def _check_list(folder: Path, name: str, expected: dict[str, int]) -> list[Findi
 
 
 def _lines_of(path: Path) -> list[str]:
-    """A text file's lines; none of one that is not there."""
+    """The lines of a text file; none if it does not exist."""
     if not path.exists():
         return []
     with open(open_regular(path), encoding="utf-8") as file:
@@ -97,7 +97,11 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def read_sample_table(folder: Path, manifest: ShardManifest, split: str) -> tuple[np.ndarray | None, list[Finding]]:
-    """(samples,) of ``SAMPLE_DTYPE``, or None when it is unusable, and what is wrong with it."""
+    """Read and check a split's sample table.
+
+    Returns:
+        (samples,) of ``SAMPLE_DTYPE``, or None if it is unreadable, and the findings.
+    """
     info = manifest.splits[split]
     findings, path = Findings(info.samples_file), folder / info.samples_file
     try:
@@ -108,7 +112,7 @@ def read_sample_table(folder: Path, manifest: ShardManifest, split: str) -> tupl
         findings.add("sample table", f"cannot be read ({reason})", f"{info.samples} samples by the manifest")
         return None, findings.table()
     if wrong := find_out_of_range(rows, [shard.bytes for shard in info.shards], len(manifest.classes)):
-        findings.add("sample table", wrong, "rows that point at images")
+        findings.add("sample table", wrong, "values in range")
     counts = np.bincount(rows["label"].clip(0, len(manifest.classes)), minlength=len(manifest.classes)).tolist()
     findings.expect("samples per class", counts == info.samples_per_class, True, "as in the manifest: ")
     findings.expect("samples", sum(shard.samples for shard in info.shards), info.samples, "of all shards: ")

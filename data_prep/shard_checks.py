@@ -1,4 +1,4 @@
-"""What is wrong with one shard: its tar, its index, and what the sample table says of it. Never fails on damaged files."""
+"""Verification of one shard: its tar, its index and its rows of the sample table. Damage is reported, never raised."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from pipeline.data.manifest import ShardInfo, sample_key
 from pipeline.files import open_regular
 
 MEMBERS = ("jpg", "cls", "json")
-_MOST_OF_A_KIND = 5  # findings of one check and shard that are told one by one
-_SIGMAS = 7  # a random draw of classes strays this far once in 10^11 shards
+_MOST_OF_A_KIND = 5  # findings of one check and shard that are listed individually
+_SIGMAS = 7  # tolerance of the class balance: a random draw exceeds it about once in 10^11 shards
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong: a row of the table."""
+    """A problem: a row of the table."""
 
     file: str
     check: str
@@ -39,13 +39,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class ShardCheck:
-    """One shard to look at, sent to a worker.
+    """The task of verifying one shard, sent to a worker.
 
     Attributes:
         folder: the shard set.
         number: of the shard.
-        info: the manifest's entry.
-        rows: (samples,) of ``SAMPLE_DTYPE``; None when the sample table is damaged.
+        info: its manifest entry.
+        rows: (samples,) of ``SAMPLE_DTYPE``; None if the sample table is damaged.
         classes: class names in index order.
         samples_per_class: of the whole split.
         decode: decode every image.
@@ -62,7 +62,7 @@ class ShardCheck:
 
 @dataclass
 class Findings:
-    """Collects findings about one file; of many of a kind the first are kept and the rest counted."""
+    """Collects the findings about one file; of each check, the first few are kept and the others counted."""
 
     file: str
     rows: list[Finding] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Findings:
             self.rows.append(Finding(self.file, check, str(found), str(needed)))
 
     def expect(self, check: str, found: object, needed: object, about: str = "") -> None:
-        """Add a finding if the two differ."""
+        """Add a finding if ``found`` differs from ``needed``."""
         if found != needed:
             self.add(check, f"{about}{found}", needed)
 
@@ -84,7 +84,7 @@ class Findings:
 
 
 class Member(NamedTuple):
-    """A file in a tar."""
+    """A member of a tar."""
 
     name: str
     offset: int  # of its data
@@ -93,7 +93,7 @@ class Member(NamedTuple):
 
 @dataclass
 class Sample:
-    """Members that follow each other and share a key."""
+    """Consecutive members with the same key."""
 
     key: str
     offset: int = 0  # of the JPEG
@@ -101,14 +101,14 @@ class Sample:
     checksum: int = 0  # XXH3-64 of the JPEG
     pixels: str = ""  # width x height
     text: dict[str, bytes] = field(default_factory=dict)  # the other members
-    index: list[str] = field(default_factory=list)  # its line of the index
+    index: list[str] = field(default_factory=list)  # its line of the index, one entry per member
 
 
 def check_shard(task: ShardCheck) -> list[Finding]:
-    """Read a shard from beginning to end and compare everything with everything.
+    """Read a shard once and compare tar, index, sample table and manifest with each other.
 
     Returns:
-        What is wrong; empty for a whole shard.
+        Findings; empty for an intact shard.
     """
     findings, info = Findings(task.info.file), task.info
     try:
@@ -134,7 +134,7 @@ def check_shard(task: ShardCheck) -> list[Finding]:
 
 
 class _Reader:
-    """Reads a file and hashes all that passes."""
+    """Reads a file and computes its SHA-256."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -149,14 +149,14 @@ class _Reader:
         return data
 
     def finish(self) -> tuple[str, int]:
-        """SHA-256 and size of the whole file, however far it was read."""
+        """Read the rest of the file; SHA-256 and size of the whole file."""
         while self.read(1 << 20):
             pass
         return self._digest.hexdigest(), self.offset
 
 
 def _members(reader: _Reader, findings: Findings) -> Iterator[Member]:
-    """The tar's members up to its end or the first damage."""
+    """The tar's members, up to its end or the first damage."""
     while True:
         start, block = reader.offset, reader.read(BLOCK)
         if len(block) == BLOCK and not any(block):
@@ -180,7 +180,7 @@ def _members(reader: _Reader, findings: Findings) -> Iterator[Member]:
 
 
 def _read_samples(reader: _Reader, findings: Findings, decode: bool) -> list[Sample]:
-    """The tar's samples, each member looked at as it passes."""
+    """Read and check the tar's samples."""
     samples: list[Sample] = []
     seen: set[str] = set()
     for name, offset, data in _members(reader, findings):
@@ -205,7 +205,7 @@ def _read_samples(reader: _Reader, findings: Findings, decode: bool) -> list[Sam
 
 
 def _check_image(key: str, data: bytes, findings: Findings, decode: bool) -> str:
-    """Its size in pixels, from the header."""
+    """Check an image; its size from the header as ``WIDTHxHEIGHT``, empty if it is damaged."""
     try:
         width, height = image_size(data)
         if decode:
@@ -219,7 +219,7 @@ def _check_image(key: str, data: bytes, findings: Findings, decode: bool) -> str
 
 
 def _check_label(task: ShardCheck, sample: Sample, findings: Findings) -> int | None:
-    """The label; None if it is none."""
+    """Check a sample's label and JSON member; the label, or None if it is invalid."""
     try:
         label = int(sample.text.get("cls", b""))
         class_name = task.classes[label] if label >= 0 else None
@@ -250,10 +250,10 @@ def _check_row(sample: Sample, label: int | None, row: np.void, findings: Findin
 
 
 def _check_class_balance(task: ShardCheck, labels: list[int | None], findings: Findings) -> None:
-    """Is this a fair sample of all classes? Counts are compared with those of a random draw from the split.
+    """Check that the shard's class counts are those of a random draw from the split, to find shards that were not shuffled.
 
-    Of n samples a class with share p is missing with probability (1 - p)^n, so the number of classes is about
-    sum(1 - (1 - p)^n) with a variance of at most sum(q (1 - q)); the largest class has about n p, with variance below n p.
+    A class with share p occurs among n samples with probability q = 1 - (1 - p)^n, so the expected number of classes is sum(q),
+    with variance at most sum(q (1 - q)); the expected count of a class is n p, with variance below n p.
     """
     counts = np.bincount([label for label in labels if label is not None], minlength=len(task.classes))  # (classes,)
     n, total = int(counts.sum()), sum(task.samples_per_class)
@@ -272,7 +272,7 @@ def _check_class_balance(task: ShardCheck, labels: list[int | None], findings: F
 
 
 def _check_index(task: ShardCheck, samples: list[Sample]) -> list[Finding]:
-    """Is the index the one of the tar as it is?"""
+    """Check that the index matches the tar."""
     findings, info = Findings(task.info.idx_file), task.info
     try:
         with open(open_regular(task.folder / info.idx_file), "rb") as file:

@@ -2,17 +2,16 @@
 
     python -m data_prep.shard_imagenet --source IMAGES --output DIR [--split train|val] [--subset FRACTION]
 
-IMAGES is one of these; nothing is unpacked. Images may be .JPEG, .jpg or .png.
-    a folder of train/<class>/*.JPEG and val/<class>/*.JPEG, or of <class>/*.JPEG for one split;
-      test/<class>/ is taken as val where there is no val/
+IMAGES is one of the following; archives are read in place. Images may be .JPEG, .jpg or .png.
+    a folder with train/<class>/*.JPEG and val/<class>/*.JPEG, or with <class>/*.JPEG for one split;
+      test/<class>/ is used as val if there is no val/
     a .zip of such a folder
     ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar (with ILSVRC2012_devkit_t12.tar.gz beside it), or a folder with all three
     cifar-10-python.tar.gz or cifar-100-python.tar.gz
-    an iNaturalist folder: train2019.json, val2019.json and the images that they name
+    an iNaturalist folder: train2019.json, val2019.json and the images that they list
 
-Each split becomes tars with their indexes in DIR, described by DIR/manifest.json. A finished split is left as it is,
-an unfinished one is finished. Every image is decoded once: DIR/reencoded.jsonl lists those that were brought into another
-form, DIR/rejected.jsonl those that were left out.
+Each split becomes indexed tars in DIR, described by DIR/manifest.json. A finished split is kept, an interrupted one completed.
+Every image is decoded once to check it; DIR/reencoded.jsonl and DIR/rejected.jsonl list re-encoded and rejected images.
 
 Examples:
     python -m data_prep.shard_imagenet --source /data/imagenet --output data/imagenet --workers 16
@@ -31,7 +30,7 @@ from data_prep import MAX_REJECTED, SPLITS, counted
 from pipeline.command_line import command_parser
 from pipeline.errors import UserError, run_command
 
-if TYPE_CHECKING:  # imported where they are used: --help is there at once, and so are the workers
+if TYPE_CHECKING:  # imported lazily at run time, so that --help and the workers start fast
     from data_prep.sources import Source
     from data_prep.writer import Share
     from pipeline.data.image_checks import ImageRules
@@ -40,27 +39,29 @@ if TYPE_CHECKING:  # imported where they are used: --help is there at once, and 
 
 def main() -> None:
     parser = command_parser("data_prep.shard_imagenet", __doc__)
-    parser.add_argument("--source", required=True, help="images, in one of the forms above")
+    parser.add_argument("--source", required=True, help="images, in one of the formats above")
     parser.add_argument("--output", required=True, help="folder for the shards")
-    parser.add_argument("--split", choices=SPLITS, help="default: every split that the source has")
-    parser.add_argument("--devkit", help="ILSVRC2012_devkit_t12.tar.gz, when it does not lie beside ILSVRC2012_img_val.tar")
+    parser.add_argument("--split", choices=SPLITS, help="default: all splits of the source")
+    parser.add_argument("--devkit", help="path of ILSVRC2012_devkit_t12.tar.gz if it is not beside ILSVRC2012_img_val.tar")
     parser.add_argument(
         "--subset",
         type=float,
         default=1.0,
         metavar="FRACTION",
-        help="keep this share of each train class, by --seed; val stays whole",
+        help="keep this fraction of each train class, chosen by --seed; val stays complete",
     )
     parser.add_argument(
         "--val-share",
         type=float,
         metavar="SHARE",
-        help="for a source without a val split: this share of each class, chosen by --seed, becomes it and the rest train "
-        "(rounded, halves up, at least 1 image, but an only one stays in train)",
+        help="for a source without a val split: this fraction of each class, chosen by --seed, becomes val and the rest train "
+        "(rounded half up, at least 1 image; a class with a single image keeps it in train)",
     )
     parser.add_argument("--samples-per-shard", type=int, default=2000, help="default: 2000 (about 220 MB of ImageNet)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples' order, --subset and --val-share (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="for the order of the samples, --subset and --val-share (default: 0)"
+    )
     add_writing_options(parser)
     args = parser.parse_args()
     rules, share = writing_options(args)
@@ -81,25 +82,23 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
     from data_prep.writer import write_shards
 
     stop_like_ctrl_c()
-    sources = _open_sources(args)  # a mistake in one is found before hours of work
+    sources = _open_sources(args)  # both, so that an error in either is found before hours of work
     for split, source in sources.items():
         classes = counted(len(set(source.labels.tolist())), "class")
-        print(f"{source.path}: {counted(len(source), 'image')} of {classes} are taken as the {split} split")
+        print(f"{source.path}: {counted(len(source), 'image')} of {classes} for the {split} split")
         if source.ignored:
             print(
-                f"{source.path}: {counted(source.ignored, 'other file')} not of the form class/*.JPEG, *.jpg or *.png: left out"
+                f"{source.path}: {counted(source.ignored, 'other file')} not of the form class/*.JPEG, *.jpg or *.png: ignored"
             )
     for split, source in sources.items():
         started, before = time.monotonic(), _splits_in(args.output)
-        if odd := same_images(before, split, source.fingerprint()):
-            print(f"warning: {args.output}: {odd}; --val-share 0.1 sets some aside, into an empty --output folder")
+        if overlap := same_images(before, split, source.fingerprint()):
+            print(f"warning: {args.output}: {overlap}; use --val-share 0.1 and an empty --output folder to hold out images")
         info = write_shards(
             source, args.output, split, args.samples_per_shard, args.workers, args.seed, rules, args.max_rejected, share, print
         )
         if info is None:
-            print(
-                f"{args.output}: {split} shards of task {share.task} are written; the task that finishes last writes the manifest"
-            )
+            print(f"{args.output}: wrote the {split} shards of task {share.task}; the last task to finish writes the manifest")
             continue
         classes = counted(sum(n > 0 for n in info.samples_per_class), "class")
         about = (
@@ -109,13 +108,13 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
             print(f"{args.output}: {split} is already there, nothing was written ({about})")
             continue
         print(
-            f"{args.output}: {split} has {about}, {info.reencoded} encoded anew, {info.rejected} rejected "
+            f"{args.output}: {split} has {about}, {info.reencoded} re-encoded, {info.rejected} rejected "
             f"({time.monotonic() - started:.1f} s)"
         )
 
 
 def _splits_in(folder: str) -> dict[str, SplitInfo]:
-    """The splits that a folder's manifest lists."""
+    """The splits listed in a folder's manifest, if there is one."""
     from pipeline.data.manifest import MANIFEST, ShardManifest
 
     return ShardManifest.read(Path(folder)).splits if Path(folder, MANIFEST).exists() else {}
@@ -131,65 +130,69 @@ def _open_sources(args: argparse.Namespace) -> dict[str, Source]:
         sources = open_sources(args.source, args.split, args.devkit)
     else:
         if not 0 < args.val_share < 1:
-            raise UserError(f"--val-share is {args.val_share:g}, above 0 and below 1 needed: pass a share such as 0.1.")
+            raise UserError(f"--val-share is {args.val_share:g}, above 0 and below 1 needed: pass a fraction such as 0.1.")
         sources = open_sources(args.source, None, args.devkit)
         if list(sources) != ["train"]:
             raise UserError(
-                f"--val-share is {args.val_share:g}, but {args.source} has the splits {list(sources)}, 1 needed to take a share "
-                f"from: drop --val-share."
+                f"--val-share is {args.val_share:g}, but {args.source} has the splits {list(sources)}, only train needed to hold "
+                f"out from: drop --val-share."
             )
         both = dict(zip(SPLITS, hold_out(sources["train"], args.val_share, args.seed)))
         sources = {args.split: both[args.split]} if args.split else both
     if args.subset != 1 and "train" not in sources:
-        raise UserError(f"--subset is {args.subset}, but only {list(sources)} is written and stays whole: drop --subset.")
+        raise UserError(f"--subset is {args.subset}, but only {list(sources)} is written and stays complete: drop --subset.")
     if len(sources) > 1:
         train, val = ({sources[name].class_names[n] for n in set(sources[name].labels.tolist())} for name in SPLITS)
         refuse_untaught_classes(args.source, train, val)
-        if odd := unseen_classes(train, val):
-            print(f"warning: {args.source}: {odd}")
+        if missing := unseen_classes(train, val):
+            print(f"warning: {args.source}: {missing}")
     elif not args.split and "train" in sources:
-        print(f"{args.source}: no val split is there, which training needs: --val-share 0.1 would take it from these images")
+        print(
+            f"{args.source}: there is no val split, which training needs: --val-share 0.1 would hold one out from these images"
+        )
     return {
         name: take_subset(source, args.subset, args.seed) if name == "train" else source for name, source in sources.items()
     }
 
 
 def add_writing_options(parser: argparse.ArgumentParser) -> None:
-    """How images are checked and stored, and how much of the work is this process's."""
+    """Add the options on how images are checked and stored, and on job arrays."""
     parser.add_argument(
-        "--no-check", action="store_true", help="look at headers only; a damaged image then stops a training run"
+        "--no-check",
+        action="store_true",
+        help="parse headers only, without decoding; damaged images are then found only in training",
     )
     parser.add_argument(
         "--max-rejected",
         type=float,
         default=MAX_REJECTED,
         metavar="SHARE",
-        help=f"stop when more than this share of the images cannot be decoded (default: {MAX_REJECTED})",
+        help=f"stop when more than this fraction of the images cannot be decoded (default: {MAX_REJECTED})",
     )
-    parser.add_argument(
-        "--resize-short-side", type=int, metavar="PX", help="store larger images with a short side of PX pixels"
-    )
+    parser.add_argument("--resize-short-side", type=int, metavar="PX", help="resize larger images to a short side of PX pixels")
     parser.add_argument("--quality", type=int, metavar="Q", help="JPEG quality of resized images, 1 to 100 (default: 90)")
-    parser.add_argument("--task", type=int, default=0, metavar="I", help="of a job array: write shards I, I+N, I+2N, ...")
-    parser.add_argument("--tasks", type=int, default=1, metavar="N", help="how many tasks the job array has (default: 1)")
+    parser.add_argument(
+        "--task", type=int, default=0, metavar="I", help="index in a job array: write shards I, I+N, I+2N, ... only"
+    )
+    parser.add_argument("--tasks", type=int, default=1, metavar="N", help="number of tasks in the job array (default: 1)")
 
 
 def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
-    """The options of :func:`add_writing_options`.
+    """Validate the options of :func:`add_writing_options`.
 
     Raises:
-        UserError: a number that makes no sense.
+        UserError: a value out of range.
     """
     from data_prep.writer import Share
     from pipeline.data.image_checks import ImageRules
 
     if not 0 <= args.max_rejected <= 1:
-        raise UserError(f"--max-rejected is {args.max_rejected:g}, 0 to 1 needed: pass a share of the images.")
+        raise UserError(f"--max-rejected is {args.max_rejected:g}, 0 to 1 needed: pass a fraction of the images.")
     if args.resize_short_side is not None and args.resize_short_side < 1:
         raise UserError(f"--resize-short-side is {args.resize_short_side}, at least 1 needed: pass a number of pixels.")
     if args.quality is not None and args.resize_short_side is None:
         raise UserError(
-            f"--quality is {args.quality} without --resize-short-side, both needed: images of full size stay as they are."
+            f"--quality is {args.quality} without --resize-short-side, both needed: images of full size are stored unchanged."
         )
     if args.quality is not None and not 1 <= args.quality <= 100:
         raise UserError(f"--quality is {args.quality}, 1 to 100 needed: pass a JPEG quality.")

@@ -1,7 +1,7 @@
-"""Writes one shard in a worker process: its tar, its index, and a record that says it is finished.
+"""Writes one shard in a worker process: its tar, its index, and a record that marks it as finished.
 
-The record ``.train-000007.finished.npz`` is written last. It holds all that the manifest needs of the shard, so whichever
-process writes the manifest, after whatever interruption, never opens the tars again.
+The record ``.train-000007.finished.npz`` is written last. It holds everything that the manifest needs from the shard, so that
+the process that writes the manifest does not read the tars again, even after interruptions.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pipeline.files import replace_file
 
 @dataclass(frozen=True)
 class ShardTask:
-    """All that a worker needs to write one shard.
+    """The task of writing one shard, sent to a worker.
 
     Attributes:
-        source: the shard's samples alone, in the order of the tar.
+        source: only the shard's samples, in the order of the tar.
         folder: the shard set.
         split: ``train`` or ``val``.
         number: of the shard.
         classes: class names in index order.
         rules: how images are checked and stored.
-        job: digest of the job's description; a record with another one is of another job.
+        job: digest of the job's description; records with another digest belong to another job.
     """
 
     source: Source
@@ -49,13 +49,13 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class FinishedShard:
-    """What the manifest and the lists need of a shard.
+    """A finished shard's contribution to the manifest and the lists.
 
     Attributes:
         rows: (samples,) of ``SAMPLE_DTYPE``.
-        info: the manifest's entry.
-        rejected: images that were left out, a line of ``rejected.jsonl`` each.
-        reencoded: images that were encoded anew, a line of ``reencoded.jsonl`` each.
+        info: its manifest entry.
+        rejected: rejected images, a line of ``rejected.jsonl`` each.
+        reencoded: re-encoded images, a line of ``reencoded.jsonl`` each.
     """
 
     rows: np.ndarray
@@ -65,13 +65,13 @@ class FinishedShard:
 
 
 def write_shard(task: ShardTask) -> list[dict]:
-    """Write one tar, its index and its record, each under a temporary name first.
+    """Write one tar, its index and its record, each atomically.
 
     Returns:
-        The images that were left out.
+        The rejected images.
 
     Raises:
-        Stopped: the parent asked for it; nothing of the shard stays.
+        Stopped: the parent asked the worker to stop; no partial files remain.
     """
     label_of = {name: label for label, name in enumerate(task.classes)}
     rows = np.zeros(len(task.source), dtype=SAMPLE_DTYPE)
@@ -121,12 +121,12 @@ def write_shard(task: ShardTask) -> list[dict]:
 
 
 def record_file(folder: Path, split: str, number: int) -> Path:
-    """Where the record of a finished shard lies until the manifest is written."""
+    """The record of a finished shard; exists until the manifest is written."""
     return folder / f".{shard_name(split, number, 'finished.npz')}"
 
 
 def read_record(folder: Path, split: str, number: int, job: str) -> FinishedShard | None:
-    """The record of a shard that this job finished earlier; None if there is none or its tar or index is not whole."""
+    """The record of a shard that this job has finished; None if there is none or the sizes of tar and index differ from it."""
     try:
         with np.load(record_file(folder, split, number)) as record:
             about, rows = json.loads(record["about"].tobytes()), record["rows"]
@@ -150,7 +150,7 @@ def _add_sample(tar: TarWriter, key: str, image: StoredImage, original: SourceIm
     """Append the sample's members.
 
     Returns:
-        Offset of the JPEG, and the sample's line of the index.
+        The offset of the JPEG, and the sample's line of the index.
     """
     about = {"file": original.name, "wnid": original.class_name, "width": image.width, "height": image.height}
     members = {"jpg": image.data, "cls": str(label).encode(), "json": json.dumps(about).encode()}

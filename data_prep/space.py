@@ -1,4 +1,4 @@
-"""Is there room for the shards? Asked before hours of work, not answered by the disk after them."""
+"""Estimates the disk space that shards need, to fail before hours of work instead of after them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pipeline.data.image_checks import ImageRules
 from pipeline.errors import UserError
 from pipeline.files import check_space
 
-# Two members of a block each beside the image, three headers, the image's last block, and what lies beside the tars.
+# Per sample: .cls and .json of one 512-byte block each, three headers, the image's padding, index line and table row.
 _BYTES_PER_SAMPLE = 3 * 1024
-_MARGIN = 1.02
-_ASPECT_RATIO = 1.5  # of a long image; most are 4:3
-_BYTES_PER_PIXEL = ((90, 0.5), (95, 0.8), (100, 2.0))  # of photographs, generously, up to each quality (4:2:0)
+_MARGIN = 1.02  # slack, for example for images that grow when re-encoded
+_ASPECT_RATIO = 1.5  # upper estimate of the average; most photographs are 4:3
+_BYTES_PER_PIXEL = ((90, 0.5), (95, 0.8), (100, 2.0))  # (quality up to, bytes): upper estimate for photographs at 4:2:0
 
 
 def needed_bytes(source: Source, rules: ImageRules) -> int:
-    """About what the shards will take; an upper estimate where images are resized.
+    """Estimated size of the shards in bytes; an upper estimate if images are resized.
 
     Args:
-        source: all images that go in.
-        rules: how they are stored.
+        source: all images of the split.
+        rules: how images are stored.
     """
     images = source.total_bytes() * _MARGIN
     if rules.resize_short_side is not None:
@@ -33,16 +33,16 @@ def needed_bytes(source: Source, rules: ImageRules) -> int:
 
 
 def check_space_for_shards(folder: Path, needed: int, written: int, estimate: bool) -> None:
-    """See that the shards fit.
+    """Check that the shards fit on the disk.
 
     Args:
-        folder: where they go; exists.
+        folder: existing output folder.
         needed: bytes of the whole split.
-        written: bytes of it that are there already.
-        estimate: ``needed`` is one, because images are resized.
+        written: bytes already written.
+        estimate: whether ``needed`` is an estimate, because images are resized; for the message.
 
     Raises:
-        UserError: they do not.
+        UserError: not enough free space.
     """
     missing = max(0, needed - written)
     try:

@@ -1,7 +1,7 @@
-"""Tar archives of small files, written fast: POSIX ustar with one header block per member and no time stamp.
+"""Fast writer of tar archives of small files: POSIX ustar, one header block per member, no time stamps.
 
-The same bytes as ``tarfile`` in its USTAR format gives, with headers in 1 us instead of 16: those of a shard differ only in
-name, size and checksum, so the rest is formatted once.
+Writes the same bytes as ``tarfile`` in USTAR format, but formats a header in 1 us instead of 16: headers differ only in name,
+size and checksum, so the rest is formatted once.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import hashlib
 import tarfile
 from typing import BinaryIO
 
-BLOCK = 512  # bytes: headers and data begin at multiples of it
-RECORD = 20 * BLOCK  # an archive is filled up to a multiple of it
+BLOCK = 512  # bytes: headers and data are aligned to it
+RECORD = 20 * BLOCK  # an archive is padded to a multiple of it
 
 _TEMPLATE = tarfile.TarInfo("").tobuf(format=tarfile.USTAR_FORMAT)  # mode 0644, owner 0, time 0
 _CHECKSUM = slice(148, 156)
@@ -23,7 +23,10 @@ def member_header(name: str, size: int) -> bytes:
 
     Args:
         name: ASCII, at most 100 characters.
-        size: bytes, below 8 GiB.
+        size: in bytes, below 8 GiB.
+
+    Raises:
+        ValueError: name or size do not fit a ustar header.
     """
     encoded, digits = name.encode("ascii"), b"%011o" % size
     if len(encoded) > 100 or len(digits) > 11:
@@ -34,10 +37,10 @@ def member_header(name: str, size: int) -> bytes:
 
 
 class TarWriter:
-    """Appends members to a file and hashes what it writes.
+    """Appends members to a file and computes its SHA-256.
 
     Args:
-        file: open for binary writing, at its beginning.
+        file: empty, open for binary writing.
 
     Attributes:
         offset: bytes written so far.
@@ -64,7 +67,7 @@ class TarWriter:
         return places
 
     def close(self) -> str:
-        """Write the end of the archive, two empty blocks and more up to a whole record; the file stays open.
+        """Write the end of the archive: two zero blocks, and padding to a full record. The file stays open.
 
         Returns:
             SHA-256 of the archive, hexadecimal.

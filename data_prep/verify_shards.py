@@ -1,10 +1,10 @@
-"""Check a shard set from end to end, for instance after it was copied.
+"""Verify a shard set, for example after copying it.
 
     python -m data_prep.verify_shards DIR [--decode] [--workers N]
 
 Compares sizes, checksums, members and their order, indexes, labels and the sample table with each other and with
-DIR/manifest.json, and sees whether each shard is a fair sample of all classes. --decode also decodes every image. Ends with 0
-and a line when all is well, and a warning where val has the images of train; with 1 and a table of what is wrong otherwise.
+DIR/manifest.json, and checks that each shard is a random sample of all classes. --decode also decodes every image. Exits with 0
+if the set is intact, and warns if val has the images of train; exits with 1 and a table of findings otherwise.
 
 Examples:
     python -m data_prep.verify_shards data/imagenet
@@ -29,15 +29,15 @@ def main() -> int:
     args = parser.parse_args()
     if args.workers < 1:
         raise UserError(f"--workers is {args.workers}, at least 1 needed: pass a positive number.")
-    from data_prep.set_checks import print_table, verify  # now, not at the top: --help is there at once
+    from data_prep.set_checks import print_table, verify  # imported late, so that --help is fast
     from data_prep.split_classes import same_images
     from pipeline.data.manifest import ShardManifest
 
     manifest = ShardManifest.read(args.folder)
     findings = verify(args.folder, manifest, args.workers, args.decode)
     val = manifest.splits.get("val")
-    if odd := same_images(manifest.splits, "val", val.source["fingerprint"]) if val else "":
-        print(f"warning: {args.folder}: {odd}; shard again with --val-share 0.1, into an empty folder")
+    if overlap := same_images(manifest.splits, "val", val.source["fingerprint"]) if val else "":
+        print(f"warning: {args.folder}: {overlap}; shard again with --val-share 0.1, into an empty folder")
     if findings:
         print_table(findings)
         return 1
@@ -46,7 +46,7 @@ def main() -> int:
         for split, info in manifest.splits.items()
     )
     print(
-        f"{args.folder}: {'every file is whole' if odd else 'all is well'} ({counts}{', every image decoded' if args.decode else ''})"
+        f"{args.folder}: {'all files are intact' if overlap else 'all is well'} ({counts}{', every image decoded' if args.decode else ''})"
     )
     return 0
 

@@ -1,4 +1,4 @@
-"""Worker processes that count images for a progress bar, stop when asked, and die with their parent."""
+"""Worker processes that report progress, stop on request, and exit with their parent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from data_prep import counted
 from pipeline.errors import UserError
 
-BAR_SECONDS = 0.2  # between two updates
+BAR_SECONDS = 0.2  # between two updates of the progress bar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Progress:
-    """What workers and their parent share: the count of images done, and whether to stop."""
+    """Shared between the workers and their parent: the number of images done, and the request to stop."""
 
     images: Synchronized
     stop: Synchronized
@@ -42,18 +42,18 @@ _progress: Progress | None = None  # of this worker process
 
 
 def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int, bar: tqdm) -> Iterator[Result]:
-    """``function`` of each task, as they are done, in whatever order. To be closed when left early: that stops the workers.
+    """Yield ``function(task)`` for each task, in order of completion. Close the generator to stop the workers early.
 
     Args:
-        function: of a module; calls :func:`count_image`.
-        tasks: sent to other processes; may be made while the first ones are worked on.
-        workers: processes.
-        bar: moves on by one for each image.
+        function: picklable; calls :func:`count_image`.
+        tasks: picklable; consumed in this process, all before the first result is awaited.
+        workers: number of processes.
+        bar: advanced by one per image.
 
     Raises:
-        UserError: a worker was killed, or /dev/shm is full.
+        UserError: a worker was killed or ran out of memory, or /dev/shm is full.
     """
-    # Not fork: a caller may hold a DALI pipeline, whose threads do not exist in a forked child.
+    # spawn, not fork: the caller may hold a DALI pipeline, whose threads would be missing in a forked child.
     context = multiprocessing.get_context("spawn")
     try:
         with _interrupts_held_back():  # this starts multiprocessing's resource tracker
@@ -61,8 +61,8 @@ def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers
         executor = ProcessPoolExecutor(workers, context, _start_worker, (progress,))
     except OSError as error:
         raise UserError(
-            f"semaphores for {counted(workers, 'worker process')} cannot be made in /dev/shm ({error.strerror}), a few kB there needed: "
-            f"free some space on it."
+            f"semaphores for {counted(workers, 'worker process')} cannot be created in /dev/shm ({error.strerror}), a few kB there "
+            f"needed: free some space on it."
         ) from None
     before = bar.n
     with executor as pool:
@@ -78,23 +78,23 @@ def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers
             if not isinstance(error, (BrokenProcessPool, MemoryError)):
                 raise
             raise UserError(
-                f"a worker process was killed or ran out of memory, all {workers} needed: give them more memory or pass fewer "
+                f"a worker process was killed or ran out of memory, all {workers} needed: provide more memory or pass fewer "
                 f"--workers, then run the same command again."
             ) from None
 
 
 def stop_like_ctrl_c() -> None:
-    """Have SIGTERM, and the SIGHUP of a terminal that is closed, stop this process as Ctrl-C does; ``nohup`` stays in force."""
+    """Make SIGTERM and SIGHUP (closed terminal) raise KeyboardInterrupt like Ctrl-C, unless ignored, as under ``nohup``."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
 
 
 def count_image() -> None:
-    """Called by a worker after each image.
+    """Count one image; called by a worker after each.
 
     Raises:
-        Stopped: the parent asked for it.
+        Stopped: the parent asked the workers to stop.
     """
     if _progress is None:  # not in a worker
         return
@@ -106,9 +106,9 @@ def count_image() -> None:
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Processes that are started meanwhile never get Ctrl-C and SIGHUP: these are the parent's business.
+    """Block SIGINT and SIGHUP, so that processes started within never receive them: the parent handles these.
 
-    Not SIGTERM, with which a pool ends its workers when one of them was killed.
+    SIGTERM stays unblocked: the pool uses it to terminate its workers when one of them was killed.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
@@ -127,7 +127,7 @@ def _start_worker(progress: Progress) -> None:
     _progress = progress
     parent = parent_process()
 
-    def die_with_parent() -> None:  # also if that is killed: a pool's workers would wait for tasks for ever
+    def die_with_parent() -> None:  # even if the parent was killed, where the pool's workers would wait for tasks forever
         connection.wait([parent.sentinel])
         os._exit(1)
 

@@ -1,11 +1,11 @@
-"""Writes a source into a shard set (its layout: ``pipeline/data/shards.py``).
+"""Writes a source as a shard set (layout: :mod:`pipeline.data.shards`).
 
-Samples are shuffled across the whole set, so each shard is a fair sample of all classes. The order comes from the
-seed alone, each shard is written by one worker from beginning to end, and no time stamp goes in: the same source and
-seed give the same bytes with any number of workers, machines and interruptions.
+Samples are shuffled across the whole set, so that each shard is a random sample of all classes. The order depends on the seed
+only, each shard is written by one worker, and no time stamps are stored: the same source and seed give the same bytes for any
+number of workers, machines and interruptions.
 
-Shards are finished one by one (``data_prep/shard_writer.py``). Whichever process finds all of them finished writes the
-manifest, which is what makes them a shard set; one that was cut off writes only what is missing when it is run again.
+Shards are finished one by one (:mod:`data_prep.shard_writer`). The process that finds all of them finished writes the manifest,
+which completes the set; an interrupted run, started again, writes only the missing shards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipeline.files import remove_leftovers, replace_file
 
 @dataclass(frozen=True)
 class Share:
-    """The shards of one task of a job array: every ``of``-th, beginning with number ``task``."""
+    """The shards of one task of a job array: ``task``, ``task + of``, ``task + 2 * of``, ..."""
 
     task: int = 0
     of: int = 1
@@ -52,22 +52,22 @@ def write_shards(
     share: Share = Share(),  # noqa: B008 (frozen)
     say: Callable[[str], object] = lambda text: None,
 ) -> SplitInfo | None:
-    """Write one split; a second call with the same arguments finds it done and writes nothing.
+    """Write one split. Idempotent: a second call with the same arguments writes nothing.
 
     Args:
-        source: where the images come from.
-        folder: the shard set; may hold another split of the same data set already.
+        source: the images.
+        folder: the shard set; may already hold another split of the same data set.
         split: ``train`` or ``val``.
-        samples_per_shard: images of the source per shard; the last shard may hold fewer, as do those with rejected images.
-        workers: processes.
-        seed: of the order in which samples are written.
+        samples_per_shard: images of the source per shard; the last shard, and shards with rejected images, hold fewer.
+        workers: number of worker processes.
+        seed: determines the order of the samples.
         rules: how images are checked and stored.
-        max_rejected: share of the images that may be undecodable.
-        share: which shards this call writes.
-        say: gets a sentence about the shards that an earlier run finished.
+        max_rejected: fraction of the images that may be rejected.
+        share: the shards that this call writes.
+        say: called with a message about shards that an earlier run finished.
 
     Returns:
-        The split's entry in the manifest; None while shards of other tasks are missing.
+        The split's manifest entry; None while shards of other tasks are missing.
 
     Raises:
         UserError: the folder holds another data set, the disk is too small, or too many images were rejected.
@@ -94,7 +94,7 @@ def write_shards(
 def _write_missing(
     job: ShardJob, lock: FolderLock, numbers: range, workers: int, max_rejected: float, say: Callable[[str], object]
 ) -> None:
-    """Write those of the shards that are not finished yet, with a progress bar when a terminal is attached."""
+    """Write the shards that are not finished yet, with a progress bar on a terminal."""
     finished = {number: read_record(job.folder, job.split, number, job.digest) for number in range(job.shards)}
     written = sum(shard.info.bytes for shard in finished.values() if shard)
     check_space_for_shards(
@@ -118,26 +118,26 @@ def _write_missing(
                 _stop_at_too_many(job, rejected, max_rejected)
     except TooManyRejected:
         with lock.manifest():
-            _write_lists(job, _finished_shards(job))  # what was found up to here, for the user to look at
+            _write_lists(job, _finished_shards(job))  # the images rejected so far, for the user to inspect
         raise
 
 
 class TooManyRejected(UserError):
-    """More images than ``--max-rejected`` allows cannot be decoded."""
+    """More images are rejected than ``--max-rejected`` allows."""
 
 
 def _stop_at_too_many(job: ShardJob, rejected: list[dict], max_rejected: float) -> None:
-    allowed = int(max_rejected * len(job.source) + 1e-9)  # 0.29 x 100 is 28.999999999999996
+    allowed = int(max_rejected * len(job.source) + 1e-9)  # 1e-9: 0.29 * 100 is 28.999999999999996
     if len(rejected) > allowed:
         first = "; ".join(f"{line['file']}: {line['reason']}" for line in rejected[:3])
         raise TooManyRejected(
             f"{len(rejected)} of the {len(job.source)} {job.split} images of {job.source.path} cannot be stored, at most {allowed} "
-            f"allowed by --max-rejected {max_rejected:g} ({first}): allow more, or mend those listed in {job.folder / REJECTED} and begin in an empty folder."
+            f"allowed by --max-rejected {max_rejected:g} ({first}): allow more, or repair those listed in {job.folder / REJECTED} and start with an empty folder."
         )
 
 
 def _remove_leftovers(job: ShardJob, number: int) -> None:
-    """Temporary files of killed runs, and a record whose tar was changed."""
+    """Remove temporary files of killed runs, and a record whose tar was changed."""
     record = record_file(job.folder, job.split, number)
     record.unlink(missing_ok=True)
     for name in (shard_name(job.split, number, "tar"), shard_name(job.split, number, "idx"), record.name):
@@ -150,7 +150,7 @@ def _finished_shards(job: ShardJob) -> list[FinishedShard]:
 
 
 def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None:
-    """Add the split once all its shards are finished; another process may be adding the other split at the same time."""
+    """Add the split to the manifest if all its shards are finished. The caller holds the manifest lock."""
     shards = _finished_shards(job)
     if len(shards) < job.shards:
         return None
@@ -159,7 +159,7 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
     rows = np.concatenate([shard.rows for shard in shards])  # (samples,) of SAMPLE_DTYPE
     if not len(rows):
         raise UserError(
-            f"none of the {len(job.source)} {job.split} images of {job.source.path} can be stored, 1 needed: mend them."
+            f"none of the {len(job.source)} {job.split} images of {job.source.path} can be stored, at least 1 needed: repair them."
         )
     samples_file = job.folder / f"{job.split}-samples.npy"
     for path in (samples_file, *(job.folder / name for name in (MANIFEST, REJECTED, REENCODED))):
@@ -181,8 +181,8 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
     manifest = ShardManifest.read(job.folder) if (job.folder / MANIFEST).exists() else ShardManifest(job.classes)
     if manifest.classes != job.classes:
         raise UserError(
-            f"{job.folder / MANIFEST} was written meanwhile with {len(manifest.classes)} classes that are not this split's "
-            f"{len(job.classes)}: shard {job.split} again, now that the class list stands."
+            f"{job.folder / MANIFEST} was written in the meantime with {len(manifest.classes)} classes that are not this split's "
+            f"{len(job.classes)}: shard {job.split} again, which then uses the manifest's classes."
         )
     splits = {**manifest.splits, job.split: info}
     ShardManifest(manifest.classes, dict(sorted(splits.items()))).write(job.folder)
@@ -190,7 +190,7 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
 
 
 def _write_lists(job: ShardJob, shards: list[FinishedShard]) -> None:
-    """Bring ``rejected.jsonl`` and ``reencoded.jsonl`` up to date: the other split's lines stay, those of this one are new."""
+    """Rewrite ``rejected.jsonl`` and ``reencoded.jsonl``: replace this split's lines and keep the other split's."""
     lines = {
         REJECTED: [line for shard in shards for line in shard.rejected],
         REENCODED: [line for shard in shards for line in shard.reencoded],
@@ -202,9 +202,9 @@ def _write_lists(job: ShardJob, shards: list[FinishedShard]) -> None:
             kept = [line for line in old if line["split"] != job.split]
         except (ValueError, KeyError, TypeError):
             raise UserError(
-                f"{path} is damaged, a JSON object with a split on each line needed: remove it and run again."
+                f"{path} is damaged, a JSON object with a split on each line needed: remove it and run the same command again."
             ) from None
-        both = sorted(kept + new, key=lambda line: line["split"])  # stable: within a split in the order of the shards
+        both = sorted(kept + new, key=lambda line: line["split"])  # stable: keeps the order of the shards within a split
         content = "".join(json.dumps(line) + "\n" for line in both).encode()
         if content:
             replace_file(path, lambda file, content=content: file.write(content))

@@ -1,9 +1,9 @@
-"""Parameters and multiply-accumulates (GMACs = 1e9) of the models, counted by fvcore.
+"""Print the parameters and multiply-accumulates (GMACs) of the models, counted by fvcore, beside the papers' figures.
 
   python -m pipeline.flops pervit_t pervit_s pervit_m
   python -m pipeline.flops deit_s --image-size 384 --json FILE
 
-:mod:`pipeline.models.flops` counts and says what the columns mean.
+The columns are explained in :mod:`pipeline.models.flops`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def table(rows: list[FlopRow]) -> str:
-    """Aligned text, the papers' figures and the difference beside ours."""
+    """Format the rows as an aligned table with the papers' figures and the relative differences."""
     lines = [
         f"{'model':<14} {'size':>5} {'params':>12} {'paper M':>8} {'diff':>7} {'Φp share':>9} "
         f"{'GMACs modules':>14} {'paper':>6} {'diff':>7} {'GMACs + attention':>18} {'Φp GMACs, once':>15}"
     ]
     for row in rows:
-        native = row.image_size == models.model_entry(row.name).image_size  # the size that the paper's figure is for
+        native = row.image_size == models.model_entry(row.name).image_size  # the paper's figure is for this size
         paper_gmacs = row.paper_gmacs if native else None
         lines.append(
             f"{row.name:<14} {row.image_size:>5} {row.params:>12,} {_figure(row.paper_params_m):>8} "
@@ -48,20 +48,20 @@ def _difference(ours: float, papers: float | None) -> str:
 
 
 _NOTES = """
-modules: the papers' convention, attention's products left out. + attention: all that one image costs (fvcore).
-Φp: once per forward pass, shared by the batch. The authors' code needs 1.710 / 6.726 / 15.047 for T / S / M: its first
-convolution runs over 4 x heads maps that are one distance map times a number; ours sums the kernels and runs over one."""
+modules: the papers' convention, which omits the matrix products of attention. + attention: the full cost of one image (fvcore).
+Φp: once per forward pass, shared by the batch. The authors' code takes 1.710 / 6.726 / 15.047 GMACs for T / S / M: its first
+convolution runs over 4 x heads scaled copies of one distance map; ours sums the scaled kernels and convolves that map once."""
 
 
 def main() -> None:
     parser = command_parser("pipeline.flops", __doc__)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all of them")
-    parser.add_argument("--image-size", type=int, help="pixels (default: each model's own, which its paper's figures are for)")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all models that python -m pipeline.models lists")
+    parser.add_argument("--image-size", type=int, help="in pixels (default: that of the model's paper)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     if args.json:
         check_writable(args.json)
-    from pipeline.models.flops import count_at  # after the arguments, for importing PyTorch takes seconds
+    from pipeline.models.flops import count_at  # imported late: PyTorch takes seconds, and --help does not need it
 
     rows = [count_at(name, args.image_size) for name in args.models or models.list_models()]
     print(table(rows))

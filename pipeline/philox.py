@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
 
-A counter goes in, four random 32-bit words come out; there is no state. So the numbers of sample ``position``
-of ``epoch`` are the same whichever process asks for them, in whatever order, before or after a restart.
-That is what makes order, augmentation and stochastic depth pure functions of (seed, epoch, position).
+The generator is stateless: a counter maps to four random 32-bit words. The numbers of sample ``position`` of ``epoch`` are
+therefore the same on every rank, in any order of calls, and after a restart, which makes sample order, augmentation and
+stochastic depth pure functions of (seed, epoch, position).
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
 _ROUNDS = 10
-_BLOCKS_PER_STREAM = 1 << 16  # room for 4 * 65,536 numbers per sample and stream
+_BLOCKS_PER_STREAM = 1 << 16  # counters reserved per stream: 4 * 65,536 words per sample
 
 
 class Stream(IntEnum):
-    """What the numbers are for. Streams never share a counter; a new use takes a new, never reused, number."""
+    """Purposes of random numbers, with disjoint counters. Never renumber or reuse a stream: runs could not resume."""
 
-    SHARD_ORDER = 0  # where each sample goes when the shards are written
-    SAMPLE_ORDER = 1  # the order of an epoch
+    SHARD_ORDER = 0  # order of the samples in the shards
+    SAMPLE_ORDER = 1  # order of an epoch
     CROP_AND_FLIP = 2
     STOCHASTIC_DEPTH = 3
-    SUBSET = 4  # which images of a class are kept when the shards are written
+    SUBSET = 4  # which images of a class go into a subset or a held-out split
     RAND_AUGMENT = 5
     ERASING = 6
-    MIXING = 7  # of a group of samples: its number stands for the position
-    BLOCK_ORDER = 8
-    WINDOW_ORDER = 9
+    MIXING = 7  # per group of samples: ``position`` is the group's number
+    BLOCK_ORDER = 8  # block order (pipeline.data.order): order of the blocks
+    WINDOW_ORDER = 9  # block order: order of the samples within a window
 
 
 def philox4x32(counter: np.ndarray, seed: int) -> np.ndarray:
-    """The generator itself.
+    """The Philox4x32-10 bijection.
 
     Args:
-        counter: (..., 4) of unsigned integers below 2**32.
+        counter: (..., 4) unsigned integers below 2**32.
         seed: 64-bit key; its low word is the first key word.
 
     Returns:
@@ -62,10 +62,10 @@ def random_words(stream: Stream, seed: int, epoch: np.ndarray, position: np.ndar
     """``count`` random 32-bit words for each (epoch, position).
 
     Args:
-        stream: what they are for.
+        stream: what the words are for.
         seed: the run's seed, 0 to 2**64 - 1.
         epoch: (n,) integers below 2**32.
-        position: (n,) integers below 2**64: where in the epoch (or any other index).
+        position: (n,) integers below 2**64: position in the epoch, or another index.
         count: words per position.
 
     Returns:
@@ -82,5 +82,5 @@ def random_words(stream: Stream, seed: int, epoch: np.ndarray, position: np.ndar
 
 
 def uniforms(stream: Stream, seed: int, epoch: np.ndarray, position: np.ndarray, count: int) -> np.ndarray:
-    """Like :func:`random_words`, as float64 uniform on [0, 1): (n, count)."""
+    """:func:`random_words` scaled to [0, 1): (n, count) float64."""
     return random_words(stream, seed, epoch, position, count) * 2.0**-32

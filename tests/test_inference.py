@@ -108,7 +108,7 @@ def test_a_folder_of_images_evaluates_as_its_shards(
 
     alone, done = result_of("--checkpoint", exported, "--data", photos, "--batch-size", 4, tmp=tmp_path)
     for image in ("2/broken.jpg cannot be used: not an image", "5/cut.jpg cannot be used: a JPEG that is cut off"):
-        assert done.stderr.count(image) == 1 and "takes its place" not in done.stderr
+        assert done.stderr.count(image) == 1 and "replaces it" not in done.stderr
     assert alone["count"] == 15 and alone["left_out"] == 2 and f"15 of {photos}, 2 left out\n" in done.stdout
     assert alone["split"] is None, "a plain folder is no split"
     (tmp_path / "tree").mkdir()
@@ -123,7 +123,7 @@ def test_folders_that_are_no_class_are_refused(photos: Path, tmp_path: Path) -> 
     """Guards against labels by alphabet, which are another model's as soon as a class is missing or spelled otherwise."""
     images = ImageFolder(photos, "val", [*"0123456789"])
     assert sorted(set(images.samples[np.arange(len(images))]["label"].tolist())) == [2, 5, 8]
-    with pytest.raises(UserError, match=r"1 folders that are no class of the model \(8; its 2 classes are 2, 5\)"):
+    with pytest.raises(UserError, match=r"1 folders that are not classes of the model \(8; its 2 classes are 2, 5\)"):
         ImageFolder(photos, "val", ["2", "5"])
     with pytest.raises(UserError, match="holds no manifest.json and 0 images in 0 class folders"):
         ImageFolder(tmp_path, "val", ["2"])
@@ -211,18 +211,20 @@ def test_a_head_is_kept_only_for_the_same_classes(run: Path, exported: Path, tmp
     for source, step in ((run, 2), (exported, 2), (step_folder(run, 1), 1)):
         kept = head_after(source, run, digits)
         out = capsys.readouterr().out
-        assert f"init_from: ema weights of step {step} of {source}\n" in out and "anew" not in out
+        assert f"init_from: ema weights of step {step} of {source}\n" in out and "from scratch" not in out
         assert "init_from: the head is kept: its classes are the same\n" in out
         assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d init_from: ", line) for line in out.splitlines())
         assert torch.equal(kept, ema) == (step == 2)
         fresh = head_after(source, run, digits[::-1])
         out = capsys.readouterr().out
-        assert "head.weight starts anew: other classes (10 and 10, first different at index 0: '0' and '9')" in out
+        assert (
+            "head.weight is initialized from scratch: other classes (10 and 10, first different at index 0: '0' and '9')" in out
+        )
         assert "kept" not in out
         assert torch.nn.functional.cosine_similarity(fresh.flatten(), ema.flatten(), dim=0) < 0.5
     assert torch.equal(head_after(plain, run, digits), read_weights(run).model["head.weight"])
     out = capsys.readouterr().out
-    assert "the head is taken over, though train.init_from" in out and "does not say what its outputs are for" in out
+    assert "the head is loaded, although train.init_from" in out and "does not name its classes" in out
     export(run, tmp_path / "theirs.safetensors", step=None, kind=None, names="authors", force=False)
     assert torch.equal(head_after(tmp_path / "theirs.safetensors", run, digits), ema)
     out = capsys.readouterr().out

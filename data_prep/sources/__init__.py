@@ -1,4 +1,18 @@
-"""Where images come from. A source lists its samples in a fixed order and reads one by number; nothing is ever unpacked."""
+"""Sources of images. A source lists its samples in a fixed order and reads them by number; archives are read in place.
+
+==================  ==================================================================
+``base``            the interface of a source and what its implementations share
+``detect``          finds out which format a path has
+``image_folder``    folders per class
+``zip_folder``      a zip of folders per class
+``imagenet_tars``   ImageNet-1k's official tars
+``devkit``          labels of ImageNet's val tar
+``cifar``           CIFAR-10 and CIFAR-100 archives
+``inaturalist``     iNaturalist folders with annotation files
+``subset``          a fraction of each class; a held-out val split
+``tar_gz``          reads members of a ``.tar.gz``
+==================  ==================================================================
+"""
 
 from data_prep.sources.base import Source, SourceImage
 from data_prep.sources.detect import open_sources

@@ -1,4 +1,4 @@
-"""What the writer needs of a source of images, and what all sources have in common: a list of images in a fixed order."""
+"""The interface of a source of images, and a base class for sources that list all images when they are opened."""
 
 from __future__ import annotations
 
@@ -16,66 +16,66 @@ import numpy as np
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 
-# The names that a split's folder may have; the first that is there counts. CIFAR's trees say test, and in ImageNet's, where
-# both are there, test has no labels.
+# Accepted names of a split's folder, in order of preference. CIFAR's trees use test; where ImageNet's have both, test is
+# unlabelled.
 SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "test")}
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
-LARGEST_IMAGE = 256 << 20  # bytes: what is larger is no image that can be decoded, but may be gigabytes of zeros in a small zip
+LARGEST_IMAGE = 256 << 20  # bytes: more than any decodable image has, and a bound for zip bombs
 
 
 @dataclass(frozen=True)
 class SourceImage:
-    """One image as the source has it."""
+    """One image of a source."""
 
-    name: str  # for humans: the file's path within the source
+    name: str  # path within the source, for messages and lists
     class_name: str  # wnid for ImageNet
-    data: bytes  # the encoded JPEG or PNG; empty when the file is empty
-    refused: str = ""  # why it was not read
+    data: bytes  # the encoded image; empty if the file is empty or was not read
+    refused: str = ""  # why it was not read; empty if it was
 
 
 class Source(Protocol):
-    """What the writer needs of a source. ``len`` is the number of images; a selection is sent to other processes."""
+    """A source of images, as the writer sees it. ``len`` is the number of images. Selections are pickled for the workers."""
 
-    kind: str
+    kind: str  # format, recorded in the manifest
     path: str
-    ignored: int  # files that do not have an image's name
-    class_names: list[str]  # in index order; every class that occurs in any split of the source
-    labels: np.ndarray  # (n,) int32: the place of each image's class in class_names
-    subset: float  # the share of each class that is left; 1.0: all
+    ignored: int  # files whose names are not those of images
+    class_names: list[str]  # in index order; the classes of all splits of the source
+    labels: np.ndarray  # (n,) int32: index into class_names
+    subset: float  # fraction of each class that was kept; 1.0: all
 
     def __len__(self) -> int: ...
 
     def read(self, sample: int) -> SourceImage: ...
 
     def select(self, samples: Sequence[int] | np.ndarray) -> Source:
-        """A source of these samples alone, in this order: what a worker needs to write one shard."""
+        """A source of only these samples, in this order."""
 
     def fingerprint(self) -> str:
-        """Changes when an image is added, removed, renamed or resized; stays when only its path on disk does."""
+        """SHA-256 of class, file name and size of every image: independent of where the source is stored."""
 
     def total_bytes(self) -> int:
-        """The encoded images together: about what the shards will take."""
+        """Total size of the encoded images."""
 
 
 class Entry(NamedTuple):
-    """One image of a source's list."""
+    """One image in a source's list."""
 
     class_name: str
     name: str
     size: int  # bytes
-    place: int = 0  # where a source finds it again, when its name is not enough: an offset or a row
+    place: int = 0  # source-specific position, such as an offset or a row; unused where the name suffices
 
 
 class ListedSource(ABC):
-    """A source whose images are all listed when it is opened. The order is that of the classes and, in a class, of names.
+    """A source that lists all images when it is opened, sorted by class index, then by name.
 
-    The list is kept in columns: ImageNet's 1.28 million entries take about 150 MB, and a selection is a slice.
+    The list is stored in columns: ImageNet's 1.28 million entries take about 150 MB, and a selection is an index operation.
 
     Args:
-        path: where the images lie, for the manifest and for messages.
+        path: of the source, for the manifest and messages.
         class_names: in index order.
         entries: the images, in any order.
-        ignored: files that do not have an image's name.
+        ignored: number of files whose names are not those of images.
     """
 
     kind: str
@@ -96,11 +96,11 @@ class ListedSource(ABC):
         return len(self._names)
 
     def read(self, sample: int) -> SourceImage:
-        """One image.
+        """Read one image.
 
         Raises:
-            UserError: the source was cut off, damaged or changed since it was listed.
-            OSError: the file system refuses.
+            UserError: the source is damaged, or was changed since it was listed.
+            OSError: the file cannot be read.
         """
         name, class_name, size = self._names[sample], self.class_names[self.labels[sample]], int(self._sizes[sample])
         if size > LARGEST_IMAGE:
@@ -130,11 +130,11 @@ class ListedSource(ABC):
 
 
 def read_listed(path: Path, size: int) -> bytes:
-    """A file's content, which has the size that it was listed with.
+    """Read a file and check that its size is still the listed one.
 
     Raises:
-        UserError: it is gone, was replaced by something else, or has another size.
-        OSError: the file system refuses.
+        UserError: it is gone, is not a regular file, or has another size.
+        OSError: it cannot be read.
     """
     try:
         with open(open_regular(path), "rb") as file:
@@ -147,18 +147,18 @@ def read_listed(path: Path, size: int) -> bytes:
 
 
 def changed(path: str | Path, what: str) -> UserError:
-    """The error for a source that is not what was listed; shards of one half before and one half after would be of neither."""
+    """The error for a source that changed after it was listed: the shards would mix two versions of it."""
     return UserError(
-        f"{path} {what}: the source was changed while it was sharded, an unchanged one needed: restore it and give the same "
-        f"command again, or begin with an empty --output folder."
+        f"{path} {what}: the source was changed while it was sharded, an unchanged one needed: restore it and run the same "
+        f"command again, or start with an empty --output folder."
     )
 
 
 def refuse_duplicates(path: str | Path, entries: list[Entry], remedy: str) -> None:
-    """See that no two images of an archive have one name: when it is unpacked, one of them would vanish.
+    """Check that the images of an archive have distinct names: unpacking would overwrite one of two.
 
     Raises:
-        UserError: two have.
+        UserError: two images have the same name.
     """
     seen: set[str] = set()
     for entry in entries:
@@ -168,5 +168,5 @@ def refuse_duplicates(path: str | Path, entries: list[Entry], remedy: str) -> No
 
 
 def is_image(name: str) -> bool:
-    """Whether a file of this name (its last part) is taken for an image."""
+    """Whether a file name (without folders) is that of an image."""
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")

@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100 as they are downloaded: ``cifar-10-python.tar.gz`` and ``cifar-100-python.tar.gz``.
+"""The original archives of CIFAR-10 and CIFAR-100 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009).
 
-Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The archives hold Python pickles of pixel
-arrays. Images are handed on as PNG, which loses nothing: the only lossy step is the writer's JPEG encoder.
+``cifar-10-python.tar.gz`` and ``cifar-100-python.tar.gz`` hold Python pickles of pixel arrays. Images are passed on as PNG,
+which is lossless; the only lossy step is the writer's JPEG encoder.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ARCHIVE, _DOWNLOAD = "CIFAR's archive", "download it again"
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where a data set's archive has what. Member names are those at the end of the path."""
+    """The layout of an archive. Member names are the last part of the path."""
 
-    batches: dict[str, tuple[str, ...]]  # split: members
+    batches: dict[str, tuple[str, ...]]  # split -> members
     meta: str  # member with the class names
     labels_key: bytes
     names_key: bytes
@@ -47,9 +47,8 @@ _CIFAR100 = _Layout({"train": ("train",), "val": ("test",)}, "meta", b"fine_labe
 class Cifar(ListedSource):
     """CIFAR-10, or CIFAR-100 with its 100 fine classes; the test batch is the val split.
 
-    All pixels of the split are in memory (150 MB for train), and those of a selection go with it to the worker.
-
-    ``total_bytes`` counts the pixels: the size of a file is known only when it is written.
+    All pixels of the split are in memory (150 MB for train); a selection carries its pixels to the worker. ``total_bytes``
+    counts raw pixels, because encoded sizes are known only after encoding.
 
     Args:
         path: the archive.
@@ -71,14 +70,14 @@ class Cifar(ListedSource):
             file_names = [name.decode() for batch in batches for name in batch[b"filenames"]]
             self._pixels = np.concatenate(
                 [batch[b"data"] for batch in batches]
-            )  # (n, 3072): an image's red, green, blue values
+            )  # (n, 3072): red, green and blue planes of 32 x 32
             entries = [
                 Entry(class_names[label], f"{class_names[label]}/{name}", _PIXELS, row)
                 for row, (label, name) in enumerate(zip(labels, file_names, strict=True))
             ]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"{path} does not hold what CIFAR's archive does ({error!r}), a whole one needed: {_DOWNLOAD}."
+                f"{path} does not have the content of a CIFAR archive ({error!r}), a complete one needed: {_DOWNLOAD}."
             ) from None
         if self._pixels.shape != (len(entries), _PIXELS) or self._pixels.dtype != np.uint8:
             raise UserError(
@@ -101,7 +100,7 @@ class Cifar(ListedSource):
 
 
 def _load(path: Path, split: str) -> tuple[dict, list[dict], _Layout]:
-    """The class names' dict and the split's batches, and where in them is what."""
+    """The dictionary with the class names, the split's batches, and the layout of the archive."""
     known = {name for one in (_CIFAR10, _CIFAR100) for name in (one.meta, *one.batches["train"], *one.batches["val"])}
     members = read_tar_gz(path, lambda name: _last_part(name) if _last_part(name) in known else None, _ARCHIVE, _DOWNLOAD)
     layout = _CIFAR10 if _CIFAR10.meta in members else _CIFAR100
@@ -120,8 +119,8 @@ def _last_part(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-class _ArraysOnly(pickle._Unpickler):  # in Python: the one in C takes any amount of memory for one number of a pickle's memo
-    """Reads plain values and NumPy arrays. A pickle can name any function to be called; these four are all that CIFAR needs."""
+class _ArraysOnly(pickle._Unpickler):  # pure Python: a memo index in a crafted pickle makes the C version allocate any amount
+    """Unpickles plain values and NumPy arrays only. A pickle may call any importable function; CIFAR needs these."""
 
     _ALLOWED = {
         ("numpy.core.multiarray", "_reconstruct"): multiarray._reconstruct,
@@ -132,14 +131,14 @@ class _ArraysOnly(pickle._Unpickler):  # in Python: the one in C takes any amoun
 
     def find_class(self, module: str, name: str):
         if (module, name) not in self._ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no plain value or array")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not a plain value or array")
         return self._ALLOWED[module, name]
 
 
 def _unpickle(data: bytes, name: str) -> dict:
     try:
         batch = _ArraysOnly(io.BytesIO(data), encoding="bytes").load()
-    except Exception as error:  # a damaged pickle can fail with anything
+    except Exception as error:  # a damaged pickle can raise nearly any exception
         reason = str(error) or type(error).__name__
         raise UserError(f"{name} is not a pickle of plain values and arrays ({reason}), CIFAR's needed: {_DOWNLOAD}.") from None
     if not isinstance(batch, dict):

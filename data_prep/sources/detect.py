@@ -1,4 +1,4 @@
-"""What kind of source a path is: decided by what lies there, never by an option."""
+"""Detects the format of a source from the content of its path."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ ACCEPTED = (
 
 @dataclass(frozen=True)
 class _Found:
-    """What is at a path: how to open each split, and the splits that are meant when none is named."""
+    """A detected source: a function that opens each split, and the splits to open by default."""
 
     openers: dict[str, Callable[[], Source]]
     default: tuple[str, ...]
 
 
 def open_sources(location: str | Path, split: str | None = None, devkit: str | Path | None = None) -> dict[str, Source]:
-    """Find out what is at a path and list its images.
+    """Detect the format of a path and list its images.
 
     Args:
-        location: one of the forms of ``ACCEPTED``.
-        split: ``train`` or ``val``; None: all that are there. A tree that names no split is taken as train then.
-        devkit: of ImageNet's val tar, where it does not lie beside it.
+        location: in one of the formats of ``ACCEPTED``.
+        split: ``train`` or ``val``; None: all splits that exist, where a tree without split folders is train.
+        devkit: devkit archive for ImageNet's val tar, if it is not beside it.
 
     Returns:
-        split: source.
+        Split -> source.
 
     Raises:
-        UserError: nothing that is known, several things at once, or something damaged.
+        UserError: unknown format, ambiguous content, or a damaged source.
     """
     location = Path(location)
     imagenet = _imagenet_tars(location)
@@ -59,16 +59,16 @@ def open_sources(location: str | Path, split: str | None = None, devkit: str | P
 
 
 def _find(location: Path) -> _Found:
-    """Everything but ImageNet's tars."""
+    """Detect any format except ImageNet's tars."""
     if location.is_file():
         return _find_file(location)
     if not location.is_dir():
         raise UserError(f"source {location} does not exist: pass --source with {ACCEPTED}.")
     annotations = annotation_files(location)
-    if annotations:  # before the folders: iNaturalist has a train/ too in some years, and the labels are the annotations'
+    if annotations:  # before class folders: some years of iNaturalist have a train/ too, but the labels are in the annotations
         return _all({split: partial(INaturalist, location, split) for split in annotations})
     if not class_folders(location):
-        raise UserError(f"source folder {location} holds 0 folders and no file that is known: pass --source with {ACCEPTED}.")
+        raise UserError(f"source folder {location} holds 0 folders and no known file: pass --source with {ACCEPTED}.")
     return _tree(list(split_folders(location)), partial(ImageFolder, location))
 
 
@@ -77,7 +77,7 @@ def _find_file(location: Path) -> _Found:
         return _all({split: partial(Cifar, location, split) for split in SPLITS})
     if location.suffix == ".zip":
         return _tree(zip_splits(location), partial(ZipFolder, location))
-    raise UserError(f"source {location} is a file of another kind: pass --source with {ACCEPTED}.")
+    raise UserError(f"source {location} is a file of an unknown format: pass --source with {ACCEPTED}.")
 
 
 def _all(openers: dict[str, Callable[[], Source]]) -> _Found:
@@ -85,13 +85,13 @@ def _all(openers: dict[str, Callable[[], Source]]) -> _Found:
 
 
 def _tree(named: list[str], opener: Callable[[str], Source]) -> _Found:
-    """A tree of class folders; one that names no split is whichever is wanted, train when none is."""
+    """A tree of class folders. Without split folders it can be opened as either split; the default is train."""
     openers = {split: partial(opener, split) for split in named or SPLITS}
     return _Found(openers, tuple(named) or ("train",))
 
 
 def _imagenet_tars(location: Path) -> dict[str, Path]:
-    """ImageNet's tar of each split: the path itself, or in the folder."""
+    """ImageNet's tars by split: the path itself, or those in the folder."""
     if location.is_file() and location.suffix == ".tar":
         return {tar_split(location): location}
     tars = {split: location / name for split, name in (("train", TRAIN_TAR), ("val", VAL_TAR)) if (location / name).is_file()}
@@ -106,9 +106,9 @@ def _imagenet_tars(location: Path) -> dict[str, Path]:
 
 
 def _find_imagenet(tars: dict[str, Path], split: str | None, devkit: str | Path | None) -> _Found:
-    """ImageNet's tars. A class list covers both splits, so that shards of one, written later, fit those of the other."""
+    """ImageNet's tars. Both splits get the classes of both, so that indices agree even if they are sharded separately."""
     labels = Path(devkit) if devkit else next(iter(tars.values())).with_name(DEVKIT)
-    # Val cannot do without the devkit; for train it only completes the class list.
+    # Required for val; for train it only completes the class list.
     kit = Devkit(labels) if "val" in tars and (split != "train" or labels.exists()) else None
     openers: dict[str, Callable[[], Source]] = {}
     if "train" in tars:

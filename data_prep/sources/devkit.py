@@ -1,7 +1,7 @@
-"""``ILSVRC2012_devkit_t12.tar.gz``: which class each of ImageNet's validation images shows.
+"""``ILSVRC2012_devkit_t12.tar.gz``: the labels of ImageNet's validation images.
 
-The ground truth gives each image an ``ILSVRC2012_ID`` from 1 to 1000; ``meta.mat`` gives each id a wnid. The index that
-models are trained with is another one: the place of the wnid in alphabetical order.
+The ground truth gives each image an ``ILSVRC2012_ID`` from 1 to 1000, ``meta.mat`` maps ids to wnids. Neither is the class
+index that models are trained with, which is the wnid's position in alphabetical order.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Devkit:
         path: the archive.
 
     Attributes:
-        wnids: of the classes with the ids 1, 2, ..., in this order.
-        truth: the id of each validation image, in the order of the images' numbers.
+        wnids: of the ids 1, 2, ..., in this order.
+        truth: id of each validation image, in the order of the images' numbers.
 
     Raises:
-        UserError: missing, damaged, or ids that do not fit together.
+        UserError: missing, damaged, or inconsistent ids.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +41,7 @@ class Devkit:
         self.truth = _truth(members[_TRUTH], len(self.wnids), path)
 
     def wnid(self, number: int) -> str:
-        """The class of the image ``ILSVRC2012_val_<number>.JPEG``; numbers begin at 1.
+        """The class of the image ``ILSVRC2012_val_<number>.JPEG``; numbers start at 1.
 
         Raises:
             UserError: no such image.
@@ -54,7 +54,7 @@ class Devkit:
 
 
 def _read_members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    """The contents of the members whose names end like this."""
+    """The members whose paths end with these names."""
     try:
         found = read_tar_gz(path, lambda member: next(filter(member.endswith, names), None), "the devkit", _DOWNLOAD)
     except FileNotFoundError:
@@ -68,13 +68,13 @@ def _read_members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def _wnids(data: bytes, path: Path) -> list[str]:
-    """The wnids by id, from ``meta.mat``: a struct array ``synsets`` of which the nodes without children are classes."""
-    from scipy.io import loadmat  # half a second that no other source needs
+    """The wnids by id, from ``meta.mat``: the nodes without children of the struct array ``synsets``."""
+    from scipy.io import loadmat  # imported late: takes half a second, and no other source needs it
 
     try:
         synsets = np.atleast_1d(loadmat(io.BytesIO(data), squeeze_me=True)["synsets"])  # (nodes,) of structs
         classes = {int(node["ILSVRC2012_ID"]): str(node["WNID"]) for node in synsets if int(node["num_children"]) == 0}
-    except Exception as error:  # a damaged file can fail anywhere in SciPy's parser
+    except Exception as error:  # SciPy's parser can raise nearly any exception on a damaged file
         raise UserError(
             f"{path}: {_META} cannot be read ({error!r}), the struct array 'synsets' needed: {_DOWNLOAD}."
         ) from None
@@ -87,7 +87,7 @@ def _wnids(data: bytes, path: Path) -> list[str]:
 
 
 def _truth(data: bytes, classes: int, path: Path) -> list[int]:
-    """The ids, one a line."""
+    """Parse the ground truth: one id per line."""
     lines = data.decode(errors="replace").split()
     for number, line in enumerate(lines, start=1):
         if not (line.isdecimal() and 1 <= int(line) <= classes):

@@ -1,4 +1,4 @@
-"""A tree of class folders on disk."""
+"""A tree of class folders."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pipeline.errors import UserError
 
 
 class ImageFolder(ListedSource):
-    """A tree ``root/<split>/<class>/*.JPEG``, or ``root/<class>/*.JPEG`` which holds one split.
+    """A tree ``root/<split>/<class>/*.JPEG``, or ``root/<class>/*.JPEG`` with one split.
 
     Args:
         root: the tree. The folder of the val split may be called ``val`` or ``test``.
         split: ``train`` or ``val``.
 
     Raises:
-        UserError: no such folder, no such split, or no images.
+        UserError: the folder or the split is missing, or there are no images.
     """
 
     kind = "imagefolder"
@@ -51,7 +51,7 @@ class ImageFolder(ListedSource):
 
 
 def split_folders(root: Path) -> dict[str, Path]:
-    """The splits that a tree names with a folder; empty for a plain tree of class folders.
+    """The split folders of a tree; empty for a plain tree of class folders.
 
     Raises:
         UserError: ``root`` is not a folder.
@@ -63,12 +63,12 @@ def split_folders(root: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for split, names in SPLIT_FOLDERS.items():
         for name in names:
-            # A folder test without classes holds images without labels, or is itself a class.
+            # A folder "test" without class folders holds unlabelled images, or is itself a class.
             if (root / name).is_dir() and (name == split or class_folders(root / name)):
                 found.setdefault(split, root / name)
     return found
 
 
 def class_folders(folder: Path) -> list[os.DirEntry]:
-    """The folders in a folder, without hidden ones."""
+    """The subfolders of a folder, except hidden ones."""
     return [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]

@@ -1,8 +1,8 @@
-"""ImageNet-1k as it is downloaded: ``ILSVRC2012_img_train.tar`` and ``ILSVRC2012_img_val.tar``, read where they are.
+"""ImageNet-1k's official archives ``ILSVRC2012_img_train.tar`` and ``ILSVRC2012_img_val.tar``, read in place.
 
-The tars are not compressed, so an image is a range of bytes: their headers are walked once, and after that any process
-reads any image with one ``pread``. Nothing is unpacked. Images get the names that they have in the usual unpacked tree
-(``<wnid>/<file>``), so the tars and that tree give the same shards, byte for byte.
+The tars are uncompressed, so that an image is a byte range: the headers are read once, then any process reads any image with
+one ``pread``. Images are named as in the usual unpacked tree (``<wnid>/<file>``), so that the tars and that tree give identical
+shards.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ VAL_TAR = "ILSVRC2012_img_val.tar"
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 _CLASS_TAR = re.compile(r"(n\d{8})\.tar")
 _DOWNLOAD = "download it again and compare its size or MD5 with image-net.org's"
-_BLOCK = 512  # bytes; a tar is made of such blocks
+_BLOCK = 512  # bytes, block size of a tar
 
 
 class ImageNetTar(ListedSource):
-    """Images that lie in a tar without compression. Use :func:`train_source` and :func:`val_source`."""
+    """Images in an uncompressed tar; created by :func:`train_source` and :func:`val_source`."""
 
     kind = "imagenet-tar"
 
@@ -46,14 +46,14 @@ class ImageNetTar(ListedSource):
 
 
 def train_source(path: Path, more_classes: Iterable[str] = ()) -> ImageNetTar:
-    """The train split, from a tar of one tar per class.
+    """The train split, from a tar that holds one tar per class.
 
     Args:
         path: the outer tar.
-        more_classes: wnids of the val split, so that both splits number their classes alike.
+        more_classes: wnids of the val split, so that both splits have the same class indices.
 
     Raises:
-        UserError: cut off, damaged, or not such a tar.
+        UserError: truncated, damaged, or another tar.
     """
     wnids: list[str] = []
     entries: list[Entry] = []
@@ -75,15 +75,15 @@ def train_source(path: Path, more_classes: Iterable[str] = ()) -> ImageNetTar:
 
 
 def val_source(path: Path, devkit: Devkit, more_classes: Iterable[str] = ()) -> ImageNetTar:
-    """The val split, from a tar of images whose labels the devkit has.
+    """The val split, from a tar of images, with labels from the devkit.
 
     Args:
         path: the tar.
         devkit: from ``ILSVRC2012_devkit_t12.tar.gz``.
-        more_classes: wnids of the train split, so that both splits number their classes alike.
+        more_classes: wnids of the train split, so that both splits have the same class indices.
 
     Raises:
-        UserError: cut off, damaged, not such a tar, or not as many images as the devkit has labels.
+        UserError: truncated, damaged, another tar, or the number of images differs from that of the devkit's labels.
     """
     entries = []
     for member in _walk(path, str(path), 0, path.stat().st_size):
@@ -106,16 +106,16 @@ def val_source(path: Path, devkit: Devkit, more_classes: Iterable[str] = ()) -> 
 
 
 def train_classes(path: Path) -> list[str]:
-    """The wnids of the train tar's class tars: a look at a thousand headers.
+    """The wnids of the class tars in the train tar, from the headers of the outer tar only.
 
     Raises:
-        UserError: cut off, damaged, or not a tar of class tars.
+        UserError: truncated, damaged, or not a tar of class tars.
     """
     return sorted(wnid for wnid, _, _ in _class_tars(path))
 
 
 def tar_split(path: Path) -> str:
-    """Which split a tar holds, by its first member.
+    """The split that a tar holds, from its first member.
 
     Raises:
         UserError: neither of ImageNet's two tars.
@@ -131,7 +131,7 @@ def tar_split(path: Path) -> str:
 
 
 def _class_tars(path: Path) -> Iterator[tuple[str, int, int]]:
-    """(wnid, offset, bytes) of each class's tar."""
+    """(wnid, offset, size in bytes) of each class's tar."""
     for member in _walk(path, str(path), 0, path.stat().st_size):
         name = _CLASS_TAR.fullmatch(member.name.rpartition("/")[2])
         if member.isdir():
@@ -144,13 +144,19 @@ def _class_tars(path: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _walk(path: Path, name: str, place: int, size: int) -> Iterator[tarfile.TarInfo]:
-    """The members of the tar at ``place`` in a file; their offsets count from there.
+    """The members of a tar within a file; their offsets are relative to its start.
 
-    ``tarfile`` takes a damaged header, or a file that ends between two members, for the end; so the block of zeros that
-    marks the end is looked for.
+    ``tarfile`` mistakes a damaged header, or truncation between two members, for the end of the archive, so this checks for the
+    zero block that marks the end.
+
+    Args:
+        path: the file.
+        name: of the tar, for messages.
+        place: offset of the tar in the file.
+        size: of the tar in bytes.
 
     Raises:
-        UserError: cut off, damaged or not a tar; says so of ``name``.
+        UserError: truncated, damaged or not a tar.
     """
     with open(open_regular(path), "rb", buffering=0) as file:
         try:
@@ -160,7 +166,7 @@ def _walk(path: Path, name: str, place: int, size: int) -> Iterator[tarfile.TarI
                         raise tarfile.ReadError(f"{member.name} has {member.size} bytes")
                     yield member
                 end = archive.offset
-        except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # of headers that say the impossible
+        except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # impossible values in headers
             raise UserError(
                 f"{name} ({size} bytes) is cut off or not a tar ({error}), a whole one needed: {_DOWNLOAD}."
             ) from None
@@ -169,7 +175,7 @@ def _walk(path: Path, name: str, place: int, size: int) -> Iterator[tarfile.TarI
 
 
 class _Part(io.RawIOBase):
-    """A range of a file as a file of its own."""
+    """A read-only file object for a byte range of a file."""
 
     def __init__(self, descriptor: int, start: int, size: int) -> None:
         super().__init__()
@@ -188,7 +194,7 @@ class _Part(io.RawIOBase):
         position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         if position < 0:
             raise ValueError(f"a position of {position}")
-        self._position = min(position, self._size)  # where nothing is, wherever behind the end
+        self._position = min(position, self._size)  # positions past the end are all alike
         return self._position
 
     def readinto(self, buffer: bytearray) -> int:
@@ -199,7 +205,7 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
-# Kept open, because a worker reads many shards' images.
+# Cached: a worker reads the images of many shards.
 @lru_cache(maxsize=2)
 def _opened(path: str) -> io.FileIO:
     return open(path, "rb", buffering=0)

@@ -1,7 +1,7 @@
-"""iNaturalist's competition data: images in nested folders, labels in annotation files like COCO's.
+"""iNaturalist's competition data: images in nested folders, labels in COCO-style annotation files.
 
-``train2019.json`` and ``val2019.json`` (any year, or none) list ``images`` with their path in the folder,
-``categories``, and in ``annotations`` the category of each image.
+``train2019.json`` and ``val2019.json`` (any year, or no year) list ``images`` with their relative paths, ``categories``, and in
+``annotations`` the category of each image.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pipeline.errors import UserError
 
 
 class INaturalist(ListedSource):
-    """Images and labels by the annotation file. The classes are numbered in the order of their category ids.
+    """Images and labels from an annotation file. Classes are indexed in the order of their category ids.
 
     Args:
-        folder: holds the annotation files and, below it, the images.
+        folder: holds the annotation files and, in subfolders, the images.
         split: ``train`` or ``val``.
 
     Raises:
-        UserError: annotations that cannot be read or do not fit together, or images that are missing.
+        UserError: annotations are unreadable or inconsistent, or images are missing.
     """
 
     kind = "inaturalist"
@@ -52,7 +52,7 @@ class INaturalist(ListedSource):
         missing = [name for name in files if not (self._folder / name).is_file()]
         if missing or not files:
             raise UserError(
-                f"{path} lists {len(files)} images and {len(missing)} of them are not below {folder} "
+                f"{path} lists {len(files)} images, of which {len(missing)} are not in {folder} "
                 f"({missing[0] if missing else 'none'}, ...), 0 missing and at least 1 listed needed: unpack the images there."
             )
         entries = [Entry(class_name, name, (self._folder / name).stat().st_size) for name, class_name in files.items()]
@@ -75,7 +75,7 @@ def annotation_files(folder: Path) -> dict[str, Path]:
         if len(files) > 1:
             raise UserError(
                 f"{folder} has {len(files)} annotation files for {split} ({files[0].name}, {files[1].name}), 1 needed: "
-                f"move those of the other years away."
+                f"move those of the other years elsewhere."
             )
         if files:
             found[split] = files[0]
@@ -83,7 +83,7 @@ def annotation_files(folder: Path) -> dict[str, Path]:
 
 
 def _read(path: Path) -> dict[str, list[dict]]:
-    """The three lists of an annotation file, each row with the keys that are needed."""
+    """Read the three lists of an annotation file, keeping and validating the keys that are used."""
     needed = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id", "name")}
     try:
         tree = json.loads(path.read_bytes())
@@ -110,12 +110,12 @@ def _is_below_the_folder(name: object) -> bool:
 _NUMBER = (lambda value: type(value) is int, "a whole number")
 _WANTED = {
     "file_name": (_is_below_the_folder, "a path below the folder"),
-    "name": (lambda value: isinstance(value, str), "a text"),
+    "name": (lambda value: isinstance(value, str), "a string"),
 }
 
 
 def _class_names(tables: list[list[dict]], path: Path) -> dict[int, str]:
-    """Category id to class name, over all splits. Where a name is used twice, all names get their id."""
+    """Category id -> class name over all splits. If two categories have the same name, every name gets its id appended."""
     names = {row["id"]: str(row["name"]) for table in tables for row in table}
     rows = {(row["id"], str(row["name"])) for table in tables for row in table}
     if len(rows) != len(names):

@@ -1,4 +1,4 @@
-"""A share of each class: for experiments on how much data a model needs, or for a val split where there is none."""
+"""Stratified subsets: a fraction of each class for data-efficiency experiments, or held out as a val split."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pipeline.philox import Stream
 
 
 def take_subset(source: Source, fraction: float, seed: int) -> Source:
-    """Keep the same share of every class.
+    """Keep the same fraction of every class.
 
-    Of a class's n images round(fraction * n) stay, halves up and at least one. Which ones is the beginning of a random
-    order of the class, so with one seed a smaller subset lies inside every larger one; and as images are numbered by
-    name, a tree, a zip and the official tar of the same images give the same subset.
+    Of a class's n images, round(fraction * n) are kept, rounded half up and at least one: the first of a random order of the
+    class. Subsets with the same seed are therefore nested, and since images are numbered by name, a tree, a zip and the
+    official tar of the same images give the same subset.
 
     Args:
-        source: a whole split.
-        fraction: above 0, at most 1; 1 returns the source as it is.
-        seed: of the random orders.
+        source: a complete split.
+        fraction: above 0, at most 1; 1 returns the source unchanged.
+        seed: determines the random orders.
 
     Raises:
-        UserError: the fraction is outside.
+        UserError: the fraction is out of range.
     """
     check_fraction(fraction)
     if fraction == 1:
@@ -37,15 +37,15 @@ def take_subset(source: Source, fraction: float, seed: int) -> Source:
 
 
 def hold_out(source: Source, share: float, seed: int) -> tuple[Source, Source]:
-    """Split a source that has no val split in two.
+    """Hold out a val split from a source that has none.
 
-    Of a class's n images round(share * n) go to val, halves up, at least one but never all: an only image stays in train.
-    Which ones is the beginning of a random order of the class.
+    Of a class's n images, round(share * n) go to val, rounded half up, at least one but never all: a single image stays in
+    train. They are the first of a random order of the class.
 
     Args:
         source: all images.
-        share: of val, above 0 and below 1.
-        seed: of the random orders.
+        share: fraction for val, above 0 and below 1.
+        seed: determines the random orders.
 
     Returns:
         The train and the val source.
@@ -57,12 +57,12 @@ def hold_out(source: Source, share: float, seed: int) -> tuple[Source, Source]:
     held = [order[: min(max(1, _share(share, order.size)), order.size - 1)] for order in orders]
     val = np.sort(np.concatenate(held))
     if not val.size:
-        raise UserError(f"{source.path} has 1 image of each class, at least 2 of one needed by --val-share: add some.")
+        raise UserError(f"{source.path} has 1 image of each class, at least 2 of a class needed by --val-share: add some.")
     return source.select(np.setdiff1d(np.arange(len(source)), val)), source.select(val)
 
 
 def _class_orders(source: Source, seed: int) -> list[np.ndarray]:
-    """A random order of the sample numbers of each class that has any."""
+    """A random order of the sample numbers of each non-empty class."""
     by_class = np.argsort(source.labels, kind="stable")  # (n,) sample numbers, class after class
     ends = np.cumsum(np.bincount(source.labels, minlength=len(source.class_names)))  # (classes,)
     return [
@@ -73,15 +73,15 @@ def _class_orders(source: Source, seed: int) -> list[np.ndarray]:
 
 
 def check_fraction(fraction: float) -> None:
-    """See before a source is listed, which may take minutes, that its subset can be taken.
+    """Check the fraction before a source is listed, which may take minutes.
 
     Raises:
-        UserError: the fraction is outside.
+        UserError: the fraction is out of range.
     """
     if not 0 < fraction <= 1:
-        raise UserError(f"--subset is {fraction}, above 0 and at most 1 needed: pass the share of each class to keep.")
+        raise UserError(f"--subset is {fraction}, above 0 and at most 1 needed: pass the fraction of each class to keep.")
 
 
 def _share(fraction: float, size: int) -> int:
-    # In decimal arithmetic, because 0.145 * 100 is 14.499999999999998 in binary.
+    # Decimal arithmetic: 0.145 * 100 is 14.499999999999998 in binary floating point.
     return int((Decimal(str(fraction)) * size).to_integral_value(ROUND_HALF_UP))

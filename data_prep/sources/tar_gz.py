@@ -1,4 +1,4 @@
-"""Files of a ``.tar.gz`` that is read from beginning to end, into memory, and may come from anywhere."""
+"""Reads members of an untrusted ``.tar.gz`` into memory, in one pass."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from pathlib import Path
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 
-_LARGEST_MEMBER = 1 << 30  # bytes; CIFAR-100's train batch, the largest that is needed, has 155 MB
+_LARGEST_MEMBER = 1 << 30  # bytes, against decompression bombs; the largest real one, CIFAR-100's train batch, has 155 MB
 
 
 def read_tar_gz(path: Path, key: Callable[[str], str | None], what: str, remedy: str) -> dict[str, bytes]:
-    """Some of an archive's files; the last of those that share a key.
+    """Read selected members of an archive; of several with the same key, the last.
 
     Args:
         path: the archive.
-        key: of a member's name, or None for a member that is not needed.
-        what: the archive that is needed, in words.
-        remedy: what to do about another one.
+        key: maps a member's name to its key in the result, or to None to skip it.
+        what: name of the expected archive, for the message.
+        remedy: for the message.
+
+    Returns:
+        Key -> content.
 
     Raises:
-        UserError: not a whole tar.gz, or one with a member of gigabytes, which a few megabytes of zeros may unpack to.
-        OSError: the file system refuses.
+        UserError: not a complete tar.gz, or a member is larger than 1 GiB.
+        OSError: the file cannot be read.
     """
     found: dict[str, bytes] = {}
     try:
@@ -34,7 +37,7 @@ def read_tar_gz(path: Path, key: Callable[[str], str | None], what: str, remedy:
                 name = key(member.name)
                 if name is not None and member.isfile() and not member.issparse():
                     found[name] = archive.extractfile(member).read()
-    except Exception as error:  # of gzip, zlib and tarfile
+    except Exception as error:  # gzip, zlib and tarfile raise various exceptions
         if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno is not None:
             raise
         raise UserError(f"{path} is not a whole tar.gz ({error}), {what} needed: {remedy}.") from None

@@ -1,4 +1,4 @@
-"""A tree of class folders inside a zip file, read where it is."""
+"""A tree of class folders in a zip file, read in place."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, changed, is_image, refuse_duplicates
 from pipeline.errors import UserError
 
-_ENCRYPTED = 0x1  # bit of a member's flags
+_ENCRYPTED = 0x1  # bit 0 of a member's flags
 _REPACK = "download it again or pack it again with zip -r"
-_Member = tuple[tuple[str, ...], int, zipfile.ZipInfo]  # the parts of its path, its place in the list, what zipfile knows of it
+_Member = tuple[tuple[str, ...], int, zipfile.ZipInfo]  # parts of the path, index in the list of members, header
 
 
 class ZipFolder(ListedSource):
-    """A zip of ``<split>/<class>/*.JPEG``, or of ``<class>/*.JPEG`` which holds one split, maybe below one more folder.
+    """A zip of ``<split>/<class>/*.JPEG``, or of ``<class>/*.JPEG`` with one split, possibly within further folders.
 
     Args:
         path: the zip file. The folder of the val split may be called ``val`` or ``test``.
         split: ``train`` or ``val``.
 
     Raises:
-        UserError: not a zip, encrypted, no such split, no images, or two of one name.
+        UserError: not a zip, encrypted, the split is missing, no images, or two images with the same name.
     """
 
     kind = "zip"
@@ -36,7 +36,7 @@ class ZipFolder(ListedSource):
         tops = set(folders.values())
         labelled = [member for member in images if len(member[0]) == depth + 1 and (not folders or member[0][0] in tops)]
         class_names = sorted({parts[-2] for parts, _, _ in labelled})
-        # Named as in the unpacked tree, whatever is around it, so that both give the same shards.
+        # Named as in the unpacked tree, without enclosing folders, so that both give the same shards.
         entries = [
             Entry(parts[-2], "/".join(parts[-2:]), info.file_size, place)
             for parts, place, info in labelled
@@ -61,14 +61,14 @@ class ZipFolder(ListedSource):
             if len(data) != size:
                 raise zipfile.BadZipFile(f"{len(data)} bytes, {size} by the list of members")
             return data
-        except Exception as error:  # each way of compression has errors of its own
+        except Exception as error:  # every compression method raises its own exceptions
             if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno is not None:
                 raise
             raise UserError(f"{self.path}: {name} cannot be read ({error}), a whole member needed: {_REPACK}.") from None
 
 
 def zip_splits(path: Path) -> list[str]:
-    """The splits that a zip names with a folder; empty for a plain tree of class folders.
+    """The splits with a folder of their own; empty for a plain tree of class folders.
 
     Raises:
         UserError: not a zip, or encrypted.
@@ -76,19 +76,19 @@ def zip_splits(path: Path) -> list[str]:
     return list(_split_folders(_members(str(path))[0]))
 
 
-# Kept open, because a worker reads many shards' images and the list of members may be long.
+# Cached: a worker reads the images of many shards, and parsing a long list of members takes time.
 @lru_cache(maxsize=2)
 def _opened(path: str) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except OSError:
         raise
-    except Exception as error:  # zipfile does not expect everything that a list of members can say
-        raise UserError(f"{path} is not a whole zip file ({error}), one needed: {_REPACK}.") from None
+    except Exception as error:  # zipfile can raise nearly any exception on a malformed list of members
+        raise UserError(f"{path} is not a whole zip file ({error}), a complete one needed: {_REPACK}.") from None
 
 
 def _members(path: str) -> tuple[list[_Member], int]:
-    """The images by the parts of their path, without folders around the whole tree, and the number of other files.
+    """The images, with folders that enclose the whole tree removed from their paths, and the number of other files.
 
     Raises:
         UserError: encrypted.
@@ -107,7 +107,7 @@ def _members(path: str) -> tuple[list[_Member], int]:
 
 
 def _split_folders(images: list[_Member]) -> dict[str, str]:
-    """The splits that the tree names with a folder, and the folders' names."""
-    top = {parts[0] for parts, _, _ in images if len(parts) > 2}  # with only a file behind it, it is a class
+    """Split -> name of its folder, for the splits that have one."""
+    top = {parts[0] for parts, _, _ in images if len(parts) > 2}  # a folder that holds images directly is a class
     named = {split: [name for name in names if name in top] for split, names in SPLIT_FOLDERS.items()}
     return {split: names[0] for split, names in named.items() if names}

@@ -1,4 +1,4 @@
-"""A trained model in one call, with what goes in and what comes out."""
+"""Load a trained model together with its input transform and class names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pipeline.models.common.base import VisionModel
 
 
 class EvalTransform:
-    """What an evaluation does to an image: the short side is resized, the centre cropped, the pixels normalized.
+    """The evaluation transform: resize the short side, crop the centre, normalize.
 
     Args:
         image_size: S, side of the result in pixels.
-        eval_crop: the short side becomes S / eval_crop.
-        mean, std: per RGB channel, of pixels on [0, 1].
+        eval_crop: the short side is resized to S / eval_crop.
+        mean, std: per RGB channel, of pixels in [0, 1].
     """
 
     def __init__(self, image_size: int, eval_crop: float, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -30,7 +30,11 @@ class EvalTransform:
         self._normalization = Normalization(mean, std)
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """(3, S, S) float32. EXIF orientation is ignored, as in training."""
+        """Transform a PIL image to (3, S, S) float32. EXIF orientation is ignored, as in training.
+
+        Raises:
+            TypeError: not a PIL image.
+        """
         if not isinstance(image, Image.Image):
             raise TypeError(f"the transform takes a PIL image, not {type(image).__name__}: open a file with PIL.Image.open.")
         pixels = np.array(image.convert("RGB"))  # (h, w, 3)
@@ -45,23 +49,24 @@ class EvalTransform:
 def load(
     source: Path | str, step: int | str | None = None, weights: str | None = None
 ) -> tuple[VisionModel, EvalTransform, list[str]]:
-    """A trained model, ready to be used::
+    """Load a trained model for inference::
 
         model, transform, classes = load("pervit_t.safetensors")
         with torch.inference_mode():
             scores = model(transform(Image.open("cat.jpg"))[None])[0]  # (classes,)
 
     Args:
-        source: a file that ``python -m pipeline.checkpoint export`` wrote, a run folder, or one of its checkpoints.
-        step: which checkpoint of a run, a number or ``best``; None: the newest.
-        weights: ``model`` or ``ema``; None: the average where the run kept one, else the model's, or those of the file.
+        source: a file written by ``python -m pipeline.checkpoint export``, a run folder, or one of its checkpoints.
+        step: the run's checkpoint, a step number or ``best``; None: the newest.
+        weights: ``model`` or ``ema``; None: the averaged weights if the run kept them, else the model's. A file has one kind.
 
     Returns:
-        The model, (B, 3, S, S) -> (B, classes), in eval mode on the CPU; what makes a (3, S, S) tensor of a PIL image;
-        the name of the class that each score is for.
+        model: (B, 3, S, S) -> (B, classes), in eval mode on the CPU.
+        transform: PIL image -> (3, S, S).
+        classes: class names in the order of the scores.
 
     Raises:
-        UserError: there is no such thing, it is damaged, or its weights are not finite.
+        UserError: ``source`` does not exist or is damaged, or its weights are not finite.
     """
     trained = read_trained(Path(source), step, weights)
     data = trained.config.data

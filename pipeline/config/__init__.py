@@ -1,7 +1,18 @@
-"""Configuration: one YAML file, ``dotted.key=value`` overrides, one typed and validated tree.
+"""Typed configuration from a YAML file and ``dotted.key=value`` overrides.
 
-A file may begin with ``base: other.yaml`` (relative to itself) and then states only what differs.
-An unknown key, a wrong type or a value out of range is one sentence that names the key.
+================  ==================================================================
+``sections``      every key with its type, bounds, default and description
+``loading``       YAML files, their ``base:`` files and overrides -> :class:`Config`
+``values``        strict YAML parsing
+``problems``      validation errors as one sentence that names key and source
+``recipes``       finds a config by path or by the name of a shipped one
+``accumulation``  gradient accumulation steps from the batch sizes
+``describe``      a config as YAML, as flat keys, and as a Markdown table
+``__main__``      ``python -m pipeline.config``
+================  ==================================================================
+
+A file may name another one as ``base: other.yaml`` (relative to itself) and then states only the differences. An unknown key,
+a wrong type or a value out of range raises ``UserError``.
 """
 
 from pipeline.config.accumulation import accumulation_steps

@@ -1,8 +1,8 @@
-"""Every key of a config with its default and meaning, as a Markdown table.
+"""Print every config key with its default and meaning, as a Markdown table.
 
-python -m pipeline.config                 all of them, as in docs/config.md
-python -m pipeline.config optim train.    those whose names begin so
-python -m pipeline.config --markdown      docs/config.md itself: a section of the page for each section of the config
+python -m pipeline.config                 all keys, as in docs/config.md
+python -m pipeline.config optim train.    keys with one of these prefixes
+python -m pipeline.config --markdown      docs/config.md itself, with a section for each section of the config
 python -m pipeline.config --recipes       the configs that --config takes by name, and their folder
 """
 
@@ -19,8 +19,8 @@ from pipeline.errors import UserError, run_command
 
 def main() -> None:
     parser = command_parser("pipeline.config", __doc__)
-    parser.add_argument("beginnings", nargs="*", metavar="KEY", help="a key, or how some begin; default: all")
-    parser.add_argument("--recipes", action="store_true", help="list configs in place of keys")
+    parser.add_argument("beginnings", nargs="*", metavar="KEY", help="a key or a prefix of keys (default: all)")
+    parser.add_argument("--recipes", action="store_true", help="list the shipped configs instead of the keys")
     parser.add_argument("--markdown", action="store_true", help="print the page docs/config.md of the repository")
     args = parser.parse_args()
     if args.markdown:
@@ -32,12 +32,12 @@ def main() -> None:
     beginnings = tuple(args.beginnings)
     for beginning in beginnings:
         if not any(key.startswith(beginning) for key in flatten(Config())):
-            raise UserError(f"no key begins with {beginning!r}: leave it out to see all of them.")
+            raise UserError(f"no key begins with {beginning!r}: run the command without it to list all keys.")
     print(markdown_table(beginnings or ("",)))
 
 
 def recipe_names() -> list[str]:
-    """The folder of the shipped configs, then each one's name; ``base/`` holds what they share, no runs."""
+    """The folder of the shipped configs, then their names, without those in ``base/``, which are not runs."""
     folder = shipped_recipes()
     names = (path.relative_to(folder).with_suffix("").as_posix() for path in sorted(folder.rglob("*.yaml")))
     return [f"# {folder}", *(name for name in names if not name.startswith("base/"))]

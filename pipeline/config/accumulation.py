@@ -1,4 +1,4 @@
-"""How a global batch is made up of the micro-batches of all processes."""
+"""Gradient accumulation: how the micro-batches of all ranks add up to the global batch."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from pipeline.errors import UserError
 
 
 def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> int:
-    """Micro-batches per optimizer step: global batch / (micro-batch * processes).
+    """Micro-batches per rank and optimizer step: global batch size / (micro-batch size * world size).
 
     Args:
         train: both batch sizes.
-        world_size: processes.
-        unit: what a micro-batch must be a multiple of (``config.augment.unit``), so that the advice is one that works.
+        world_size: number of processes.
+        unit: a micro-batch must be a multiple of this (``config.augment.unit``); the suggested values respect it.
 
     Raises:
-        UserError: it does not divide; the sentence shows the arithmetic, and what would divide.
+        UserError: the batch sizes do not divide; the message shows the arithmetic and values that work.
     """
-    whole, micro = train.global_batch_size, train.micro_batch_size
+    global_batch, micro = train.global_batch_size, train.micro_batch_size
     per_pass = micro * world_size
-    steps, rest = divmod(whole, per_pass)
+    steps, rest = divmod(global_batch, per_pass)
     if rest or steps == 0:
         processes = "process" if world_size == 1 else "processes"
         raise UserError(
-            f"train.global_batch_size is {whole}, but train.micro_batch_size {micro} x {world_size} {processes} = {per_pass} does "
-            f"not divide it ({whole} / {per_pass} = {whole / per_pass:.4g} accumulation steps, a whole number needed): "
-            f"{_remedy(whole, micro, world_size, unit)}."
+            f"train.global_batch_size is {global_batch}, but train.micro_batch_size {micro} x {world_size} {processes} = {per_pass} does "
+            f"not divide it ({global_batch} / {per_pass} = {global_batch / per_pass:.4g} accumulation steps, a whole number needed): "
+            f"{_remedy(global_batch, micro, world_size, unit)}."
         )
     return steps
 
 
-def _remedy(whole: int, micro: int, world_size: int, unit: int) -> str:
-    """What works with this global batch, which a run that was begun cannot change: another micro-batch, other numbers of processes."""
-    if whole % unit:  # so it is no such run
+def _remedy(global_batch: int, micro: int, world_size: int, unit: int) -> str:
+    """Micro-batch sizes and world sizes that fit this global batch size, which a run cannot change once started."""
+    if global_batch % unit:  # no run can have started with it, so suggest another global batch size
         needed = unit * world_size
         return f"set train.global_batch_size to a multiple of {needed} (augment.mix_group {unit} x {world_size} processes)"
-    fitting = _divisors(whole // unit)  # numbers of processes
+    fitting = _divisors(global_batch // unit)  # world sizes
     nearest = max((n for n in fitting if n < world_size), default=0), min((n for n in fitting if n > world_size), default=0)
     starts = []
     for number in filter(None, nearest):
-        best = _largest(whole, number, micro, unit)
+        best = _largest(global_batch, number, micro, unit)
         starts.append(f"{number}" if best == micro else f"{number} with train.micro_batch_size={best}")
     remedies = [f"start another number of processes, such as {' or '.join(starts)}"] if starts else []
     if world_size in fitting:
-        remedies.insert(0, f"set train.micro_batch_size to {_largest(whole, world_size, micro, unit)}")
+        remedies.insert(0, f"set train.micro_batch_size to {_largest(global_batch, world_size, micro, unit)}")
     return ", or ".join(remedies)
 
 
-def _largest(whole: int, world_size: int, micro: int, unit: int) -> int:
-    """The largest micro-batch that fits, up to the one that was asked for (a multiple of ``unit``, so ``unit`` itself is left)."""
-    return unit * max(n for n in _divisors(whole // world_size // unit) if n * unit <= micro)
+def _largest(global_batch: int, world_size: int, micro: int, unit: int) -> int:
+    """The largest micro-batch size up to ``micro``, itself a multiple of ``unit``, that fits; ``unit`` always does."""
+    return unit * max(n for n in _divisors(global_batch // world_size // unit) if n * unit <= micro)
 
 
 def _divisors(number: int) -> list[int]:

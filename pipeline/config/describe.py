@@ -1,4 +1,4 @@
-"""A config as YAML, as dotted keys, and the table of all keys."""
+"""A config as YAML, as flat dotted keys, and the table of all keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def config_to_yaml(config: Config) -> str:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Dotted key -> value, in file order."""
+    """Dotted key -> value, in the order of the sections."""
     flat: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json").items():
         flat.update({f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value})
@@ -23,10 +23,10 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def markdown_table(beginnings: tuple[str, ...] = ("",)) -> str:
-    """Every key with its default and meaning, as ``python -m pipeline.config`` prints them.
+    """Markdown table of keys, defaults and meanings, as ``python -m pipeline.config`` prints it.
 
     Args:
-        beginnings: only keys whose dotted name begins with one of these.
+        beginnings: prefixes; only keys that start with one of them are listed.
     """
     defaults = flatten(Config())
     lines = ["| key | default | meaning |", "|---|---|---|"]

@@ -1,4 +1,4 @@
-"""YAML files, their bases and overrides, into a :class:`Config`; what is wrong with them as one sentence."""
+"""Load YAML files, their bases and overrides into a validated :class:`Config`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import parse_value, shown
 from pipeline.errors import UserError
 
-_DEEPEST = 3  # names of a dotted key: model.switches.NAME
+_DEEPEST = 3  # parts of the longest dotted key: model.switches.NAME
 
 
 def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     """Read a YAML file with its bases, apply ``dotted.key=value`` overrides, validate.
 
-    An override's value is YAML, except that of a key which takes text: that is taken as it stands, so that
-    ``output_dir=runs/exp #2`` and ``data.path=123`` mean what they say. Two exceptions: a value in quotes, ``'...'`` or
-    ``"..."``, is what YAML makes of it, and where a key may be null, as ``train.init_from``, the word ``null`` is that.
+    The value of an override is parsed as YAML, except for string keys, which take it literally, so that
+    ``output_dir=runs/exp #2`` and ``data.path=123`` work unquoted. Two exceptions: a quoted value, ``'...'`` or ``"..."``, is
+    parsed as YAML, and ``null`` means null for keys that allow it, such as ``train.init_from``.
 
     Args:
-        path: the file, or the name of a config that the project brings along (:func:`find_recipe`).
-        overrides: what differs.
+        path: a file, or the name of a shipped config (:func:`find_recipe`).
+        overrides: ``dotted.key=value`` strings; later ones win.
 
     Raises:
-        UserError: missing file, not YAML, unknown key, wrong type, value out of range.
+        UserError: missing file, invalid YAML, unknown key, wrong type or value out of range.
     """
     layers = _read_with_bases(find_recipe(path), seen=())
     layers += [Layer(f"override {shown(override)}", _override(override)) for override in overrides]
@@ -44,10 +44,10 @@ def config_from_dict(tree: dict, source: str) -> Config:
 
     Args:
         tree: section -> key -> value.
-        source: the file it came from, for the error.
+        source: the file it came from, for error messages.
 
     Raises:
-        UserError: the first thing that is wrong, as one sentence.
+        UserError: the first problem found.
     """
     return _validate([Layer(f"config {source}", tree)])
 
@@ -63,15 +63,15 @@ def _validate(layers: list[Layer]) -> Config:
 
 
 def section_from_dict(section: type[Section], values: Mapping[str, Any], key: str) -> Section:
-    """Validate the keys of one section that is not part of the tree, such as a model family's switches.
+    """Validate a section outside the :class:`Config` tree, such as a model family's switches.
 
     Args:
         section: the class.
         values: name -> value.
-        key: where the values stand in a config, for the error.
+        key: the dotted key that holds the values in a config, for error messages.
 
     Raises:
-        UserError: the first thing that is wrong, as one sentence.
+        UserError: the first problem found.
     """
     try:
         return section.model_validate(dict(values))
@@ -81,7 +81,7 @@ def section_from_dict(section: type[Section], values: Mapping[str, Any], key: st
         known = ", ".join(section.model_fields) or "none"
         if problem["type"] == "extra_forbidden":
             close = difflib.get_close_matches(name, section.model_fields, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"this model has: {known}."
+            hint = f"did you mean {close[0]!r}?" if close else f"this model's switches are: {known}."
             raise UserError(f"{key}: unknown switch {shown(name)}: {hint}") from None
         message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
         where = f"{key}.{name}" if name else key
@@ -89,30 +89,30 @@ def section_from_dict(section: type[Section], values: Mapping[str, Any], key: st
 
 
 def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
-    """The file's layer on top of those of its bases."""
+    """The layers of a file's bases, then its own: later layers override earlier ones."""
     if path.resolve() in seen:
         raise UserError(f"config file {path} is its own base ({' -> '.join(p.name for p in seen)}): remove one 'base:' line.")
     try:
         tree = parse_value(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # or UnicodeDecodeError, which is one
-        raise UserError(f"config file {path} is not valid YAML ({error}): mend that line.") from None
+    except ValueError as error:  # UnicodeDecodeError is a ValueError too
+        raise UserError(f"config file {path} is not valid YAML ({error}): fix that line.") from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         raise UserError(
-            f"config file {path} holds a {type(tree).__name__}, keys with values needed: see {shipped_recipes() / 'pervit_t.yaml'}."
+            f"config file {path} holds a {type(tree).__name__}, a mapping of keys to values needed: see {shipped_recipes() / 'pervit_t.yaml'}."
         )
     base = tree.pop("base", None)
     layer = Layer(f"config {path}", tree)
     if base is None:
         return [layer]
     if not isinstance(base, str) or not base.isprintable():
-        raise UserError(f"config file {path} has base: {shown(base)}, the name of a file needed: correct it.")
+        raise UserError(f"config file {path} has base: {shown(base)}, a file name needed: correct it.")
     return [*_read_with_bases(find_recipe(base, path.parent), (*seen, path.resolve())), layer]
 
 
 def _override(text: str) -> dict:
-    """The keys that ``dotted.key=value`` sets, as a tree."""
+    """``dotted.key=value`` as a nested dictionary."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UserError(f"override {shown(text)} is not of the form dotted.key=value: write for example train.epochs=100.")
@@ -123,7 +123,7 @@ def _override(text: str) -> dict:
         tree = _value_of(key, value)
     except ValueError as error:
         raise UserError(
-            f"override {shown(text)}: what follows the = is not a YAML value ({error}): correct it, or quote it."
+            f"override {shown(text)}: the text after the = is not a YAML value ({error}): correct it, or quote it."
         ) from None
     for name in reversed(names):
         tree = {name: tree}
@@ -131,7 +131,7 @@ def _override(text: str) -> dict:
 
 
 def _value_of(key: str, text: str) -> Any:
-    """What the command line gives a key; see :func:`load_config`."""
+    """The value of an override: literal for string keys, else YAML; see :func:`load_config`."""
     section, _, name = key.rpartition(".")
     fields = section_fields(section)
     if name not in fields or not _takes_text(fields[name].annotation):
@@ -148,7 +148,7 @@ def _value_of(key: str, text: str) -> Any:
 
 
 def _takes_text(annotation: Any) -> bool:
-    """Whether text, or text or null, is all that a key takes."""
+    """Whether the type is ``str``, an alias or literals of it, or one of these or None."""
     parts = get_args(annotation)
     if get_origin(annotation) is Literal:
         return all(isinstance(part, str) for part in parts)
@@ -160,7 +160,7 @@ def _takes_text(annotation: Any) -> bool:
 
 
 def _merge(base: dict, over: dict) -> dict:
-    """``over`` on top of ``base``; a section changes only the keys that it names."""
+    """Deep merge: ``over`` wins, key by key within sections."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

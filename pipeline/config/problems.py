@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a config, as one sentence that names the key and where its value was set."""
+"""Translate pydantic's validation errors into one sentence that names the key and where its value was set."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import shown
 
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
-_LONG = 200  # characters of a message in somebody else's words
+_LONG = 200  # characters after which pydantic's or the user's text is cut
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The keys that one file or override sets."""
+    """The keys set by one file or override."""
 
-    label: str  # as a sentence names it, such as "config configs/pervit_t.yaml"
+    label: str  # for messages, such as "config configs/pervit_t.yaml"
     tree: dict
 
     def sets(self, path: Iterable[object]) -> bool:
-        """Whether the value at ``path`` (a section, a key, what is inside a value), or a part of it, comes from here."""
+        """Whether this layer sets the value at ``path`` (section, key, index within the value), or part of it."""
         at: Any = self.tree
         for name in path:
             if not isinstance(at, dict):
@@ -40,11 +40,11 @@ class Layer:
 
 
 def describe(error: ValidationError, layers: list[Layer]) -> str:
-    """The first thing that is wrong, as one sentence.
+    """The first problem as one sentence.
 
     Args:
-        error: from validating a whole :class:`Config`.
-        layers: what was set, later ones over earlier ones.
+        error: from validating a complete :class:`Config`.
+        layers: all layers; later ones override earlier ones.
     """
     problem = error.errors(include_url=False)[0]
     loc, message = problem["loc"], _message(problem)
@@ -58,12 +58,12 @@ def _message(problem: dict) -> str:
 
 
 def _missing(error: ValidationError, loc: tuple) -> int:
-    """Values that a list lacks."""
+    """How many items of a fixed-length list are missing."""
     return sum(other["type"] == "missing" and other["loc"][:-1] == loc[:-1] for other in error.errors())
 
 
 def _source(loc: tuple, message: str, layers: list[Layer]) -> str:
-    """Where the value was set. A complaint about several keys names them: the latest that sets one of them is to blame."""
+    """The layer that set the value. For an error across several keys, which the message names: the last layer that set one."""
     paths = [loc]
     if len(loc) < 2:
         named = [(*loc, *word.split(".")) for word in _KEY.findall(message)]
@@ -79,22 +79,22 @@ def _complaint(problem: dict, key: str, message: str, missing: int) -> str:
     if kind == "missing":
         return f"{key} has {len(found)} values, {'one' if missing == 1 else missing} more needed: add {'it' if missing == 1 else 'them'}."
     if kind == "too_long" and isinstance(found, list | tuple):
-        return f"{key} has {len(found)} values, {problem['ctx']['max_length']} needed: leave out the others."
+        return f"{key} has {len(found)} values, {problem['ctx']['max_length']} needed: remove the others."
     if kind in ("model_type", "dict_type"):
-        return f"{key or 'the whole'} is {shown(found)}, but it is a section: write {key}.name-of-a-key=value."
+        return f"{key or 'the config'} is {shown(found)}, but it is a section: write {key}.NAME=VALUE."
     if kind in ("tuple_type", "list_type"):
         return f"{key} is {shown(found)}, a list needed: write {key}={_as_list(key, found)}."
     if kind == "string_type" and isinstance(found, int | float | datetime.date):
         sort = "a date" if isinstance(found, datetime.date) else "a number"
         value = str(found) if isinstance(found, datetime.date) else shown(found)
-        return f"{key} is {value}, which YAML reads as {sort}, text needed: put it in quotes."
+        return f"{key} is {value}, which YAML reads as {sort}, a string needed: put it in quotes."
     if kind == "value_error" and isinstance(found, dict | Section):
         return f"{key + ': ' if key else ''}{message}: correct it."
     return f"{key} is {shown(found)} ({type(found).__name__}), but the value {message}: correct it."
 
 
 def section_fields(name: str) -> dict[str, FieldInfo]:
-    """The keys of a section, of the top level for an empty name; none for what is no section."""
+    """The fields of a section, or of the top level for an empty name; empty for any other name."""
     if not name:
         return Config.model_fields
     annotation = Config.model_fields[name].annotation if name in Config.model_fields else None
@@ -102,7 +102,7 @@ def section_fields(name: str) -> dict[str, FieldInfo]:
 
 
 def _as_list(key: str, found: Any) -> str:
-    """What was probably meant: the same values in brackets if their number is right, else the default."""
+    """A suggestion: the given values in brackets if their number is right, else the default."""
     section, _, name = key.rpartition(".")
     field = section_fields(section)[name]
     parts = found.split(",") if isinstance(found, str) else [shown(found)]

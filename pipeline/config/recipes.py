@@ -1,4 +1,4 @@
-"""Where a config's file is: a path, or the name of one that the project brings along."""
+"""Find config files by path or by the name of a shipped config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def shipped_recipes() -> Path:
-    """The folder of the project's configs: inside an installed package, or ``configs/`` of the repository."""
+    """The folder of the shipped configs: ``recipes/`` of the installed package, or ``configs/`` of a source checkout."""
     installed = _PACKAGE / "recipes"
     return installed if installed.is_dir() else _PACKAGE.parent / "configs"
 
@@ -20,12 +20,12 @@ def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
     """The file of a config.
 
     Args:
-        name: a path, or a config's name with or without ``.yaml``: ``pervit_t``, ``ablations/pervit_table5_lrn``. An existing
-            path wins, then ``configs/`` in the current folder, then the configs that the project brings along.
-        folder: what the path is relative to.
+        name: a path, or a config's name with or without ``.yaml``: ``pervit_t``, ``ablations/pervit_table5_lrn``. Searched in
+            this order: the path itself, ``configs/`` in the current folder, the shipped configs.
+        folder: the folder that a path is relative to.
 
     Raises:
-        UserError: there is none.
+        UserError: no such config.
     """
     path = folder / name
     if path.is_file():
@@ -39,5 +39,5 @@ def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
     shipped = sorted(file.relative_to(places[1]).with_suffix("").as_posix() for file in places[1].rglob("*.yaml"))
     stems = {recipe.rpartition("/")[2]: recipe for recipe in shipped}
     close = difflib.get_close_matches(Path(wanted).name, stems, n=1, cutoff=0.7)
-    remedy = f"did you mean {stems[close[0]]}?" if close else "pass a file, or the name of one of them."
+    remedy = f"did you mean {stems[close[0]]}?" if close else "pass a file or the name of a shipped config."
     raise UserError(f"config {path} does not exist, and no config of that name is in {places[1]}: {remedy}")

@@ -1,4 +1,4 @@
-"""YAML text into plain values: whatever is wrong with it is a ``ValueError`` of one line."""
+"""Strict YAML parsing: every malformed input is a ``ValueError`` of one line."""
 
 from __future__ import annotations
 
@@ -7,43 +7,42 @@ from typing import Any
 
 import yaml
 
-_LONG = 80  # characters of a value that a sentence shows
-_DEEPEST = 32  # levels of nesting; PyYAML's time grows with their square, and then Python's stack ends
+_LONG = 80  # characters of a value that a message shows
+_DEEPEST = 32  # levels of nesting: PyYAML's time is quadratic in them, and it recurses until Python's stack overflows
 
 
 def parse_value(text: str) -> Any:
-    """The value that a YAML text stands for; :func:`pipeline.config.load_config` says how a key of type text takes it.
+    """Parse a YAML document.
 
     Returns:
-        Plain Python: mappings, lists, text, numbers, truth values, dates, None.
+        Plain Python: dictionaries, lists, strings, numbers, booleans, dates, None.
 
     Raises:
-        ValueError: it stands for none. The message says why, in one line that fits "... is no YAML value (MESSAGE)".
+        ValueError: invalid YAML; the message is one line that fits "... is not a YAML value (MESSAGE)".
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except yaml.MarkedYAMLError as error:
-        said = error.problem or error.context or "it cannot be read"
+        reason = error.problem or error.context or "it cannot be parsed"
         if error.problem_mark and "\n" in text.strip():
-            said += f" in line {error.problem_mark.line + 1}"
+            reason += f" in line {error.problem_mark.line + 1}"
     except yaml.reader.ReaderError as error:
-        said = f"the character U+{error.character:04X} is not allowed"
-    except Exception as error:  # such as "\\U99999999", which PyYAML leaves to Python
-        said = _reason(error)
-    raise ValueError(" ".join(said.split()))
+        reason = f"the character U+{error.character:04X} is not allowed"
+    except Exception as error:  # PyYAML passes on Python's own errors, for example for the escape "\\U99999999"
+        reason = _reason(error)
+    raise ValueError(" ".join(reason.split()))
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else "it is not what it claims to be"
+    return str(error) if isinstance(error, ValueError) else "a value does not match its tag"
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice, where YAML's own rule is that the last one wins silently, one that is not text, and a
-    value inside itself."""
+    """Rejects duplicate keys (PyYAML silently keeps the last one), keys that are not strings, and recursive values."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self.deep_construct = True  # whole values at once: an alias to what it is a part of is an error then
+        self.deep_construct = True  # builds a value before its parent is registered, so that an alias to a parent is an error
         self._depth = 0
 
     def fetch_flow_collection_start(self, TokenClass: type) -> None:
@@ -66,26 +65,26 @@ class _StrictLoader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except Exception as error:  # what `!!int x`, `!!bool x` and a thirteenth month run into
+        except Exception as error:  # raised for `!!int x`, `!!bool x` or a date in month 13
             raise yaml.constructor.ConstructorError(problem=_reason(error), problem_mark=node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
         seen = set()
         for key in keys:
-            said = ""
+            problem = ""
             if not isinstance(key, str):
-                said = f"the key {shown(key)} is not text, the name of a key needed"
+                problem = f"the key {shown(key)} is not a string"
             elif key in seen:
-                said = f"the key {shown(key)} is given {keys.count(key)} times"
-            if said:
-                raise yaml.constructor.ConstructorError(problem=said, problem_mark=node.start_mark)
+                problem = f"the key {shown(key)} is given {keys.count(key)} times"
+            if problem:
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 class _Shortened(reprlib.Repr):
-    """``repr``, cut off where a sentence would become a page."""
+    """``repr`` with bounded length and depth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +99,7 @@ class _Shortened(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """A value as a sentence shows it: like ``repr``, but short."""
+    """A value for a message: ``repr``, shortened."""
     return _SHORTENED.repr(value)
 
 

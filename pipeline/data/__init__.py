@@ -1,1 +1,21 @@
-"""Shards, sample order, augmentation and the DALI loader. Knows nothing of training."""
+"""Shard sets, sample order, augmentation and the data loader. Independent of models and training.
+
+=================  ===========================================================================
+``manifest``      ``manifest.json`` of a shard set
+``shards``        a shard set on disk: reads and verifies samples
+``sample_table``  its index, one row per sample
+``image_folder``  a folder of images in place of a shard set, for evaluation
+``image_checks``  checks and re-encodes images before they are stored
+``jpeg``          parses and checks JPEG headers
+``order``         the permutation of an epoch
+``plan``          samples and augmentation of every batch, as a pure function
+``reader``        reads encoded images ahead of time
+``bad_samples``   counts and replaces samples that cannot be read or decoded
+``decoder``       runs DALI
+``dali_graph``    the DALI graphs
+``cpu_transform``  resize, crop, RandAugment and normalization on the CPU
+``buffers``       reusable batch memory
+``loader``        puts the stages together and yields batches of tensors
+``augment``       the augmentations
+=================  ===========================================================================
+"""

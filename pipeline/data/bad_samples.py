@@ -1,4 +1,4 @@
-"""Samples that cannot be read or decoded: remembered, replaced by a neighbour, named once, limited in number."""
+"""Handling of samples that cannot be read or decoded: substitute a neighbour, log each once, limit their number."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pipeline.errors import UserError
 
 
 class BadSamples:
-    """The bad samples that this process has met; threads may call every method.
+    """The bad samples found by this rank. Thread-safe.
 
-    A bad sample is replaced by the next one in the set that is not known as bad, with that one's label: on the same disk
-    always the same.
+    A bad sample is replaced, label included, by the next sample of the set that is not known to be bad. The substitute depends
+    on the data only, not on the order in which samples are found.
 
     Args:
-        shards: the set.
-        limit: how many may be met; one more is an error.
-        left_out: the substitutes only fill the batch (an evaluation); for the log.
+        shards: the split.
+        limit: bad samples to tolerate; one more is an error.
+        left_out: substitutes only fill the batch and do not count (evaluation); for the log.
 
     Attributes:
-        replacement: bad sample -> the one to take instead.
+        replacement: bad sample -> its substitute.
     """
 
     def __init__(self, shards: Samples, limit: int, left_out: bool = False) -> None:
@@ -40,13 +40,13 @@ class BadSamples:
         return len(self.replacement)
 
     def add(self, damage: DamagedSample) -> None:
-        """Note a bad sample.
+        """Record a bad sample.
 
         Raises:
-            UserError: there are more than the limit, or no good sample is left.
+            UserError: the limit is exceeded, or no good sample is left.
         """
         with self._lock:
-            if self._over:  # threads that find more of them say the same
+            if self._over:  # other threads raise the same error
                 raise self._over
             if damage.index in self.replacement:
                 return
@@ -54,9 +54,9 @@ class BadSamples:
             for sample, substitute in replacement.items():
                 if substitute == damage.index:
                     replacement[sample] = self._next_sound(substitute, replacement)
-            self.replacement = replacement  # replaced whole: readers need no lock
-            instead = f"sample {self._shards.key(replacement[damage.index])} takes its place"
-            self._unreported[damage.index] = f"{damage}; {'it is left out' if self._left_out else instead}"
+            self.replacement = replacement  # the dictionary is replaced, never changed: readers need no lock
+            instead = f"sample {self._shards.key(replacement[damage.index])} replaces it"
+            self._unreported[damage.index] = f"{damage}; {'it is skipped' if self._left_out else instead}"
             if len(replacement) > self._limit:
                 self._over = UserError(
                     f"{len(replacement)} samples of {self._shards.folder} cannot be used, data.max_bad_samples allows {self._limit}; "
@@ -65,7 +65,7 @@ class BadSamples:
                 raise self._over
 
     def take_unreported(self) -> dict[int, str]:
-        """Sample and sentence of those that were met since the last call."""
+        """Sample number -> message of the bad samples found since the last call."""
         with self._lock:
             taken, self._unreported = self._unreported, {}
         return taken
@@ -81,24 +81,26 @@ class BadSamples:
 
 
 def undecodable(shards: Samples, indices: np.ndarray, images: list[np.ndarray], report: str) -> list[DamagedSample]:
-    """Which images of a batch DALI failed on.
+    """Find the images of a batch that DALI failed to decode.
 
     Args:
+        shards: the split.
         indices: (B,) sample numbers.
         images: B encoded images.
-        report: DALI's error. It names a sample by its place in the batch, or none; then Pillow tries each.
+        report: DALI's error message. If it does not name a position in the batch, every image is tried with Pillow.
     """
     named = re.search(r"decode sample #(\d+)", report)
     if named:
-        places = {int(named[1]): "DALI's decoder gave up"}
+        places = {int(named[1]): "DALI's decoder failed"}
     else:
         places = {place: reason for place, image in enumerate(images) if (reason := _decoding_error(image))}
     return [shards.damaged(int(indices[place]), f"cannot be decoded ({reason})") for place, reason in places.items()]
 
 
 def _decoding_error(image: np.ndarray) -> str | None:
+    """The reason why Pillow cannot decode an image; None if it can."""
     try:
         Image.open(io.BytesIO(image.tobytes())).convert("RGB")
-    except Exception as error:  # Pillow raises whatever its plugins raise
+    except Exception as error:  # Pillow's plugins raise nearly any exception
         return f"{type(error).__name__}: {error}"
     return None

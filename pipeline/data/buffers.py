@@ -1,4 +1,4 @@
-"""Memory for batches that is used again: fresh pages for each batch cost more CPU time than the image's resize."""
+"""Reusable batch memory: page faults on newly allocated batches would cost more CPU time than resizing the images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class TensorPool:
-    """Hands out float32 tensors of one shape; one whose last user has gone is handed out again."""
+    """A pool of float32 tensors of one shape; memory returns to the pool when its last tensor is garbage-collected."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape

@@ -1,8 +1,8 @@
-"""On the CPU: from decoded crops to normalized images, in threads.
+"""CPU path from decoded crops to normalized images, multithreaded.
 
-DALI's own bicubic resize takes longer than its decoder on a CPU (2.0 against 1.3 ms per ImageNet crop). PyTorch's uint8
-channels-last kernel does the same arithmetic as Pillow's in 0.3 ms, so on a CPU DALI only decodes. On a GPU it does
-everything (``graph.py``).
+On a CPU, DALI's bicubic resize takes longer than its decoder (2.0 and 1.3 ms per ImageNet crop). PyTorch's uint8 channels-last
+kernel has the same arithmetic as Pillow's and takes 0.3 ms, so on a CPU DALI only decodes. On a GPU it does everything
+(:mod:`pipeline.data.dali_graph`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Finisher:
     Args:
         batch_size: B.
         image_size: S, side of the output.
-        mean, std: per RGB channel, of pixels on [0, 1].
+        mean, std: per RGB channel, of pixels in [0, 1].
         num_threads: CPU threads.
     """
 
@@ -41,17 +41,17 @@ class Finisher:
     ) -> None:
         self._size = image_size
         self._normalization = Normalization(mean, std)
-        self._fill = fill_color(mean)  # what RandAugment shows beyond an image's border
+        self._fill = fill_color(mean)  # RandAugment's colour outside the image
         self._memory = TensorPool((batch_size, 3, image_size, image_size))
         self._threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="finish")
 
     def finish(self, crops: list[Tensor], request: BatchRequest) -> Tensor:
-        """A batch.
+        """Transform a batch.
 
         Args:
-            crops: B of (h, w, 3) uint8, the decoded windows.
-            request: what else happens to them.
+            crops: B decoded windows, (h, w, 3) uint8 each.
+            request: their geometry and RandAugment operations.
 
         Returns:
             (B, 3, S, S) float32.
@@ -80,17 +80,19 @@ class Finisher:
 
 
 def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int) -> np.ndarray:
-    """What image ``i`` of a geometry becomes.
+    """Resize and crop one image.
 
     Args:
         window: (h, w, 3) uint8, the decoded window.
+        geometry: of the batch.
+        i: index of the image in the batch.
         image_size: S.
 
     Returns:
         (S, S, 3) uint8.
     """
     height, width = geometry.resize[i].astype(int).tolist()
-    channels_last = window.permute(2, 0, 1)[None]  # (1, 3, h, w), the layout that PyTorch's fast kernel is for
+    channels_last = window.permute(2, 0, 1)[None]  # (1, 3, h, w), the memory layout of PyTorch's fast uint8 kernel
     resized = F.interpolate(channels_last, size=(height, width), mode="bicubic", antialias=True)
     pixels = resized[0].permute(1, 2, 0).numpy()  # (height, width, 3)
     top, left = np.rint(geometry.crop[i] * (geometry.resize[i] - image_size)).astype(int).tolist()
@@ -98,10 +100,10 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int)
 
 
 class Normalization:
-    """From levels to what a model takes.
+    """Normalize 8-bit pixels.
 
     Args:
-        mean, std: per RGB channel, of pixels on [0, 1].
+        mean, std: per RGB channel, of pixels in [0, 1].
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -109,8 +111,8 @@ class Normalization:
         self._shift = np.array([-m / s for m, s in zip(mean, std)], dtype=np.float32)[:, None, None]
 
     def write(self, pixels: np.ndarray, output: np.ndarray) -> None:
-        """(S, S, 3) uint8 into (3, S, S) float32."""
-        # NumPy, not PyTorch: its operators would start another team of OpenMP threads in each of ours.
+        """Normalize ``pixels`` (S, S, 3) uint8 into ``output`` (3, S, S) float32."""
+        # NumPy, because PyTorch operators would start an OpenMP team in each of our threads.
         np.copyto(output, pixels.transpose(2, 0, 1), casting="safe")
         output *= self._scale
         output += self._shift

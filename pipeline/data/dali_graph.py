@@ -1,7 +1,7 @@
-"""The DALI graphs: encoded images and numbers in, images out.
+"""The DALI graphs: from encoded images and augmentation parameters to images.
 
-``full_graph`` does everything and is what runs on a GPU. ``decoding_graph`` stops after the decoder; on a CPU the rest is done
-faster in ``finish.py``. Both read the same requests, and the test suite compares their pixels.
+``full_graph`` runs the whole transform and is used on GPUs. ``decoding_graph`` ends after the decoder; on a CPU the rest is
+faster in :mod:`pipeline.data.cpu_transform`. Both take the same requests, and the test suite compares their pixels.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _OP_TYPES = [types.INT32, types.FLOAT, types.FLOAT]  # op, amount, matrix
 
 
 def window_inputs(images: list, request: BatchRequest) -> tuple:
-    """What :func:`decoding_graph` takes: B encoded images (bytes,) uint8, and which window of each is decoded."""
+    """The inputs of :func:`decoding_graph`: B encoded images, (bytes,) uint8 each, and start and shape of their windows."""
     return images, request.geometry.start, request.geometry.shape
 
 
 def full_inputs(images: list, request: BatchRequest, image_size: int) -> tuple:
-    """What :func:`full_graph` takes."""
+    """The inputs of :func:`full_graph`: those of :func:`decoding_graph`, resize, crop and flip, RandAugment's if on."""
     geometry = request.geometry
     pixels = geometry.resize, *geometry.crop.T.copy(), geometry.flip
     ops: tuple = ()
@@ -45,10 +45,10 @@ def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: 
         source: called once per batch, ahead of time; returns :func:`window_inputs`.
         batch_size: B.
         num_threads: CPU threads.
-        prefetch: batches made ahead.
+        prefetch: depth of DALI's prefetch queue, in batches.
 
     Returns:
-        A built pipeline with one output: B of (h, w, 3) uint8, RGB, each of its own size.
+        A built pipeline with one output: B RGB images, (h, w, 3) uint8 each.
     """
 
     @pipeline_def(batch_size=batch_size, num_threads=num_threads, device_id=None, prefetch_queue_depth=prefetch)
@@ -76,10 +76,10 @@ def full_graph(
         source: called once per batch, ahead of time; returns :func:`full_inputs`.
         batch_size: B.
         image_size: side of the output.
-        mean, std: per RGB channel, of pixels on [0, 1].
-        device_id: CUDA device for decoding and everything after it; None: the CPU.
+        mean, std: per RGB channel, of pixels in [0, 1].
+        device_id: CUDA device that decodes and transforms; None: the CPU.
         num_threads: CPU threads.
-        prefetch: batches made ahead.
+        prefetch: depth of DALI's prefetch queue, in batches.
         rand_augment_ops: RandAugment operations per image.
 
     Returns:
@@ -120,7 +120,7 @@ def full_graph(
 
 
 def _decode_window(jpegs, start, shape, device: str):
-    # EXIF orientation is ignored, as Pillow and thus the papers' pipelines do.
+    # EXIF orientation is ignored, as in Pillow and thus in the papers' pipelines.
     return fn.decoders.image_slice(
         jpegs, device=device, output_type=types.RGB, start=start, shape=shape, axis_names="HW", adjust_orientation=False
     )

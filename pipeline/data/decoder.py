@@ -1,4 +1,4 @@
-"""DALI between reader and loader: encoded batches in, decoded ones out in the same order, past images that it fails on."""
+"""Runs DALI between reader and loader, and recovers from images that it cannot decode."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeline.data.reader import Encoded, Reader
 
 
 class Decoder:
-    """Runs the graph that fits the device.
+    """Decodes the reader's batches in order, with the graph for the device.
 
     Args:
-        reader: where the encoded batches come from, and where samples that DALI fails on are noted.
-        config: normalization and how much is decoded ahead.
-        device: where the batches end up.
+        reader: source of encoded batches; its ``bad`` records samples that DALI cannot decode.
+        config: normalization and prefetch depth.
+        device: device of the decoded batches.
         threads: CPU threads.
     """
 
@@ -30,15 +30,15 @@ class Decoder:
         if device.type == "cuda":
             self._device_id = torch.cuda.current_device() if device.index is None else device.index
         self._reader_error: BaseException | None = None
-        self._in_dali: deque[Encoded] = deque()  # its results come back in the order of its inputs
-        self._repeat: deque[Encoded] = deque()  # to be given to DALI once more
+        self._in_dali: deque[Encoded] = deque()  # fed but not returned; DALI preserves their order
+        self._repeat: deque[Encoded] = deque()  # to be fed to the next pipeline after a failure
         self._pipeline: Pipeline | None = self._build()
 
     def next(self) -> tuple[Encoded, TensorListCPU | TensorListGPU]:
-        """The next batch; one that DALI fails on goes in again, without the samples that it failed on.
+        """The next batch. If DALI fails to decode it, it is decoded again with the bad samples replaced.
 
         Raises:
-            UserError: there are too many bad samples.
+            UserError: too many bad samples.
             RuntimeError: DALI failed for another reason.
         """
         while True:
@@ -62,8 +62,8 @@ class Decoder:
         return undecodable(self._plan.shards, failed.request.index, failed.images, report)
 
     def _start_anew(self) -> None:
-        """Give what the failed pipeline held to a new one: DALI calls the old one invalid."""
-        self._pipeline = None  # first, for two sets of decoder buffers may not fit on a GPU
+        """Build a new pipeline and feed it the batches of the failed one, which DALI cannot reuse."""
+        self._pipeline = None  # freed first: two sets of decoder buffers may not fit into GPU memory
         again = [self._reader.read(encoded.number) for encoded in self._in_dali]
         self._repeat = deque([*again, *self._repeat])
         self._in_dali.clear()
@@ -86,10 +86,10 @@ class Decoder:
         )
 
     def _feed(self) -> tuple:
-        """DALI's callback: the inputs of the next batch."""
+        """DALI's external-source callback: the inputs of the next batch."""
         try:
             encoded = self._repeat.popleft() if self._repeat else self._reader.next()
-        except BaseException as error:  # our own error must not be taken for one of DALI's
+        except BaseException as error:  # DALI rewraps it; kept to tell it from DALI's own errors
             self._reader_error = error
             raise
         self._in_dali.append(encoded)

@@ -1,11 +1,10 @@
-"""Looks at every image before it is stored: kept as it is, encoded anew, or rejected with the reason.
+"""Checks every image before it is stored: keeps it unchanged, re-encodes it, or rejects it with a reason.
 
-A JPEG that every decoder takes (Huffman-coded baseline, extended or progressive, 8 bits, gray or three components) is
-kept byte for byte. DALI's decoders, the GPU's above all, do not take everything else: CMYK and YCCK JPEGs (ImageNet has 22),
-arithmetic and lossless coding, PNGs (ImageNet has one under a JPEG's name), GIF, BMP, WebP, TIFF, PPM. What Pillow can read
-of these is encoded anew as an RGB JPEG; what nothing can decode is rejected, and so is a JPEG of more than 100 scans, which is
-made to keep decoders busy. EXIF is never read, so it may be broken: orientation is ignored when shards are written as it is
-when they are read.
+A JPEG that every decoder supports (Huffman-coded baseline, extended or progressive, 8 bits, one or three components) is kept
+byte for byte. DALI's decoders, especially on the GPU, do not support all of the rest: CMYK and YCCK JPEGs (ImageNet has 22),
+arithmetic and lossless coding, PNG (ImageNet has one, named .JPEG), GIF, BMP, WebP, TIFF, PPM. These are decoded with Pillow
+and re-encoded as JPEG. Images that Pillow cannot decode are rejected, as are JPEGs of more than 100 scans, which are crafted to
+exhaust decoders. EXIF is not parsed and may be malformed; orientation is ignored in writing and in reading.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from PIL import Image, UnidentifiedImageError
 
 from pipeline.data.jpeg import CutOff, FrameHeader, TooManyScans, frame_header
 
-REENCODED_QUALITY = 95  # with full chroma: so few images that their size does not matter
+REENCODED_QUALITY = 95  # with 4:4:4 chroma: re-encoded images are so few that their size does not matter
 _HUFFMAN_CODED = (0xC0, 0xC1, 0xC2)  # baseline, extended sequential, progressive
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")  # no EPS: Pillow would start a PostScript interpreter
 _LONGEST_SIDE = 65_500  # pixels, libjpeg's limit
 
-# The size of a picture is no news to whoever shards it. Beyond twice Pillow's limit (179 million pixels) it still refuses.
+# Silences Pillow's warning about large images. Above twice its limit (179 million pixels) Pillow still raises.
 warnings.filterwarnings("ignore", module="PIL")
 
 
@@ -37,9 +36,9 @@ class ImageRules:
     """How images are checked and stored.
 
     Attributes:
-        decode: decode every image, which finds truncation and damage; otherwise only headers are looked at.
-        resize_short_side: in pixels; larger images are stored smaller. None: as they are.
-        quality: of resized images, on libjpeg's scale of 1 to 100.
+        decode: decode every image, which finds truncation and damage; False: parse headers only.
+        resize_short_side: resize images whose short side is longer than this, in pixels; None: never.
+        quality: JPEG quality of resized images, 1 to 100.
     """
 
     decode: bool = True
@@ -47,30 +46,30 @@ class ImageRules:
     quality: int = 90
 
     def description(self) -> dict:
-        """What decides the stored bytes."""
+        """The settings that determine the stored bytes."""
         quality = self.quality if self.resize_short_side else None
         return {"decode": self.decode, "resize_short_side": self.resize_short_side, "quality": quality}
 
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image as it goes into a shard."""
+    """An image as it is stored in a shard."""
 
     data: bytes  # JPEG
     width: int  # pixels
     height: int
-    reencoded: str | None = None  # why it is not the source's JPEG; resizing alone is no such reason
+    reencoded: str | None = None  # why the source's JPEG was not kept; None also for images that were only resized
 
 
 def prepare_image(data: bytes, rules: ImageRules) -> StoredImage:
-    """Check one encoded image and bring it into the form that is stored.
+    """Check one encoded image and convert it to the stored form.
 
     Args:
-        data: the file's content.
-        rules: what is asked for.
+        data: content of the file.
+        rules: how images are checked and stored.
 
     Raises:
-        Rejected: empty, cut off, of too many scans, or nothing that Pillow can decode.
+        Rejected: empty, truncated, too many scans, or Pillow cannot decode it.
     """
     if not data:
         raise Rejected("an empty file")
@@ -92,18 +91,19 @@ def prepare_image(data: bytes, rules: ImageRules) -> StoredImage:
 
 
 def check_decodes(data: bytes) -> None:
-    """Decode an image to see that it can be done.
+    """Check that an image decodes completely.
 
-    All compressed data are decoded, but a JPEG only to an eighth of its size, which takes a third less time: the saving
-    is in the inverse cosine transform. Damage that leaves valid codes is not found, here as in a full decode.
+    A JPEG is decoded at an eighth of its size, which reads all of its entropy-coded data but saves a third of the time (in the
+    inverse DCT). Damage that leaves valid codes is not found, just as in a full decode.
 
     Raises:
-        Rejected: it cannot be decoded to its end.
+        Rejected: it cannot be decoded to the end.
     """
     _open(data, eighth=True)
 
 
 def _why_not_as_it_is(frame: FrameHeader) -> str | None:
+    """The reason why a JPEG must be re-encoded; None if it can be kept."""
     if frame.coding not in _HUFFMAN_CODED:
         return f"a JPEG with coding SOF{frame.coding - 0xC0} (arithmetic, lossless or hierarchical)"
     if frame.precision != 8:
@@ -133,13 +133,13 @@ def _encode_anew(data: bytes, rules: ImageRules, reason: str | None) -> StoredIm
 
 
 def _open(data: bytes, eighth: bool = False) -> Image.Image:
-    """Decode with Pillow."""
+    """Decode with Pillow, at an eighth of the size if ``eighth`` (JPEG only)."""
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
         if eighth:
             image.draft(None, (1, 1))
         image.load()
-    except UnidentifiedImageError:  # its message has a memory address: the lists must not depend on the run
+    except UnidentifiedImageError:  # its message holds a memory address, but rejected.jsonl must be reproducible
         raise Rejected("not an image that can be decoded") from None
     except MemoryError:
         raise
@@ -149,7 +149,7 @@ def _open(data: bytes, eighth: bool = False) -> Image.Image:
 
 
 def _to_gray_or_rgb(image: Image.Image) -> Image.Image:
-    """Gray stays gray, transparency is dropped as in every image loader, 16 bits become 8 by their upper half."""
+    """Convert to mode L or RGB: alpha is dropped, as in common image loaders, and 16 bits are reduced to the upper 8."""
     if image.mode == "L":
         return image
     if image.mode.startswith("I"):

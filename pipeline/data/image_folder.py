@@ -1,7 +1,7 @@
-"""A plain folder of images in the place of one split of a shard set, for an evaluation.
+"""A plain folder of images in place of a split of a shard set, for evaluation.
 
-The images are checked, and the odd ones encoded anew, as when shards are written, so that the results are the same. That
-happens when an image's turn comes: nothing is read twice, and of several processes each reads its own.
+Images are checked and, where necessary, re-encoded as when shards are written, so that results are identical. This happens when
+a batch asks for an image: nothing is read twice, and each rank reads its own images only.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from pipeline.data.manifest import MANIFEST, SAMPLE_DTYPE
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 
-_SUFFIXES = (".jpeg", ".jpg", ".png")  # as data_prep takes them for images
-_SHOWN = 3  # classes in a message
+_SUFFIXES = (".jpeg", ".jpg", ".png")  # as in data_prep.sources
+_SHOWN = 3  # classes listed in a message
 
 
 class ImageFolder:
-    """:class:`~pipeline.data.plan.Samples` from files.
+    """:class:`~pipeline.data.plan.Samples` from a folder of image files.
 
     Args:
-        folder: ``folder/split/<class>/*.JPEG`` or ``folder/<class>/*.JPEG`` (also ``.jpg``, ``.png``).
-        split: the split's folder; it need not be there.
-        classes: names in index order. Those that have no folder have no images.
+        folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG`` (also ``.jpg``, ``.png``).
+        split: name of the split's folder, if there is one.
+        classes: class names in index order; a class without a folder has no images.
 
     Attributes:
-        split: None where the split has no folder of its own.
-        samples: as of a shard set: ``samples[indices]`` has width, height and label of each.
+        split: None if the split has no folder of its own.
+        samples: as in a shard set: ``samples[indices]`` gives width, height and label of each.
         classes: class names in index order.
 
     Raises:
-        UserError: no such folder, a class that is not among ``classes``, or no images.
+        UserError: the folder is missing or has no images, or a class folder is not in ``classes``.
     """
 
     def __init__(self, folder: Path, split: str, classes: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ class ImageFolder:
         unknown = [name for name in folders if name not in number]
         if unknown:
             raise UserError(
-                f"{self.folder} has {len(unknown)} folders that are no class of the model ({_some(unknown)}; its {len(self.classes)} "
+                f"{self.folder} has {len(unknown)} folders that are not classes of the model ({_some(unknown)}; its {len(self.classes)} "
                 f"classes are {_some(self.classes)}): rename or remove them, or pass images of the data set that it was trained on."
             )
         listed = [(name, file) for name in folders for file in sorted(os.listdir(self.folder / name))]
@@ -62,7 +62,7 @@ class ImageFolder:
                 f"with shards, or one that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG."
             )
         self._labels = [number[name.partition("/")[0]] for name in self._files]
-        self._coming: dict[int, StoredImage | DamagedSample] = {}  # looked at, not read yet
+        self._coming: dict[int, StoredImage | DamagedSample] = {}  # checked by __getitem__, not yet read
         self._lock = threading.Lock()
 
     @property
@@ -73,7 +73,7 @@ class ImageFolder:
         return len(self._files)
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        """(B,) of ``SAMPLE_DTYPE``; an image that cannot be used is 1 pixel wide and high here, and :meth:`read` says why."""
+        """(B,) of ``SAMPLE_DTYPE``. An unusable image is listed as 1 x 1 pixel; :meth:`read` raises the reason."""
         rows = np.zeros(len(indices), dtype=SAMPLE_DTYPE)
         for row, index in zip(rows, indices.tolist()):
             image = self._look(index)
@@ -84,15 +84,15 @@ class ImageFolder:
         return rows
 
     def key(self, index: int) -> str:
-        """Which image sample ``index`` is: ``class/file``."""
+        """The name of sample ``index``: ``class/file``."""
         return self._files[index]
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
-        """The error that says what is wrong with an image."""
+        """An error about a sample, to be raised by the caller."""
         return DamagedSample(int(index), f"{self.folder / self._files[index]} {reason}")
 
     def read(self, index: int) -> np.ndarray:
-        """The encoded image, as it would be stored in a shard; threads may call this at the same time.
+        """The encoded image as it would be stored in a shard. Thread-safe.
 
         Returns:
             (bytes,) uint8.
@@ -108,7 +108,7 @@ class ImageFolder:
         return np.frombuffer(image.data, dtype=np.uint8)
 
     def will_need(self, runs: list[tuple[int, int]]) -> None:
-        """Nothing: an evaluation reads in order, which disks see by themselves."""
+        """Does nothing: evaluation reads sequentially, which the kernel's readahead detects."""
 
     def _look(self, index: int) -> StoredImage | DamagedSample:
         try:
@@ -120,10 +120,15 @@ class ImageFolder:
 
 
 def open_split(path: Path, split: str, classes: Sequence[str]) -> ShardSet | ImageFolder:
-    """Shards where a manifest is, else a folder of images whose folders are named by some of ``classes``.
+    """Open a split: a shard set if there is a manifest, else a folder of images.
+
+    Args:
+        path: the data folder, or that of the split.
+        split: ``train`` or ``val``.
+        classes: class names in index order, for a folder of images.
 
     Raises:
-        UserError: neither.
+        UserError: neither, or one that is damaged.
     """
     if any((folder / MANIFEST).exists() for folder in (path, path / split)):
         return ShardSet(path, split)

@@ -1,8 +1,8 @@
-"""Is this a whole image? A look at the headers that costs microseconds, when shards are written and when they are verified.
+"""Checks that an image is complete by parsing its headers, in microseconds, when shards are written and verified.
 
-DALI 2.4 cannot be trusted with anything else: when an image's header cannot be parsed it raises while its worker threads
-still use what it frees, and the process dies with a segmentation fault. (At training time a checksum says that the bytes
-are still those that were looked at.) Damage inside the compressed data is not found here.
+Images with malformed headers must never reach DALI 2.4: it raises while its worker threads still use memory that it then frees,
+and the process dies of a segmentation fault. (At training time a checksum shows that the bytes are the checked ones.) Damage
+within the compressed data is not detected here.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-# Decoding time grows with the scans: a progressive scan over 16 million pixels that says nothing is 50 bytes and costs 13 ms.
-# Encoders write about ten of them.
+# Decoding time grows with the number of scans: an empty progressive scan over 16 megapixels has 50 bytes and takes 13 ms.
+# Encoders write about ten.
 MAX_SCANS = 100
 
 _SOI, _EOI, _SOS = b"\xff\xd8", b"\xff\xd9", 0xDA
-_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # not a stuffed zero or a restart marker, which compressed data holds
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # excludes stuffed zeros and restart markers, which occur in compressed data
 _SIZE_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15 without DHT, JPG, DAC
 _PNG = b"\x89PNG\r\n\x1a\n"  # one image of ImageNet is a PNG under a JPEG's name
 
 
 class CutOff(ValueError):
-    """An image that ends before it should: nothing can restore it."""
+    """A truncated image; re-encoding cannot restore it."""
 
 
 class TooManyScans(ValueError):
-    """A progressive JPEG made to keep decoders busy; to encode it anew would take as long."""
+    """A progressive JPEG crafted to exhaust decoders; re-encoding it would take as long."""
 
 
 class FrameHeader(NamedTuple):
-    """What a JPEG's frame header says (ITU-T T.81, B.2.2)."""
+    """The fields of a JPEG's frame header (ITU-T T.81, B.2.2)."""
 
     coding: int  # second byte of the SOFn marker: 0xC0 baseline, 0xC1 extended sequential, 0xC2 progressive, ...
     precision: int  # bits per sample
@@ -42,7 +42,7 @@ def image_size(data: bytes) -> tuple[int, int]:
     """(width, height) in pixels, as stored, of a complete JPEG or PNG.
 
     Raises:
-        ValueError: neither, or cut off; the message says which.
+        ValueError: neither of the two, damaged or truncated; the message says which.
     """
     if data[:8] == _PNG:
         if data[-12:-4] != b"\0\0\0\0IEND":
@@ -55,16 +55,16 @@ def image_size(data: bytes) -> tuple[int, int]:
 
 
 def frame_header(data: bytes) -> FrameHeader:
-    """The frame header of a complete JPEG (ITU-T T.81, Annex B).
+    """Parse the frame header of a complete JPEG (ITU-T T.81, Annex B).
 
     Raises:
-        ValueError: not a JPEG, or one with a damaged header.
-        CutOff: a JPEG whose end is missing.
-        TooManyScans: more than ``MAX_SCANS``.
+        ValueError: not a JPEG, or a damaged header.
+        CutOff: the end is missing.
+        TooManyScans: more than ``MAX_SCANS`` scans.
     """
     if data[:2] != _SOI:
         raise ValueError("not a JPEG")
-    _check_scans(data)  # first: decoders go on where the header is damaged
+    _check_scans(data)  # first, because decoders continue past damage in the header
     frame, place = None, 2
     while place + 4 <= len(data):
         if data[place] != 0xFF:
@@ -80,7 +80,7 @@ def frame_header(data: bytes) -> FrameHeader:
             )
             frame = FrameHeader(marker, data[place + 4], width, height, data[place + 9])
         if marker == _SOS:
-            # Compressed data never contains the end marker, so finding it means that the data is all there.
+            # Compressed data cannot contain the end marker (zeros are stuffed): its presence shows that the image is complete.
             if frame is None or 0 in (frame.width, frame.height):
                 raise ValueError("a JPEG without a size")
             if data.rfind(_EOI, place) < 0:
@@ -91,9 +91,12 @@ def frame_header(data: bytes) -> FrameHeader:
 
 
 def _check_scans(data: bytes) -> None:
-    """Count a progressive JPEG's scans as libjpeg finds them, which passes over what lies between two segments.
+    """Count the scans of a progressive JPEG the way libjpeg finds them, skipping bytes between segments.
 
-    Other codings need bits for every block of every scan, so that their time is bounded by their size.
+    Other codings store bits for every block in every scan, so that their size bounds their decoding time.
+
+    Raises:
+        TooManyScans: more than ``MAX_SCANS``.
     """
     scans, place = 0, 2
     while marker := _MARKER.search(data, place):
@@ -104,5 +107,5 @@ def _check_scans(data: bytes) -> None:
             scans += 1
             if scans > MAX_SCANS:
                 raise TooManyScans(f"a progressive JPEG of more than {MAX_SCANS} scans, made to take long")
-        if code != 0x01 and code != _SOI[1]:  # these two have no length
+        if code != 0x01 and code != _SOI[1]:  # TEM and SOI have no length field
             place += int.from_bytes(data[place : place + 2], "big")

@@ -1,4 +1,4 @@
-"""The loader: runs a plan through reading, decoding and augmentation, and hands out PyTorch tensors.
+"""The data loader: reads, decodes and augments the batches of a plan and yields PyTorch tensors.
 
 ::
 
@@ -26,32 +26,32 @@ from pipeline.data.reader import Ahead, Reader
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of one process. Image i is a mixture: ``weight[i]`` of it is ``labels[i]``, the rest ``other_labels[i]``."""
+    """One micro-batch of one rank. Image i has the target ``labels[i]`` by ``weight[i]``, ``other_labels[i]`` by the rest."""
 
     images: Tensor  # (B, 3, image_size, image_size) float32, normalized, on the device
     labels: Tensor  # (B,) int64, on the device
     other_labels: Tensor  # (B,) int64, on the device
     weight: Tensor  # (B,) float32 in [0, 1], on the device; 1 without Mixup and CutMix
     valid: Tensor  # (B,) bool, on the device; False marks padding
-    request: BatchRequest  # which samples they are: NumPy arrays on the CPU
-    replaced: int  # samples of this batch that stand in for bad ones
+    request: BatchRequest  # sample numbers and augmentation: NumPy arrays on the CPU
+    replaced: int  # substitutes for bad samples
 
 
 class Loader:
-    """Batches ``start``, ``start + 1``, ... of a plan, endlessly.
+    """An infinite iterator over batches ``start``, ``start + 1``, ... of a plan.
 
-    All state is the number of the next batch. A loader that starts at batch i yields exactly what another one yields
-    after i batches. The tensors of a batch belong to whoever holds them; memory is used again when nobody does.
+    Its only state is the number of the next batch: a loader started at batch i yields exactly what another one yields after i
+    batches. The caller may keep a batch; its memory is reused once no tensor refers to it.
 
     Args:
-        plan: what to read.
-        config: normalization, threads, how much is done ahead, how many bad samples are borne.
-        device: where the batches end up; decoding runs there too.
-        cpu_threads: this process's share of the node's cores; used where the config does not say.
+        plan: determines the batches.
+        config: normalization, threads, prefetch depths, number of bad samples to tolerate.
+        device: device of the batches; a GPU also decodes.
+        cpu_threads: default for ``config.num_threads``: this rank's share of the node's cores.
         start: number of the first batch.
 
     Attributes:
-        bad: the samples that could not be used so far.
+        bad: the samples found bad so far.
     """
 
     def __init__(self, plan: Plan, config: DataConfig, device: torch.device, cpu_threads: int = 1, start: int = 0) -> None:
@@ -74,8 +74,8 @@ class Loader:
         """The next batch.
 
         Raises:
-            UserError: more samples than ``data.max_bad_samples`` cannot be read or decoded. From then on every call raises it:
-                a batch is missing.
+            UserError: more than ``data.max_bad_samples`` samples cannot be read or decoded. Every further call raises it again,
+                because a batch is missing.
         """
         if self._error:
             raise self._error
@@ -110,6 +110,6 @@ class Loader:
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """A small array as a tensor on the device, without waiting for it: from pageable memory a copy would."""
+    """Copy a small array to the device asynchronously, through pinned memory: a copy from pageable memory would synchronize."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

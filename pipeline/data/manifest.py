@@ -1,4 +1,4 @@
-"""``manifest.json`` of a shard set: the contract between whoever writes the shards and whoever reads them."""
+"""``manifest.json`` of a shard set: the contract between the writer and the readers of shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARDER = "python -m data_prep.shard_imagenet --source IMAGES --output DIR"
 SAMPLE_DTYPE = np.dtype(
     [
         ("offset", "<u8"),  # of the JPEG in its tar, bytes
-        ("checksum", "<u8"),  # XXH3-64 of the JPEG: each read is checked, at 10 us per image
+        ("checksum", "<u8"),  # XXH3-64 of the JPEG, verified on every read (10 us per image)
         ("bytes", "<u4"),
         ("shard", "<u4"),
         ("label", "<u4"),
@@ -37,7 +37,7 @@ _RESTORE = f"restore the file, or write the shards again with {SHARDER}"
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One tar and its index, as the manifest lists them."""
+    """Manifest entry of one tar and its index; sizes in bytes, SHA-256 in hexadecimal."""
 
     file: str
     samples: int
@@ -50,31 +50,31 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class SplitInfo:
-    """One split (train or val) of a shard set."""
+    """Manifest entry of one split (train or val)."""
 
     samples: int
     bytes: int
     seed: int
     samples_per_shard: int
-    source: dict  # kind, path, fingerprint, subset, how images were stored: which bytes went in
+    source: dict  # provenance: kind, path, fingerprint, subset, image rules
     samples_per_class: list[int]
     samples_file: str
     samples_sha256: str
     shards: list[ShardInfo]
-    rejected: int = 0  # images that were left out, listed in rejected.jsonl
-    reencoded: int = 0  # images that were encoded anew, listed in reencoded.jsonl
+    rejected: int = 0  # rejected images, listed in rejected.jsonl
+    reencoded: int = 0  # re-encoded images, listed in reencoded.jsonl
 
 
 @dataclass(frozen=True)
 class ShardManifest:
-    """``manifest.json``: the contract between whoever wrote the shards and whoever reads them."""
+    """The content of ``manifest.json``."""
 
     classes: list[str]
     splits: dict[str, SplitInfo] = field(default_factory=dict)
     version: int = FORMAT_VERSION
 
     def write(self, folder: Path) -> None:
-        """Replace the folder's manifest in one step: readers see the old one or the new one."""
+        """Replace the folder's manifest atomically."""
         replace_text(folder / MANIFEST, json.dumps(asdict(self), indent=1))
 
     @staticmethod
@@ -82,7 +82,7 @@ class ShardManifest:
         """Read ``folder/manifest.json``.
 
         Raises:
-            UserError: missing, damaged, a value that cannot be, or of another format version.
+            UserError: missing, damaged, invalid values, or another format version.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -90,7 +90,7 @@ class ShardManifest:
             if unfinished:
                 raise UserError(
                     f"{path} is missing because the sharding of {unfinished} into this folder was not finished: "
-                    f"give the same sharding command again, it goes on with the shards that are missing."
+                    f"run the same sharding command again, which writes the missing shards."
                 )
             raise UserError(f"{path} is missing, one manifest per shard set needed: write the shards with {SHARDER}.")
         try:
@@ -112,7 +112,7 @@ class ShardManifest:
         )
 
     def _check(self) -> None:
-        """See that every value is one that a sharder could have written, so that no later use of it can fail."""
+        """Validate every value, so that no later use of the manifest can fail."""
         _check_values("", self, {"classes": _NAMES})
         for name, split in self.splits.items():
             _check_values(f"splits.{name}.", split, _SPLIT_VALUES)
@@ -127,11 +127,11 @@ class ShardManifest:
 
 
 class _Impossible(ValueError):
-    """A value that no sharder writes."""
+    """A value that no writer produces."""
 
 
 class _Needed(NamedTuple):
-    """What a value must be, as a test and in words."""
+    """A constraint on a value: a predicate and its description."""
 
     fits: Callable[[object], bool]
     words: str
@@ -178,7 +178,7 @@ _SPLIT_VALUES = {
     "reencoded": _COUNT,
 }
 _SOURCE_VALUES = {
-    "fingerprint": _Needed(lambda value: isinstance(value, str), "a text"),
+    "fingerprint": _Needed(lambda value: isinstance(value, str), "a string"),
     "subset": _Needed(
         lambda value: value is None or type(value) in (int, float) and 0 < value <= 1, "a share above 0 and at most 1"
     ),
@@ -186,10 +186,10 @@ _SOURCE_VALUES = {
 
 
 def _check_values(where: str, values: object, needed: dict[str, _Needed]) -> None:
-    """Look at attributes, or at the keys of a dict.
+    """Check attributes, or the keys of a dict, against their constraints.
 
     Raises:
-        _Impossible: one that is not what is needed; the message names it with ``where`` before it.
+        _Impossible: a constraint is violated; the message names the value, prefixed with ``where``.
     """
     for name, (fits, words) in needed.items():
         value = values.get(name) if isinstance(values, dict) else getattr(values, name)
@@ -198,12 +198,12 @@ def _check_values(where: str, values: object, needed: dict[str, _Needed]) -> Non
 
 
 def in_progress_file(folder: Path, split: str) -> Path:
-    """A file that is there from a split's first shard until the manifest lists the split."""
+    """A marker file that exists from a split's first shard until the manifest lists the split."""
     return folder / f".{split}-in-progress"
 
 
 def shard_name(split: str, number: int, suffix: str) -> str:
-    """``train-000007.tar`` and the like."""
+    """File name of a shard, such as ``train-000007.tar``."""
     return f"{split}-{number:06d}.{suffix}"
 
 
@@ -213,7 +213,7 @@ def sample_key(shard: int, place: int) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a regular file's content, hexadecimal."""
+    """SHA-256 of a regular file, hexadecimal."""
     digest = hashlib.sha256()
     with open(open_regular(path), "rb") as file:
         while block := file.read(1 << 20):

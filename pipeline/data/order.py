@@ -1,9 +1,9 @@
-"""The order of an epoch: a random permutation that is computed, not stored.
+"""The order of an epoch: a random permutation that is computed on demand instead of stored.
 
-``sample_at`` maps a position of an epoch to a sample number through a keyed Feistel network over the next power
-of two, stepping on while the result falls outside ("cycle walking"; Black & Rogaway, CT-RSA 2002). Any position
-costs the same, at any size, and nothing is kept in memory. ``block_sample_at`` does the same with neighbours on disk kept
-close in time.
+``sample_at`` maps a position of an epoch to a sample number with a keyed Feistel network over the next power of two, repeated
+while the result is out of range (cycle walking; Black & Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). The
+cost per position does not depend on the size of the set, and needs no memory. ``block_sample_at`` is a variant that keeps
+samples adjacent on disk close in time.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import numpy as np
 
 from pipeline.philox import Stream, random_words
 
-_ROUNDS = 8  # even, so that halves of unequal width end where they began
-_SALT_SHIFT = np.uint64(36)  # a half has at most 32 bits and the round number three: the salt goes above
+_ROUNDS = 8  # even, so that halves of unequal width end up in their original places
+_SALT_SHIFT = np.uint64(36)  # the counter holds a half (at most 32 bits), the round number (3 bits), and above them the salt
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Block order: blocks of ``size`` neighbours are shuffled, then the samples of ``window`` blocks in a row."""
+    """Block order: shuffle blocks of ``size`` adjacent samples, then the samples within windows of ``window`` blocks."""
 
     size: int
     window: int
 
     @property
     def window_samples(self) -> int:
+        """Samples per window."""
         return self.size * self.window
 
 
@@ -38,18 +39,18 @@ def sample_at(
     stream: Stream = Stream.SAMPLE_ORDER,
     salt: np.ndarray | int = 0,
 ) -> np.ndarray:
-    """Which sample stands at each position.
+    """The sample at each position of an epoch.
 
     Args:
         position: (n,) integers in [0, size).
-        epoch: (n,) integers: another epoch is another permutation.
-        size: samples in the set.
+        epoch: (n,) integers; each epoch has its own permutation.
+        size: number of samples.
         seed: the run's seed.
-        stream: keeps uses of the same seed apart.
-        salt: (n,) integers below 2**28: another salt is another permutation too.
+        stream: separates uses of the same seed.
+        salt: (n,) integers below 2**28; each salt has its own permutation.
 
     Returns:
-        (n,) int64 in [0, size); over all positions of one epoch, each sample exactly once.
+        (n,) int64 in [0, size), a permutation of it over all positions of one epoch.
     """
     bits = max(2, (size - 1).bit_length())
     low_bits = bits // 2
@@ -65,17 +66,17 @@ def sample_at(
 
 
 def block_sample_at(position: np.ndarray, epoch: np.ndarray, size: int, seed: int, blocks: Blocks) -> np.ndarray:
-    """Which sample stands at each position of a block order. Arguments and result as for :func:`sample_at`.
+    """The sample at each position of an epoch in block order. Arguments and result as for :func:`sample_at`.
 
-    A window holds ``blocks.window`` whole blocks. The samples of the last, incomplete block go with the last window; where
-    blocks begin moves from epoch to epoch, so that no sample is always at the end.
+    A window holds ``blocks.window`` complete blocks; the last window also takes the remaining blocks and the incomplete one.
+    Block boundaries shift from epoch to epoch, so that no sample is always in the incomplete block.
     """
     position = np.asarray(position, dtype=np.int64)
     windows = count_windows(size, blocks)
     window = np.minimum(position // blocks.window_samples, windows - 1)
     place = position - window * blocks.window_samples
 
-    last = window == windows - 1  # larger than the others: it takes what does not fill a window
+    last = window == windows - 1  # larger than the others: takes the remainder
     shuffled = np.empty_like(position)
     for members, length in ((last, size - (windows - 1) * blocks.window_samples), (~last, blocks.window_samples)):
         if members.any():
@@ -86,12 +87,12 @@ def block_sample_at(position: np.ndarray, epoch: np.ndarray, size: int, seed: in
 
 
 def count_windows(size: int, blocks: Blocks) -> int:
-    """Windows of an epoch."""
+    """Number of windows per epoch."""
     return max(1, size // blocks.size // blocks.window)
 
 
 def blocks_of_window(window: int, epoch: int, size: int, seed: int, blocks: Blocks) -> list[tuple[int, int]]:
-    """The (first sample, number of samples) of every run of neighbours that a window of the epoch reads."""
+    """The runs of adjacent samples that a window of the epoch reads: (first sample, number of samples) each."""
     last = window == count_windows(size, blocks) - 1
     first = window * blocks.window
     number = np.arange(first, -(-size // blocks.size) if last else first + blocks.window)
@@ -104,10 +105,10 @@ def blocks_of_window(window: int, epoch: int, size: int, seed: int, blocks: Bloc
 
 
 def _block_start(number: np.ndarray, epoch: np.ndarray | int, size: int, seed: int, blocks: Blocks) -> np.ndarray:
-    """Where the ``number``-th block that the epoch reads begins, counted on past the end of the set: (n,) int64."""
+    """First sample of the ``number``-th block in the order of the epoch, not reduced modulo the size of the set: (n,) int64."""
     epoch = np.broadcast_to(np.asarray(epoch), number.shape)
     whole_blocks = size // blocks.size
-    block = number.copy()  # the incomplete block at the end stays there
+    block = number.copy()  # the incomplete block stays last
     whole = number < whole_blocks
     if whole.any():
         block[whole] = sample_at(number[whole], epoch[whole], whole_blocks, seed, Stream.BLOCK_ORDER)
@@ -118,7 +119,7 @@ def _block_start(number: np.ndarray, epoch: np.ndarray | int, size: int, seed: i
 def _feistel(
     value: np.ndarray, epoch: np.ndarray, salt: np.ndarray, high_bits: int, low_bits: int, seed: int, stream: Stream
 ) -> np.ndarray:
-    """A permutation of [0, 2**(high_bits + low_bits))."""
+    """A keyed permutation of [0, 2**(high_bits + low_bits))."""
     left, right = value >> np.uint64(low_bits), value & np.uint64((1 << low_bits) - 1)
     widths = (high_bits, low_bits)
     for round_ in range(_ROUNDS):

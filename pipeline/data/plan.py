@@ -1,9 +1,9 @@
-"""Which samples, with which augmentation, make up each batch of each process: arithmetic, without state.
+"""The samples and augmentation of every batch of every rank, as a pure function of its number.
 
-A training run is one endless stream of samples, epoch after epoch without a gap. Step ``s`` takes the samples
-``s * global_batch_size`` to ``(s + 1) * global_batch_size`` of the stream, micro-batch by micro-batch, and within each
-pass process by process. The stream does not depend on the number of processes, nor does anything that is drawn
-for a sample. An epoch's length need not divide by anything: its remainder and the next epoch's beginning share a step.
+A training run is one infinite stream of samples, epoch after epoch without gaps. Step ``s`` takes samples
+``s * global_batch_size`` to ``(s + 1) * global_batch_size`` of the stream, micro-batch by micro-batch, and within a micro-batch
+rank by rank. Neither the stream nor any random number of a sample depends on the world size. The length of an epoch need not be
+a multiple of the batch size: a step may span two epochs.
 """
 
 from __future__ import annotations
@@ -21,32 +21,31 @@ from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count
 from pipeline.data.shards import DamagedSample
 from pipeline.philox import Stream, uniforms
 
-_EPOCH_UNIT = 256  # repeated augmentation rounds an epoch down to a multiple of this, as its reference does
+_EPOCH_UNIT = 256  # repeated augmentation rounds an epoch down to a multiple of this, as DeiT's RASampler does
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What one batch of one process consists of; all arrays have B entries."""
+    """Samples and augmentation of one batch of one rank."""
 
     index: np.ndarray  # (B,) int64: sample numbers of the shard set
     label: np.ndarray  # (B,) int64
     epoch: np.ndarray  # (B,) int64
-    position: np.ndarray  # (B,) int64: place in the epoch
+    position: np.ndarray  # (B,) int64: position in the epoch
     valid: np.ndarray  # (B,) bool: False marks padding
     geometry: Geometry
-    ops: randaugment.Ops | None = None  # None: no RandAugment; and so on
+    ops: randaugment.Ops | None = None  # here and below, None: not applied
     erasing: erasing.Erasing | None = None
     mixing: mixing.Mixing | None = None
 
 
 class Samples(Protocol):
-    """One split, as plans and the reader use it: a :class:`~pipeline.data.shards.ShardSet` or an
-    :class:`~pipeline.data.image_folder.ImageFolder`.
+    """One split: a :class:`~pipeline.data.shards.ShardSet` or an :class:`~pipeline.data.image_folder.ImageFolder`.
 
     Attributes:
-        folder: where it lies.
-        samples: indexed with an array of B sample numbers it gives (B,) of ``SAMPLE_DTYPE``.
-        classes: names in index order.
+        folder: its folder.
+        samples: ``samples[indices]`` gives (B,) of ``SAMPLE_DTYPE`` for B sample numbers.
+        classes: class names in index order.
     """
 
     folder: Path
@@ -59,26 +58,26 @@ class Samples(Protocol):
         """The name of a sample, for messages."""
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
-        """The error that says what is wrong with a sample."""
+        """An error about a sample, to be raised by the caller."""
 
     def read(self, index: int) -> np.ndarray:
-        """The encoded image, (bytes,) uint8; threads may call this at the same time.
+        """The encoded image, (bytes,) uint8. Thread-safe.
 
         Raises:
             DamagedSample: it cannot be read.
         """
 
     def will_need(self, runs: list[tuple[int, int]]) -> None:
-        """Tell the file system which (first sample, samples) will be read soon."""
+        """Announce runs, (first sample, number of samples) each, that will be read soon."""
 
 
 class Plan(Protocol):
-    """What the loader needs to know of the batches of one rank.
+    """The batches of one rank, as the loader sees them.
 
     Attributes:
-        shards: the split they are read from.
+        shards: the split.
         image_size: side of the output in pixels.
-        batch_size: B, images of one batch.
+        batch_size: B, images per batch.
     """
 
     shards: Samples
@@ -87,39 +86,39 @@ class Plan(Protocol):
 
     @property
     def rand_augment_ops(self) -> int:
-        """RandAugment operations per image; 0 leaves RandAugment out of the graph."""
+        """RandAugment operations per image; 0: none."""
         return 0
 
     @property
     def substitutes_count(self) -> bool:
-        """Whether the neighbour that replaces a bad sample is used like any other; if not, it only fills the batch."""
+        """Whether the substitute for a bad sample counts as a sample (training) or only fills the batch (evaluation)."""
 
     def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
         """Batch ``i``.
 
         Args:
-            i: its number.
-            replacement: bad sample -> the one to take instead.
+            i: number of the batch.
+            replacement: bad sample -> its substitute.
         """
 
     def coming_blocks(self, i: int) -> list[tuple[int, int]]:
-        """The (first sample, samples) that are read soon after batch ``i``, where the file system cannot foresee them."""
+        """Runs, (first sample, number of samples) each, to be announced to the file system at batch ``i``."""
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan(Plan):
-    """Batches of one process of a training run.
+    """The micro-batches of one rank of a training run.
 
     Args:
         shards: the training split.
         seed: the run's seed.
         image_size: side of the output in pixels.
-        global_batch_size: images per optimizer step over all processes.
-        batch_size: of a micro-batch: images per forward pass of one process.
-        rank, world_size: this process among all.
+        global_batch_size: images per optimizer step over all ranks.
+        batch_size: images per micro-batch: per forward pass and rank.
+        rank, world_size: of this process.
         data: order, crop and flip.
-        augment: everything that follows.
+        augment: augmentation after the crop.
     """
 
     shards: Samples
@@ -140,20 +139,20 @@ class TrainPlan(Plan):
 
     @property
     def epoch_length(self) -> int:
-        """Images that an epoch shows; see :func:`epoch_length`."""
+        """Images per epoch; see :func:`epoch_length`."""
         return epoch_length(len(self.shards), self.augment.repeats)
 
     @property
     def batches_per_step(self) -> int:
-        """Micro-batches of this process in one optimizer step."""
+        """Micro-batches of this rank per optimizer step."""
         return self.global_batch_size // (self.batch_size * self.world_size)
 
     def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
-        """The i-th micro-batch of this process since the beginning of the run.
+        """The i-th micro-batch of this rank, counted from the start of the run.
 
         Args:
-            i: its number.
-            replacement: bad sample -> the one to take instead. The draws stay those of the place.
+            i: number of the micro-batch.
+            replacement: bad sample -> its substitute, which gets the random numbers of the original position.
         """
         stream = self._first(i) + np.arange(self.batch_size, dtype=np.int64)
         epoch, position = np.divmod(stream, self.epoch_length)
@@ -188,7 +187,7 @@ class TrainPlan(Plan):
         return BatchRequest(index, label, epoch, position, valid, geometry, ops, boxes, self._mixing(stream))
 
     def coming_blocks(self, i: int) -> list[tuple[int, int]]:
-        """Block order: when batch i enters a window, the (first sample, samples) of what the next window will read."""
+        """In block order, when batch i is the first of a window: the runs that the next window reads."""
         if self.data.order != "block":
             return []
         blocks, size = Blocks(self.data.block_size, self.data.window_blocks), len(self.shards)
@@ -201,13 +200,13 @@ class TrainPlan(Plan):
         epoch, window = where(i)
         if i > 0 and where(i - 1) == (epoch, window):
             return []
-        last_place = (self.epoch_length - 1) // self.augment.repeats  # repeated augmentation ends its epochs early
+        last_place = (self.epoch_length - 1) // self.augment.repeats  # an epoch with repeats does not reach every sample
         if window == min(last_place // blocks.window_samples, windows - 1):
             epoch, window = epoch + 1, -1
         return blocks_of_window(window + 1, epoch, size, self.seed, blocks)
 
     def _first(self, i: int) -> int:
-        """Place in the stream of the i-th micro-batch's first sample."""
+        """Position in the stream of the first sample of the i-th micro-batch."""
         step, part = divmod(i, self.batches_per_step)
         return step * self.global_batch_size + (part * self.world_size + self.rank) * self.batch_size
 
@@ -230,28 +229,28 @@ class TrainPlan(Plan):
 
 
 def epoch_length(images: int, repeats: int) -> int:
-    """Images that an epoch shows.
+    """Images per epoch, repeated views included.
 
-    Without repeated augmentation every image once. With it (Hoffer et al., CVPR 2020; DeiT's ``RASampler``) the first
-    ``length / repeats`` images of the epoch's order, each ``repeats`` times in a row, the length being that of the set
-    rounded down to a multiple of 256.
+    Without repeated augmentation, an epoch shows every image once. With it (Hoffer et al., CVPR 2020; DeiT's ``RASampler``), it
+    shows the first ``length / repeats`` images of the epoch's order, each ``repeats`` times in a row, where the length is the
+    size of the set rounded down to a multiple of 256.
     """
     return images if repeats == 1 else images // _EPOCH_UNIT * _EPOCH_UNIT or images
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalPlan(Plan):
-    """Batches of one process that together with the others' hold every image exactly once.
+    """The evaluation batches of one rank; those of all ranks together hold every image exactly once.
 
-    All processes run the same number of batches of the same size (ZeRO-3 needs that); what is missing at the end is
-    filled up with the last image and marked as not valid.
+    All ranks run the same number of batches of the same size, as ZeRO-3's collectives require; the last ones are padded with
+    the last image, marked as not valid.
 
     Args:
-        shards: the split to evaluate on: of a shard set, or a folder of images.
+        shards: the split to evaluate on.
         image_size: side of the output in pixels.
-        batch_size: images per forward pass of one process.
-        rank, world_size: this process among all.
-        eval_crop: see :func:`eval_geometry`.
+        batch_size: images per forward pass and rank.
+        rank, world_size: of this process.
+        eval_crop: see :func:`~pipeline.data.augment.crop.eval_geometry`.
     """
 
     shards: Samples
@@ -264,11 +263,11 @@ class EvalPlan(Plan):
     substitutes_count = False
 
     def __len__(self) -> int:
-        """Batches of each process."""
+        """Batches per rank."""
         return -(-len(self.shards) // (self.batch_size * self.world_size))
 
     def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
-        """Batch ``i % len(self)``: one pass follows the other. A bad sample's place is filled and marked as not valid."""
+        """Batch ``i % len(self)``: passes repeat. Substitutes for bad samples are marked as not valid."""
         first = (i % len(self) * self.world_size + self.rank) * self.batch_size
         position = np.arange(first, first + self.batch_size, dtype=np.int64)
         valid = position < len(self.shards)

@@ -1,4 +1,4 @@
-"""Reading encoded images ahead of time, in threads, with neighbours in the place of samples that cannot be read."""
+"""Reads encoded images ahead of time in threads, substituting samples that cannot be read."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pipeline.data.bad_samples import BadSamples
 from pipeline.data.plan import BatchRequest, Plan
 from pipeline.data.shards import DamagedSample
 
-_THREADS = 4  # they wait for the disk or the network, not for a core: enough to keep a few requests in flight
+_THREADS = 4  # I/O-bound: keeps a few requests to disk or network in flight without occupying cores
 
 Result = TypeVar("Result")
 
 
 class Ahead(Generic[Result]):
-    """``make(start)``, ``make(start + 1)``, ...: computed ahead of time, handed out one after the other.
+    """Computes ``make(start)``, ``make(start + 1)``, ... ahead of time in threads and returns the results in order.
 
-    An error in ``make`` is raised where its result would have been handed out.
+    An exception in ``make`` is raised by the :meth:`next` that would have returned its result.
 
     Args:
-        make: computes result number i; called from several threads at once where ``threads`` > 1.
+        make: computes result i; must be thread-safe if ``threads`` > 1.
         start: number of the first result.
-        depth: results that are ready or being made.
-        threads: how many are made at the same time.
-        name: of the threads, for debuggers.
+        depth: results to compute ahead.
+        threads: results computed concurrently.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, make: Callable[[int], Result], start: int, depth: int, threads: int, name: str) -> None:
@@ -39,36 +39,36 @@ class Ahead(Generic[Result]):
         self._depth = depth
 
     def next(self) -> Result:
-        """The next result; waits until it is there."""
-        while len(self._waiting) <= self._depth:  # one is taken below
+        """The next result; blocks until it is ready."""
+        while len(self._waiting) <= self._depth:  # depth + 1, because one is returned below
             self._waiting.append(self._pool.submit(self._make, self._number))
             self._number += 1
         return self._waiting.popleft().result()
 
     def close(self) -> None:
-        """Stop the threads; what was made ahead is dropped."""
+        """Stop the threads and discard results computed ahead."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch as it comes from the disk."""
+    """A batch of encoded images."""
 
     number: int
     request: BatchRequest
     images: list[np.ndarray]  # B of (bytes,) uint8
-    replaced: int  # samples of it that stand in for bad ones
+    replaced: int  # substitutes for bad samples
 
 
 class Reader:
-    """Batches ``start``, ``start + 1``, ... of a plan, encoded.
+    """Reads the encoded batches ``start``, ``start + 1``, ... of a plan.
 
     Args:
-        plan: what to read.
-        bad: where samples that cannot be read are noted, and what replaces them.
+        plan: determines the batches.
+        bad: records samples that cannot be read, and provides substitutes.
         start: number of the first batch.
-        depth: batches that are read ahead.
+        depth: batches to read ahead.
     """
 
     def __init__(self, plan: Plan, bad: BadSamples, start: int, depth: int) -> None:
@@ -76,14 +76,14 @@ class Reader:
         self._ahead = Ahead(self.read, start, depth, _THREADS, "read")
 
     def next(self) -> Encoded:
-        """The next batch; waits until it is there."""
+        """The next batch; blocks until it is ready."""
         return self._ahead.next()
 
     def read(self, number: int) -> Encoded:
-        """Batch ``number``, without the samples that are known as bad by now; threads may call this at the same time.
+        """Read batch ``number`` with substitutes for all samples known to be bad. Thread-safe.
 
         Raises:
-            UserError: more samples than ``data.max_bad_samples`` cannot be used.
+            UserError: more than ``data.max_bad_samples`` samples cannot be used.
         """
         self.plan.shards.will_need(self.plan.coming_blocks(number))
         asked_for = request = self.plan.request(number)
@@ -99,7 +99,7 @@ class Reader:
         self._ahead.close()
 
     def _read_sound(self, indices: np.ndarray) -> list[np.ndarray] | None:
-        """The encoded images; None after some of them were noted as bad: the request changes then."""
+        """The encoded images; None if some were found bad, so that the request must be made again with substitutes."""
         images, sound = [], True
         for index in indices.tolist():
             try:

@@ -1,4 +1,4 @@
-"""``train-samples.npy``: one row for each sample, looked at once when it is opened, so that no later use of a row can fail."""
+"""The sample table ``*-samples.npy``, one row per sample, validated on opening so that no later use of a row can fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.data.manifest import SAMPLE_DTYPE
 from pipeline.files import open_regular
 
-_ROWS_AT_ONCE = 1 << 14  # 512 kB: all comparisons of a part find it in the processor's cache
+_ROWS_AT_ONCE = 1 << 14  # 512 kB, so that a chunk stays in the CPU cache for all comparisons
 
 
 def map_sample_table(path: Path, samples: int) -> np.ndarray:
@@ -18,21 +18,21 @@ def map_sample_table(path: Path, samples: int) -> np.ndarray:
 
     Args:
         path: the .npy file.
-        samples: how many rows the manifest promises.
+        samples: number of rows according to the manifest.
 
     Returns:
         (samples,) of ``SAMPLE_DTYPE``, read-only.
 
     Raises:
-        ValueError: it is no such table; the message says what it is.
-        OSError: as the system raised it.
+        ValueError: not a sample table, or the wrong number of rows; the message says what was found.
+        OSError: the file cannot be opened.
     """
     os.close(open_regular(path))
     try:
         rows = np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
-    except Exception as error:  # NumPy evaluates the header, and raises nearly anything when it is none
+    except Exception as error:  # NumPy evaluates the header, and can raise nearly any exception for a malformed one
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
     if rows.dtype != SAMPLE_DTYPE or rows.ndim != 1:
         raise ValueError(f"it holds an array of shape {rows.shape} and {len(rows.dtype)} fields")
@@ -42,12 +42,12 @@ def map_sample_table(path: Path, samples: int) -> np.ndarray:
 
 
 def find_out_of_range(rows: np.ndarray, shard_bytes: list[int], classes: int) -> str | None:
-    """The first row that points at nothing, in words; None when there is none.
+    """Describe the first row with an out-of-range value; None if there is none.
 
     Args:
         rows: (n,) of ``SAMPLE_DTYPE``.
         shard_bytes: size of each tar.
-        classes: how many there are.
+        classes: number of classes.
     """
     sizes = np.array(shard_bytes, dtype=np.uint64)
     for first in range(0, len(rows), _ROWS_AT_ONCE):

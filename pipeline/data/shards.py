@@ -1,17 +1,16 @@
-"""The shard set on disk: what is in a folder that ``data_prep/shard_imagenet.py`` wrote, and how to read it.
+"""A shard set on disk, as written by ``data_prep/shard_imagenet.py``, and its reader.
 
 ::
 
     DIR/manifest.json          classes in index order; per split: counts, sizes, checksums, seed, source
     DIR/train-000000.tar       WebDataset members KEY.jpg, KEY.cls, KEY.json
-    DIR/train-000000.idx       the tar's index, as DALI's readers.webdataset and wds2idx have it
-    DIR/train-samples.npy      32 bytes a sample: where its JPEG lies, its checksum, label, width and height
-    DIR/rejected.jsonl         images of the source that nothing can decode, with reasons; not there when there are none
-    DIR/reencoded.jsonl        images that were encoded anew, with reasons; not there when there are none
+    DIR/train-000000.idx       the tar's index in the format of wds2idx and DALI's readers.webdataset
+    DIR/train-samples.npy      32 bytes per sample: position of its JPEG, checksum, label, width and height
+    DIR/rejected.jsonl         rejected images of the source with reasons; absent if there are none
+    DIR/reencoded.jsonl        re-encoded images with reasons; absent if there are none
 
-Ranks of a node share ``*-samples.npy`` and the tars through the page cache: the first is memory-mapped, the
-others are read with ``pread``. (Not mapped: a tar that is truncated under a running job would then end it
-with SIGBUS instead of an error that names the file.)
+The ranks of a node share ``*-samples.npy`` and the tars through the page cache. The table is memory-mapped; the tars are read
+with ``pread``, so that truncation of a tar under a running job is an error that names the file, not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from pipeline.data.sample_table import find_out_of_range, map_sample_table
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 
-_BLOCK = 512  # bytes: headers and data of a tar begin at multiples of it
+_BLOCK = 512  # bytes: headers and data in a tar are aligned to it
 
 
 class DamagedSample(Exception):
-    """A sample that cannot be had; the message names the tar, the key and what was found."""
+    """A sample that cannot be read or decoded; the message names the file, the key and the problem."""
 
     def __init__(self, index: int, message: str) -> None:
         super().__init__(message)
@@ -48,7 +47,7 @@ class ShardSet:
     """One split of a shard set, opened for reading.
 
     Args:
-        folder: the folder that holds ``manifest.json``, or one that holds a folder named ``split`` that does.
+        folder: holds ``manifest.json``, directly or in a subfolder named ``split``.
         split: ``train`` or ``val``.
 
     Attributes:
@@ -56,8 +55,8 @@ class ShardSet:
         classes: class names in index order.
 
     Raises:
-        UserError: folder, manifest, split, tar or index missing, sizes that disagree with the manifest, or rows of the sample
-            table that point at nothing.
+        UserError: folder, manifest, split, tar or index missing, file sizes other than in the manifest, or a damaged sample
+            table.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:
@@ -83,14 +82,14 @@ class ShardSet:
         return len(self.samples)
 
     def identity(self) -> dict:
-        """Plain values that tell this split's content and order from any other's, wherever the files lie."""
+        """Plain values that identify the split's content and order, independent of its location."""
         source = self.info.source
         stored = {key: source.get(key) for key in ("resize_short_side", "quality")}
         return {"fingerprint": source["fingerprint"], "samples": len(self), "shard_seed": self.info.seed, **stored}
 
     @property
     def subset(self) -> float:
-        """Which share of the source's images was written (``--subset``)."""
+        """Fraction of the source's images that was written (``--subset``)."""
         return self.info.source.get("subset", 1.0)
 
     def key(self, index: int) -> str:
@@ -99,20 +98,20 @@ class ShardSet:
         return sample_key(shard, int(index) - self._first_of_shard[shard])
 
     def read_jpegs(self, indices: np.ndarray) -> list[np.ndarray]:
-        """The encoded images of some samples: :meth:`read` for each."""
+        """:meth:`read` for each of several samples."""
         return [self.read(int(index)) for index in indices]
 
     def read(self, index: int) -> np.ndarray:
-        """The encoded image of one sample, exactly as it was written; threads may call this at the same time.
+        """The encoded image of one sample, verified by its checksum. Thread-safe.
 
-        A failed read is tried once more; where the file was replaced meanwhile, from the new one.
+        A failed read is retried once, from the new file if the tar was replaced in the meantime.
 
         Returns:
             (bytes,) uint8.
 
         Raises:
-            DamagedSample: the tar is gone, ends early, cannot be read or holds other bytes there.
-            UserError: the system lets this process open no more files.
+            DamagedSample: the tar is missing, truncated, unreadable or does not match the checksum.
+            UserError: the limit on open files is reached.
         """
         try:
             return self._read(index)
@@ -121,10 +120,10 @@ class ShardSet:
             return self._read(index)
 
     def will_need(self, runs: list[tuple[int, int]]) -> None:
-        """Ask the system to fetch runs of neighbouring samples into the page cache; returns at once.
+        """Ask the kernel to read runs of adjacent samples into the page cache. Returns immediately.
 
         Args:
-            runs: (first sample, number of samples) of each; a run that reaches past the end of the set ends there.
+            runs: (first sample, number of samples) each; clipped to the end of the set.
         """
         for first, count in runs:
             samples = self.samples[first : first + count]
@@ -134,17 +133,17 @@ class ShardSet:
                 try:
                     os.posix_fadvise(self._descriptor(int(shard)), begin, end - begin, os.POSIX_FADV_WILLNEED)
                 except OSError:
-                    pass  # advice only: the read itself will say what is wrong
+                    pass  # only a hint: read() reports errors
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
-        """The error that says what is wrong with a sample."""
+        """An error about a sample, to be raised by the caller."""
         path = self.folder / self.info.shards[int(self.samples["shard"][index])].file
         original = self._original(index)
         name = f" (it was {original} in the source)" if original else ""
         return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}{name}")
 
     def _original(self, index: int) -> str:
-        """The name that an image had in the source, if the tar still has it beside the image: after the label, as JSON."""
+        """The image's file name in the source, from its JSON member in the tar; empty if that cannot be read."""
         sample = self.samples[index]
         end = int(sample["offset"]) + -(-int(sample["bytes"]) // _BLOCK) * _BLOCK
         try:
@@ -163,7 +162,7 @@ class ShardSet:
         try:
             data = os.pread(self._descriptor(shard), size, offset)
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # says nothing about the sample
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # too many open files: not the sample's fault
                 raise UserError(f"{self.folder}: {error.strerror}: raise `ulimit -n`, or use larger shards.") from None
             raise self.damaged(index, f"cannot be read ({error.strerror})") from None
         if len(data) != size:
@@ -182,7 +181,7 @@ class ShardSet:
             return self._descriptors[shard]
 
     def _forget_if_replaced(self, shard: int) -> None:
-        """Let the next read open the file anew if its name has gone to another one."""
+        """Drop a tar's descriptor if the file at its path is a different one, so that the next read opens that."""
         with self._opening:
             descriptor = self._descriptors.get(shard)
             if descriptor is None:
@@ -223,18 +222,18 @@ class ShardSet:
 
 
 def _advice(folder: Path, split: str) -> str:
-    """How a split that the manifest does not list can be had."""
+    """The remedy for a split that the manifest does not list."""
     if split not in ("train", "val"):
         return f"take one of these; other images with labels are sharded into a folder of their own, {SHARDER} --split val"
     if in_progress_file(folder, split).exists():
-        return "its sharding was not finished, give the same sharding command again"
+        return "its sharding was not finished, run the same sharding command again"
     if split == "val":
         return f"shard again into an empty folder with --val-share 0.1, or other images than train's with {SHARDER} --split val"
     return f"run {SHARDER} --split {split}"
 
 
 def _find(folder: Path, split: str) -> Path:
-    """``folder`` itself, or ``folder/split`` when the manifest is there."""
+    """``folder``, or ``folder/split`` if the manifest is there."""
     if not folder.is_dir():
         raise UserError(f"shard folder {folder} does not exist: set data.path to the folder that {SHARDER} wrote.")
     nested = folder / split
@@ -242,9 +241,9 @@ def _find(folder: Path, split: str) -> Path:
 
 
 def _allow_open_files(shards: int) -> None:
-    """Every tar stays open, so raise the soft limit by their number as far as the system lets us."""
+    """Raise the soft limit on open files, up to the hard limit: every tar stays open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = shards + 256
+    needed = shards + 256  # for everything else: libraries, sockets, logs, checkpoints
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise UserError(
             f"{shards} shards need {needed} open files, the system allows {hard}: raise `ulimit -Hn` or use larger shards."

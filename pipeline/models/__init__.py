@@ -1,4 +1,18 @@
-"""Models by name. One file per family; ``registry`` holds the names."""
+"""The model families, a registry that builds them by name, and their weights in this project's and the authors' layouts.
+
+==============  ===================================================================
+``registry``    :func:`create_model` and the list of models
+``deit``        DeiT
+``pervit``      PerViT
+``convit``      ConViT
+``lsat``        LSAT
+``gated_mlp``   gMLP and PosMLP
+``common``      base class and layers that the families share
+``weights``     published weights, transfer to other classes and sizes, exported files
+``flops``       parameter and multiply-accumulate counts
+``__main__``    ``python -m pipeline.models``
+==============  ===================================================================
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Which models there are, and which switches (a config's model.switches.NAME) one has.
+"""List the models, or the ablation switches of one (model.switches.NAME in a config).
 
   python -m pipeline.models
   python -m pipeline.models pervit_t
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def parameter_count(entry: ModelEntry) -> int:
-    """Parameters at the paper's image size, without allocating any."""
-    import torch  # here, as --help does not wait for it
+    """Number of parameters at the paper's image size; builds the model on the meta device, so nothing is allocated."""
+    import torch  # imported late: --help does not need it
 
     with torch.device("meta"):
         model = models.create_model(entry.name, num_classes=entry.num_classes, image_size=entry.image_size)
@@ -30,7 +30,7 @@ def parameter_count(entry: ModelEntry) -> int:
 
 
 def overview() -> str:
-    """A line for each registered model."""
+    """A table with one line per registered model."""
     lines = [f"{'model':<18} {'parameters':>12} {'(paper)':>8} {'pixels':>6} {'classes':>7}  what and from where"]
     for name in models.list_models():
         entry = models.model_entry(name)
@@ -43,7 +43,7 @@ def overview() -> str:
 
 
 def details(name: str) -> str:
-    """What is known of one model, and its switches as a config sets them.
+    """Description, paper, parameter count and switches of one model.
 
     Raises:
         UserError: unknown name.
@@ -63,7 +63,7 @@ def details(name: str) -> str:
 
 
 def type_text(annotation: Any) -> str:
-    """A switch's type as one writes its values in YAML: ``bool``, ``1 | 2``, ``[int, int] | null``."""
+    """A switch's type in YAML notation: ``bool``, ``1 | 2``, ``[int, int] | null``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " | ".join(map(str, arguments))
@@ -78,7 +78,7 @@ def type_text(annotation: Any) -> str:
 
 def main() -> None:
     parser = command_parser("pipeline.models", __doc__)
-    parser.add_argument("model", nargs="?", help="show this one's switches")
+    parser.add_argument("model", nargs="?", help="show this model's switches")
     args = parser.parse_args()
     print(overview() if args.model is None else details(args.model))
 

@@ -1,10 +1,10 @@
 """DeiT (Touvron et al., "Training data-efficient image transformers & distillation through attention", ICML 2021).
 
-The plain vision transformer that ConViT and PerViT are compared with: patches of 16 pixels, a class token, learned position
-embeddings. The "+" models are those of ConViT's Table 1, with its numbers of heads and 64 channels per head.
-``load_reference_state_dict`` loads the weights that DeiT's authors published.
+The plain vision transformer that ConViT and PerViT are compared with: 16x16 patches, a class token, learned position
+embeddings. The "+" models are those of ConViT's Table 1, with ConViT's numbers of heads and 64 channels per head.
+``load_reference_state_dict`` loads the authors' published weights.
 
-Hard distillation needs no model of its own: it teaches the class token's output (:mod:`pipeline.run.teacher`).
+There is no separate distilled model: hard distillation supervises the class token's output (:mod:`pipeline.run.teacher`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pipeline.models.registry import register
 
 
 class DeiTSwitches(Switches):
-    """Ablations."""
+    """Ablations of ConViT's Table 5 and PerViT's Table 2."""
 
     mask_position_embedding: bool = False
-    """In eval mode add no position embedding to the tokens (ConViT, Table 5). Training is not affected."""
+    """Omit the position embedding in eval mode (ConViT, Table 5). Training is not affected."""
     peripheral_position: bool = False
     """Multiply every layer's attention by PerViT's Φp (PerViT, Table 2, "+ PPE"). The class token has no position: Φp = 1 to and from it."""
 
@@ -44,16 +44,16 @@ class DeiTSwitches(Switches):
 class DeiT(PhiModel):
     """DeiT with a class token.
 
-    Every layer offers the probe ``attention``, (B, heads, N + 1, N + 1) with the class token first, and those with Φp also
-    ``phi_p``, (heads, N, N) of the patches.
+    Probes of every layer: ``attention`` (B, heads, N + 1, N + 1), class token first; with Φp also ``phi_p`` (heads, N, N) of
+    the patches.
 
-    How PerViT's authors added Φp to DeiT is not published. Here the class token attends and is attended to by content
-    alone, the absolute embedding stays (as with iRPE, Φp's rival in Table 2), and Φp starts peripherally.
+    How PerViT's authors added Φp to DeiT is not published. Here Φp = 1 to and from the class token, the absolute position
+    embedding stays (as with iRPE, which Table 2 compares with Φp), and Φp has the peripheral initialization.
 
     Args:
         layout: heads and width.
         num_classes: outputs of the classifier.
-        image_size: a multiple of 16; ``forward`` takes this size only, which the position embedding is for.
+        image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding.
         drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
         activation_checkpointing: recompute each block in the backward pass.
         switches: ablations.
@@ -108,7 +108,7 @@ class DeiT(PhiModel):
             (B, num_classes).
 
         Raises:
-            UserError: another size than the model was built for.
+            UserError: not the size that the model was built for.
         """
         grid = patch_grid(*images.shape[-2:])
         patches = self.patch_embedding(images)  # (B, N, width)
@@ -120,7 +120,7 @@ class DeiT(PhiModel):
         return self.head(self.norm(x[:, 0]))
 
     def token_grid(self, images: Tensor) -> tuple[int, int]:
-        """(rows, columns) of patches that images (B, 3, H, W) give."""
+        """(rows, columns) of the patch grid of images (B, 3, H, W)."""
         return patch_grid(*images.shape[-2:])
 
 

@@ -1,8 +1,10 @@
-"""Parameters and multiply-accumulates (GMACs = 1e9) of a model, counted by fvcore.
+"""Parameters and multiply-accumulates (1 GMAC = 1e9) of a model, counted by fvcore.
 
-Three numbers per model, since each answers another question. ``gmacs_modules`` is what the papers print: they counted
-modules, so the products inside attention are missing. ``gmacs`` is everything one image costs. ``gmacs_phi`` is the
-position encoding Φp, which depends on weights alone: a training step pays it once per forward pass, whatever the batch.
+Three counts per model:
+
+- ``gmacs_modules``: the papers' convention, which hooks modules and so misses the matrix products of attention.
+- ``gmacs``: the full cost of one image, without Φp.
+- ``gmacs_phi``: the position encoding Φp. It depends on weights only and is computed once per forward pass, for any batch size.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import nn
 
 from pipeline.models.registry import create_model, model_entry
 
-# Operators known to multiply no matrices. One that fvcore has no handler for and that is not here makes the count fail.
+# Operators without matrix products. An operator that neither fvcore nor this list knows makes the count fail.
 _NO_PRODUCT = frozenset(
     "add add_ sub sub_ rsub lerp mul mul_ div div_ neg pow sqrt exp log log_sigmoid sigmoid gelu relu relu_ silu tanh softmax sum mean "
     "clone copy_ detach to type_as contiguous view reshape flatten unflatten transpose permute t unsqueeze squeeze expand expand_as "
@@ -45,9 +47,9 @@ class FlopRow:
     paper_gmacs: float | None  # at the paper's image size
 
     def training_flops_per_image(self, micro_batch_size: int) -> float:
-        """Floating-point operations (2 per multiply-accumulate) of forward and backward pass (twice the forward).
+        """Model FLOPs of one image's forward and backward pass: 2 per multiply-accumulate, the backward pass twice the forward.
 
-        Recomputed activations are not model FLOPs and are not counted (Chowdhery et al., "PaLM", 2022, App. B).
+        Recomputed activations do not count (model FLOPs utilization; Chowdhery et al., "PaLM", 2022, App. B).
         """
         return 6e9 * (self.gmacs + self.gmacs_phi / micro_batch_size)
 
@@ -58,14 +60,14 @@ def count(
     """Count a model on one image.
 
     Raises:
-        UserError: unknown model or unsuitable size.
-        RuntimeError: an operator that may multiply matrices went uncounted.
+        UserError: unknown model or unsupported image size.
+        RuntimeError: an unknown operator, which may contain matrix products.
     """
     entry = model_entry(name)
     model = create_model(name, num_classes=num_classes, image_size=image_size, switches=switches).eval()
     image = torch.zeros(1, 3, image_size, image_size)
     with torch.no_grad():
-        model(image)  # fills the cache of Φp, so that the traces below do not contain it
+        model(image)  # fills Φp's cache, which keeps Φp out of the next two traces
         modules = _macs(model, image, MODULE_CONVENTION)
         per_image = _macs(model, image)
     with_phi = _macs(model, image)  # with gradients Φp is not cached
@@ -83,13 +85,13 @@ def count(
 
 
 def count_at(name: str, image_size: int | None = None) -> FlopRow:
-    """:func:`count` for the classes and, unless another is given, the image size of the model's paper."""
+    """:func:`count` with the number of classes and, by default, the image size of the model's paper."""
     entry = model_entry(name)
     return count(name, image_size or entry.image_size, entry.num_classes)
 
 
 def _attention_macs(inputs: list, outputs: list) -> float:
-    """q kᵀ and (weights) v of fused attention, which fvcore does not know."""
+    """The products q kᵀ and softmax(..) v of fused attention, for which fvcore has no handler."""
     (batch, heads, queries, width), (_, _, keys, value_width) = inputs[0].type().sizes(), inputs[2].type().sizes()
     return batch * heads * queries * keys * (width + value_width)
 
@@ -105,8 +107,8 @@ def _numel(values: list) -> int:
     return math.prod(values[0].type().sizes())
 
 
-# The papers' figures count modules with hooks (the convention of ptflops): linear layers, convolutions with their bias,
-# two per element for norms, one for ReLU. Derived from the published counts of PerViT and ConViT, which it reproduces.
+# The papers count with module hooks (ptflops' convention): linear layers, convolutions including bias, 2 per element for norms,
+# 1 for ReLU. Inferred from the published counts of PerViT and ConViT, which it reproduces.
 MODULE_CONVENTION = {
     "aten::_convolution": _conv_and_bias,
     "aten::layer_norm": lambda inputs, outputs: 2 * _numel(outputs),
@@ -123,7 +125,7 @@ def _macs(model: nn.Module, image: torch.Tensor, handlers: dict[str, Callable] =
     """Multiply-accumulates of one forward pass.
 
     Raises:
-        RuntimeError: an operator that may multiply matrices was not counted.
+        RuntimeError: an unknown operator, which may contain matrix products.
     """
     from fvcore.nn import FlopCountAnalysis
 
@@ -135,6 +137,6 @@ def _macs(model: nn.Module, image: torch.Tensor, handlers: dict[str, Callable] =
     unknown = sorted(op for op in analysis.unsupported_ops() if op.removeprefix("aten::") not in _NO_PRODUCT)
     if unknown:
         raise RuntimeError(
-            f"operators {unknown} were not counted: give them a handler, or add them to _NO_PRODUCT if they multiply no matrices"
+            f"operators {unknown} were not counted: add a handler, or list them in _NO_PRODUCT if they contain no matrix product"
         )
     return total

@@ -1,4 +1,4 @@
-"""Names of the models, who published them, and how to build one. The names are known without PyTorch."""
+"""The registry of models: names, papers and builders. The names are known without PyTorch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A registered model and what its paper says of it."""
+    """A registered model and its paper's figures."""
 
     name: str
     build: Callable[..., nn.Module]
     description: str
     paper: str  # with the table
-    paper_params_m: float | None  # millions; None, here and below: the paper does not say
+    paper_params_m: float | None  # millions; None, here and below: not in the paper
     paper_gmacs: float | None  # 1e9 multiply-accumulates at the paper's image size
     paper_top1: float | None  # percent, on the paper's data set
     switches: type[Switches]  # the family's ablations
@@ -47,7 +47,12 @@ _registered: dict[str, ModelEntry] = {}
 
 
 def register(description: str, **paper) -> Callable:
-    """Decorator: put a builder function into the registry under its own name."""
+    """Decorator: register a builder function under its own name.
+
+    Args:
+        description: one line for the list of models.
+        paper: further fields of :class:`ModelEntry`.
+    """
 
     def add(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         _registered[build.__name__] = ModelEntry(build.__name__, build, description, **paper)
@@ -75,7 +80,7 @@ def check_name(name: str) -> None:
 
 
 def model_entry(name: str) -> ModelEntry:
-    """The registry's entry.
+    """The registry entry of a model.
 
     Raises:
         UserError: unknown name.
@@ -94,16 +99,21 @@ def create_model(
     activation_checkpointing: bool = False,
     switches: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    """Build a model with fresh weights from PyTorch's default generator.
+    """Build a randomly initialized model; draws from PyTorch's default generator.
 
     Args:
-        switches: the family's ablations by name (its ``Switches`` class); those not named keep the paper's choice.
+        name: one of :func:`list_models`.
+        num_classes: outputs of the classifier.
+        image_size: side of the square input in pixels.
+        drop_path: stochastic depth rate of the last block.
+        activation_checkpointing: recompute blocks in the backward pass.
+        switches: ablation switches by name (fields of the family's ``Switches`` class); the others keep the paper's setting.
 
     Returns:
         A :class:`~pipeline.models.common.base.VisionModel`, (B, 3, H, W) -> (B, num_classes).
 
     Raises:
-        UserError: unknown name or switch, or an image size that the model cannot take.
+        UserError: unknown name or switch, or an image size that the model does not support.
     """
     entry = model_entry(name)
     return entry.build(

@@ -36,7 +36,7 @@ EDITS = [
     ("splits.val.samples_per_class", [1, 2], "10 needed, one for each class"),
     ("splits.val.samples_per_class", [-1] * 10, "a list of counts"),
     ("splits.val.source", None, "an object"),
-    ("splits.val.source.fingerprint", None, "a text"),
+    ("splits.val.source.fingerprint", None, "a string"),
     ("splits.val.source.subset", 0, "a share above 0 and at most 1"),
     ("splits.val.samples_file", "../val-samples.npy", "the plain name of a file"),
     ("splits.val.samples_sha256", "short", "a SHA-256"),
@@ -137,5 +137,5 @@ def test_an_unfinished_set_and_an_unknown_split_get_advice_that_works(copied: Pa
         ShardSet(copied, "test")
     (copied / MANIFEST).rename(copied / "kept")
     (copied / ".train-in-progress").write_text("{}")
-    with pytest.raises(UserError, match=r"missing because the sharding of train .* was not finished: give the same .* command"):
+    with pytest.raises(UserError, match=r"missing because the sharding of train .* was not finished: run the same .* command"):
         ShardSet(copied, "train")

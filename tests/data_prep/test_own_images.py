@@ -44,7 +44,7 @@ def test_a_share_of_each_class_is_held_out(tmp_path: Path) -> None:
     assert names(hold_out(source, 0.1, 0)[1]) == names(val) != names(hold_out(source, 0.1, 1)[1])
     most = names(hold_out(source, 0.99, 0)[0])
     assert {name.partition("/")[0] for name in most} == set(source.class_names)
-    with pytest.raises(UserError, match="has 1 image of each class, at least 2 of one needed by --val-share"):
+    with pytest.raises(UserError, match="has 1 image of each class, at least 2 of a class needed by --val-share"):
         hold_out(ImageFolder(tree(tmp_path / "b", {"one": 1}), "train"), 0.5, 0)
 
 
@@ -53,13 +53,13 @@ def test_the_same_images_as_train_and_val_are_warned_of(tmp_path: Path) -> None:
     source = tree(tmp_path / "images", {"cat": 3, "dog": 3})
     (source / "cat" / "broken.jpg").write_bytes(b"no image")  # left out of both splits
     arguments = ["--source", source, "--output", tmp_path / "shards", "--workers", 1, "--max-rejected", 1]
-    assert "--val-share 0.1 would take it" in run_script(SHARDER, *arguments).stdout
+    assert "--val-share 0.1 would hold one out" in run_script(SHARDER, *arguments).stdout
     with pytest.raises(UserError, match="'val' needed: shard again into an empty folder with --val-share 0.1, or other images"):
         ShardSet(tmp_path / "shards", "val")
-    warning = "the val split has the images of its train split: what is measured on them says nothing about new ones"
+    warning = "the val split has the images of its train split: accuracy on them says nothing about unseen images"
     assert warning in run_script(SHARDER, *arguments, "--split", "val").stdout
     said = run_script(VERIFIER, tmp_path / "shards", "--workers", 1).stdout  # ends with 0: the files are as they were written
-    assert f"warning: {tmp_path / 'shards'}: {warning}; " in said and "every file is whole (train 6 images" in said
+    assert f"warning: {tmp_path / 'shards'}: {warning}; " in said and "all files are intact (train 6 images" in said
     assert "all is well" not in said
 
 
@@ -68,18 +68,18 @@ def test_a_plain_folder_becomes_both_splits(tmp_path: Path) -> None:
     source = tree(tmp_path / "images", {"cat": 10, "dog": 10})
     arguments = ["--source", source, "--output", tmp_path / "shards", "--workers", 1]
     said = run_script(SHARDER, *arguments, "--val-share", 0.2).stdout
-    assert "16 images of 2 classes are taken as the train split" in said
+    assert "16 images of 2 classes for the train split" in said
     splits = ShardManifest.read(tmp_path / "shards").splits
     assert {name: info.samples_per_class for name, info in splits.items()} == {"train": [8, 8], "val": [2, 2]}
     assert "in 1 shard," in said and "1 shards" not in said
     again = run_script(SHARDER, *arguments, "--val-share", 0.2).stdout
-    assert again.count("is already there, nothing was written") == 2 and "encoded anew" not in again
+    assert again.count("is already there, nothing was written") == 2 and "re-encoded" not in again
     verified = run_script(VERIFIER, tmp_path / "shards").stdout
     assert "train 16 images in 1 shard, val 4 images in 1 shard" in verified and "warning" not in verified
     has_both = ["--source", tree(tmp_path / "both", {"train/x": 2, "val/x": 1}), "--output", tmp_path / "other"]
     assert "drop --val-share" in run_script(SHARDER, *has_both, "--val-share", 0.2, check=False).stderr
     alone = run_script(SHARDER, "--source", source, "--output", tmp_path / "alone", "--workers", 1).stdout
-    assert "no val split is there, which training needs: --val-share 0.1" in alone
+    assert "there is no val split, which training needs: --val-share 0.1" in alone
 
 
 def test_splits_with_other_classes_are_refused_or_told(tmp_path: Path) -> None:

@@ -1,0 +1,12 @@
+"""Augmentation: decisions as NumPy arrays from uniform numbers of :mod:`pipeline.philox`, and the pixel operations.
+
+====================  =================================================================
+``crop``              random resized crop and flip, centre crop: geometry only
+``randaugment``       RandAugment: choice and strength of the operations
+``randaugment_cpu``   RandAugment's pixels on the CPU, bit for bit Pillow's
+``randaugment_dali``  RandAugment's pixels in a DALI graph
+``cubic_shift``       shears and translations on the CPU
+``erasing``           random erasing
+``mixing``            Mixup and CutMix
+====================  =================================================================
+"""

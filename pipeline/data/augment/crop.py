@@ -1,7 +1,7 @@
-"""Where each image is cropped, how it is resized and whether it is flipped, as arrays over a batch.
+"""Geometry of crop, resize and flip, as arrays over a batch.
 
-Only numbers here: DALI does the pixels (``graph.py``). The numbers are pure functions of the uniform numbers that
-come in, so a sample is augmented the same way on any number of processes and after any restart.
+Numbers only; the pixels follow in :mod:`pipeline.data.dali_graph` and :mod:`pipeline.data.cpu_transform`. They are pure
+functions of the uniform numbers passed in, so that a sample is augmented identically on any world size and after any restart.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CROP_ATTEMPTS = 10
-MAX_EVAL_RATIO = 16  # of the sides of what evaluation resizes
+CROP_ATTEMPTS = 10  # as in torchvision
+MAX_EVAL_RATIO = 16  # evaluation crops images with a larger ratio of their sides before resizing: bounds memory
 UNIFORMS_PER_SAMPLE = 2 * CROP_ATTEMPTS + 3  # area and ratio per attempt; top, left, flip
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What happens to B images, all in pixels, (rows, columns)."""
+    """Geometry of B images; pairs are (rows, columns), in pixels unless noted."""
 
-    start: np.ndarray  # (B, 2) int32: upper left corner of the window that is decoded
-    shape: np.ndarray  # (B, 2) int32: its size
-    resize: np.ndarray  # (B, 2) float32: the size it is resized to
-    crop: np.ndarray  # (B, 2) float32: where the output lies in that; 0 upper left corner, 1 lower right
-    flip: np.ndarray  # (B,) int32: 1 mirrors left and right
+    start: np.ndarray  # (B, 2) int32: upper left corner of the window to decode
+    shape: np.ndarray  # (B, 2) int32: size of the window
+    resize: np.ndarray  # (B, 2) float32: size that the window is resized to
+    crop: np.ndarray  # (B, 2) float32: position of the output in the resized window; 0 upper left, 1 lower right
+    flip: np.ndarray  # (B,) int32: 1 flips horizontally
 
 
 def train_geometry(
@@ -35,15 +35,15 @@ def train_geometry(
     ratio: tuple[float, float],
     flip: float,
 ) -> Geometry:
-    """Random resized crop (Szegedy et al., 2015; the ten attempts and fallback of torchvision) and flip.
+    """Random resized crop (Szegedy et al., CVPR 2015; with torchvision's ten attempts and fallback) and flip.
 
     Args:
-        height, width: (B,) pixels of the stored images.
+        height, width: (B,) of the stored images, in pixels.
         uniforms: (B, UNIFORMS_PER_SAMPLE) in [0, 1).
         image_size: side of the output.
-        scale: share of the area, low and high.
-        ratio: width / height, low and high, drawn on a logarithmic scale.
-        flip: probability.
+        scale: range of the crop's fraction of the area.
+        ratio: range of width / height, sampled log-uniformly.
+        flip: probability of a flip.
     """
     height, width = (np.asarray(side, dtype=np.int64) for side in (height, width))
     rows = np.arange(len(height))
@@ -60,7 +60,7 @@ def train_geometry(
     top = (top_draw * (height - crop_h + 1)).astype(np.int64)
     left = (left_draw * (width - crop_w + 1)).astype(np.int64)
 
-    # No attempt fits an extreme panorama: the largest centred window whose ratio is allowed.
+    # Fallback where no attempt fits (extreme aspect ratios): the largest centred window with an allowed ratio.
     whole = ~fits.any(axis=1)
     fallback_w = np.where(width > ratio[1] * height, np.rint(height * ratio[1]), width).astype(np.int64)
     fallback_h = np.where(width < ratio[0] * height, np.rint(width / ratio[0]), height).astype(np.int64)
@@ -78,15 +78,20 @@ def train_geometry(
 
 
 def eval_geometry(height: np.ndarray, width: np.ndarray, image_size: int, eval_crop: float) -> Geometry:
-    """The whole image, short side resized to ``image_size / eval_crop`` (224 / 0.875 = 256), not flipped.
+    """Evaluation geometry: resize the short side to ``image_size / eval_crop`` (224 / 0.875 = 256), crop the centre.
 
-    Integers as torchvision has them, so that the pixels are the ones that published accuracies were measured on: the
-    long side is rounded down, the centre crop's corner to the nearest (half to even).
+    Rounds like torchvision, so that the pixels are those that published accuracies were measured on: the long side down, the
+    corner of the centre crop to nearest (half to even).
+
+    Args:
+        height, width: (B,) of the stored images, in pixels.
+        image_size: side of the output.
+        eval_crop: output size / short side, in (0, 1].
     """
     stored = [np.asarray(side, dtype=np.int64) for side in (height, width)]
     short = int(image_size / eval_crop + 0.5)
     smaller = np.minimum(*stored)
-    # Resized whole, a strip of 65,000 x 1 pixels would take gigabytes; the crop needs its middle only.
+    # A strip of 65,000 x 1 pixels would take gigabytes when resized, but the crop needs only its middle.
     height, width = (np.minimum(side, MAX_EVAL_RATIO * smaller) for side in stored)
     resize = _pairs(height * short // smaller, width * short // smaller, np.int64)
     margin = resize - image_size

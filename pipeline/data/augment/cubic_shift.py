@@ -1,23 +1,23 @@
-"""Rows shifted by fractions of a pixel: shears and translations, bit for bit as Pillow's bicubic transform gives them.
+"""Shears and translations as subpixel shifts of rows, bit for bit equal to Pillow's bicubic transform.
 
-Pillow weighs 4 x 4 pixels for every point, whatever the transform. Where rows only slide, the three other rows weigh
-nothing, and one shift holds for a whole row: arrays do that in half the time. NumPy lets go of the interpreter lock.
+Pillow sums 4 x 4 pixels per point for every transform. When rows only shift, the three other rows have weight 0 and a whole row
+shares one shift, which takes half the time in NumPy. NumPy releases the GIL.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-_ROWS_AT_A_TIME = 56  # so that the float64 sums of 56 x 224 x 4 values stay in a core's cache
+_ROWS_AT_A_TIME = 56  # keeps the float64 sums (56 x 224 x 4 values, 400 kB) in a core's cache
 
 
 def shift_rows(pixels: np.ndarray, shift: np.ndarray, fill: np.uint32) -> np.ndarray:
     """Cubic interpolation along rows.
 
     Args:
-        pixels: (H, W) uint32, four channels of a byte each.
-        shift: (H,) float64: output (x, y) shows input (x + shift[y], y).
-        fill: the pixel to show where that lies outside the image.
+        pixels: (H, W) uint32, four channels of 8 bits.
+        shift: (H,) float64, in pixels: output (x, y) is input (x + shift[y], y).
+        fill: pixel value outside the image.
 
     Returns:
         (H, W) uint32.
@@ -31,8 +31,8 @@ def shift_rows(pixels: np.ndarray, shift: np.ndarray, fill: np.uint32) -> np.nda
         return result
     first, after = columns[0], columns[-1] + 1
     whole = np.floor(shift)
-    taps = np.arange(first - 1, after + 2) + whole.astype(np.int64)[:, None]  # the pixel before, ..., two after
-    taps = np.clip(taps, 0, width - 1) + width * np.arange(height)[:, None]  # the border repeats outwards
+    taps = np.arange(first - 1, after + 2) + whole.astype(np.int64)[:, None]  # per point: one pixel before, itself, two after
+    taps = np.clip(taps, 0, width - 1) + width * np.arange(height)[:, None]  # border pixels are replicated
     values = pixels.take(taps).view(np.uint8)  # (H, (n + 3) * 4)
     fraction = (shift - whole)[:, None]  # (H, 1)
     shifted = np.empty((height, 4 * (after - first)), dtype=np.uint8)
@@ -44,10 +44,10 @@ def shift_rows(pixels: np.ndarray, shift: np.ndarray, fill: np.uint32) -> np.nda
 
 
 def _between(values: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """Each value ``d`` of the way to its right neighbour: (H, (n + 3) * 4) int16, (H, 1) to (H, n * 4) uint8.
+    """Interpolate at the fraction ``d`` between neighbours: values (H, (n + 3) * 4) int16, d (H, 1) -> (H, n * 4) uint8.
 
-    Keys' cubic (1981) with a = -1, by Pillow's own Horner scheme in float64: any other order rounds differently, and
-    fractions of a level are cut off.
+    Keys' cubic kernel (1981) with a = -1 in Pillow's Horner form and float64; another order of operations would round
+    differently. The result is truncated to an integer, as in Pillow.
     """
     v1, v2, v3, v4 = values[:, :-12], values[:, 4:-8], values[:, 8:-4], values[:, 12:]
     left, right = v1 - v2, v4 - v3

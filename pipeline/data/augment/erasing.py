@@ -1,6 +1,6 @@
-"""Random erasing (Zhong et al., AAAI 2020), per-pixel noise: a rectangle of some images becomes normal noise.
+"""Random erasing (Zhong et al., AAAI 2020) in its pixel mode: a rectangle of some images is replaced by Gaussian noise.
 
-Ranges as in the reference code of the papers: 2 % to a third of the area, aspect ratio 0.3 to 1/0.3, ten attempts.
+Ranges are those of timm, which the papers use: 2 % to a third of the area, aspect ratio 0.3 to 1/0.3, ten attempts.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ UNIFORMS_PER_SAMPLE = 2 * ATTEMPTS + 5  # area and aspect per attempt; whether, 
 
 @dataclass(frozen=True)
 class Erasing:
-    """What is erased from B images."""
+    """The rectangles to erase from B images."""
 
-    box: np.ndarray  # (B, 4) int64: top, left, height, width in pixels; height 0: nothing
+    box: np.ndarray  # (B, 4) int64: top, left, height, width in pixels; height 0: none
     noise_seed: np.ndarray  # (B,) int64
 
 
 def draw_erasing(uniforms: np.ndarray, image_size: int, probability: float) -> Erasing:
-    """Decide what is erased.
+    """Sample the rectangles.
 
     Args:
         uniforms: (B, UNIFORMS_PER_SAMPLE) in [0, 1), multiples of 2**-32.
         image_size: side of the images.
-        probability: that an image loses a rectangle.
+        probability: of erasing a rectangle of an image.
     """
     rows = np.arange(len(uniforms))
     area_draw, aspect_draw = uniforms[:, :ATTEMPTS], uniforms[:, ATTEMPTS : 2 * ATTEMPTS]
@@ -50,21 +50,22 @@ def draw_erasing(uniforms: np.ndarray, image_size: int, probability: float) -> E
     words = [(draw * 2.0**32).astype(np.int64) for draw in seed_draws]
     return Erasing(
         box=np.where(erased[:, None], np.stack([top, left, height, width], axis=1), 0),
-        noise_seed=(words[0] << 31) ^ words[1],  # 63 bits
+        noise_seed=(words[0] << 31) ^ words[1],  # 63 bits: non-negative int64
     )
 
 
 def erase_(images: Tensor, erasing: Erasing) -> None:
-    """Fill the rectangles with noise of the normalized pixels' scale, N(0, 1), in place.
+    """Fill the rectangles with N(0, 1) noise, the scale of normalized pixels, in place.
 
-    The noise is that of a generator seeded per image: on one kind of device the same wherever and whenever it is drawn.
+    The generator is seeded per image, so that the noise is reproducible on the same type of device.
 
     Args:
         images: (B, 3, H, W) float32, normalized.
+        erasing: rectangles and seeds.
     """
     generator = torch.Generator(images.device)
     for i in np.flatnonzero(erasing.box[:, 2]):
         top, left, height, width = erasing.box[i].tolist()
         generator.manual_seed(int(erasing.noise_seed[i]))
-        noise = torch.empty(images.shape[1], height, width, device=images.device).normal_(generator=generator)
+        noise = torch.empty(images.shape[1], height, width, device=images.device).normal_(generator=generator)  # (3, h, w)
         images[i, :, top : top + height, left : left + width] = noise

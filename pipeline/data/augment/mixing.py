@@ -1,10 +1,10 @@
-"""Mixup (Zhang et al., ICLR 2018) and CutMix (Yun et al., ICCV 2019) among neighbours of the global batch.
+"""Mixup (Zhang et al., ICLR 2018) and CutMix (Yun et al., ICCV 2019) within small groups of the global batch.
 
-The stream of training images is cut into groups of fixed size. One group draws one mixing weight, one method and one
-distance, and each of its images is mixed with the one that stands so far behind it in the group, around in a circle. A group
-never spans two processes, so the mixed batch is the same on any number of them.
+The stream of training images is divided into groups of fixed size. Each group draws one method, one mixing weight and one
+distance, and mixes each image with the one at that distance in the group, cyclically. A group never spans two ranks, so that
+the mixed global batch is the same on any world size.
 
-The reference code mixes image i with image B-1-i of a process's batch. A circular distance of at least ``repeats`` has the
+The reference code (timm) mixes image i with image B-1-i of a rank's batch. A cyclic distance of at least ``repeats`` has the
 same effect and never pairs two views of one image under repeated augmentation.
 """
 
@@ -15,45 +15,46 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-BETA_ATTEMPTS = 64  # each succeeds with a probability of at least one half for alpha <= 1, one sixth for alpha = 2
+# Rejection sampling accepts with probability >= 1/2 for alpha <= 1, 1/6 for alpha = 2: all 64 fail with at most 1e-5.
+BETA_ATTEMPTS = 64
 UNIFORMS_PER_GROUP = 2 * BETA_ATTEMPTS + 4  # Beta; method, distance, centre row, centre column
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """How the groups of a batch are mixed; all arrays have B / group entries."""
+    """How the G = B / group groups of a batch are mixed."""
 
     group: int  # images per group
-    distance: np.ndarray  # (G,) int64: image i meets image (i + distance) % group
+    distance: np.ndarray  # (G,) int64: image i is mixed with image (i + distance) % group
     weight: np.ndarray  # (G,) float32: of an image's own label
-    box: np.ndarray  # (G, 4) int64, CutMix: top, left, height, width that comes from the other image; height 0: Mixup
-    blend: np.ndarray  # (G,) bool: Mixup (False: CutMix, whose box may be empty)
+    box: np.ndarray  # (G, 4) int64, CutMix: top, left, height, width of the part from the other image; 0 for Mixup
+    blend: np.ndarray  # (G,) bool: True for Mixup, False for CutMix, whose box may be empty
 
 
 def draw_mixing(
     uniforms: np.ndarray, group: int, image_size: int, mixup: float, cutmix: float, switch: float, repeats: int
 ) -> Mixing:
-    """Decide how each group is mixed.
+    """Sample how each group is mixed.
 
     Args:
         uniforms: (G, UNIFORMS_PER_GROUP) in [0, 1).
         group: images per group, at least 2 * repeats.
         image_size: side of the images in pixels.
-        mixup, cutmix: alpha of the Beta distributions; 0 turns the method off (not both).
-        switch: probability of CutMix where both are on.
-        repeats: views of an image that may stand side by side.
+        mixup, cutmix: alpha of the Beta distributions; 0: off (not both).
+        switch: probability of CutMix if both are on.
+        repeats: consecutive views of an image under repeated augmentation.
     """
     method, distance, row, column = uniforms[:, 2 * BETA_ATTEMPTS :].T
     cut = method < (switch if mixup and cutmix else float(bool(cutmix)))
     alpha = np.where(cut, cutmix, mixup)
     weight = _beta(uniforms[:, : 2 * BETA_ATTEMPTS], alpha)
 
-    side = (image_size * np.sqrt(1 - weight)).astype(np.int64)  # CutMix, algorithm 1: rows and columns cut out
+    side = (image_size * np.sqrt(1 - weight)).astype(np.int64)  # CutMix, Eq. 2: side of the box
     row, column = (row * image_size).astype(np.int64), (column * image_size).astype(np.int64)
     top, left = np.maximum(row - side // 2, 0), np.maximum(column - side // 2, 0)
     bottom, right = np.minimum(row + side // 2, image_size), np.minimum(column + side // 2, image_size)
     box = np.where(cut[:, None], np.stack([top, left, bottom - top, right - left], axis=1), 0)
-    kept = 1 - box[:, 2] * box[:, 3] / image_size**2  # the border clips the box: the label follows what is really there
+    kept = 1 - box[:, 2] * box[:, 3] / image_size**2  # the label weight is the area after clipping at the border
     return Mixing(
         group=group,
         distance=repeats + (distance * (group - 2 * repeats + 1)).astype(np.int64),
@@ -68,6 +69,7 @@ def mix_(images: Tensor, mixing: Mixing) -> None:
 
     Args:
         images: (B, 3, H, W) float32.
+        mixing: of this batch.
     """
     for g, members in enumerate(images.split(mixing.group)):  # members: (group, 3, H, W), a view
         shift = -int(mixing.distance[g])
@@ -80,13 +82,14 @@ def mix_(images: Tensor, mixing: Mixing) -> None:
 
 
 def mixed_labels(labels: np.ndarray, mixing: Mixing) -> tuple[np.ndarray, np.ndarray]:
-    """The label of each image's partner and the weight of its own.
+    """The second label of each image and the weight of its own.
 
     Args:
         labels: (B,) int64.
+        mixing: of this batch.
 
     Returns:
-        (B,) int64 and (B,) float32.
+        Labels of the partners, (B,) int64, and weights, (B,) float32.
     """
     place = np.arange(mixing.group)
     partner = (place + mixing.distance[:, None]) % mixing.group  # (G, group)
@@ -95,7 +98,7 @@ def mixed_labels(labels: np.ndarray, mixing: Mixing) -> tuple[np.ndarray, np.nda
 
 
 def _beta(uniforms: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-    """Beta(alpha, alpha) by rejection (Johnk, Metrika 1964), vectorized: (G, 2 * BETA_ATTEMPTS), (G,) -> (G,)."""
+    """Sample Beta(alpha, alpha) by rejection (Jöhnk, Metrika 1964): uniforms (G, 2 * BETA_ATTEMPTS), alpha (G,) -> (G,)."""
     log_x, log_y = (np.log1p(-draw) / alpha[:, None] for draw in np.split(uniforms, 2, axis=1))  # (G, attempts); 1-u is > 0
     accepted = np.logaddexp(log_x, log_y) <= 0  # x + y <= 1, without underflow for a small alpha
     first = accepted.argmax(axis=1)

@@ -1,13 +1,12 @@
-"""RandAugment (Cubuk et al., 2019, arXiv:1909.13719) as numbers: which operations an image gets, and how much of each.
+"""RandAugment (Cubuk et al., 2019, arXiv:1909.13719): choice and strength of the operations.
 
-Only numbers here; ``randaugment_cpu.py`` and ``randaugment_graph.py`` do the pixels. They are pure functions of the
-uniform numbers that come in, so a sample is augmented the same way on any number of processes and after any restart.
+Numbers only; the pixels follow in ``randaugment_cpu.py`` and ``randaugment_dali.py``. They are pure functions of the uniform
+numbers passed in, so that a sample is augmented identically on any world size and after any restart.
 
-The papers' models were trained with timm's ``rand-m9-mstd0.5-inc1`` (DeiT: timm 0.3.2). Its operations, probabilities
-and ranges are reproduced; versions 0.3.2, 0.4.12 and 1.0 agree on them for a finite ``mstd`` and magnitudes up to 10.
-Three things differ from the paper's RandAugment: an operation that is drawn is applied only every other time, the
-magnitude has noise, and "inc1" turns the ranges of posterize, solarize and the enhancements so that a larger magnitude
-always changes the image more.
+The papers' models were trained with timm's ``rand-m9-mstd0.5-inc1`` (DeiT: timm 0.3.2). This reproduces its operations,
+probabilities and ranges, on which timm 0.3.2, 0.4.12 and 1.0 agree for a finite ``mstd`` and magnitudes up to 10. It differs
+from the paper's RandAugment in three ways: a chosen operation is applied with probability 0.5, the magnitude is noisy, and
+"inc1" makes the effect of posterize, solarize and the enhancements increase with the magnitude.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from enum import IntEnum
 
 import numpy as np
 
-APPLY_PROBABILITY = 0.5  # of an operation that was drawn
+APPLY_PROBABILITY = 0.5  # of applying a chosen operation
 MAX_MAGNITUDE = 10.0  # magnitudes are clipped to [0, 10]; 10 is the end of every range
 UNIFORMS_PER_LAYER = 5  # operation, applied or not, two for the Gaussian noise, sign
 
 
 class Op(IntEnum):
-    """What a layer does to the image, with the unit of its amount. The order is timm's; numbers are never reused."""
+    """The operations and the units of their amounts. timm's order; never renumber or reuse a number: runs could not resume."""
 
     NOTHING = 0
     AUTO_CONTRAST = 1  # no amount
@@ -37,46 +36,46 @@ class Op(IntEnum):
     CONTRAST = 9  # factor: 0 all mean, 1 unchanged
     BRIGHTNESS = 10  # factor: 0 black, 1 unchanged
     SHARPNESS = 11  # factor: 0 smoothed, 1 unchanged
-    SHEAR_X = 12  # output (x, y) shows input (x + amount * y, y)
-    SHEAR_Y = 13  # output (x, y) shows input (x, y + amount * x)
-    TRANSLATE_X = 14  # pixels: output (x, y) shows input (x + amount, y)
-    TRANSLATE_Y = 15  # pixels: output (x, y) shows input (x, y + amount)
+    SHEAR_X = 12  # output (x, y) is input (x + amount * y, y)
+    SHEAR_Y = 13  # output (x, y) is input (x, y + amount * x)
+    TRANSLATE_X = 14  # pixels: output (x, y) is input (x + amount, y)
+    TRANSLATE_Y = 15  # pixels: output (x, y) is input (x, y + amount)
 
 
 @dataclass(frozen=True)
 class RandAugment:
-    """What a recipe asks for; the defaults are ``rand-m9-mstd0.5-inc1``, PosMLP's ``rand-m6-n3-mstd1.0-inc1`` is (3, 6, 1.0)."""
+    """Settings of a recipe. The defaults are ``rand-m9-mstd0.5-inc1``; PosMLP's ``rand-m6-n3-mstd1.0-inc1`` is (3, 6, 1.0)."""
 
-    layers: int = 2  # operations drawn per image, with replacement
+    layers: int = 2  # operations per image, chosen with replacement
     magnitude: float = 9.0  # 0 to 10
-    magnitude_std: float = 0.5  # of the Gaussian noise on it
+    magnitude_std: float = 0.5  # standard deviation of the magnitude's Gaussian noise
 
 
 @dataclass(frozen=True)
 class Ops:
-    """What happens to B images, layer after layer."""
+    """The operations on B images, in order of application."""
 
     op: np.ndarray  # (B, layers) int32: an Op
-    amount: np.ndarray  # (B, layers) float32: in the unit of that Op
+    amount: np.ndarray  # (B, layers) float32: in the unit of the Op
 
 
 def fill_color(mean: tuple[float, float, float]) -> tuple[int, int, int]:
-    """What moved images are filled up with: the data's mean colour, in levels, from the mean of pixels on [0, 1]."""
+    """Colour outside the image after geometric operations: the data's mean per RGB channel, scaled from [0, 1] to 255."""
     return tuple(min(255, max(0, round(255 * value))) for value in mean)
 
 
 def draw_ops(uniforms: np.ndarray, settings: RandAugment, image_size: int) -> Ops:
-    """Choose operations and amounts.
+    """Sample operations and amounts.
 
     Args:
         uniforms: (B, layers * UNIFORMS_PER_LAYER) in [0, 1).
         settings: layers, magnitude and its noise.
-        image_size: side of the square image in pixels; translations are shares of it.
+        image_size: side of the square image in pixels; translations are proportional to it.
     """
     draws = uniforms.reshape(len(uniforms), settings.layers, UNIFORMS_PER_LAYER)
     op_draw, apply_draw, radius_draw, angle_draw, sign_draw = np.moveaxis(draws, -1, 0)  # (B, layers) each
     op = 1 + (op_draw * (len(Op) - 1)).astype(np.int32)
-    # Box and Muller's transform; 1 - u is in (0, 1], so the logarithm is finite.
+    # Box-Muller transform; 1 - u is in (0, 1], so that the logarithm is finite.
     noise = np.sqrt(-2 * np.log(1 - radius_draw)) * np.cos(2 * np.pi * angle_draw)
     magnitude = np.clip(settings.magnitude + settings.magnitude_std * noise, 0, MAX_MAGNITUDE)
     amounts = _amount_of_each_op(magnitude / MAX_MAGNITUDE, np.where(sign_draw < 0.5, 1, -1), image_size)
@@ -88,11 +87,15 @@ def draw_ops(uniforms: np.ndarray, settings: RandAugment, image_size: int) -> Op
 
 
 def _amount_of_each_op(level: np.ndarray, sign: np.ndarray, image_size: int) -> list[np.ndarray]:
-    """The amount each Op would have, in the order of Op.
+    """The amount for every Op, in the order of Op. The constants are the ends of timm's ranges.
 
     Args:
-        level: (B, layers) in [0, 1].
-        sign: (B, layers) 1 or -1, for operations that go both ways.
+        level: (B, layers) magnitude scaled to [0, 1].
+        sign: (B, layers) 1 or -1, for operations with two directions.
+        image_size: side of the square image in pixels.
+
+    Returns:
+        One (B, layers) array per Op.
     """
     zero = np.zeros_like(level)
     enhance = 1 + sign * 0.9 * level

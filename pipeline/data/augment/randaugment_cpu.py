@@ -1,7 +1,7 @@
-"""RandAugment's pixels on the CPU: exactly what Pillow's operations give, as timm calls them.
+"""RandAugment's pixels on the CPU, bit for bit equal to Pillow's operations as timm calls them.
 
-Pillow's C core does the pixels, and lets go of the interpreter lock for the expensive ones, so threads can each
-augment an image. What Pillow does in Python loops, tables from histograms, is NumPy here.
+Pillow's C core releases the GIL in the expensive operations, so that images are augmented in parallel threads. Its Python
+loops, which build lookup tables from histograms, are replaced by NumPy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.data.augment.randaugment import Op
 
 Color = tuple[int, int, int]
 _LEVELS = np.arange(256)
-_RAMP = Image.fromarray(_LEVELS.astype(np.uint8)[None])  # one row that has every level once
+_RAMP = Image.fromarray(_LEVELS.astype(np.uint8)[None])  # (1, 256): every level once
 
 
 def apply(image: np.ndarray, ops: np.ndarray, amounts: np.ndarray, fill: Color) -> np.ndarray:
@@ -24,12 +24,12 @@ def apply(image: np.ndarray, ops: np.ndarray, amounts: np.ndarray, fill: Color) 
 
     Args:
         image: (H, W, 3) uint8 RGB; not changed.
-        ops: (layers,) of :class:`~pipeline.data.augment.randaugment.Op`, applied in this order.
+        ops: (layers,) of :class:`~pipeline.data.augment.randaugment.Op`, in order of application.
         amounts: (layers,) in the unit of the Op.
-        fill: RGB of what a rotation, shear or translation brings in from outside the image.
+        fill: RGB colour outside the image after rotations, shears and translations.
 
     Returns:
-        (H, W, 3) uint8; ``image`` itself where no operation applies.
+        (H, W, 3) uint8; ``image`` itself if no operation is applied.
     """
     layers = [(Op(op), float(amount)) for op, amount in zip(ops, amounts) if op != Op.NOTHING]
     if not layers:
@@ -40,11 +40,11 @@ def apply(image: np.ndarray, ops: np.ndarray, amounts: np.ndarray, fill: Color) 
     return np.asarray(picture)
 
 
-# Colour: one table of 256 levels per channel. Pillow's point() wants a list of 3 * 256.
+# Colour, per channel: lookup tables of 256 levels. Pillow's point() takes a list of 3 * 256.
 
 
 def _auto_contrast(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    """Stretch each channel to 0 .. 255."""
+    """Stretch each channel to the range 0 to 255."""
     tables = []
     for histogram in np.reshape(picture.histogram(), (3, 256)):
         present = histogram.nonzero()[0]
@@ -58,12 +58,12 @@ def _auto_contrast(picture: Image.Image, amount: float, fill: Color) -> Image.Im
 
 
 def _equalize(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    """Flatten each channel's histogram."""
+    """Equalize each channel's histogram."""
     tables = []
     for histogram in np.reshape(picture.histogram(), (3, 256)):
         step = (histogram.sum() - histogram[histogram.nonzero()[0][-1]]) // 255
         darker = np.cumsum(histogram) - histogram  # pixels darker than each level
-        # Up to 256 and more; point() clips to 255, as it does for Pillow's own equalize().
+        # Entries may exceed 255; point() clips them, as for Pillow's own equalize().
         tables.append((step // 2 + darker) // step if step else _LEVELS)
     return picture.point(np.concatenate(tables).tolist())
 
@@ -85,7 +85,7 @@ def _solarize_add(picture: Image.Image, amount: float, fill: Color) -> Image.Ima
 
 
 def _contrast(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    """Away from, or towards, the mean brightness."""
+    """Extrapolate from, or interpolate towards, the mean brightness."""
     histogram = np.array(picture.convert("L").histogram())
     mean = int((histogram * _LEVELS).sum() / histogram.sum() + 0.5)
     return _blend_with_level(picture, mean, amount)
@@ -96,7 +96,7 @@ def _brightness(picture: Image.Image, amount: float, fill: Color) -> Image.Image
 
 
 def _blend_with_level(picture: Image.Image, level: int, factor: float) -> Image.Image:
-    """``level + factor * (pixel - level)``; Pillow's own blend of all levels gives the table, and so its rounding."""
+    """``level + factor * (pixel - level)``, as a table made by Pillow's own blend, which gives Pillow's rounding."""
     table = Image.blend(Image.new("L", _RAMP.size, level), _RAMP, factor)
     return _same_table(picture, np.asarray(table)[0])
 
@@ -117,14 +117,14 @@ def _sharpness(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
 
 
 def _smooth(picture: Image.Image) -> Image.Image:
-    """Pillow's ImageFilter.SMOOTH, in whole numbers: neighbours weigh 1, the pixel 5; outermost pixels stay."""
+    """Pillow's ImageFilter.SMOOTH in integers: weights 5 for the pixel, 1 for its neighbours; border pixels are unchanged."""
     pixels = np.asarray(picture).astype(np.uint16)  # (H, W, 3); 13 * 255 fits
     if min(pixels.shape[:2]) < 3:
         return picture
     columns = pixels[:-2] + pixels[1:-1] + pixels[2:]
     total = columns[:, :-2] + columns[:, 1:-1] + columns[:, 2:] + 4 * pixels[1:-1, 1:-1]
     smooth = np.array(picture)
-    smooth[1:-1, 1:-1] = (total + 6) // 13  # to the nearest; 13 is odd, so there is no tie
+    smooth[1:-1, 1:-1] = (total + 6) // 13  # rounds to nearest; 13 is odd, so that there are no ties
     return Image.fromarray(smooth)
 
 
@@ -160,7 +160,7 @@ def _shift_columns(picture: Image.Image, shift: np.ndarray, fill: Color) -> Imag
 
 
 def _to_words(picture: Image.Image) -> np.ndarray:
-    """(H, W) uint32: red, green, blue and an unused byte, the way Pillow stores them, which is quick to take apart."""
+    """(H, W) uint32 of red, green, blue and an unused byte, Pillow's memory layout: the conversion is a plain copy."""
     return np.frombuffer(picture.tobytes("raw", "RGBX"), dtype=np.uint32).reshape(picture.height, picture.width)
 
 

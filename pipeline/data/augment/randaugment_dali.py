@@ -1,8 +1,8 @@
-"""RandAugment's pixels inside a DALI graph, where the images are on the GPU already (the same graph runs on the CPU).
+"""RandAugment's pixels in a DALI graph, for images that are on the GPU already (the graph runs on the CPU too).
 
-Which operation, how much of it: numbers that are fed in, one row per image; DALI splits the batch by operation, and
-takes a number to the device of the image it meets. Every operation follows Pillow's arithmetic. What differs, by a level
-or two of 255: equalize (DALI has its own formula) and, in geometry, values within float32's reach of the next level.
+Operations and amounts are inputs of the graph, one row per image; DALI splits the batch by operation. Every operation follows
+Pillow's arithmetic. Results differ by one or two levels of 255 in equalize, where DALI has its own formula, and in geometric
+operations for values within float32's rounding error of the next level.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from nvidia.dali.pipeline import DataNode
 
 from pipeline.data.augment.randaugment import Op, Ops
 
-# Fractions of a level are cut off; a float32 sum of 4 x 4 pixels can end this much below the whole level it should be.
+# Added before truncation: a float32 sum of 4 x 4 pixels can fall this far below the integer that it should be.
 _SHORT_OF_WHOLE = 2e-4
 
 
 @dataclass(frozen=True)
 class GraphInputs:
-    """What a graph is fed for B images."""
+    """The inputs of the graph for B images."""
 
     op: np.ndarray  # (B, layers) int32: an Op
     amount: np.ndarray  # (B, layers) float32: in the unit of that Op
-    matrix: np.ndarray  # (B, layers, 2, 3) float32: output (x, y) shows input matrix @ (x, y, 1); pixel centres at .5
+    matrix: np.ndarray  # (B, layers, 2, 3) float32: output (x, y) is input matrix @ (x, y, 1); pixel centres at .5
 
 
 def graph_inputs(ops: Ops, image_size: int) -> GraphInputs:
-    """The numbers that :func:`augment` needs.
+    """The inputs of :func:`augment`.
 
     Args:
         ops: from :func:`~pipeline.data.augment.randaugment.draw_ops`.
@@ -41,7 +41,7 @@ def graph_inputs(ops: Ops, image_size: int) -> GraphInputs:
 
 
 def _matrices(ops: Ops, image_size: int) -> np.ndarray:
-    """(B, layers, 2, 3); the identity for operations that move nothing."""
+    """Affine matrices (B, layers, 2, 3); the identity for operations without geometry."""
     matrix = np.zeros((*ops.op.shape, 2, 3))
     matrix[..., 0, 0] = matrix[..., 1, 1] = 1
     for op, row, column in (
@@ -67,17 +67,17 @@ def augment(
     image_size: int,
     fill: tuple[int, int, int],
 ) -> DataNode:
-    """Augment a batch; to be called in a ``pipeline_def`` with ``enable_conditionals=True``.
+    """Augment a batch, within a ``pipeline_def`` with ``enable_conditionals=True``.
 
     Args:
         images: (image_size, image_size, 3) uint8 RGB with layout HWC, on the CPU or the GPU.
         op, amount, matrix: the fields of :class:`GraphInputs`, on the CPU.
-        layers: how many operations per image they hold.
-        image_size: in pixels.
-        fill: RGB of what a rotation, shear or translation brings in from outside the image.
+        layers: operations per image.
+        image_size: side in pixels.
+        fill: RGB colour outside the image after rotations, shears and translations.
 
     Returns:
-        uint8, like ``images``; bit for bit the input where no operation applies.
+        uint8, same shape and layout as ``images``; images without an operation are unchanged.
     """
     for layer in range(layers):
         images = _layer(images, op[layer], amount[layer], matrix[layer], image_size, fill)
@@ -119,13 +119,13 @@ def _layer(
 
 
 def _warp(images: DataNode, matrix: DataNode, image_size: int, fill: tuple[int, int, int]) -> DataNode:
-    """Bicubic, as Pillow's transforms are. DALI's are at most linear, so this sums the 4 x 4 pixels around each source
-    point itself; its nearest-neighbour warp, shifted by whole pixels, fetches them and repeats the border outwards."""
+    """Bicubic affine warp like Pillow's. DALI's warp is at most linear, so this sums the 4 x 4 pixels around each source point,
+    fetched by DALI's nearest-neighbour warp with whole-pixel shifts, which replicates the border."""
     index = np.arange(image_size, dtype=np.float32)
     x, y = _constant(index[None, :, None] + 0.5, images), _constant(index[:, None, None] + 0.5, images)
     source_x = matrix[0, 0] * x + matrix[0, 1] * y + matrix[0, 2]  # (H, W, 1)
     source_y = matrix[1, 0] * x + matrix[1, 1] * y + matrix[1, 2]
-    # Which pixel DALI takes for the second of the four is asked of DALI: its rounding is not ours.
+    # Warp a coordinate grid to learn which pixel DALI takes as the second of the four: its rounding differs from ours.
     grid = np.stack(np.meshgrid(index, index), axis=-1)  # (H, W, 2): column, row
     second = _tap(types.Constant(grid, device=images.device, layout="HWC"), matrix, 1, 1)
     weights_x = _cubic_weights(source_x, second[:, :, 0:1])  # (H, W, 4, 1)
@@ -137,19 +137,19 @@ def _warp(images: DataNode, matrix: DataNode, image_size: int, fill: tuple[int, 
     cubic = _to_level(fn.reductions.sum(weights_y * fn.stack(*rows, axis=2), axes=2) + _SHORT_OF_WHOLE)
     inside = (source_x >= 0) & (source_x < image_size) & (source_y >= 0) & (source_y < image_size)
     warped = _where(inside, cubic, _constant(np.array(fill, dtype=np.uint8), images))
-    return fn.reinterpret(warped, layout="HWC")  # arithmetic may lose it, and DALI merges equal layouts only
+    return fn.reinterpret(warped, layout="HWC")  # arithmetic may drop the layout, and DALI merges branches of equal layout only
 
 
 def _cubic_weights(source: DataNode, second: DataNode) -> DataNode:
-    """What the four pixels around each source point weigh along one axis: (H, W, 4, 1).
+    """Weights of the four pixels around each source point along one axis: (H, W, 4, 1).
 
-    The kernel is Keys' (1981) with a = -1, which is Pillow's for transforms; for resizing it has a = -1/2.
+    Keys' cubic kernel (1981) with a = -1, as in Pillow's transforms (its resize has a = -1/2).
 
     Args:
         source: (H, W, 1) coordinate of the point; pixel centres at .5.
         second: (H, W, 1) index of the second of the four pixels, 0 where it would be -1.
     """
-    position = source - 0.5  # in pixel indexes
+    position = source - 0.5  # in pixel indices
     d = position - second + fn.cast(position < 0, dtype=types.FLOAT)  # from the second pixel towards the third
     constant, linear, square, cube = (
         _constant(np.array(coefficients, dtype=np.float32), source)
@@ -169,20 +169,20 @@ def _tap(images: DataNode, matrix: DataNode, row: int, column: int) -> DataNode:
 
 
 def _auto_contrast(images: DataNode) -> DataNode:
-    """Stretch each channel to 0 .. 255, in float64 like Pillow: in float32 some levels fall one lower."""
+    """Stretch each channel to the range 0 to 255, in float64 like Pillow: in float32 some levels would be off by one."""
     low = fn.cast(fn.reductions.min(images, axis_names="HW", keep_dims=True), dtype=types.FLOAT64)  # (1, 1, 3)
     high = fn.cast(fn.reductions.max(images, axis_names="HW", keep_dims=True), dtype=types.FLOAT64)
     scale = 255.0 / math.max(high - low, 1.0)
     stretched = fn.cast(images, dtype=types.FLOAT64) * scale + (-low) * scale
     stretched = fn.cast(math.floor(math.clamp(stretched, 0.0, 255.0)), dtype=types.UINT8)
-    return _where(high > low, stretched, images)  # a channel of one level stays
+    return _where(high > low, stretched, images)  # a constant channel is unchanged
 
 
 def _equalize(images: DataNode) -> DataNode:
-    """Flatten each channel's histogram.
+    """Equalize each channel's histogram.
 
-    DALI counts the pixels up to and including a level, Pillow those below it. Counted from the bright end it is the same,
-    but for Pillow's rounding of the step between two levels to a whole number of pixels.
+    DALI counts the pixels up to and including a level, Pillow those below it. On the inverted image DALI's counts match
+    Pillow's, except that Pillow rounds the step between two levels to an integer number of pixels.
     """
     return _inverse(fn.equalize(_inverse(images)))
 
@@ -198,13 +198,13 @@ def _posterize(images: DataNode, bits: DataNode) -> DataNode:
 
 
 def _gray(images: DataNode) -> DataNode:
-    """(H, W, 1) int32: ITU-R 601 luma in 16-bit fixed point, which is Pillow's; DALI's rounds some values otherwise."""
+    """ITU-R 601 luma in Pillow's 16-bit fixed point, (H, W, 1) int32; DALI's own conversion rounds some values differently."""
     weighted = images * _constant(np.array([19595, 38470, 7471], dtype=np.int32), images)
     return (fn.reductions.sum(weighted, axes=2, keep_dims=True, dtype=types.INT32) + 32768) // 65536
 
 
 def _sharpness(images: DataNode, factor: DataNode, image_size: int) -> DataNode:
-    """Away from, or towards, a smoothed copy. Pillow does not smooth the outermost pixels."""
+    """Extrapolate from, or interpolate towards, a smoothed copy. As in Pillow, border pixels are unchanged."""
     kernel = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], dtype=np.float32) / 13
     smooth = math.floor(fn.filter(images, _constant(kernel, images), dtype=types.FLOAT) + 0.5)
     border = np.ones((image_size, image_size, 1), dtype=np.uint8)
@@ -213,22 +213,22 @@ def _sharpness(images: DataNode, factor: DataNode, image_size: int) -> DataNode:
     return _where(_constant(border, images) > 0, images, blended)
 
 
-# What they share
+# Helpers
 
 
 def _blend(from_: DataNode, to: DataNode, factor: DataNode) -> DataNode:
-    """Pillow's ImageEnhance: ``from_`` at factor 0, ``to`` at 1, beyond it above 1."""
+    """Pillow's ImageEnhance: ``from_`` at factor 0, ``to`` at 1, extrapolation above 1."""
     base = fn.cast(from_, dtype=types.FLOAT)
     return _to_level(base + factor * (to - base))
 
 
 def _to_level(values: DataNode) -> DataNode:
-    """Float to uint8, as Pillow does it: fractions are cut off."""
+    """Float to uint8 by clamping and truncation, as in Pillow."""
     return fn.cast(math.floor(math.clamp(values, 0.0, 255.0)), dtype=types.UINT8)
 
 
 def _where(condition: DataNode, yes: DataNode, no: DataNode) -> DataNode:
-    """Elementwise choice between uint8 images; DALI has no operator for it."""
+    """Elementwise selection between uint8 images, for which DALI has no operator."""
     chosen = fn.cast(condition, dtype=types.UINT8)
     return chosen * yes + (_level(1) - chosen) * no
 

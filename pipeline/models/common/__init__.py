@@ -1,0 +1,9 @@
+"""Base class and layers shared by the model families.
+
+==========  ==========================================================================
+``base``    :class:`VisionModel`: interface, stochastic depth, activation checkpointing
+``layers``  MLP, fused attention with a bias, dropout, initialization
+``vit``     patch and position embedding, self-attention and block of a plain ViT
+``probe``   records inner values of a forward pass for analyses
+==========  ==========================================================================
+"""

@@ -1,4 +1,4 @@
-"""What every model has in common: the train loop and the analyses rely on nothing else."""
+"""Base class of all models: the interface that training, evaluation and checkpoints rely on."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pipeline.models.common.layers import drop_path_scales
 
 
 class Switches(Section):
-    """A family's ablation switches; the defaults are the paper's model. Set with ``model.switches`` in a config."""
+    """Base of a family's ablation switches (``model.switches`` in a config). The defaults are the paper's model."""
 
 
 class VisionModel(nn.Module):
     """Base of all families. A subclass's ``forward(images, noise=None)`` takes (B, 3, H, W) and returns (B, num_classes).
 
     Args:
-        drop_path_rates: probability of dropping each residual branch, in the order in which they run.
-        activation_checkpointing: recompute what :meth:`run_block` runs in the backward pass.
-        switches: the family's ablations.
+        drop_path_rates: probability of dropping each residual branch, in order of execution.
+        activation_checkpointing: :meth:`run_block` recomputes activations in the backward pass.
+        switches: the family's ablation switches.
 
     Attributes:
-        reference_names: (authors' name, our name) pairs, read in both directions; the first that fits counts, names that none
-            fits are the same on both sides. ``*`` is a number; a name that ends in a dot stands for all that begin with it.
-        reference_switches: switches that leave the authors' names as they are: they change shapes, or no parameter at all.
-        head_names: how the names of the classifier's parameters begin; fine-tuning on other classes starts them anew.
-        leading_tokens: tokens without a place (class token) at the front of the position embeddings.
+        reference_names: (authors' name, our name) pairs, used in both directions. The first match applies; a name without a
+            match is the same on both sides. ``*`` matches a number, a trailing dot makes the name a prefix.
+        reference_switches: switches that do not affect the authors' parameter names: they change shapes only, or no parameter.
+        head_names: prefixes of the classifier's parameter names; fine-tuning on other classes reinitializes these.
+        leading_tokens: tokens without a grid position (class token) at the start of the position embeddings.
     """
 
     reference_names: tuple[tuple[str, str], ...] = ()
@@ -47,37 +47,37 @@ class VisionModel(nn.Module):
 
     @property
     def noise_per_sample(self) -> int:
-        """How many uniform numbers a training step may draw per image: one per residual branch."""
+        """Uniform numbers that a training step needs per image: one per residual branch, 0 without stochastic depth."""
         return self.drop_path_rates.numel() if self._drops else 0
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that are not decayed although they have more than one dimension."""
+        """Parameters with more than one dimension that are excluded from weight decay."""
         return set()
 
     def position_names(self) -> set[str]:
-        """Names of the (..., tokens, D) position embeddings that another image size resamples."""
+        """Position embeddings (..., tokens, D), which are resampled when weights are transferred to another image size."""
         return {name for name, _ in self.named_parameters() if name == "position_embedding.weight"}
 
     def reference_tables(self) -> dict[str, Tensor]:
-        """Fixed tables that the authors keep among their weights, under their names; here they are computed where needed."""
+        """Constant tables that the authors' state dicts contain, under the authors' names; here they are computed on demand."""
         return {}
 
     def unpublished_switch(self) -> str | None:
-        """Name of a switch whose setting the authors' code has no parameters for; None: it has this model."""
+        """The first switch whose setting the authors' code does not support; None if it supports this model."""
         for name, field in type(self.switches).model_fields.items():
             if name not in self.reference_switches and getattr(self.switches, name) != field.default:
                 return name
         return None
 
     def branch_scales(self, batch: int, noise: Tensor | None) -> Tensor | None:
-        """What stochastic depth multiplies each residual branch by.
+        """Stochastic-depth factors of the residual branches (Huang et al., ECCV 2016).
 
         Args:
             batch: B.
-            noise: (B, noise_per_sample) uniform numbers in [0, 1); drawn from PyTorch's generator when None.
+            noise: (B, noise_per_sample) uniform numbers in [0, 1); None: drawn from PyTorch's generator.
 
         Returns:
-            (B, branches), or None where nothing is dropped: in eval mode, or with rates of 0.
+            (B, branches), or None where nothing is dropped: in eval mode or with rates of 0.
         """
         if not self.training or not self._drops:
             return None
@@ -87,9 +87,9 @@ class VisionModel(nn.Module):
         return drop_path_scales(rates, noise)
 
     def run_block(self, block: nn.Module, *arguments) -> Tensor:
-        """``block(*arguments)``, recomputed in the backward pass where activation checkpointing is on.
+        """``block(*arguments)``, under activation checkpointing if it is on.
 
-        Not for blocks with BatchNorm: it would update its statistics twice.
+        Not for blocks with BatchNorm: recomputation would update its running statistics twice.
         """
         if self.activation_checkpointing and self.training:
             return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -97,17 +97,17 @@ class VisionModel(nn.Module):
 
 
 def scale_branch(branch: Tensor, scales: Tensor | None, column: int) -> Tensor:
-    """A residual branch (B, ...) times column ``column`` of the (B, branches) factors, if there are any."""
+    """Multiply a residual branch (B, ...) by column ``column`` of the factors (B, branches); None: unchanged."""
     if scales is None:
         return branch
     return branch * scales[:, column].view(-1, *[1] * (branch.ndim - 1)).to(branch.dtype)
 
 
 def scales_of_block(scales: Tensor | None, block: int, branches: int = 2) -> Tensor | None:
-    """The columns of the (B, all branches) factors that belong to one block: (B, branches)."""
+    """The columns of one block: (B, blocks * branches) -> (B, branches)."""
     return None if scales is None else scales[:, branches * block : branches * (block + 1)]
 
 
 def linear_drop_path(rate: float, blocks: int, branches: int = 2) -> list[float]:
-    """DeiT's rule: rates grow linearly from 0 in the first block to ``rate`` in the last; each branch of a block alike."""
+    """DeiT's rule: drop rates grow linearly from 0 in the first block to ``rate`` in the last, equal within a block."""
     return torch.linspace(0, rate, blocks, device="cpu").repeat_interleave(branches).tolist()

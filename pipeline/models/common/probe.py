@@ -1,18 +1,18 @@
-"""Inner values for analyses, without a second code path.
+"""Record inner values of a forward pass, such as attention maps, for analyses.
 
-A module offers a value where it has what it takes to compute it::
+A module offers a value where its inputs are at hand::
 
     probe("attention", lambda: (q @ k.transpose(-1, -2) * scale).softmax(-1))  # (B, heads, N, N)
 
-and an analysis collects the values of a forward pass::
+and an analysis records it during a forward pass::
 
     with recorded("attention") as values:
         model(images)
-    values["attention"]  # a list, one entry per layer, in the order of the pass
+    values["attention"]  # list with one entry per layer, in order of execution
 
-Outside of ``recorded`` the function is never called, so an unused probe costs one lookup. What is recorded is computed
-beside the forward pass, which takes the same path either way. Names in use: ``attention``, ``phi_p``, ``phi_c``, ``gate``,
-``position``, ``covariance``; each family's docstrings say which it offers and in what shape.
+Outside of ``recorded`` the function is never called: an unused probe costs one lookup. Recording does not change the forward
+pass, which still runs the fused kernels. Names in use: ``attention``, ``phi_p``, ``phi_c``, ``gate``, ``position``,
+``covariance``; the docstrings of the modules give the shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _recording: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("recording",
 
 
 def probe(name: str, compute: Callable[[], Tensor]) -> None:
-    """Offer a value; computed only while it is recorded."""
+    """Offer a value: ``compute`` is called only while ``name`` is being recorded."""
     recording = _recording.get()
     if recording is not None and name in recording:
         recording[name].append(compute().detach())
@@ -35,7 +35,7 @@ def probe(name: str, compute: Callable[[], Tensor]) -> None:
 
 @contextmanager
 def recorded(*names: str) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect the values that are offered under these names until the block ends."""
+    """Record the values offered under these names within the ``with`` block."""
     values: dict[str, list[Tensor]] = {name: [] for name in names}
     token = _recording.set(values)
     try:

@@ -1,4 +1,4 @@
-"""Parts of the plain vision transformer (Dosovitskiy et al., ICLR 2021) in DeiT's form, which DeiT and ConViT share."""
+"""Parts of the plain vision transformer (Dosovitskiy et al., ICLR 2021) in DeiT's form, shared by DeiT and ConViT."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pipeline.models.common.base import scale_branch
 from pipeline.models.common.layers import MLP, biased_attention, init_linear
 from pipeline.models.common.probe import probe
 
-PATCH = 16  # pixels, on a side
+PATCH = 16  # side of a patch in pixels
 LAYER_NORM_EPS = 1e-6
-# The authors' names and ours, see VisionModel.reference_names.
+# (authors' name, our name), see VisionModel.reference_names.
 REFERENCE_NAMES = (
     ("cls_token", "class_token"),
     ("pos_embed", "position_embedding.weight"),
@@ -24,7 +24,7 @@ REFERENCE_NAMES = (
 
 @dataclass(frozen=True)
 class ViTLayout:
-    """One row of a paper's table of models: twelve blocks of the same width."""
+    """Size of a plain ViT: all blocks have the same width."""
 
     heads: int
     width: int
@@ -33,7 +33,7 @@ class ViTLayout:
 
 
 class PatchEmbedding(nn.Conv2d):
-    """One 16x16 convolution with stride 16.
+    """Linear patch embedding: a 16x16 convolution with stride 16.
 
     ``forward``: (B, 3, H, W) -> (B, N, width), N = (H / 16) * (W / 16) in row-major order.
     """
@@ -42,22 +42,22 @@ class PatchEmbedding(nn.Conv2d):
         super().__init__(3, width, PATCH, stride=PATCH)  # keeps PyTorch's own initialization, as in DeiT's code
 
     def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images).flatten(2).transpose(1, 2)
+        return super().forward(images).flatten(2).transpose(1, 2)  # (B, N, width)
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each token's place, added to the tokens.
+    """Learned absolute position embedding, added to the tokens.
 
     Args:
-        image_size: of the square images that the places are for.
-        extra_tokens: tokens that stand before the patches and have a vector too.
-        width: of a token.
-        masked_at_test: add nothing in eval mode (ConViT's Table 5). Also an attribute, for a model that is built already.
+        image_size: side of the square images.
+        extra_tokens: tokens before the patches (class token) that have an embedding too.
+        width: channels of a token.
+        masked_at_test: add nothing in eval mode (ConViT, Table 5). Also an attribute, which may be changed later.
 
     ``forward``: x (B, N, width), grid (rows, columns) of its patches -> (B, N, width).
 
     Raises:
-        UserError: the grid has another shape than the embedding.
+        UserError: ``forward`` got a grid other than that of ``image_size``.
     """
 
     def __init__(self, image_size: int, extra_tokens: int, width: int, masked_at_test: bool) -> None:
@@ -71,8 +71,8 @@ class PositionEmbedding(nn.Module):
         if grid != self.grid:
             (rows, columns), own = grid, self.grid
             raise UserError(
-                f"an image has {rows * PATCH} x {columns * PATCH} pixels, but the model's position embedding has {own[0]} x {own[1]} "
-                f"places, for {own[0] * PATCH} x {own[1] * PATCH}: set model.image_size to the size of the images."
+                f"an image has {rows * PATCH} x {columns * PATCH} pixels, but the model's position embedding is for "
+                f"{own[0] * PATCH} x {own[1] * PATCH} ({own[0]} x {own[1]} patches): set model.image_size to the size of the images."
             )
         if self.masked_at_test and not self.training:
             return x
@@ -82,7 +82,7 @@ class PositionEmbedding(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head self-attention, optionally with a bias on the scores.
 
-    Offers the probe ``attention``, (B, heads, N, N).
+    Probe: ``attention`` (B, heads, N, N).
 
     ``forward``: x (B, N, width), bias (heads, N, N) or None -> (B, N, width).
     """
@@ -94,17 +94,17 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        q, k, v = split_heads(self.qkv(x), 3, self.heads)
+        q, k, v = split_heads(self.qkv(x), 3, self.heads)  # (B, heads, N, head_dim) each
         probe("attention", lambda: attention_weights(q, k, bias))
         return self.proj(merge_heads(biased_attention(q, k, v, bias)))
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each with a norm before it and a residual around it.
+    """Pre-norm transformer block: attention and MLP, each with a residual connection.
 
     Args:
-        width: of a token.
-        attention: a module, called with (x, position).
+        width: channels of a token.
+        attention: module that is called with (x, position).
         mlp_ratio: hidden width of the MLP / width.
     """
 
@@ -123,7 +123,7 @@ class Block(nn.Module):
         Args:
             x: (B, N, width).
             branch_scales: (B, 2) stochastic-depth factors of the two branches, or None for 1.
-            position: what the attention takes beside x, if anything.
+            position: second argument of the attention module, or None.
 
         Returns:
             (B, N, width).
@@ -144,7 +144,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-    """softmax(q kᵀ / sqrt(head_dim) + bias), which fused attention never shows; for probes.
+    """softmax(q kᵀ / sqrt(head_dim) + bias), which fused attention does not materialize; for probes.
 
     Args:
         q, k: (B, heads, N, head_dim).
@@ -158,17 +158,17 @@ def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def content_scores(q: Tensor, k: Tensor) -> Tensor:
-    """q kᵀ / sqrt(head_dim) of (B, heads, N, head_dim), in at least float32 -> (B, heads, N, N); for probes."""
+    """q kᵀ / sqrt(head_dim): (B, heads, N, head_dim) each -> (B, heads, N, N), at least float32; for probes."""
     with torch.autocast(q.device.type, enabled=False):
         dtype = torch.promote_types(q.dtype, torch.float32)
         return q.to(dtype) @ k.to(dtype).transpose(-1, -2) * q.shape[-1] ** -0.5
 
 
 def patch_grid(height: int, width: int) -> tuple[int, int]:
-    """(rows, columns) of patches.
+    """(rows, columns) of the patch grid of an image of ``height`` x ``width`` pixels.
 
     Raises:
-        UserError: patches do not tile the image.
+        UserError: a side is not a positive multiple of the patch size.
     """
     for size in (height, width):
         if size % PATCH or size < PATCH:
@@ -176,4 +176,4 @@ def patch_grid(height: int, width: int) -> tuple[int, int]:
                 f"model.image_size is {size}, but patches of {PATCH} pixels need a multiple of {PATCH} that is at least {PATCH}: "
                 f"set it to {max(1, round(size / PATCH)) * PATCH}."
             )
-    return int(height) // PATCH, int(width) // PATCH  # int: a tracer's sizes are tensors, which no cache finds again
+    return int(height) // PATCH, int(width) // PATCH  # int: under tracing the sizes are tensors, which cannot be cache keys

@@ -1,8 +1,8 @@
 """Positional self-attention of ConViT, plain and gated (d'Ascoli et al., ICML 2021, Sec. 2 and 3, Eq. 4 to 7).
 
-A head's scores for positions are a linear function of (dx, dy, dx² + dy²), the offset in patches from a query to a key. With
-the weights of Eq. 5 they are a bump around a fixed offset, so that a layer with h heads starts as a convolution with a
-√h x √h kernel, and can leave it in training.
+A head's position scores are a linear function of (dx, dy, dx² + dy²), the offset from query to key in patches. With the weights
+of Eq. 5 their softmax peaks at a fixed offset per head, so that a layer with h heads is initialized as a convolution with a
+√h x √h kernel and can depart from it in training.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pipeline.models.common.vit import attention_weights, merge_heads, split_hea
 
 @lru_cache(maxsize=8)
 def relative_positions(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Offsets from every query to every key.
+    """Offsets from every query to every key, in patches (r of Eq. 5).
 
     Returns:
-        (N, N, 3), N = rows * columns in row-major order: entry [q, k] = (x_k - x_q, y_k - y_q, their squares' sum), in patches.
+        (N, N, 3), N = rows * columns in row-major order: [q, k] = (dx, dy, dx² + dy²) with dx = x_k - x_q, dy = y_k - y_q.
     """
     with torch.inference_mode(False):  # a cached tensor must also serve a later training step
         y, x = (axis.flatten() for axis in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))  # (N,)
@@ -34,9 +34,9 @@ def relative_positions(rows: int, columns: int, device: torch.device, dtype: tor
 class PositionalSelfAttention(nn.Module):
     """softmax(q kᵀ / sqrt(head_dim) + position scores) v: content and position summed before the softmax (Eq. 4).
 
-    The published code scales the content scores by 1 / sqrt(head_dim), which Eq. 4 and 7 leave out.
+    Follows the published code, which scales the content scores by 1 / sqrt(head_dim); Eq. 4 and 7 omit that factor.
 
-    Offers the probes ``attention`` (B, heads, N, N) and ``position`` (heads, N, N), the softmax of the position scores alone.
+    Probes: ``attention`` (B, heads, N, N); ``position`` (heads, N, N), the softmax of the position scores alone.
 
     ``forward``: x (B, N, width), offsets (N, N, 3) from :func:`relative_positions` -> (B, N, width).
     """
@@ -47,14 +47,14 @@ class PositionalSelfAttention(nn.Module):
         self.qk = nn.Linear(width, 2 * width, bias=False)
         self.v = nn.Linear(width, width, bias=False)
         self.proj = nn.Linear(width, width)
-        self.position_projection = nn.Linear(3, heads)  # its bias changes nothing: softmax takes it out again
+        self.position_projection = nn.Linear(3, heads)  # the softmax cancels its bias, which the published weights have
 
     @torch.no_grad()
     def init_convolution(self, locality_strength: float) -> None:
-        """Start as a convolution (Eq. 5): heads look at the offsets of a square kernel, values are passed on as they are.
+        """Initialize as a convolution (Eq. 5): each head attends to one offset of a square kernel, values are the identity.
 
-        Head ``row + column * side`` of the kernel looks at offset Δ, the scores are -strength * (|δ - Δ|² - |Δ|²).
-        As in the published code, Δ is counted from the kernel's middle: ±0.5 for the 2 x 2 kernel (Fig. 3 says ±1).
+        Head ``row + column * side`` attends to offset Δ: its scores are -strength * (|δ - Δ|² - |Δ|²). As in the published
+        code, Δ is relative to the kernel's centre: ±0.5 for the 2 x 2 kernel (Fig. 3 says ±1).
         """
         nn.init.eye_(self.v.weight)
         side = isqrt(self.heads)
@@ -66,7 +66,7 @@ class PositionalSelfAttention(nn.Module):
     def position_scores(self, offsets: Tensor) -> Tensor:
         """(N, N, 3) -> (heads, N, N), the same for all images.
 
-        In full precision also under autocast: far keys' scores are in the hundreds, where bfloat16 counts in ones.
+        In full precision even under autocast: scores of distant keys are in the hundreds, where bfloat16 resolves steps of 1.
         """
         with torch.autocast(offsets.device.type, enabled=False):
             return self.position_projection(offsets).permute(2, 0, 1)
@@ -78,24 +78,24 @@ class PositionalSelfAttention(nn.Module):
         return biased_attention(q, k, v, position_scores)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        q, k = split_heads(self.qk(x), 2, self.heads)
-        (v,) = split_heads(self.v(x), 1, self.heads)
+        q, k = split_heads(self.qk(x), 2, self.heads)  # (B, heads, N, head_dim) each
+        (v,) = split_heads(self.v(x), 1, self.heads)  # (B, heads, N, head_dim)
         return self.proj(merge_heads(self.attend(q, k, v, self.position_scores(offsets))))
 
 
 class GatedPositionalSelfAttention(PositionalSelfAttention):
-    """GPSA: (1 - s) softmax(q kᵀ / sqrt(head_dim)) v + s softmax(position scores) v, with s = σ(λ) of each head (Eq. 6 and 7).
+    """GPSA: (1 - s) softmax(q kᵀ / sqrt(head_dim)) v + s softmax(position scores) v, with s = σ(λ) per head (Eq. 6 and 7).
 
-    The sum of two softmaxes is no softmax, so no fused attention computes it in one go; each of the two terms is cheap, though.
-    The first is fused attention. The second has one (N, N) matrix per head for the whole batch: one matrix product per head, and
-    the only (N, N) matrices that are kept for the backward pass, B times fewer than B images' attention. The price is that v
-    is multiplied twice: 2 % more multiply-accumulates for ConViT-B, 6 % for ConViT-Ti. The normalization of Eq. 6 is left out:
-    both terms' rows sum to 1, so do those of the weighted sum.
+    A sum of two softmaxes is not a softmax, so fused attention cannot compute it directly; the two terms are computed
+    separately. The first is fused attention. The second has one (N, N) matrix per head for the whole batch, and these are the
+    only (N, N) matrices kept for the backward pass: a factor B fewer than the attention maps of B images. The cost is a second
+    product with v: 2 % more multiply-accumulates for ConViT-B, 6 % for ConViT-Ti. The normalization of Eq. 6 is omitted because
+    the rows of both terms, and so of their weighted sum, add up to 1.
 
-    Offers the probes ``attention`` (B, heads, N, N), ``position`` (heads, N, N) and ``gate`` (heads,), s as it is applied.
+    Probes: ``attention`` (B, heads, N, N); ``position`` (heads, N, N); ``gate`` (heads,), s as applied.
 
     Attributes:
-        test_gate: s in eval mode in place of σ(λ): 1 masks the content, 0 the position (Table 6); None: σ(λ).
+        test_gate: replaces σ(λ) in eval mode: 1 masks content, 0 masks position (Table 6); None: σ(λ).
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -104,7 +104,7 @@ class GatedPositionalSelfAttention(PositionalSelfAttention):
         self.test_gate: float | None = None
 
     def gate(self) -> Tensor:
-        """s, (heads,)."""
+        """The gate s: (heads,)."""
         if self.test_gate is not None and not self.training:
             return torch.full_like(self.gating, self.test_gate)
         return self.gating.sigmoid()
@@ -115,5 +115,5 @@ class GatedPositionalSelfAttention(PositionalSelfAttention):
         probe("position", lambda: position)
         probe("attention", lambda: torch.lerp(attention_weights(q, k), position, gate[:, None, None]))
         by_content = biased_attention(q, k, v, None)  # (B, heads, N, head_dim)
-        by_position = torch.einsum("hqk,bhkd->bhqd", position.to(v.dtype), v)
+        by_position = torch.einsum("hqk,bhkd->bhqd", position.to(v.dtype), v)  # (B, heads, N, head_dim)
         return torch.lerp(by_content, by_position, gate[:, None, None].to(v.dtype))

@@ -1,9 +1,9 @@
 """ConViT-Ti/S/B and their "+" variants (d'Ascoli et al., "ConViT: Improving Vision Transformers with Soft Convolutional Inductive
 Biases", ICML 2021; layouts: Table 1).
 
-A DeiT whose first ten blocks have gated positional self-attention, which starts as a convolution (:mod:`pipeline.models.convit.gpsa`);
-the class token joins the patches only after them. Where paper and published code differ the code is followed, since its
-weights know nothing else. ``load_reference_state_dict`` loads the authors' weights.
+A DeiT whose first ten blocks use gated positional self-attention, initialized as a convolution
+(:mod:`pipeline.models.convit.gpsa`); the class token is appended to the patches after them. Where paper and published code
+differ, this follows the code, so that ``load_reference_state_dict`` can load the authors' weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipeline.models.registry import register
 
 DEPTH = 12
 
-# The class token needs at least one block with self-attention to look at the patches.
+# The class token needs at least one self-attention block to attend to the patches.
 LayerCount = Annotated[int, Field(ge=0, le=DEPTH - 1)]
 
 
@@ -40,23 +40,23 @@ class ConViTSwitches(Switches):
     """Ablations of Table 3, Fig. 8, Fig. 9 and, in eval mode only, Tables 5 and 6."""
 
     gpsa_layers: LayerCount = 10
-    """Blocks that have GPSA, from the first one on (Fig. 8); 0: a plain ViT (Table 3, e)."""
+    """Number of leading blocks with GPSA (Fig. 8); 0: a plain ViT (Table 3, e)."""
     conv_init: bool = True
-    """Start as a convolution (Eq. 5); false: values and positions start at random (Table 3, c, d and g)."""
+    """Convolutional initialization (Eq. 5); false: random values and positions (Table 3, c, d and g)."""
     locality_strength: Positive = 1.0
-    """How narrowly a head of the convolutional initialization looks at its patch, α of Eq. 5 (Fig. 8)."""
+    """α of Eq. 5 (Fig. 8): how sharply a head attends to its offset in the convolutional initialization."""
     train_gating: bool = True
-    """false: gating parameters are frozen at λ = 0, half content and half position (Table 3, b and d)."""
+    """false: the gating parameters are frozen at λ = 0, equal weights for content and position (Table 3, b and d)."""
     train_gpsa: bool = True
-    """false: all parameters of the GPSA layers keep their initial values (Table 3, f and g)."""
+    """false: all parameters of the GPSA layers are frozen at their initial values (Table 3, f and g)."""
     positional_gating: bool = True
     """false: content and position are summed before the softmax, without a gate (Eq. 4, Fig. 9)."""
     mask_content_layers: LayerCount = 0
-    """In eval mode the first n GPSA layers look at position only (Table 6: 3, 5 and 10). Training is not affected."""
+    """In eval mode the first n GPSA layers attend by position only (Table 6: 3, 5 and 10). Training is not affected."""
     mask_position_layers: LayerCount = 0
-    """In eval mode the first n GPSA layers look at content only (Table 6: 3, 5 and 10). Training is not affected."""
+    """In eval mode the first n GPSA layers attend by content only (Table 6: 3, 5 and 10). Training is not affected."""
     mask_position_embedding: bool = False
-    """In eval mode add no absolute position embedding to the patches (Table 5). Training is not affected."""
+    """Omit the absolute position embedding in eval mode (Table 5). Training is not affected."""
 
     @model_validator(mode="after")
     def _switches_do_something(self) -> ConViTSwitches:
@@ -75,13 +75,13 @@ class ConViTSwitches(Switches):
 class ConViT(VisionModel):
     """Vision transformer with soft convolutional inductive biases.
 
-    Every layer offers the probe ``attention``; GPSA layers, which have no class token, also ``position`` and ``gate``. Shapes: see
+    Probes: ``attention`` of every layer; ``position`` and ``gate`` of GPSA layers, which have no class token. Shapes: see
     :class:`~pipeline.models.convit.gpsa.GatedPositionalSelfAttention`.
 
     Args:
-        layout: heads and width. The number of heads is a square for a convolution that uses them all.
+        layout: heads and width. A square number of heads lets the convolutional initialization use all of them.
         num_classes: outputs of the classifier.
-        image_size: a multiple of 16; ``forward`` takes this size only, which the position embedding is for.
+        image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding.
         drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
         activation_checkpointing: recompute each block in the backward pass.
         switches: ablations.
@@ -124,14 +124,15 @@ class ConViT(VisionModel):
         return {"class_token", "position_embedding.weight"}
 
     def mask_attention_at_test(self, content_layers: int = 0, position_layers: int = 0) -> None:
-        """What the switches ``mask_content_layers`` and ``mask_position_layers`` do, on a model that is built already.
+        """Set the switches ``mask_content_layers`` and ``mask_position_layers`` of an existing model.
 
         Args:
-            content_layers: GPSA layers, from the first one on, that look at position only.
-            position_layers: likewise, at content only. At most one of the two is not 0; (0, 0) takes the masks off.
+            content_layers: number of leading GPSA layers that attend by position only.
+            position_layers: number of leading GPSA layers that attend by content only. At most one of the two is nonzero;
+                (0, 0) removes the masks.
 
         Raises:
-            UserError: both are given, there are not as many GPSA layers, or they have no gates.
+            UserError: both are nonzero, there are fewer GPSA layers, or the layers have no gates.
         """
         masks = {"mask_content_layers": content_layers, "mask_position_layers": position_layers}
         self.switches = section_from_dict(ConViTSwitches, self.switches.model_dump() | masks, key="model.switches")
@@ -151,7 +152,7 @@ class ConViT(VisionModel):
             (B, num_classes).
 
         Raises:
-            UserError: another size than the model was built for.
+            UserError: not the size that the model was built for.
         """
         grid = patch_grid(*images.shape[-2:])
         x = self.position_embedding(self.patch_embedding(images), grid)  # (B, N, width)
@@ -161,7 +162,7 @@ class ConViT(VisionModel):
             if i == self.gpsa_layers:
                 x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)  # (B, N + 1, width) from here on
             x = self.run_block(block, x, scales_of_block(scales, i), offsets if i < self.gpsa_layers else None)
-        return self.head(self.norm(x[:, 0]))
+        return self.head(self.norm(x[:, 0]))  # (B, num_classes), from the class token
 
 
 def _block(layout: ViTLayout, switches: ConViTSwitches, layer: int) -> Block:

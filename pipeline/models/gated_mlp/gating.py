@@ -1,7 +1,7 @@
-"""The gated block of gMLP and PosMLP: the only place where tokens meet (Wang et al., "PosMLP", ACM MM 2022, Sec. 3.1, 4.1).
+"""The gated block of gMLP and PosMLP, which mixes both tokens and channels (Wang et al., "PosMLP", ACM MM 2022, Sec. 3.1, 4.1).
 
-LayerNorm, Linear, GELU, gating unit, Linear, residual. The gating unit splits the channels in two, mixes the tokens of
-one half and multiplies with the other. There is no other feed-forward.
+LayerNorm, Linear, GELU, gating unit, Linear, residual. The gating unit splits the channels into two halves, mixes the tokens of
+one half and multiplies the result with the other. The block replaces both attention and MLP of a transformer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROUPED = ("glrpe", "ggqpe")
 
 
 class GatingSwitches(Switches):
-    """Ablations of the gating unit. "PosMLP" is Wang et al., ACM MM 2022; a module of Table 1 runs in either backbone."""
+    """Ablations of the gating unit. "PosMLP" is Wang et al., ACM MM 2022; its Table 1 has each map with both backbones."""
 
     mixing: Literal["sgu", "lrpe_m", "lrpe", "glrpe", "ggqpe"] = "ggqpe"
     """PosMLP Table 1, the token-mixing map. sgu: a weight per pair of tokens (gMLP); lrpe: a weight per relative position;
@@ -31,15 +31,15 @@ class GatingSwitches(Switches):
     covariance: Covariance = "semidefinite"
     """PosMLP Table 6, Σ of ggqpe. isotropic: αI; free: Γ; semidefinite: ΓΓᵀ."""
     learned_centers: bool = True
-    """PosMLP Table 6, Δ of ggqpe. false: frozen at (0, 0), so that no query looks beside itself."""
+    """PosMLP Table 6, Δ of ggqpe. false: frozen at (0, 0), so that every Gaussian is centred on its query."""
     token_bias: bool = True
-    """PosMLP Table 7: a learned number per token is added to what was mixed (b of Eq. 15)."""
+    """PosMLP Table 7: add a learned scalar per token after mixing (b of Eq. 15)."""
     norm: bool | None = None
-    """PosMLP Figure 3d: LayerNorm of what will be mixed. null: as in the equations, with every map but ggqpe."""
+    """PosMLP Figure 3d: LayerNorm before mixing. null: as in the equations, with every map except ggqpe."""
     combine: Literal["multiply", "add", "concatenate"] = "multiply"
-    """PosMLP Figure 3a to c: what happens to the mixed and the other half."""
+    """PosMLP Figure 3a to c: how the mixed half and the other half are combined."""
     split: bool = True
-    """PosMLP Figure 3e. false: all channels are mixed and multiplied with themselves."""
+    """PosMLP Figure 3e. false: all channels are mixed, and the result is multiplied with the unmixed input."""
 
     @model_validator(mode="after")
     def _gaussian_switches_need_ggqpe(self) -> GatingSwitches:
@@ -54,7 +54,7 @@ class GatingSwitches(Switches):
 
 @dataclass(frozen=True)
 class GatingCode:
-    """Where the two published codes differ: which half of the channels is mixed, and the epsilon of the norm before it."""
+    """Differences between the two published implementations: which half is mixed, and the epsilon of the norm before it."""
 
     mixes_first_half: bool
     norm_eps: float
@@ -68,14 +68,14 @@ class GatingUnit(nn.Module):
     """(A u + b) * v of the two channel halves u and v (SGU Eq. 1, PoSGU Eq. 10 to 15).
 
     Args:
-        width: channels that come in.
+        width: input channels.
         window: side of the window; N = window² tokens.
         groups: channel groups of the map.
-        switches: the family's.
-        code: whose details.
+        switches: the family's ablation switches.
+        code: details of the published implementation.
 
     Attributes:
-        out_width: channels that go out.
+        out_width: output channels.
     """
 
     def __init__(self, width: int, window: int, groups: int, switches: GatingSwitches, code: GatingCode) -> None:
@@ -91,7 +91,7 @@ class GatingUnit(nn.Module):
             self.mixing = LearnedMap(window, groups, token_weights, relative_table)
         self.bias = None
         if switches.token_bias:
-            # Shapes of the published weights; gMLP's 1 makes the gate start as the identity.
+            # Shapes of the published weights. gMLP's bias of 1 initializes the gate as the identity.
             start = torch.ones(window**2) if switches.mixing == "sgu" else torch.zeros(1, window**2, 1)
             self.bias = nn.Parameter(start)
 
@@ -100,14 +100,14 @@ class GatingUnit(nn.Module):
 
         Args:
             x: (B, windows, N, width).
-            connected: (windows, N, N) of booleans, see :mod:`pipeline.models.gated_mlp.token_mixing`, or None.
+            connected: (windows, N, N) bool, see :mod:`pipeline.models.gated_mlp.token_mixing`, or None.
 
         Returns:
             (B, windows, N, out_width).
         """
         first, second = x.chunk(2, dim=-1) if self.split else (x, x)  # (B, windows, N, width / 2)
         u, v = (first, second) if self.mixes_first_half else (second, first)
-        u = mix_tokens(self.mixing(connected), self.norm(u))
+        u = mix_tokens(self.mixing(connected), self.norm(u))  # (B, windows, N, width / 2)
         if self.bias is not None:
             u = u + self.bias.view(-1, 1).to(u.dtype)
         if self.combine == "multiply":
@@ -119,10 +119,10 @@ class GatedBlock(nn.Module):
     """x + Linear(gate(GELU(Linear(LayerNorm(x))))).
 
     Args:
-        width: channels of the tokens.
-        ratio: the gating unit works on ``ratio * width`` channels.
+        width: channels of a token.
+        ratio: the gating unit has ``ratio * width`` input channels.
         window, groups, switches, code: see :class:`GatingUnit`.
-        dropout: of the branch's elements in training (PosMLP's published code).
+        dropout: rate of the dropout on the branch in training (PosMLP's published code).
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class GatedBlock(nn.Module):
         Args:
             x: (B, windows, N, width).
             branch_scales: (B, 1) stochastic-depth factor of the branch, or None for 1.
-            connected: (windows, N, N) of booleans, or None.
-            noise: (B,) uniform numbers in [0, 1) that decide the dropout, or None for no dropout.
+            connected: (windows, N, N) bool, or None.
+            noise: (B,) uniform numbers in [0, 1) that determine the dropout masks, or None for no dropout.
 
         Returns:
             (B, windows, N, width).

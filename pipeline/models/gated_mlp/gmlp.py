@@ -1,8 +1,8 @@
-"""gMLP-S (Liu et al., "Pay Attention to MLPs", NeurIPS 2021), the other backbone of PosMLP's Table 1.
+"""gMLP-S (Liu et al., "Pay Attention to MLPs", NeurIPS 2021), the second backbone of PosMLP's Table 1.
 
-Layout of the paper's Table 1, details of timm's ``gmlp_s16_224``, whose weights ``load_reference_state_dict`` takes. With
+Size as in the paper's Table 1; details as in timm's ``gmlp_s16_224``, whose weights ``load_reference_state_dict`` loads. With
 ``mixing: ggqpe`` and the other maps it is the gMLP column of PosMLP's Tables 1 and 3 (Wang et al., ACM MM 2022).
-Probes of every block: ``position`` and, with ``mixing: ggqpe``, ``covariance`` (pipeline/models/gated_mlp/token_mixing.py).
+Probes of every block: ``position`` and, with ``mixing: ggqpe``, ``covariance`` (:mod:`pipeline.models.gated_mlp.token_mixing`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.gated_mlp.gating import GMLP_CODE, GROUPED, LAYER_NORM_EPS, GatedBlock, GatingSwitches
 from pipeline.models.registry import register
 
-PATCH = 16
-GROUPS = 8
+PATCH = 16  # side of a patch in pixels
+GROUPS = 8  # default channel groups of grouped maps (PosMLP, Table 3)
 
 
 class GMLPSwitches(GatingSwitches):
@@ -27,7 +27,7 @@ class GMLPSwitches(GatingSwitches):
     mixing: Literal["sgu", "lrpe_m", "lrpe", "glrpe", "ggqpe"] = "sgu"
     """PosMLP Table 1, the token-mixing map; see :class:`GatingSwitches`."""
     groups: PositiveInt | None = None
-    """PosMLP Table 3: channel groups of glrpe and ggqpe, in all layers alike. null: 8."""
+    """PosMLP Table 3: channel groups of glrpe and ggqpe, equal in all layers. null: 8."""
 
     @model_validator(mode="after")
     def _groups_need_a_grouped_map(self) -> GMLPSwitches:
@@ -37,18 +37,20 @@ class GMLPSwitches(GatingSwitches):
 
 
 class GMLP(VisionModel):
-    """Vision MLP with spatial gating units: patches of 16 pixels, equal blocks that each mix all tokens, mean, classifier.
+    """Vision MLP with spatial gating units: 16x16 patches, identical blocks that mix all tokens, average pooling, classifier.
 
     Args:
-        width: channels of the tokens.
+        width: channels of a token.
         depth: number of blocks.
-        ratio: the gating units work on ``ratio * width`` channels.
-        image_size: a multiple of 16. ``forward`` takes no other size: its weights belong to pairs of tokens.
-        drop_path: stochastic depth rate of all blocks alike.
+        ratio: the gating units have ``ratio * width`` input channels.
+        num_classes: outputs of the classifier.
+        image_size: a multiple of 16; ``forward`` takes no other size, because there is a mixing weight per pair of tokens.
+        drop_path: stochastic depth rate, the same for all blocks.
         activation_checkpointing: recompute each block in the backward pass.
+        switches: ablations; None: gMLP itself.
 
     Raises:
-        UserError: ``image_size`` or groups do not fit.
+        UserError: ``image_size`` or the groups do not fit.
     """
 
     reference_names = (
@@ -92,13 +94,13 @@ class GMLP(VisionModel):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """As timm: Xavier, tiny random biases in the blocks, a classifier that starts at zero."""
+        """As in timm: Xavier weights and near-zero biases in the blocks, zero-initialized classifier."""
         for block in self.blocks:
             for linear in (block.fc1, block.fc2):
                 nn.init.xavier_uniform_(linear.weight)
                 nn.init.normal_(linear.bias, std=1e-6)
         fan_in = 3 * PATCH * PATCH
-        nn.init.trunc_normal_(self.stem.weight, std=fan_in**-0.5)  # LeCun's rule
+        nn.init.trunc_normal_(self.stem.weight, std=fan_in**-0.5)  # LeCun initialization
         nn.init.zeros_(self.stem.bias)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -107,27 +109,27 @@ class GMLP(VisionModel):
         """Class scores.
 
         Args:
-            images: (B, 3, H, W), H = W = the ``image_size`` that the model was built for.
-            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; drawn from PyTorch's generator when
-                None. Unused in eval mode.
+            images: (B, 3, image_size, image_size).
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; None: drawn from PyTorch's generator.
+                Unused in eval mode.
 
         Returns:
             (B, num_classes).
 
         Raises:
-            UserError: another image size.
+            UserError: not the size that the model was built for.
         """
         height, width = images.shape[-2:]
         if height != self.image_size or width != self.image_size:
             raise UserError(
                 f"the images are {height}x{width} pixels, but this gMLP was built for {self.image_size}x{self.image_size}, as its "
-                f"token-mixing weights belong to fixed places: resize them or set model.image_size and train anew."
+                f"token-mixing weights are tied to positions: resize the images, or set model.image_size and train from scratch."
             )
         scales = self.branch_scales(len(images), noise)  # (B, depth) or None
-        x = self.stem(images).flatten(2).transpose(1, 2)[:, None]  # (B, 1, N, width): one window
+        x = self.stem(images).flatten(2).transpose(1, 2)[:, None]  # (B, 1, N, width): a single window
         for i, block in enumerate(self.blocks):
             x = self.run_block(block, x, None if scales is None else scales[:, i : i + 1])
-        return self.head(self.norm(x).mean(dim=(1, 2)))
+        return self.head(self.norm(x).mean(dim=(1, 2)))  # (B, num_classes)
 
 
 @register(

@@ -1,8 +1,9 @@
 """PosMLP-T/S/B (Wang et al., "Parameterization of Cross-Token Relations with Relative Positional Encoding for Vision MLP",
 ACM MM 2022; layout: Table 11).
 
-A pyramid of gated blocks on windows. Where paper and published code differ the code is followed, since its weights know
-nothing else. Probes of every block: ``position`` and, with ``mixing: ggqpe``, ``covariance`` (pipeline/models/gated_mlp/token_mixing.py).
+A four-stage pyramid of gated blocks on windows. Where paper and published code differ, this follows the code, so that
+``load_reference_state_dict`` can load the authors' weights. Probes of every block: ``position`` and, with ``mixing: ggqpe``,
+``covariance`` (:mod:`pipeline.models.gated_mlp.token_mixing`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pipeline.models.gated_mlp.windows import connected_tokens, from_windows, to
 from pipeline.models.registry import register
 
 STRIDE = 32  # of the last stage
-DEPTHS = (2, 2, 18, 2)
+DEPTHS = (2, 2, 18, 2)  # blocks per stage, Table 11
 RATIOS = (4, 4, 4, 2)  # γ of Table 11
 GROUPS = (8, 16, 32, 64)  # s of Table 4
 Dropout = Annotated[float, Field(ge=0, lt=1)]
@@ -45,17 +46,17 @@ class PosMLPSwitches(GatingSwitches):
     windows: PerStage | None = None
     """Table 5: side of the windows in each stage. null: image_size / 16, and image_size / 32 in the last; so 14, 14, 14, 7."""
     shift_windows: bool = False
-    """Section 5.5: every second block shifts its windows by half their side (off for classification)."""
+    """Section 5.5: every second block shifts its windows by half a window (off for classification)."""
     absolute_position: bool = False
-    """Table 7: a learned vector per position is added to the patch embedding."""
+    """Table 7: add a learned absolute position embedding to the patch embedding."""
     patch_embedding: Literal["convolution", "linear"] = "convolution"
     """Table 10: three convolutions, or one linear layer on 4x4 patches."""
     patch_merging: Literal["convolution", "linear"] = "convolution"
-    """Table 10: a depthwise 3x3 convolution between stages, or a linear layer on 2x2 tokens."""
+    """Table 10: between stages a depthwise 3x3 convolution, or a linear layer on 2x2 tokens."""
     block_dropout: Dropout = 0.02333
-    """Dropout of the elements of every block's branch; the published configurations'."""
+    """Dropout rate on every block's residual branch; default of the published configurations."""
     head_dropout: Dropout = 0.02333
-    """Dropout before the classifier; the published configurations'."""
+    """Dropout rate before the classifier; default of the published configurations."""
 
     @model_validator(mode="after")
     def _groups_need_a_grouped_map(self) -> PosMLPSwitches:
@@ -65,7 +66,7 @@ class PosMLPSwitches(GatingSwitches):
 
 
 class Stage(nn.Module):
-    """What one level of the pyramid owns; :class:`PosMLP` runs it."""
+    """The modules of one stage; :class:`PosMLP` runs them."""
 
     def __init__(self, merging: nn.Module, blocks: list[GatedBlock], window: int) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Stage(nn.Module):
         self.window = window
 
 
-# The authors' names and ours, see VisionModel.reference_names.
+# (authors' name, our name), see VisionModel.reference_names.
 _NAMES = (
     ("patch_embed.projs.", "stem.convolutions."),
     ("patch_embed.norms.", "stem.norms."),
@@ -100,12 +101,14 @@ class PosMLP(VisionModel):
     """Vision MLP with positional spatial gating units.
 
     Args:
-        width: channels of the first stage; each stage doubles them.
-        image_size: a multiple of 32. ``forward`` takes other sizes too, if the windows divide their tokens: multiples of
-            ``image_size``, with the default windows.
+        width: channels of the first stage; each further stage doubles them.
+        num_classes: outputs of the classifier.
+        image_size: a multiple of 32. ``forward`` takes other sizes too if the windows tile their tokens: with the default
+            windows, multiples of ``image_size``.
         drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
-        activation_checkpointing: recompute each block in the backward pass. The stem is left out: its BatchNorm would update
-            its statistics twice.
+        activation_checkpointing: recompute each block in the backward pass; not the stem, whose BatchNorm would update its
+            running statistics twice.
+        switches: ablations; None: the published model.
 
     Raises:
         UserError: ``image_size``, windows or groups do not fit.
@@ -156,12 +159,12 @@ class PosMLP(VisionModel):
         self.apply(_init_weights)
 
     def reference_tables(self) -> dict[str, Tensor]:
-        """Of every block: the relative positions' quadratic terms, or which row of its table belongs to each pair."""
+        """Per block: the quadratic terms of the relative positions (ggqpe), or the table index of each token pair (lrpe)."""
         tables = {}
         for i, stage in enumerate(self.stages):
             for j, block in enumerate(stage.blocks):
                 unit, mixing = f"levels.{i}.encoder.{j}.gate_unit.pos.", block.gate.mixing
-                # Clones, since the functions' own results are shared between the blocks, which not all file formats take.
+                # Cloned: the cached results are shared between blocks, and safetensors rejects shared memory.
                 if isinstance(mixing, GaussianMap):
                     spreads = mixing.spreads
                     terms = quadratic_terms(stage.window, spreads.device, spreads.dtype)
@@ -172,7 +175,7 @@ class PosMLP(VisionModel):
         return tables
 
     def unpublished_switch(self) -> str | None:
-        """As its base; in the published code SGU alone has a norm, LRPE-M another shape and αI another formula."""
+        """See the base class. The published code norms only SGU, has other shapes for LRPE-M and another formula for αI."""
         switches = self.switches
         if switches.covariance == "isotropic":
             return "covariance"
@@ -182,7 +185,7 @@ class PosMLP(VisionModel):
 
     @property
     def noise_per_sample(self) -> int:
-        """One number per residual branch, one per block with dropout, one per channel that the dropout before the classifier has."""
+        """Uniform numbers per image: one per residual branch, per block with dropout, and per channel of the head's dropout."""
         return sum(self._noise_counts())
 
     def _noise_counts(self) -> tuple[int, int, int]:
@@ -193,9 +196,9 @@ class PosMLP(VisionModel):
         """Class scores.
 
         Args:
-            images: (B, 3, H, W), multiples of 32 that the windows suit.
-            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth and dropout; drawn from PyTorch's
-                generator when None. Unused in eval mode.
+            images: (B, 3, H, W), multiples of 32 whose tokens the windows tile.
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth and dropout; None: drawn from PyTorch's
+                generator. Unused in eval mode.
 
         Returns:
             (B, num_classes).
@@ -231,11 +234,11 @@ class PosMLP(VisionModel):
             tokens = to_windows(x, stage.window, shift)  # (B, windows, window², width)
             branch_scales = None if scales is None else scales[:, i : i + 1]
             tokens = self.run_block(block, tokens, branch_scales, connected, noise[:, i] if noise.shape[1] else None)
-            x = from_windows(tokens, stage.window, grid, shift)
+            x = from_windows(tokens, stage.window, grid, shift)  # (B, rows, columns, width)
         return x
 
     def _dropout(self, features: Tensor, noise: Tensor) -> Tensor:
-        """Dropout of (B, width) features; noise (B, width), or (B, 0) for none."""
+        """Dropout on features (B, width) by noise (B, width); (B, 0): no dropout."""
         if not noise.shape[1]:
             return features
         return features * drop_path_scales(torch.full_like(noise, self.head_dropout), noise).to(features.dtype)
@@ -273,7 +276,7 @@ def _check_groups(groups: tuple[int, ...], widths: list[int], split: bool) -> No
         if channels % count:
             raise UserError(
                 f"model.switches.groups is {count} for stage {stage + 1}, but must divide its {channels} mixed channels: "
-                f"set a power of two, for example {GROUPS[stage]}."
+                f"set it to a power of two, for example {GROUPS[stage]}."
             )
 
 

@@ -1,5 +1,5 @@
-"""What surrounds PosMLP's blocks: patch embedding, merging between stages, absolute positions (Wang et al., "PosMLP", ACM MM
-2022, Figure 2b and c, Tables 7 and 10). Tokens are an image with the channels last."""
+"""PosMLP's patch embedding, patch merging and absolute position embedding (Wang et al., "PosMLP", ACM MM 2022, Figure 2b and c,
+Tables 7 and 10). Token grids are channels-last: (B, rows, columns, width)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from pipeline.errors import UserError
 from pipeline.models.gated_mlp.gating import LAYER_NORM_EPS
 
-STEM_STRIDE = 4
-BATCH_NORM_EPS = 1e-6
+STEM_STRIDE = 4  # pixels per token of the first stage
+BATCH_NORM_EPS = 1e-6  # of the published code
 
 
 class ConvStem(nn.Module):
-    """Convolutional patch embedding (Figure 2b): 3x3 stride 2, 3x3 stride 2, 1x1, each with BatchNorm.
+    """Convolutional patch embedding (Figure 2b): 3x3 stride 2, 3x3 stride 2, 1x1, each with BatchNorm, GELU in between.
 
     ``forward``: (B, 3, H, W) -> (B, H / 4, W / 4, width).
     """
@@ -33,12 +33,12 @@ class ConvStem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for i, (convolution, norm) in enumerate(zip(self.convolutions, self.norms)):
-            x = norm(convolution(F.gelu(x) if i else x))
+            x = norm(convolution(F.gelu(x) if i else x))  # (B, channels, rows, columns)
         return x.permute(0, 2, 3, 1)  # (B, H / 4, W / 4, width)
 
 
 class LinearStem(nn.Module):
-    """4x4 patches through one linear layer and LayerNorm. ``forward``: (B, 3, H, W) -> (B, H / 4, W / 4, width)."""
+    """Linear patch embedding of 4x4 patches and LayerNorm. ``forward``: (B, 3, H, W) -> (B, H / 4, W / 4, width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class LinearStem(nn.Module):
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.projection(x).permute(0, 2, 3, 1))
+        return self.norm(self.projection(x).permute(0, 2, 3, 1))  # (B, H / 4, W / 4, width)
 
 
 class ConvMerging(nn.Module):
-    """Depthwise 3x3 convolution with stride 2 to twice the channels, LayerNorm (Figure 2c).
+    """Depthwise 3x3 convolution with stride 2 that doubles the channels, then LayerNorm (Figure 2c).
 
     ``forward``: (B, rows, columns, width) -> (B, rows / 2, columns / 2, 2 * width).
     """
@@ -65,7 +65,10 @@ class ConvMerging(nn.Module):
 
 
 class LinearMerging(nn.Module):
-    """Each 2x2 tokens through LayerNorm and one linear layer (Swin's patch merging). ``forward``: as :class:`ConvMerging`."""
+    """Patch merging of Swin (Liu et al., ICCV 2021): concatenate 2x2 tokens, LayerNorm, linear layer.
+
+    ``forward``: (B, rows, columns, width) -> (B, rows / 2, columns / 2, 2 * width).
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -74,12 +77,16 @@ class LinearMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, rows, columns, width = x.shape
-        x = x.reshape(batch, rows // 2, 2, columns // 2, 2, width).transpose(2, 3)
+        x = x.reshape(batch, rows // 2, 2, columns // 2, 2, width).transpose(2, 3)  # (B, rows / 2, columns / 2, 2, 2, width)
         return self.reduction(self.norm(x.reshape(batch, rows // 2, columns // 2, 4 * width)))
 
 
 class AbsolutePosition(nn.Module):
-    """A learned vector per token (Table 7, "APE"). ``forward``: (B, rows, columns, width), the same out."""
+    """Learned absolute position embedding (Table 7, "APE"). ``forward``: (B, rows, columns, width) -> the same shape.
+
+    Raises:
+        UserError: ``forward`` got another grid.
+    """
 
     def __init__(self, side: int, width: int) -> None:
         super().__init__()
@@ -89,7 +96,7 @@ class AbsolutePosition(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1:3] != self.embedding.shape[:2]:
             raise UserError(
-                f"the images give {x.shape[1]}x{x.shape[2]} tokens, but model.switches.absolute_position holds one vector for "
-                f"each of {self.embedding.shape[0]}x{self.embedding.shape[1]}: use images of model.image_size or switch it off."
+                f"the images give {x.shape[1]}x{x.shape[2]} tokens, but model.switches.absolute_position has an embedding for "
+                f"{self.embedding.shape[0]}x{self.embedding.shape[1]}: use images of model.image_size, or set it to false."
             )
         return x + self.embedding

@@ -1,9 +1,9 @@
 """Token-mixing maps of gMLP and PosMLP (Wang et al., "PosMLP", ACM MM 2022, Sec. 3 and 4.1).
 
-A map A says how much each token (query) takes from every other token (key) of its window: A[group, query, key].
-It depends on weights alone, never on the image, so a forward pass computes it once per layer. Two kinds:
-:class:`LearnedMap` has one weight per pair of tokens, or per relative position, or the sum of both;
-:class:`GaussianMap` has a Gaussian of the relative position, with six parameters per group.
+A map A[group, query, key] holds the weights with which the tokens of a window (keys) are summed into each token (query). It
+depends on parameters only, not on the image, and is computed once per layer and forward pass.
+:class:`LearnedMap` has a weight per pair of tokens, per relative position, or the sum of both;
+:class:`GaussianMap` is a Gaussian of the relative position with six parameters per group.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from pipeline.models.common.probe import probe
 
 Covariance = Literal["isotropic", "free", "semidefinite"]
-POSITION_STD = 0.01  # of the noise around centre 0 and spread 1 that GQPE starts from
-TABLE_STD = 0.02
-TOKEN_WEIGHT_STD = 1e-6  # gMLP: the gate starts as the constant of its bias
+# Initialization, as in the published code.
+POSITION_STD = 0.01  # GQPE: of the noise around centre 0 and spread 1
+TABLE_STD = 0.02  # LRPE
+TOKEN_WEIGHT_STD = 1e-6  # SGU: near zero, so that the gate is initially its bias
 
 
 @lru_cache(maxsize=16)
 def quadratic_terms(window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """r of Eq. 8: the relative position of every key to every query and its squares.
+    """r of Eq. 8: relative positions of all pairs with their quadratic terms.
 
-    As in the published code the two axes have opposite signs: dx = x_key - x_query, dy = y_query - y_key.
+    As in the published code, the two axes have opposite signs: dx = x_key - x_query, dy = y_query - y_key.
 
     Returns:
         (N, N, 5): [query, key] = (dx, dy, dx², dy², dx dy), N = window², tokens in row-major order.
@@ -41,7 +42,7 @@ def quadratic_terms(window: int, device: torch.device, dtype: torch.dtype) -> Te
 
 @lru_cache(maxsize=16)
 def relative_index(window: int, device: torch.device) -> Tensor:
-    """Which row of a table of all (2 window - 1)² relative positions belongs to each pair.
+    """Index of each pair of tokens into a table of all (2 window - 1)² relative positions.
 
     Returns:
         (N, N) integers: [query, key] = (y_query - y_key + window - 1) (2 window - 1) + x_query - x_key + window - 1.
@@ -55,13 +56,13 @@ def relative_index(window: int, device: torch.device) -> Tensor:
 
 
 class LearnedMap(nn.Module):
-    """W (Eq. 1, SGU), r (Eq. 11, LRPE) or W + r (Eq. 10, LRPE-M); not normalised. Probe ``position``: the map.
+    """W (Eq. 1, SGU), r (Eq. 11, LRPE) or W + r (Eq. 10, LRPE-M), not normalized. Probe: ``position``, the map.
 
     Args:
         window: side of the window; N = window² tokens.
-        groups: channel groups with a table each (GLRPE); W is one for all.
-        token_weights: learn W, one weight per pair of tokens.
-        relative_table: learn r, one weight per relative position.
+        groups: channel groups with a table each (GLRPE); W is shared by all groups.
+        token_weights: learn W, a weight per pair of tokens.
+        relative_table: learn r, a weight per relative position.
     """
 
     def __init__(self, window: int, groups: int, token_weights: bool, relative_table: bool) -> None:
@@ -78,10 +79,10 @@ class LearnedMap(nn.Module):
         """The map.
 
         Args:
-            connected: (windows, N, N) of booleans, which pairs may mix in each window; None: all in all windows.
+            connected: (windows, N, N) bool, the pairs that may mix in each window; None: all.
 
         Returns:
-            (groups, N, N), or (windows, groups, N, N) where ``connected`` is given; 0 for pairs that may not mix.
+            (groups, N, N), or (windows, groups, N, N) with ``connected``; 0 for pairs that may not mix.
         """
         parts = []
         if self.weight is not None:
@@ -96,17 +97,17 @@ class LearnedMap(nn.Module):
 
 
 class GaussianMap(nn.Module):
-    """Softmax over the keys of a Gaussian around the query's neighbour (GGQPE, Eq. 5 to 8 and 13).
+    """Softmax over the keys of a quadratic form: a Gaussian centred at an offset from the query (GGQPE, Eq. 5 to 8 and 13).
 
-    Probe ``position``: the map. Probe ``covariance``: (groups, 2, 2), the matrix in the exponent. Like the published
-    code, Table 6 and Figure 8 we call Σ = ΓΓᵀ what stands where Eq. 5 writes its inverse: large values are local.
+    Probes: ``position``, the map; ``covariance`` (groups, 2, 2), the matrix of the quadratic form. As in the published code,
+    Table 6 and Figure 8, Σ = ΓΓᵀ denotes what Eq. 5 writes as an inverse: large values make the map local.
 
     Args:
         window: side of the window; N = window² tokens.
         groups: channel groups with a Gaussian each.
-        covariance: the form of Σ (Table 6). ``semidefinite``: ΓΓᵀ. ``free``: Γ itself. ``isotropic``: αI, α = spread²
-            (the published code leaves the quadratic term of this form unscaled; here α scales all of it, as in the paper).
-        learned_centers: learn Δ, the key at which the Gaussian peaks relative to the query; otherwise it stays 0.
+        covariance: the form of Σ (Table 6). ``semidefinite``: ΓΓᵀ. ``free``: Γ. ``isotropic``: αI with α = spread², which
+            scales the whole form as in the paper (the published code does not scale its quadratic term).
+        learned_centers: learn Δ, the offset from the query at which the Gaussian peaks; false: Δ = 0.
     """
 
     def __init__(self, window: int, groups: int, covariance: Covariance, learned_centers: bool) -> None:
@@ -122,7 +123,7 @@ class GaussianMap(nn.Module):
             self.register_buffer("centers", torch.zeros(groups, 2), persistent=False)
 
     def covariance(self) -> Tensor:
-        """(groups, 2, 2)."""
+        """Σ: (groups, 2, 2)."""
         if self.covariance_form == "isotropic":
             return self.spreads[:, None, None] ** 2 * torch.eye(2, device=self.spreads.device, dtype=self.spreads.dtype)
         if self.covariance_form == "free":
@@ -130,13 +131,13 @@ class GaussianMap(nn.Module):
         return self.spreads @ self.spreads.transpose(1, 2)
 
     def forward(self, connected: Tensor | None = None) -> Tensor:
-        """The map, in full precision also under autocast: small, and everything depends on it.
+        """The map, in full precision even under autocast: it is small, and its rounding error would affect every token.
 
         Args:
-            connected: (windows, N, N) of booleans, which pairs may mix in each window; None: all in all windows.
+            connected: (windows, N, N) bool, the pairs that may mix in each window; None: all.
 
         Returns:
-            (groups, N, N), or (windows, groups, N, N) where ``connected`` is given; rows sum to 1.
+            (groups, N, N), or (windows, groups, N, N) with ``connected``; rows sum to 1.
         """
         with torch.autocast(self.spreads.device.type, enabled=False):
             sigma = self.covariance()  # (groups, 2, 2)
@@ -145,7 +146,7 @@ class GaussianMap(nn.Module):
             squares = torch.stack([sigma[:, 0, 0], sigma[:, 1, 1], sigma[:, 0, 1] + sigma[:, 1, 0]], dim=-1)  # (groups, 3)
             v = torch.cat([peak, -0.5 * squares], dim=-1)  # (groups, 5), Eq. 7
             terms = quadratic_terms(self.window, v.device, v.dtype)  # (N, N, 5)
-            logits = torch.einsum("qkf,gf->gqk", terms, v)  # (groups, N, N)
+            logits = torch.einsum("qkf,gf->gqk", terms, v)  # (groups, N, N), Eq. 6
             if connected is not None:
                 logits = logits.masked_fill(~connected[:, None], -torch.inf)  # (windows, groups, N, N)
             mixing = logits.softmax(dim=-1)
@@ -154,11 +155,11 @@ class GaussianMap(nn.Module):
 
 
 def mix_tokens(mixing: Tensor, x: Tensor) -> Tensor:
-    """Each token of a window becomes the map's weighted sum of the window's tokens.
+    """Replace each token by the map's weighted sum over the tokens of its window.
 
     Args:
-        mixing: (groups, N, N) for all windows alike, or (windows, groups, N, N).
-        x: (B, windows, N, width); channel c is in group c mod groups.
+        mixing: (groups, N, N), the same for all windows, or (windows, groups, N, N).
+        x: (B, windows, N, width); channel c belongs to group c mod groups.
 
     Returns:
         (B, windows, N, width).

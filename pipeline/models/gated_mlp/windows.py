@@ -1,4 +1,4 @@
-"""Non-overlapping windows of an image of tokens, optionally shifted (Liu et al., "Swin Transformer", ICCV 2021)."""
+"""Partition of a token grid into non-overlapping, optionally shifted windows (Liu et al., "Swin Transformer", ICCV 2021)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 def to_windows(x: Tensor, window: int, shift: int = 0) -> Tensor:
-    """Cut an image of tokens into windows of tokens.
+    """Partition a token grid into windows.
 
     Args:
-        x: (B, rows, columns, width), both sides multiples of ``window``.
+        x: (B, rows, columns, width), rows and columns multiples of ``window``.
         window: side of a window.
-        shift: start the first window this many tokens down and to the right; the last ones wrap around.
+        shift: offset of the first window, down and to the right; the last windows wrap around.
 
     Returns:
-        (B, windows, window², width); windows and the tokens in them in row-major order.
+        (B, windows, window², width); both windows and their tokens in row-major order.
     """
     if shift:
         x = x.roll((-shift, -shift), dims=(1, 2))
     batch, rows, columns, width = x.shape
     x = x.view(batch, rows // window, window, columns // window, window, width).transpose(2, 3)
-    return x.reshape(batch, -1, window * window, width)
+    return x.reshape(batch, -1, window * window, width)  # (B, windows, window², width)
 
 
 def from_windows(x: Tensor, window: int, grid: tuple[int, int], shift: int = 0) -> Tensor:
@@ -36,10 +36,10 @@ def from_windows(x: Tensor, window: int, grid: tuple[int, int], shift: int = 0) 
 
 @lru_cache(maxsize=16)
 def connected_tokens(grid: tuple[int, int], window: int, shift: int, device: torch.device) -> Tensor:
-    """Which tokens of each shifted window are neighbours in the image, and not only because the last windows wrap around.
+    """The mask of shifted windows: which tokens of a window are adjacent in the image rather than joined by wrapping around.
 
     Returns:
-        (windows, window², window²) of booleans.
+        (windows, window², window²) bool.
     """
     with torch.inference_mode(False):  # a cached tensor must also serve a later training step
         sides = [torch.arange(size, device=device) >= size - shift for size in grid]

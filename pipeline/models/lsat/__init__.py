@@ -1,0 +1,8 @@
+"""LSAT (Sheynin et al., 2021).
+
+=====================  ====================================================
+``model``              the model, its ablation switches and registered sizes
+``shifts``             shifted images and their patch embeddings
+``grouped_attention``  attention within groups of tokens: local and global
+=====================  ====================================================
+"""

@@ -1,12 +1,12 @@
 """LSAT-T/S at 224 and LSAT-T/S/B at 32 pixels (Sheynin et al., "Locally Shifted Attention With Early Global
 Integration", 2021; layouts: Table 2).
 
-Every patch is embedded T times, each time from a slightly shifted image. The first block lets each patch attend to its
-own T variants (local attention); all others are ordinary transformer blocks over the patches (global attention), on
-levels of ever coarser grids. Tokens are kept as (B, N, T, D) throughout: T = 1 once the local block has pooled them.
+Every patch is embedded T times, each time from a slightly shifted image. In the first block each patch attends to its own T
+variants (local attention); the others are ordinary transformer blocks over the patches (global attention), on levels of
+decreasing resolution. Tokens have shape (B, N, T, width) throughout; T = 1 after the local block, which pools the variants.
 
-Where paper and published code differ the code is followed, since its weights know nothing else; each such place says
-so. ``load_reference_state_dict`` loads the authors' weights.
+Where paper and published code differ, this follows the code, so that ``load_reference_state_dict`` can load the authors'
+weights; each such place says so.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MLP_RATIO = 4
 
 @dataclass(frozen=True)
 class LSATLayout:
-    """A column of Table 2. Per level: width, heads, and depth, which on the first level counts the local block."""
+    """A column of Table 2: width, heads and depth per level; the first level's depth includes the local block."""
 
     widths: tuple[int, ...]
     heads: tuple[int, ...]
     depths: tuple[int, ...]
-    kernel: int  # of the patch embedding, with stride and padding
+    kernel: int  # of the patch embedding, as stride and padding
     stride: int
     padding: int
     shifts: ShiftSet
@@ -44,28 +44,28 @@ class LSATLayout:
 
 
 class LSATSwitches(Switches):
-    """Ablations of Table 5 and the paper's readings where the published code differs."""
+    """Ablations of Table 5, and the paper's variant where the published code differs."""
 
     shifts: Literal["all", "axes", "none"] = "all"
     """Table 5, #Shifting. all: the paper's set (18 at 32 pixels, 10 at 224). axes: those along one axis (9 and 7; variant
-    B). none: only the image itself, and the local block attends globally (variant A; its 6.8 M parameters tell)."""
+    B). none: the image itself only, and the local block attends globally (variant A, inferred from its 6.8 M parameters)."""
     shift_by: Literal["convolutions", "translation"] = "convolutions"
-    """Table 5, Conv. Variations. convolutions: each variant has its own convolution of the image shifted circularly.
-    translation: one convolution embeds the images, which are translated with reflection at the border (C, D)."""
+    """Table 5, Conv. Variations. convolutions: each variant has its own convolution, of the circularly shifted image.
+    translation: one convolution for all images, which are translated with reflection padding (C, D)."""
     position: Literal["per_variant", "shared"] = "per_variant"
     """Table 5, Pos. Embed. A learned embedding for each patch and variant, or one per patch for all its variants (C, E)."""
     kv_heads: Literal["shared", "per_head"] | None = None
-    """Eq. 2 has keys and values per head; the published code at 32 pixels has one head of them that all queries share.
+    """Eq. 2 has keys and values per head; in the published code at 32 pixels all query heads share one key-value head.
     null: as published (shared at 32 pixels, per_head at 224)."""
     heads: PositiveInt | None = None
     """Attention heads on every level; null: as published. Table 2 has 3 for lsat_t_32, the published script 4."""
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a residual. The norms are the level's, which all its blocks share (published code).
+    """Attention and MLP, each with a residual connection. All blocks of a level share its norms (published code).
 
-    ``forward``: x (B, N, T, width), norms (two LayerNorms), branch_scales (B, 2) or None -> (B, N, 1, width). The local
-    block pools the T variants, of which the first, the unshifted one, is query and residual; a global one takes T = 1.
+    ``forward``: x (B, N, T, width), norms (two LayerNorms), branch_scales (B, 2) or None -> (B, N, 1, width). The local block
+    pools the T variants: the first, unshifted one is query and residual. A global block takes T = 1.
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int, local: bool) -> None:
@@ -86,7 +86,7 @@ class Block(nn.Module):
 
 
 class Downsampling(nn.Module):
-    """3x3 convolution, LayerNorm (published code; not in the paper), and 3x3 max-pooling of stride 2 (Sec. 3.2).
+    """3x3 convolution, LayerNorm (published code only), and 3x3 max pooling with stride 2 (Sec. 3.2).
 
     ``forward``: (B, N, 1, width), grid (rows, columns) -> (B, N', 1, out_width); an odd side is rounded up.
     """
@@ -100,11 +100,11 @@ class Downsampling(nn.Module):
         image = x.squeeze(2).transpose(1, 2).unflatten(2, grid)  # (B, width, rows, columns)
         image = self.norm(self.conv(image).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         image = F.max_pool2d(image, 3, stride=2, padding=1)  # (B, out_width, rows', columns')
-        return image.flatten(2).transpose(1, 2).unsqueeze(2)
+        return image.flatten(2).transpose(1, 2).unsqueeze(2)  # (B, N', 1, out_width)
 
 
 class Level(nn.Module):
-    """Position embedding and blocks on one grid; LSAT runs them."""
+    """The modules of one level: position embedding, blocks and their shared norms; :class:`LSAT` runs them."""
 
     def __init__(self, position: PositionEmbedding, blocks: list[Block], width: int) -> None:
         super().__init__()
@@ -120,11 +120,11 @@ class LSAT(VisionModel):
     Args:
         layout: a column of Table 2.
         num_classes: outputs of the classifier.
-        image_size: a multiple of the patch embedding's stride that leaves the last level a token. The position
-            embeddings are learned for it, so ``forward`` takes no other.
-        drop_path: stochastic depth rate, the same for every branch (the published code's is 0.1).
-        activation_checkpointing: recompute each block in the backward pass instead of keeping its inner activations.
-        switches: ablations.
+        image_size: a multiple of the patch embedding's stride, large enough for a token on the last level. ``forward`` takes no
+            other size, because of the position embeddings.
+        drop_path: stochastic depth rate, the same for every branch (0.1 in the published code).
+        activation_checkpointing: recompute each block in the backward pass.
+        switches: ablations; None: the published model.
 
     Raises:
         UserError: ``image_size`` or ``switches.heads`` does not suit the layout.
@@ -155,7 +155,7 @@ class LSAT(VisionModel):
         switches: LSATSwitches | None = None,
     ) -> None:
         switches = switches or LSATSwitches()
-        if switches.kv_heads == layout.kv_heads:  # said aloud what is so anyway
+        if switches.kv_heads == layout.kv_heads:  # the published setting, stated explicitly
             switches = switches.model_copy(update={"kv_heads": None})
         super().__init__([drop_path] * 2 * sum(layout.depths), activation_checkpointing, switches)
         _check_size(image_size, layout)
@@ -173,35 +173,36 @@ class LSAT(VisionModel):
 
         Args:
             images: (B, 3, image_size, image_size).
-            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth, see :meth:`branch_scales`.
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; see
+                :meth:`~pipeline.models.common.base.VisionModel.branch_scales`.
 
         Returns:
             (B, num_classes).
 
         Raises:
-            UserError: images of another size.
+            UserError: not the size that the model was built for.
         """
         for size in images.shape[-2:]:
             if size != self.image_size:
                 raise UserError(
                     f"the images have a side of {size} pixels, but this LSAT was built with image_size={self.image_size} and "
-                    f"its position embeddings suit no other: set model.image_size={size} or resize the images."
+                    f"its position embeddings support no other: set model.image_size={size} or resize the images."
                 )
         scales = self.branch_scales(len(images), noise)  # (B, 2 * depth) or None
         x = self.embedding(images)  # (B, N, T, width)
         column = 0
         for i, level in enumerate(self.levels):
             if i > 0:
-                x = self.downsamplings[i - 1](x, self.grid(i - 1))
+                x = self.downsamplings[i - 1](x, self.grid(i - 1))  # (B, N of this level, 1, width of this level)
             x = level.position(x)
             for block in level.blocks:
                 branch_scales = None if scales is None else scales[:, column : column + 2]
                 x = self.run_block(block, x, (level.norm1, level.norm2), branch_scales)  # (B, N, 1, width)
                 column += 2
-        return self.head(self.norm(x.squeeze(2)).mean(dim=1))
+        return self.head(self.norm(x.squeeze(2)).mean(dim=1))  # (B, num_classes)
 
     def grid(self, level: int) -> tuple[int, int]:
-        """(rows, columns) of patches on a level."""
+        """(rows, columns) of the patch grid on a level."""
         side = _grid_side(self.image_size // self.stride, level)
         return side, side
 
@@ -233,11 +234,11 @@ def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int,
 
 
 def _grid_side(side: int, halvings: int) -> int:
-    return -(-side // 2**halvings)  # rounded up, as the padded max-pooling does
+    return -(-side // 2**halvings)  # rounds up, like the padded max pooling
 
 
 def _init_weights(module: nn.Module) -> None:
-    """Truncated normal for linear layers and convolutions, as in the published code."""
+    """Truncated normal weights and zero biases of linear layers and convolutions, as in the published code."""
     init_linear(module)
     if isinstance(module, nn.Conv2d):
         nn.init.trunc_normal_(module.weight, std=0.02)
@@ -263,7 +264,7 @@ def _layout_32(width: int, heads: int, depths: tuple[int, ...]) -> LSATLayout:
     return LSATLayout((width,) * 4, (heads,) * 4, depths, 3, 1, 1, SHIFTS_32, kv_heads="shared")
 
 
-# The paper's GMACs contain attention's products, but not the embeddings of the shifts (0.48 and 0.10 of all 3.63 and 7.72).
+# The paper's GMACs include the matrix products of attention but not the shift embeddings (0.48 of 3.63 and 0.10 of 7.72 GMACs).
 _PAPER = "Locally Shifted Attention With Early Global Integration (2021)"
 _IMAGENET = dict(paper=f"{_PAPER}, Tables 2 and 4", switches=LSATSwitches, image_size=224, num_classes=1000)
 _CIFAR = dict(
@@ -273,7 +274,7 @@ _CIFAR = dict(
 
 @register("LSAT Tiny, 224 pixels, 10 shifts", paper_params_m=9.9, paper_gmacs=3.1, paper_top1=76.0, **_IMAGENET)
 def lsat_t_224(**options) -> LSAT:
-    # Table 2 prints kernel 7 without padding; the published code's has the 9.9 M parameters of Table 4.
+    # Table 2 says kernel 7 without padding; the published code's kernel 9 gives the 9.9 M parameters of Table 4.
     return LSAT(_layout_224((192,) * 4, (4,) * 4, (2, 4, 4, 4), kernel=9, stride=7, padding=1), **options)
 
 
@@ -282,7 +283,7 @@ def lsat_s_224(**options) -> LSAT:
     return LSAT(_layout_224((64, 192, 384), (2, 6, 12), (2, 2, 10), kernel=4, stride=4, padding=0), **options)
 
 
-# The paper's parameters at 32 pixels are those of other heads: see LSATSwitches.kv_heads and heads.
+# The paper's parameter counts at 32 pixels are for other head layouts: see LSATSwitches.kv_heads and heads.
 @register("LSAT Tiny, 32 pixels, 18 shifts", paper_params_m=10.2, paper_top1=97.0, **_CIFAR)
 def lsat_t_32(**options) -> LSAT:
     return LSAT(_layout_32(192, 4, (2, 4, 4, 4)), **options)

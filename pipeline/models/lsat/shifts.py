@@ -1,4 +1,4 @@
-"""Local shift embeddings of LSAT (Sheynin et al., 2021, Sec. 3.1): every patch seen from T slightly shifted images."""
+"""Local shift embeddings of LSAT: every patch is embedded from T slightly shifted images (Sheynin et al., 2021, Sec. 3.1)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def roll(image: Tensor, shift: Shift) -> Tensor:
 
 
 def pad_circularly(image: Tensor, shift: Shift) -> Tensor:
-    """(B, 3, H, W) shifted circularly, without cutting off what leaves at the bottom and the right.
+    """(B, 3, H, W) shifted circularly, keeping the content that moves past the bottom and right borders.
 
-    A convolution whose windows end at the border sees just the shifted image. One that reaches beyond (padding) sees
-    the image's last rows and columns there instead of zeros, as in the published code at 224 pixels.
+    A convolution without padding sees the same as with :func:`roll`. A padded one sees the image's last rows and columns in
+    place of zeros, as in the published code at 224 pixels.
 
     Returns:
         (B, 3, H + down, W + right).
@@ -33,7 +33,7 @@ def pad_circularly(image: Tensor, shift: Shift) -> Tensor:
 
 
 def translate(image: Tensor, shift: Shift) -> Tensor:
-    """(B, 3, H, W) shifted, what enters being the image's reflection at its border (Sec. 4.1)."""
+    """(B, 3, H, W) shifted with reflection padding (Sec. 4.1)."""
     (down, right), (height, width) = shift, image.shape[2:]
     padded = F.pad(image, (max(right, 0), max(-right, 0), max(down, 0), max(-down, 0)), mode="reflect")
     top, left = max(-down, 0), max(-right, 0)
@@ -42,25 +42,25 @@ def translate(image: Tensor, shift: Shift) -> Tensor:
 
 @dataclass(frozen=True)
 class ShiftSet:
-    """Which shifts there are and how an image is shifted."""
+    """A list of shifts and the way an image is shifted."""
 
     shifts: tuple[Shift, ...]  # the first is (0, 0), the image itself
     shift_image: ShiftFunction
 
     def along_one_axis(self) -> ShiftSet:
-        """Without the diagonal shifts."""
+        """The subset without diagonal shifts."""
         return replace(self, shifts=tuple(shift for shift in self.shifts if 0 in shift))
 
     def image_itself(self) -> ShiftSet:
-        """Without any real shift."""
+        """The subset of the unshifted image alone."""
         return replace(self, shifts=self.shifts[:1])
 
     def by_translation(self) -> ShiftSet:
-        """The same shifts, with reflection instead of circular padding."""
+        """The same shifts with reflection instead of circular padding."""
         return replace(self, shift_image=translate)
 
 
-# The paper's sets (Sec. 4), ordered and carried out as in the published code.
+# The paper's sets (Sec. 4), in the published code's order and with its padding.
 SHIFTS_224 = ShiftSet(((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0), (1, 1), (2, 2), (3, 3)), pad_circularly)
 SHIFTS_32 = ShiftSet(
     (
@@ -72,11 +72,11 @@ SHIFTS_32 = ShiftSet(
 
 
 class ShiftEmbedding(nn.Module):
-    """Patch embeddings of T shifted images (Sec. 3.1): a convolution per shift, or one for all.
+    """Patch embeddings of T shifted images (Sec. 3.1), with a convolution per shift or a shared one.
 
     Args:
         shift_set: T shifts.
-        projections: T convolutions, or one.
+        projections: T convolutions, or a single one.
 
     ``forward``: (B, 3, H, W) -> (B, N, T, width), N patches in row-major order.
     """
@@ -91,13 +91,13 @@ class ShiftEmbedding(nn.Module):
             projection(self.shift_set.shift_image(images, shift)).flatten(2).transpose(1, 2)  # (B, N, width)
             for shift, projection in zip(self.shift_set.shifts, cycle(self.projections))
         ]
-        return torch.stack(maps, dim=2)
+        return torch.stack(maps, dim=2)  # (B, N, T, width)
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions, (T, N, D) or, shared by the variants, (N, D). A module, so that ZeRO-3 gathers the table.
+    """Learned position embedding of shape (T, N, width), or (N, width) shared by the variants.
 
-    ``forward``: (B, N, T, D) -> the same plus the table.
+    A module of its own, so that ZeRO-3 gathers the table. ``forward``: (B, N, T, width) -> the same shape.
     """
 
     def __init__(self, *shape: int) -> None:

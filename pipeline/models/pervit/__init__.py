@@ -1,0 +1,10 @@
+"""PerViT (Min et al., NeurIPS 2022).
+
+=============  ===========================================================
+``model``      the model and its registered sizes
+``switches``   its ablation switches
+``attention``  multi-head peripheral attention
+``position``   the peripheral position encoding Φp of one layer
+``phi_model``  base class of models with Φp: inputs that layers share, caching
+=============  ===========================================================
+"""

@@ -10,13 +10,12 @@ from pipeline.models.common.vit import attention_weights, content_scores, merge_
 
 
 class PeripheralAttention(nn.Module):
-    """Content and position together.
+    """Attention by content and position (Eq. 3).
 
-    Normalize[exp(τ Q Kᵀ) ⊙ Φp] V is computed in its identical, cheaper form softmax(τ Q Kᵀ + log Φp) V,
-    which runs on the fused attention kernels.
+    Normalize[exp(τ Q Kᵀ) ⊙ Φp] V equals softmax(τ Q Kᵀ + log Φp) V, which runs on fused attention kernels.
 
-    Probes: ``phi_p`` (heads, N, N), if there is a Φp; ``phi_c`` (B, heads, N, N), exp(τ Q Kᵀ - row maximum) as in the
-    authors' code, where the rows' factors cancel; ``attention`` (B, heads, N, N), their normalized product.
+    Probes: ``phi_p`` (heads, N, N), unless Φp = 1; ``phi_c`` (B, heads, N, N), exp(τ Q Kᵀ - row maximum) as in the authors'
+    code (the normalization cancels the factor); ``attention`` (B, heads, N, N), their normalized product.
 
     ``forward``: x (B, N, width), log_phi (heads, N, N) or None for Φp = 1 -> (B, N, width).
     """
@@ -37,7 +36,7 @@ class PeripheralAttention(nn.Module):
 
 
 class StaticAttention(nn.Module):
-    """Position alone (Φc = 1): Normalize[Φp] V (Table 1 c). Queries and keys have no use, so there are none.
+    """Attention by position only (Φc = 1): Normalize[Φp] V (Table 1 c). Has no query and key projections.
 
     Probes: ``phi_p`` (heads, N, N) and ``attention`` (1, heads, N, N), the same for all images.
 
@@ -55,8 +54,9 @@ class StaticAttention(nn.Module):
         weights = log_phi.softmax(-1)[None]  # (1, heads, N, N)
         probe("phi_p", lambda: log_phi.exp())
         probe("attention", lambda: weights)
-        return self.proj(merge_heads(weights.to(v.dtype) @ v))
+        return self.proj(merge_heads(weights.to(v.dtype) @ v))  # (B, N, width)
 
 
 def _exponentiated(scores: Tensor) -> Tensor:
+    """exp(scores - row maximum) of (B, heads, N, N), without overflow."""
     return (scores - scores.amax(-1, keepdim=True)).exp()

@@ -1,7 +1,7 @@
 """PerViT-T/S/M (Min et al., "Peripheral Vision Transformer", NeurIPS 2022; layout: Supplement Table S5).
 
-Where paper and published code differ the code is followed, since its weights know nothing else; each such
-place says so. ``load_reference_state_dict`` loads the authors' weights.
+Where paper and published code differ, this follows the code, so that ``load_reference_state_dict`` can load the authors'
+weights; each such place says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.models.pervit.position import PeripheralPosition
 from pipeline.models.pervit.switches import PerViTSwitches
 from pipeline.models.registry import register
 
-STEM_STRIDE = 16
+STEM_STRIDE = 16  # pixels per token
 LAYER_NORM_EPS = 1e-6
 
 
@@ -35,10 +35,10 @@ class PerViTLayout:
     mlp_ratio: int = 4
 
     def with_widths(self, widths: tuple[int, int, int, int]) -> PerViTLayout:
-        """The same layout with other channels; the stem ends at the first stage's.
+        """The same layout with other stage widths; the stem's last width follows the first stage.
 
         Raises:
-            UserError: a width that the heads do not divide.
+            UserError: a width is not a multiple of the number of heads.
         """
         for width in widths:
             if width % self.heads:
@@ -50,7 +50,7 @@ class PerViTLayout:
 
 
 class ConvStem(nn.Module):
-    """Convolutional patch embedding: four stride-2 3x3 convolutions with BatchNorm and ReLU, then 1x1.
+    """Convolutional patch embedding: four 3x3 convolutions with stride 2, BatchNorm and ReLU, then a 1x1 convolution.
 
     ``forward``: (B, 3, H, W) -> (B, width, H / 16, W / 16).
     """
@@ -68,16 +68,16 @@ class ConvStem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x)  # each halves rows and columns
         return self.projection(x)
 
 
 class Block(nn.Module):
-    """Convolutional position encoding and peripheral attention, then an MLP that may change the width.
+    """Convolutional position encoding (CPE) and peripheral attention, then an MLP that may change the width.
 
-    As in the authors' code: the CPE (a depthwise 3x3 convolution) sits inside the attention branch before
-    the norm and has no residual of its own; the last block of a stage widens in ``fc2`` and passes its
-    residual through a linear layer.
+    As in the authors' code, the CPE (a depthwise 3x3 convolution) is inside the attention branch, before the norm, without a
+    residual connection of its own; in the last block of a stage ``fc2`` changes the width and a linear layer projects the
+    residual.
     """
 
     def __init__(self, width: int, out_width: int, layout: PerViTLayout, layer: int, switches: PerViTSwitches) -> None:
@@ -86,7 +86,9 @@ class Block(nn.Module):
         self.cpe = nn.Conv2d(width, width, 3, padding=1, groups=width) if switches.cpe else nn.Identity()
         self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         if switches.phi_p:
-            self.position = PeripheralPosition(heads, layer, depth, switches.phi_design)  # called by PhiModel, once per step
+            self.position = PeripheralPosition(
+                heads, layer, depth, switches.phi_design
+            )  # called by PhiModel, once per forward pass
         self.attn = (PeripheralAttention if switches.phi_c else StaticAttention)(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.mlp = MLP(width, layout.mlp_ratio * width, out_width)
@@ -96,7 +98,7 @@ class Block(nn.Module):
         """One transformer block.
 
         Args:
-            x: (B, N, width) tokens in row-major order of ``grid``.
+            x: (B, N, width), tokens in row-major order of ``grid``.
             log_phi: (heads, N, N) of this layer, or None for Φp = 1.
             grid: (rows, columns), N = rows * columns.
             branch_scales: (B, 2) stochastic-depth factors of the two branches, or None for 1.
@@ -117,18 +119,16 @@ class PerViT(PhiModel):
     Args:
         layout: widths and depths.
         num_classes: outputs of the classifier.
-        image_size: a multiple of 16, at least 32. ``forward`` takes other sizes too: the position grid
-            follows the image.
+        image_size: a multiple of 16, at least 32. ``forward`` takes other sizes too: Φp is computed for the grid of the image.
         drop_path: stochastic depth rate of the last block; rates grow linearly from 0 (DeiT's rule).
-        activation_checkpointing: recompute each block in the backward pass instead of keeping its inner
-            activations. The stem is left out: its BatchNorm would update its statistics twice. So is Φp,
-            whose size does not depend on the batch.
-        switches: ablations; None for the published model.
+        activation_checkpointing: recompute each block in the backward pass; not the stem, whose BatchNorm would update its
+            running statistics twice, nor Φp, whose activations do not grow with the batch.
+        switches: ablations; None: the published model.
 
-    Each layer offers the probes of its attention: ``phi_p``, ``phi_c`` and ``attention``.
+    Probes of every layer: ``phi_p``, ``phi_c`` and ``attention``, see :mod:`pipeline.models.pervit.attention`.
 
     Raises:
-        UserError: ``image_size`` does not suit the stem, or a width the heads.
+        UserError: ``image_size`` does not fit the stem, or a width the heads.
     """
 
     reference_names = (
@@ -182,33 +182,32 @@ class PerViT(PhiModel):
 
         Args:
             images: (B, 3, H, W), H and W multiples of 16 and at least 32.
-            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth. Drawn from PyTorch's
-                generator when None; the train loop passes its own, so that they do not depend on the number
-                of processes. Unused in eval mode.
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; None: drawn from PyTorch's generator.
+                The training loop passes numbers that do not depend on the world size. Unused in eval mode.
 
         Returns:
             (B, num_classes).
 
         Raises:
-            UserError: H or W does not suit the stem.
+            UserError: H or W does not fit the stem.
         """
         _check_size(*images.shape[-2:])
         x = self.stem(images)  # (B, width, rows, columns)
-        grid = (int(x.shape[2]), int(x.shape[3]))  # a tracer's sizes are tensors
+        grid = (int(x.shape[2]), int(x.shape[3]))  # int: under tracing the sizes are tensors
         x = x.flatten(2).transpose(1, 2)  # (B, N, width)
         if hasattr(self, "position_embedding"):
             x = self.position_embedding(x, grid)
         scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
             x = self.run_block(block, x, log_phi, grid, scales_of_block(scales, i))
-        return self.head(self.norm(x).mean(dim=1))
+        return self.head(self.norm(x).mean(dim=1))  # (B, num_classes)
 
     def token_grid(self, images: Tensor) -> tuple[int, int]:
-        """(rows, columns) of tokens that images (B, 3, H, W) give."""
+        """(rows, columns) of the token grid of images (B, 3, H, W)."""
         return images.shape[-2] // STEM_STRIDE, images.shape[-1] // STEM_STRIDE
 
     def no_weight_decay(self) -> set[str]:
-        """An absolute position embedding is not decayed (DeiT's rule)."""
+        """Also excludes the absolute position embedding (DeiT's rule)."""
         return super().no_weight_decay() | {"position_embedding.weight"}
 
 
@@ -231,7 +230,7 @@ def pervit_t(**options) -> PerViT:
 
 @register("PerViT Small, 8 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=21.3, paper_gmacs=4.4, paper_top1=82.1)
 def pervit_s(**options) -> PerViT:
-    # The supplement prints 262 as the stem's last width; the published code has 272, as the first stage needs.
+    # The supplement says 262 for the stem's last width; the published code has 272, the width of the first stage.
     return PerViT(PerViTLayout(8, (272, 320, 368, 464), (64, 128, 192, 272)), **options)
 
 

@@ -1,4 +1,4 @@
-"""Base of the models with a peripheral position encoding: Φp once per step, however many images there are."""
+"""Base class of models with the peripheral position encoding Φp, which is computed once per forward pass for all images."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pipeline.models.pervit.position import DistanceScales, LearnedVectors, PhiD
 
 
 class PhiModel(VisionModel):
-    """A model whose every block may have a ``position`` (:class:`~pipeline.models.pervit.position.PeripheralPosition`).
+    """A model whose blocks may each have a ``position`` (:class:`~pipeline.models.pervit.position.PeripheralPosition`).
 
-    A subclass calls :meth:`add_phi_inputs` and makes ``blocks``; its forward takes the maps from :meth:`log_phi`. Without
-    that call it has no Φp.
+    A subclass calls :meth:`add_phi_inputs`, without which it has no Φp, and creates ``blocks``; its ``forward`` gets the maps
+    from :meth:`log_phi`.
     """
 
     blocks: Sequence[nn.Module]
@@ -28,15 +28,15 @@ class PhiModel(VisionModel):
         self.register_load_state_dict_post_hook(lambda module, _: module._forget_phi())
 
     def add_phi_inputs(self, heads: int, side: int, design: PhiDesign) -> None:
-        """Make what all layers' Φp share: the distances, if they are learned, and their scales.
+        """Create the modules shared by all layers: the scales of the distances, and the distances themselves if learned.
 
         Args:
             heads: attention heads.
-            side: rows and columns of patches; binds the model only if distances are learned.
-            design: the network, the same in all layers.
+            side: rows and columns of the patch grid; fixed for the model only if distances are learned.
+            design: the network Φp, the same in all layers.
 
         Raises:
-            UserError: a single patch, which has no distance to normalize by.
+            UserError: a single patch, for which the coordinates cannot be normalized.
         """
         if side < 2:
             raise UserError(f"model.image_size gives {side} x {side} patches, but Φp needs at least 2 x 2: set it to 32.")
@@ -48,11 +48,10 @@ class PhiModel(VisionModel):
     def log_phi(self, grid: tuple[int, int]) -> list[Tensor | None]:
         """log Φp of every layer for a grid of (rows, columns) tokens.
 
-        Computed afresh while gradients flow; in eval mode without gradients the result is kept until a
-        parameter or the mode changes.
+        In eval mode without gradients the maps are cached until a parameter or the mode changes; otherwise they are recomputed.
 
         Returns:
-            One (heads, N, N) per block; None for each where the model has no Φp.
+            One (heads, N, N) per block; None per block if the model has no Φp.
         """
         if self.phi_design is None:
             return [None] * len(self.blocks)
@@ -71,12 +70,12 @@ class PhiModel(VisionModel):
     def _distances(self, grid: tuple[int, int]) -> Tensor:
         if self.phi_design.distance == "learned":
             return self.position_vectors(grid)
-        # Device and type are asked of a buffer: under ZeRO-3 touching a parameter here would gather it.
+        # Device and dtype come from a buffer: under ZeRO-3, accessing a parameter here would gather it.
         like = self.drop_path_rates
         return position_distances(*grid, like.device, like.dtype, self.phi_design.border)
 
     def phi_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that Φp is made of, all layers."""
+        """The parameters of Φp in all layers."""
         if self.phi_design is None:
             return
         if self.phi_design.distance == "learned":
@@ -86,7 +85,7 @@ class PhiModel(VisionModel):
             yield from block.position.parameters()
 
     def no_weight_decay(self) -> set[str]:
-        """Learned positions are not decayed, like other position embeddings; the projections are (the authors' recipe)."""
+        """Learned positions, like other position embeddings; Φp's projections are decayed (the authors' recipe)."""
         return super().no_weight_decay() | {"position_vectors.weight"}
 
     def train(self, mode: bool = True) -> PhiModel:

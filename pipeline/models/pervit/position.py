@@ -1,10 +1,9 @@
 """Peripheral position encoding Φp of PerViT (Min et al., NeurIPS 2022, Sec. 3.1, Eq. 4 to 9).
 
-Φp(q, k) in (0, 1) says how much a query position attends to a key position, whatever the image shows.
-It is a small network of the distance between the two: distances in several learned scales, a 3x3
-convolution over the key's neighbours, instance norm, ReLU, another 3x3 convolution, instance norm,
-sigmoid. It depends on weights alone, so a training step computes it once per layer, never per image.
-:class:`PhiDesign` varies it as Table 5 does; ``phi_model.py`` says when it is computed.
+Φp(q, k) in (0, 1) is the position-based attention of a query to a key, independent of the image. It is a small network of their
+distance: learned scales of the distance, a 3x3 convolution over the key's neighbours, instance norm, ReLU, another 3x3
+convolution, instance norm, sigmoid. It depends on parameters only and is computed once per layer and forward pass
+(:mod:`pipeline.models.pervit.phi_model`). :class:`PhiDesign` holds the variants of Table 5.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from torch.nn import functional as F
 
 from pipeline.errors import UserError
 
-NORM_EPS = 1e-5
-# Peripheral initialization: the last norm's bias and weight in the first and in the last layer (Sec. 3.1, after Eq. 9).
+NORM_EPS = 1e-5  # of the published code
+# Peripheral initialization: bias and weight of the last norm, in the first and in the last layer (Sec. 3.1, after Eq. 9).
 NORM_BIAS = (-5.0, 4.0)
 NORM_WEIGHT = (3.0, 0.01)
 
 
 @dataclass(frozen=True)
 class PhiDesign:
-    """Which network Φp is (Table 5, bottom) and how it starts (Table 5, top); the defaults are the published model.
+    """Architecture (Table 5, bottom) and initialization (Table 5, top) of Φp; the defaults are the published model.
 
     Attributes:
-        distance: "euclidean" (Euc): of coordinates. "learned" (Lrn): of :class:`LearnedVectors`.
+        distance: "euclidean" (Euc): between coordinates. "learned" (Lrn): :class:`LearnedVectors`.
         neighbours: 3x3 kernels over the key's neighbours (N); False: 1x1.
-        layers: 2 (ML): projection, norm, ReLU, projection, norm. 1: one projection to the heads and its norm.
+        layers: 2 (ML): projection, norm, ReLU, projection, norm. 1: a single projection to the heads and its norm.
         init: see :class:`PeripheralPosition`.
     """
 
@@ -43,7 +42,7 @@ class PhiDesign:
 
     @property
     def border(self) -> int:
-        """Key positions beyond each side of the grid: every unpadded 3x3 convolution eats one."""
+        """Key positions beyond each side of the grid: one per unpadded 3x3 convolution."""
         return self.layers if self.neighbours else 0
 
 
@@ -52,10 +51,10 @@ PUBLISHED = PhiDesign()
 
 @lru_cache(maxsize=8)
 def position_distances(height: int, width: int, device: torch.device, dtype: torch.dtype, border: int = 2) -> Tensor:
-    """Euclidean distance from every query to every key, with real distances beyond the border.
+    """Euclidean distance from every query to every key, including keys beyond the border.
 
-    Coordinates follow the authors' code: ``n`` points on [-1, 1] per axis, and the keys' grid goes on by
-    ``border`` more steps of the same length on each side (no zero padding).
+    Coordinates follow the authors' code: ``n`` points on [-1, 1] per axis; the grid of the keys extends by ``border`` steps of
+    the same length on each side, so that the convolutions see true distances instead of zero padding.
 
     Returns:
         (N, 1, height + 2 * border, width + 2 * border) with N = height * width queries in row-major order.
@@ -76,17 +75,16 @@ def position_distances(height: int, width: int, device: torch.device, dtype: tor
 
 
 class LearnedVectors(nn.Module):
-    """Distances between learned positions instead of coordinates (Lrn in Table 5), shared by all layers.
+    """Distances between learned vectors instead of coordinates (Lrn in Table 5), shared by all layers.
 
-    The paper says "relative distances between learnable vectors (R in HW x HW x Dr)". Read here as: every position has a
-    learned vector of ``channels`` numbers, the distance of two positions in channel r is |v_q,r - v_k,r|, and all else
-    stays: scales, the grid that goes on beyond its border, projections, norms. The vectors start uniform on [-1, 1], the
-    coordinates' range, and know nothing of who is whose neighbour.
+    The paper says "relative distances between learnable vectors (R in HW x HW x Dr)". Our reading: every position has a learned
+    vector of Dr channels, and the distance in channel r is |v_q,r - v_k,r|. Scales, the extended grid, projections and norms
+    are unchanged. The vectors are initialized uniformly on [-1, 1], the range of the coordinates, without spatial structure.
 
     Args:
         channels: Dr.
         grid: (rows, columns) of tokens.
-        border: positions beyond each side.
+        border: key positions beyond each side of the grid.
     """
 
     def __init__(self, channels: int, grid: tuple[int, int], border: int) -> None:
@@ -102,7 +100,7 @@ class LearnedVectors(nn.Module):
             (N, channels, rows + 2 * border, columns + 2 * border).
 
         Raises:
-            UserError: the grid is not the one that the vectors were made for.
+            UserError: not the grid that the vectors were created for.
         """
         if grid != self.grid:
             raise UserError(
@@ -112,34 +110,34 @@ class LearnedVectors(nn.Module):
         rows, columns = grid
         queries = self.weight[:, self.border : self.border + rows, self.border : self.border + columns]
         queries = queries.flatten(1).transpose(0, 1)  # (N, channels)
-        return (queries[:, :, None, None] - self.weight).abs()
+        return (queries[:, :, None, None] - self.weight).abs()  # (N, channels, rows + 2 * border, columns + 2 * border)
 
 
 class DistanceScales(nn.Module):
-    """The ``channels`` learned scales of the distance, shared by all layers: R = scale * distance + offset.
+    """Learned scales of the distance, shared by all layers: R = scale * distance + offset, ``channels`` of each.
 
-    ``forward`` returns (scale, offset), (channels,) each, as copies: under ZeRO-3 the parameters are
-    there only while this module runs, the copies for as long as the layers need them.
+    ``forward`` returns copies of (scale, offset), (channels,) each: ZeRO-3 releases the parameters when this module's forward
+    ends, before the layers have used them.
     """
 
     def __init__(self, channels: int, init: Literal["peripheral", "conv", "random"] = "peripheral") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((channels, 1), -0.02))  # Supplement Eq. 3: w_r = -c1
+        self.weight = nn.Parameter(torch.full((channels, 1), -0.02))  # Supplement Eq. 3: w_r = -c1, c1 = 0.02
         self.bias = nn.Parameter(torch.zeros(channels))
         if init == "random":
-            nn.init.uniform_(self.weight, -1.0, 1.0)  # as PyTorch starts a Linear(1, channels)
+            nn.init.uniform_(self.weight, -1.0, 1.0)  # PyTorch's initialization of Linear(1, channels)
             nn.init.uniform_(self.bias, -1.0, 1.0)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        return self.weight[:, 0].clone(), self.bias.clone()
+        return self.weight[:, 0].clone(), self.bias.clone()  # (channels,) each
 
 
 class FirstProjection(nn.Conv2d):
-    """Peripheral projection PP(R; Wp1) of the scaled distances (Eq. 7), without ever building R.
+    """Peripheral projection PP(R; Wp1) of the scaled distances (Eq. 7), without materializing R.
 
-    With Euclidean distances R's channels are all the same map times a number, so the convolution over ``channels`` maps
-    is a convolution over the one map with the kernels summed: exact, and ``channels`` times less work.
-    The offset is constant over the keys; the instance norm that follows removes it again.
+    With Euclidean distances all channels of R are multiples of one map, so that convolving them equals convolving that map with
+    the weighted sum of the kernels: exact, with ``channels`` times fewer operations. The offset is constant over the keys, and
+    the instance norm that follows removes it.
 
     ``forward``: distance (N, 1 or channels, H', W'), scale and offset (channels,) -> (N, out, H' - 2, W' - 2), or
     (N, out, H', W') with a 1x1 kernel.
@@ -151,20 +149,20 @@ class FirstProjection(nn.Conv2d):
         else:
             kernel = self.weight * scale[:, None, None]  # (out, channels, k, k)
         bias = self.bias + torch.einsum("oiyx,i->o", self.weight, offset)  # (out,)
-        return F.conv2d(distance, kernel, bias)
+        return F.conv2d(distance, kernel, bias)  # (N, out, H', W'), less the kernel's border
 
 
 class PeripheralPosition(nn.Module):
     """log Φp of one layer for all heads (Eq. 9).
 
-    Instance norm follows every projection in every design, as in Eq. 8: the initializations act through the last one.
+    Instance norm follows every projection in every design, as in Eq. 8; the initializations act through the last one.
 
     Args:
         heads: attention heads; the hidden width is ``4 * heads`` (Supplement E).
-        layer, depth: choose the initialization. ``design.init`` "peripheral" (Eq. 9 and after): the last norm's bias runs
-            from -5 (local) in the first layer to 4 (global) in the last, its weight from 3 to 0.01. "conv": -5 and 3 in
-            all layers. "random": all parameters; the paper does not name the distribution. Projections are drawn as
-            PyTorch draws them, the norms' weights and biases from N(0, 1), so that Φp starts as noise of full contrast.
+        layer, depth: position of the layer, for the initialization. ``design.init`` "peripheral" (after Eq. 9): the last norm's
+            bias goes linearly from -5 (local) in the first layer to 4 (global) in the last, its weight from 3 to 0.01.
+            "conv": -5 and 3 in all layers. "random": all parameters; the paper does not name the distribution. Projections
+            keep PyTorch's initialization, weights and biases of the norms are drawn from N(0, 1).
         design: the network.
     """
 
@@ -207,10 +205,10 @@ class PeripheralPosition(nn.Module):
             scale, offset: (4 * heads,) from :class:`DistanceScales`.
 
         Returns:
-            (heads, N, N): log Φp[head, query, key], from the log-sigmoid. (The log of a rounded sigmoid
-            would be -inf for the far keys of the first layers.)
+            (heads, N, N): log Φp[head, query, key], as log-sigmoid: the log of a sigmoid would underflow to -inf for distant
+            keys in the first layers.
         """
-        # Small, and everything depends on it: full precision also under autocast.
+        # Full precision even under autocast: the maps are small, and their rounding error would affect every image.
         with torch.autocast(distance.device.type, enabled=False):
             r = self.norm1(self.projection1(distance, scale, offset))  # (N, 4 * heads, H + 2, W + 2)
             if self.layers == 2:
@@ -219,4 +217,5 @@ class PeripheralPosition(nn.Module):
 
 
 def _between(first: float, last: float, layer: int, depth: int) -> float:
+    """Linear interpolation over the layers."""
     return float(torch.linspace(first, last, depth, device="cpu")[layer])

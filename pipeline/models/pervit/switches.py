@@ -1,6 +1,6 @@
-"""PerViT's ablations as config switches (``model.switches``). Tables of Min et al., NeurIPS 2022, and its supplement.
+"""PerViT's ablation switches (``model.switches``). Tables are those of Min et al., NeurIPS 2022, and its supplement.
 
-What replaces a part that is switched off is in each docstring; where the paper leaves that open, so is our reading.
+The description of a switch says what replaces a disabled part and, where the paper does not specify it, how we read it.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ class PerViTSwitches(Switches):
     phi_p: bool = True
     """Position-based attention Φp (Tables 1, 3). false: Φp = 1, which is plain self-attention."""
     phi_c: bool = True
-    """Content-based attention Φc (Table 1 c). false: Φc = 1, so there are no queries and keys and Φp alone weighs the values."""
+    """Content-based attention Φc (Table 1 c). false: Φc = 1, without query and key projections."""
     conv_stem: bool = True
-    """Convolutional stem (Tables 1, 3). false: DeiT's, one 16x16 convolution of stride 16 to the first width."""
+    """Convolutional stem (Tables 1, 3). false: DeiT's patch embedding, a 16x16 convolution with stride 16."""
     cpe: bool = True
     """Convolutional position encoding before the first norm (Tables 1, 3). false: nothing in its place."""
     position_embedding: bool = False
-    """Add a learned absolute embedding to the tokens, as DeiT does; Table 1 does not say whether its rows have one. Ties the model to its image size."""
+    """Add a learned absolute position embedding, as in DeiT; Table 1 does not say whether its rows have one. Fixes the image size."""
     widths: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
-    """Channels of the four stages; null: Table S5's. Table 1's rows c, f, h, i are wider to cost the same, by how much is not said."""
+    """Channels of the four stages; null: Table S5. Rows c, f, h, i of Table 1 are widened to equal cost; the paper does not give the widths."""
     phi_p_distance: Literal["euclidean", "learned"] = "euclidean"
-    """Table 5, Euc and Lrn. learned: distances between learned vectors, one per position, shared by the layers; ties the model to its image size."""
+    """Table 5, Euc and Lrn. learned: distances between learned vectors, one per position, shared by the layers. Fixes the image size."""
     phi_p_neighbours: bool = True
-    """Table 5, with N and without. false: Φp's projections are 1x1 instead of 3x3 over the key's neighbours."""
+    """Table 5, with and without N. false: Φp's projections are 1x1 instead of 3x3 over the key's neighbours."""
     phi_p_layers: Literal[1, 2] = 2
-    """Table 5, with ML (2) and without (1: one projection to the heads, then the norm)."""
+    """Table 5, with ML (2) and without (1: a single projection to the heads, then the norm)."""
     phi_p_init: Literal["peripheral", "conv", "random"] = "peripheral"
-    """Table 5, top. conv: every layer starts as local as the first. random: all of Φp's parameters start at random."""
+    """Table 5, top. conv: every layer is initialized like the first, local one. random: all parameters of Φp are random."""
     phi_p_frozen: bool = False
-    """Table S3, fixed: Φp's parameters keep their initial values."""
+    """Table S3, fixed: the parameters of Φp are frozen at their initial values."""
 
     @model_validator(mode="after")
     def _something_weighs_the_values(self) -> PerViTSwitches:
         if not self.phi_p and not self.phi_c:
-            raise ValueError("needs phi_p or phi_c: without both, attention is a plain mean; set one of them to true")
+            raise ValueError("needs phi_p or phi_c: without both, attention averages the values; set one of them to true")
         return self
 
     @model_validator(mode="after")
@@ -51,14 +51,12 @@ class PerViTSwitches(Switches):
         if not self.phi_p:
             for name, field in type(self).model_fields.items():
                 if name.startswith("phi_p_") and getattr(self, name) != field.default:
-                    raise ValueError(
-                        f"has {name} = {getattr(self, name)!r} for a Φp that phi_p = false removes; drop one of the two"
-                    )
+                    raise ValueError(f"has {name} = {getattr(self, name)!r}, but phi_p = false removes Φp; drop one of the two")
         return self
 
     @property
     def phi_design(self) -> PhiDesign | None:
-        """The network Φp, or None where there is none."""
+        """Architecture and initialization of Φp; None without Φp."""
         if not self.phi_p:
             return None
         return PhiDesign(self.phi_p_distance, self.phi_p_neighbours, self.phi_p_layers, self.phi_p_init)

@@ -1,4 +1,4 @@
-"""Trained weights as one file that says what they are: safetensors, its description in the file's own metadata."""
+"""Exported weights: a safetensors file whose metadata describe the model."""
 
 from __future__ import annotations
 
@@ -23,69 +23,72 @@ from pipeline.models.weights.reference_names import load_reference_state_dict, r
 from pipeline.models.weights.transfer import check_finite
 
 SUFFIX = ".safetensors"
-_DESCRIPTION = "description"  # the key of the metadata, whose values must be strings
+_DESCRIPTION = "description"  # key in the file's metadata, a JSON string because safetensors allows strings only
 _PER_CHANNEL = Field(min_length=3, max_length=3)
 
 
 @dataclass(frozen=True)
 class Description:
-    """All that it takes to use exported weights: the model, what goes in and what comes out."""
+    """Everything needed to use exported weights: model, input normalization and classes."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    model: str  # for create_model, as the next three
+    model: str  # argument of create_model, like the next three
     num_classes: int
     image_size: Annotated[int, Field(ge=1, le=MAX_SIDE)]  # pixels
     switches: dict[str, Any]
-    classes: list[str]  # what each score is for
-    mean: Annotated[list[Mean], _PER_CHANNEL]  # of the normalization, per RGB channel, of pixels on [0, 1]
+    classes: list[str]  # names in the order of the scores
+    mean: Annotated[list[Mean], _PER_CHANNEL]  # normalization per RGB channel, of pixels in [0, 1]
     std: Annotated[list[Deviation], _PER_CHANNEL]
     eval_crop: Annotated[float, Field(ge=0.1, le=1)]  # the short side is resized to image_size / eval_crop, then cropped
-    precision: Literal["bf16", "fp32"]  # what they were trained in
-    step: Count  # of the training
-    weights: Literal["model", "ema"]  # ema: their average
-    names: Literal["ours", "authors"]  # authors: those of the published code
+    precision: Literal["bf16", "fp32"]  # of the training
+    step: Count  # optimizer step of the checkpoint
+    weights: Literal["model", "ema"]  # ema: exponential moving average
+    names: Literal["ours", "authors"]  # parameter names; authors: those of the published code
 
 
 _CHECKED = TypeAdapter(Description)
 
 
 def write_exported(path: Path, weights: Mapping[str, Tensor], description: Description) -> None:
-    """Write weights with their description; the file is whole or not there.
+    """Write weights and their description atomically.
 
     Args:
         path: ends in ``.safetensors``.
-        weights: our state dict; it is renamed where the description asks for the authors' names.
+        weights: state dict under our names; renamed if ``description.names`` is "authors".
         description: of these weights.
 
     Raises:
-        UserError: the authors' code has no such model, or the weights are not finite.
+        UserError: the authors' code does not support the model's switches, or the weights are not finite.
         OSError: the file cannot be written.
     """
-    check_finite(weights, source=f"what is to be exported to {path}")
+    check_finite(weights, source=f"the model to be exported to {path}")
     if description.names == "authors":
         model = _create(description)
         model.load_state_dict(weights)
         weights = reference_state_dict(model)
-    # Blocks may share a fixed table, and views their memory; a safetensors file holds each tensor by itself.
+    # Cloned: safetensors rejects tensors that share memory, such as tables shared by blocks.
     tensors = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
     data = save(tensors, {"format": "pt", _DESCRIPTION: json.dumps(asdict(description))})
     replace_file(path, lambda file: file.write(data))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
-    """What is in a safetensors file: its tensors, and their description if it is one of ours.
+    """Read a safetensors file.
+
+    Returns:
+        The tensors, and their description, or None if the file has none.
 
     Raises:
-        UserError: the file is missing or damaged, or so is its description.
+        UserError: the file is missing or damaged, or its description is.
     """
     try:
         with open(open_regular(path), "rb") as file:
-            data = file.read()  # not mapped: weights would follow a file that is changed, and one that is cut kills the process
+            data = file.read()  # not memory-mapped: changes to the file would change the weights, truncation would raise SIGBUS
         weights = load(data)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: pass a file that `python -m pipeline.checkpoint export` wrote.") from None
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:  # the last two: numbers of a type unknown to PyTorch
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:  # the last two: a dtype that PyTorch does not know
         raise UserError(f"{path} cannot be read ({error}): export it again.") from None
     (size,) = struct.unpack("<Q", data[:8])
     metadata = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
@@ -93,15 +96,15 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
 
 
 def read_exported(path: Path) -> tuple[VisionModel, Description]:
-    """The model that was exported to a file, whichever names it has there, in eval mode on the CPU.
+    """Build the model of an exported file, under either naming, in eval mode on the CPU.
 
     Raises:
-        UserError: the file is missing, damaged or of another kind, or its weights are not finite.
+        UserError: the file is missing, damaged or not an exported model, or its weights are not finite.
     """
     weights, description = read_tensors(path)
     if description is None:
         raise UserError(
-            f"{path} has no description of its model, one that `python -m pipeline.checkpoint export` writes needed: build the "
+            f"{path} has no description of its model, as `python -m pipeline.checkpoint export` writes it: build the "
             f"model with create_model and load the file's {len(weights)} tensors with load_state_dict."
         )
     check_finite(weights, source=str(path))
@@ -112,10 +115,10 @@ def read_exported(path: Path) -> tuple[VisionModel, Description]:
         else:
             model.load_state_dict(weights)
     except UserError as error:
-        raise UserError(f"{path} does not fit what it says of its model ({error}): export it again.") from None
-    except RuntimeError as error:  # how PyTorch tells which names and shapes differ: the first line says of what
+        raise UserError(f"{path} does not match its description of the model ({error}): export it again.") from None
+    except RuntimeError as error:  # load_state_dict: the first line names the class, the others list what differs
         raise UserError(
-            f"{path} does not fit {description.model} ({str(error).splitlines()[-1].strip()}): export it again."
+            f"{path} does not match {description.model} ({str(error).splitlines()[-1].strip()}): export it again."
         ) from None
     return model.eval(), description
 
@@ -125,7 +128,7 @@ def _described(path: Path, text: str) -> Description:
         description = _CHECKED.validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        problem = ": ".join([".".join(map(str, first["loc"])) or "the whole", first["msg"]])
+        problem = ": ".join([".".join(map(str, first["loc"])) or "description", first["msg"]])
     else:
         if description.num_classes == len(description.classes):
             return description
@@ -134,7 +137,7 @@ def _described(path: Path, text: str) -> Description:
 
 
 def load_exported(path: Path | str) -> VisionModel:
-    """Build the model that was exported to a file, with its weights, in eval mode on the CPU.
+    """Build the model of an exported file with its weights, in eval mode on the CPU.
 
     Raises:
         UserError: as :func:`read_exported`.

@@ -1,4 +1,4 @@
-"""Starting from trained weights: another number of classes gets a new head, another image size resampled positions."""
+"""Transfer of trained weights: reinitialize the head for other classes, resample position embeddings for another image size."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
 from pipeline.models.weights.reference_names import authors_names
 
-_SHOWN = 5  # names in a message
+_SHOWN = 5  # names listed in a message
 _WHOSE = ("this project's names", "the names of the authors' code")
-_MOST_TOKENS = 2**18  # of a grid that is resampled
+_MOST_TOKENS = 2**18  # largest grid that is resampled (8192 x 8192 pixels at patch 16); bounds memory for malformed files
 
 
 def load_pretrained(
@@ -25,33 +25,33 @@ def load_pretrained(
     their_classes: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
 ) -> list[str]:
-    """Load weights that were trained for perhaps other classes and another image size.
+    """Load pretrained weights, possibly for other classes or another image size.
 
-    The head is taken over only if its outputs mean the same: the same class names in the same order. Where one side has no
-    names, the same number of them is enough. The names of the weights may be ours or those of the authors' published code.
+    The head is loaded only if the class names are equal, in the same order; where either side has no names, an equal number of
+    classes suffices. Parameter names may be ours or those of the authors' code.
 
     Args:
-        model: from ``create_model``; keeps its fresh head where the classes differ.
-        weights: a state dict of the same model, its names all ours or all the authors'.
-        source: where it is from, for errors.
-        their_classes: what the outputs of ``weights`` are for, by index; None: not known.
-        classes: what those of ``model`` are for; None: not known.
+        model: from ``create_model``; keeps its randomly initialized head if the classes differ.
+        weights: a state dict of the same model, entirely under our names or entirely under the authors'.
+        source: origin of the weights, for messages.
+        their_classes: class names of the outputs of ``weights``; None: unknown.
+        classes: class names of the outputs of ``model``; None: unknown.
 
     Returns:
-        A sentence on the head, and one for each thing that was not simply copied.
+        Sentences for the log: one on the head, and one for each tensor that was not copied unchanged.
 
     Raises:
-        UserError: names, shapes or types differ otherwise, with both sides' differences; or values are not finite.
+        UserError: names, shapes or dtypes differ in any other way, or values are not finite.
     """
     own = model.state_dict()
     _check_is_state_dict(weights, source)
     given = weights.keys() - model.reference_tables().keys()
     ours, theirs = {name: name for name in own}, authors_names(model)
-    # Whichever fits better, so that an error lists what is wrong with the file, not all names in it.
+    # The naming that fits better, so that an error lists the file's differences and not all of its names.
     naming = theirs if len(given ^ theirs.keys()) < len(given ^ ours.keys()) else ours
     missing, unknown = sorted(naming.keys() - given), sorted(given - naming.keys())
     others = first_difference(their_classes, classes) if None not in (their_classes, classes) else None
-    said, misfits, loaded, keeps_head = [], [], {}, True
+    notes, misfits, loaded, keeps_head = [], [], {}, True
     for its_name in sorted(naming.keys() & given):
         name = naming[its_name]
         value, target = weights[its_name], own[name]
@@ -61,12 +61,12 @@ def load_pretrained(
         elif is_head and (others or value.shape != target.shape):
             loaded[name], keeps_head = target, False
             why = f"{tuple(value.shape)} there, {tuple(target.shape)} needed" if value.shape != target.shape else others
-            said.append(f"{name} starts anew: {why}")
+            notes.append(f"{name} is initialized from scratch: {why}")
         elif value.shape == target.shape:
             loaded[name] = value.to(target.dtype)
         elif name in model.position_names() and _are_grids(value.shape, target.shape, model.leading_tokens):
             loaded[name] = resample_positions(value, target.shape, model.leading_tokens)
-            said.append(f"{name} is resampled from {tuple(value.shape)} to {tuple(target.shape)}")
+            notes.append(f"{name} is resampled from {tuple(value.shape)} to {tuple(target.shape)}")
         else:
             misfits.append(f"{its_name} {tuple(value.shape)} instead of {tuple(target.shape)}")
     if missing or unknown or misfits:
@@ -78,17 +78,16 @@ def load_pretrained(
     check_finite(loaded, source)
     model.load_state_dict(loaded, strict=True)
     if keeps_head and their_classes is None:
-        said.append(
-            f"the head is taken over, though {source} does not say what its outputs are for: see that they are your classes, "
-            f"in the same order"
+        notes.append(
+            f"the head is loaded, although {source} does not name its classes: check that they are yours, in the same order"
         )
     elif keeps_head:
-        said.append("the head is kept: its classes are the same")
-    return [f"they have {_WHOSE[True]}", *said] if naming is theirs else said
+        notes.append("the head is kept: its classes are the same")
+    return [f"they have {_WHOSE[True]}", *notes] if naming is theirs else notes
 
 
 def first_difference(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
-    """Where two lists of class names differ, in words; None: they are the same."""
+    """The difference between two lists of class names in words; None: equal."""
     for index, (there, here) in enumerate(zip(theirs, ours)):
         if there != here:
             return f"other classes ({len(theirs)} and {len(ours)}, first different at index {index}: {there!r} and {here!r})"
@@ -96,14 +95,14 @@ def first_difference(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
 
 
 def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
-    """Refuse weights that no model can compute with.
+    """Reject weights with non-finite values.
 
     Args:
         weights: a state dict.
-        source: where it is from.
+        source: its origin, for the message.
 
     Raises:
-        UserError: a value is infinite or not a number.
+        UserError: a value is infinite or NaN.
     """
     bad = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
     if bad:
@@ -114,12 +113,12 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
 
 
 def resample_positions(value: Tensor, shape: torch.Size, leading_tokens: int) -> Tensor:
-    """Position embeddings of a square grid for a grid of another size, bicubic (DeiT's and ViT's fine-tuning).
+    """Resample position embeddings of a square grid to another grid size, bicubic, as in DeiT's fine-tuning.
 
     Args:
         value: (..., leading_tokens + n * n, D).
-        shape: wanted, (..., leading_tokens + m * m, D).
-        leading_tokens: class tokens and the like in front, which have no place and are kept.
+        shape: target shape, (..., leading_tokens + m * m, D).
+        leading_tokens: tokens without a grid position (class token), which are copied.
 
     Returns:
         A tensor of ``shape``.
@@ -133,18 +132,18 @@ def resample_positions(value: Tensor, shape: torch.Size, leading_tokens: int) ->
 
 
 def _check_is_state_dict(weights: Mapping[str, Tensor], source: str) -> None:
-    """Names with ordinary tensors; a file may hold anything."""
+    """Reject anything but a mapping of strings to dense real tensors: a file may hold arbitrary objects."""
     for name, value in weights.items():
         if not isinstance(name, str):
             found = f"{name!r:.40} ({type(name).__name__})"
-            raise UserError(f"{source} has a tensor called {found}, text needed: pass a file with a state dict.")
+            raise UserError(f"{source} has a tensor named {found}, a string needed: pass a file with a state dict.")
         ordinary = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
         if not ordinary or value.is_quantized or value.is_complex():
-            raise UserError(f"{source}: {name} is no ordinary tensor of numbers: pass a file with a plain state dict.")
+            raise UserError(f"{source}: {name} is not a dense tensor of real numbers: pass a file with a plain state dict.")
 
 
 def _are_grids(shape: torch.Size, wanted: torch.Size, leading_tokens: int) -> bool:
-    """Whether both are position embeddings of a square grid, so that one can be resampled to the other."""
+    """Whether both shapes are position embeddings of square grids that differ in grid size only."""
     if len(shape) != len(wanted) or len(shape) < 2 or (*shape[:-2], shape[-1]) != (*wanted[:-2], wanted[-1]):
         return False
     tokens = [each[-2] - leading_tokens for each in (shape, wanted)]

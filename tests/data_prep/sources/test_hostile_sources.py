@@ -171,7 +171,7 @@ def test_hostile_cifar_archives_are_named(tmp_path: Path) -> None:
         ("images", "file_name", 5, "a path below the folder needed"),
         ("images", "id", [1], r"id of images 0 is \[1\], a whole number needed"),
         ("categories", "id", "x", "id of categories 0 is 'x', a whole number needed"),
-        ("categories", "name", None, "name of categories 0 is None, a text needed"),
+        ("categories", "name", None, "name of categories 0 is None, a string needed"),
         ("images", None, None, "lists 1 images twice, each once needed"),
         ("annotations", None, 1, "gives 1 images two categories, one each needed"),
     ],

@@ -258,7 +258,7 @@ def test_the_command_takes_the_official_files(official: Path, tmp_path: Path) ->
     sharder = "data_prep/shard_imagenet.py"
     arguments = ["--source", official, "--output", tmp_path / "shards", "--workers", 1]
     output = run_script(sharder, *arguments, "--subset", 0.5).stdout
-    assert "ILSVRC2012_img_train.tar: 12 images of 4 classes are taken as the train split" in output
+    assert "ILSVRC2012_img_train.tar: 12 images of 4 classes for the train split" in output
     splits = ShardManifest.read(tmp_path / "shards").splits
     assert (splits["train"].source["subset"], splits["train"].samples_per_class) == (0.5, [3, 3, 3, 3])
     assert (splits["val"].source["subset"], splits["val"].samples) == (1.0, 8)
@@ -269,8 +269,11 @@ def test_the_command_takes_the_official_files(official: Path, tmp_path: Path) ->
             ["--source", official / "nothing", "--output", tmp_path],
             "does not exist: pass --source with a folder of train/CLASS",
         ),
-        (["--source", tmp_path / "shards" / "manifest.json", "--output", tmp_path], "is a file of another kind: pass --source"),
-        (["--source", tmp_path / "shards", "--output", tmp_path], "holds 0 folders and no file that is known: pass --source"),
+        (
+            ["--source", tmp_path / "shards" / "manifest.json", "--output", tmp_path],
+            "is a file of an unknown format: pass --source",
+        ),
+        (["--source", tmp_path / "shards", "--output", tmp_path], "holds 0 folders and no known file: pass --source"),
     ):
         result = run_script(sharder, *options, check=False)
         assert result.returncode == 2 and expected in result.stderr and result.stderr.count("\n") == 1, result.stderr

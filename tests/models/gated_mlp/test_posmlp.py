@@ -192,7 +192,7 @@ def test_image_sizes() -> None:
             UserError, match="96x64 pixels does not divide into the windows of stage 3, .* multiples of 64 pixels"
         ):
             model(torch.randn(1, 3, 96, 64))
-        with pytest.raises(UserError, match="absolute_position holds one vector for each of 16x16"):
+        with pytest.raises(UserError, match="absolute_position has an embedding for 16x16"):
             small(switches={"absolute_position": True})(torch.randn(1, 3, 128, 128))
     with pytest.raises(UserError, match="model.image_size is 100, .* multiple of 32: set it to 96"):
         create_model("posmlp_t", image_size=100)

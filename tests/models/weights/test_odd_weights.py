@@ -145,7 +145,7 @@ def test_the_authors_files_are_taken(form: str, tmp_path: Path, capsys: pytest.C
     ours = build_model(config, WORLD, [*"0123456789"], fresh=True).state_dict()
     assert all(torch.equal(value, ours[name]) for name, value in theirs.state_dict().items())
     said = capsys.readouterr().out
-    assert "init_from: they have the names of the authors' code\n" in said and "see that they are your classes" in said
+    assert "init_from: they have the names of the authors' code\n" in said and "check that they are yours" in said
 
 
 def test_objects_beside_the_weights_are_one_sentence(tmp_path: Path) -> None:

@@ -99,8 +99,10 @@ def test_fine_tuning_from_the_authors_takes_other_classes_and_another_size() -> 
     source, target = (create_model("deit_t", classes, size) for classes, size in ((2, 32), (3, 64)))
     fresh = target.state_dict()["head.weight"].clone()
     said = load_pretrained(target, reference_state_dict(source), "x.pth", None, ["a", "b", "c"])
-    assert said[0] == "they have the names of the authors' code" and "the head is taken over" not in " ".join(said)
-    assert "head.weight starts anew: (2, 192) there, (3, 192) needed" in said and torch.equal(target.head.weight, fresh)
+    assert said[0] == "they have the names of the authors' code" and "the head is loaded" not in " ".join(said)
+    assert "head.weight is initialized from scratch: (2, 192) there, (3, 192) needed" in said and torch.equal(
+        target.head.weight, fresh
+    )
     assert "position_embedding.weight is resampled from (1, 5, 192) to (1, 17, 192)" in said
 
 
@@ -151,7 +153,7 @@ def test_switches_that_the_authors_code_has_read_back_too(name: str, switches: d
 )
 def test_what_the_authors_code_does_not_have_is_refused(name: str, switches: dict, culprit: str) -> None:
     """Guards against weights under names that the authors' code takes for another model's."""
-    with pytest.raises(UserError, match=rf"^model\.switches\.{culprit}, .*: export it under"):
+    with pytest.raises(UserError, match=rf"^model\.switches\.{culprit}, .*: export the model under"):
         reference_state_dict(on_meta(name, switches=switches))
 
 
