@@ -68,9 +68,11 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.config import config_from_dict  # here and below: after the arguments, for importing PyTorch takes seconds
     from pipeline.data.image_folder import open_split
     from pipeline.distributed.world import disconnect, init_world
+    from pipeline.logs import console
     from pipeline.run.evaluation import check_same_classes, evaluate, evaluation_loader
     from pipeline.run.precision import autocast, choose_evaluation_precision
 
+    console.install()
     trained = read_trained(args.checkpoint, args.step, args.weights)
     config = trained.config
     if args.batch_size is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import struct
@@ -16,6 +17,7 @@ import pytest
 from conftest import PATIENCE, REPOSITORY, clean_environment, step_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pipeline.logs import console
 from pipeline.logs.console import duration
 
 # One process of two that logs steps as training does. The scenario is code that may use run_dir, log, world and steps().
@@ -228,6 +230,18 @@ log.close()
     assert "training:" in text and "/100 [" in text, "no progress bar"
     line = r"\r?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 5/100 epoch 0.50 loss 6.0000 .* images/s .*, \d+ s left\r\n"
     assert re.search(line, text), text
+
+
+def test_a_warning_of_any_layer_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against warnings that are lost, shown twice after a second install, or mixed into the results on stdout."""
+    console.install()
+    console.install()
+    logging.getLogger("pipeline.checkpoint.saver").warning("x cannot be written (100 % full)")
+    logging.getLogger("pipeline.run.lock").info("note: 50 % of it")
+    logging.getLogger("pipeline.run.lock").debug("nobody asked")
+    said = capsys.readouterr()
+    assert said.err == "warning: x cannot be written (100 % full)\n"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d note: 50 % of it\n", said.out)
 
 
 def test_durations() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.optim.ema import WeightAverage
 
+_log = logging.getLogger(__name__)
 _NAMED = 3  # gaps that a sentence lists
 _LAG_SECONDS = 90.0  # that another node's network disk may take to show a folder which the main process sees
 
@@ -43,11 +44,7 @@ def newest_whole(run_dir: Path, world: World) -> Verified | None:
             if world.is_main:
                 for passed_over, sentence in damaged.items():
                     aside = set_aside(step_folder(run_dir, passed_over))
-                    print(
-                        f"warning: {sentence}: it is now {aside.name}, the run goes on from step {step}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    _log.warning(f"{sentence}: it is now {aside.name}, the run goes on from step {step}")
             world.barrier()
             return verified
         damaged[step] = "; ".join(problems)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+import logging
 import shutil
-import sys
 import threading
 import time
 import uuid
@@ -26,6 +26,7 @@ from pipeline.errors import UserError
 from pipeline.files import check_space, disk_reason, replace_text, sync_folder
 from pipeline.optim.ema import WeightAverage
 
+_log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two attempts; each pause is twice the one before
 _LAST_ATTEMPT = 10.0  # seconds for it to end when another process has failed
 
@@ -213,11 +214,7 @@ class Saver:
                     raise
                 if not warned:
                     warned = True
-                    print(
-                        f"warning: {path} cannot be written ({disk_reason(path, error)}); trying again for {left:.0f} s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    _log.warning(f"{path} cannot be written ({disk_reason(path, error)}); trying again for {left:.0f} s")
                 if self._given_up.wait(min(pause, left)):
                     raise
                 pause = min(2 * pause, _LONGEST_PAUSE)

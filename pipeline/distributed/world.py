@@ -17,6 +17,7 @@ from pipeline.distributed.exchange import gather_json
 from pipeline.distributed.rendezvous import connect
 from pipeline.errors import UserError
 
+_log = logging.getLogger(__name__)
 _FROM_SRUN = {  # what srun sets for each task -> the name PyTorch and DeepSpeed read
     "SLURM_PROCID": "RANK",
     "SLURM_STEP_NUM_TASKS": "WORLD_SIZE",
@@ -93,9 +94,8 @@ def init_world(patience: float = 1800) -> World:
     else:
         _refuse_unusable_gpu()
         if rank == 0 and _slurm_granted_gpus():
-            print(
-                "note: Slurm granted this task GPUs, but PyTorch finds none: running on the CPU (--gpus-per-node=0 asks for none)",
-                flush=True,
+            _log.info(
+                "note: Slurm granted this task GPUs, but PyTorch finds none: running on the CPU (--gpus-per-node=0 asks for none)"
             )
         device = torch.device("cpu")
         torch.set_num_threads(cpu_threads)

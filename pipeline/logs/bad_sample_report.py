@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping
 
-from tqdm import tqdm
-
 from pipeline.distributed.world import World
+
+_log = logging.getLogger(__name__)
 
 
 class BadSampleReport:
@@ -32,7 +32,7 @@ class BadSampleReport:
                 if sample not in self._known:
                     self._known[sample] = sentence
                     if self._world.is_main:
-                        tqdm.write(f"warning: {sentence}", file=sys.stderr)
+                        _log.warning(sentence)
 
     def state(self) -> dict[int, str]:
         """Sample -> sentence of all so far, the same in every process; what a checkpoint keeps."""

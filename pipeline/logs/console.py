@@ -1,8 +1,13 @@
-"""What a run says to people: one line at a time, above the progress bar if there is one, even where nobody can read it any more."""
+"""The handler of the ``pipeline`` logger: progress to stdout, warnings to stderr, both above the progress bar.
+
+Any module logs to ``logging.getLogger(__name__)``; a command calls :func:`install`. Without it, in a library, Python's defaults
+hold: warnings go to stderr, progress nowhere.
+"""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import time
@@ -11,10 +16,33 @@ from contextlib import suppress
 from tqdm import tqdm
 
 
+class ConsoleHandler(logging.Handler):
+    """A line per record: ``DATE TIME text`` on stdout, or ``warning: text`` on stderr, the form of a command's ``error: text``."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Nothing is caught here: a stream that cannot be written is the command's to judge, see outlive_the_terminal.
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            stream, line = sys.stderr, f"{record.levelname.lower()}: {text}"
+        else:
+            stream, line = sys.stdout, f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record.created))} {text}"
+        tqdm.write(line, file=stream)
+        stream.flush()
+
+
+def install() -> None:
+    """Send what the package logs, from level INFO, to the console. A second call changes nothing."""
+    logger = logging.getLogger("pipeline")
+    if not any(isinstance(handler, ConsoleHandler) for handler in logger.handlers):
+        logger.addHandler(ConsoleHandler())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # a library that configures the root logger would print every line twice
+
+
 def say(text: str) -> None:
-    """Print a line with the local date and time before it."""
-    tqdm.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
-    sys.stdout.flush()
+    """Log a line of progress, and see that it is shown."""
+    install()
+    logging.getLogger("pipeline").info(text)
 
 
 def is_first_process() -> bool:

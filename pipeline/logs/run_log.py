@@ -14,8 +14,8 @@ will ever see are no log.
 from __future__ import annotations
 
 import json
+import logging
 import math
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from pipeline.logs import console
 from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.logs.hardware import memory_gib, peak_flops
 
+_log = logging.getLogger(__name__)
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 
 # TensorBoard sorts groups and the cards in them by name, and opens the first two groups: eval and train are to be those.
@@ -214,6 +215,11 @@ class RunLog:
         if self._world.is_main:
             console.say(text)
 
+    def warn(self, text: str) -> None:
+        """One warning for humans, from the main process."""
+        if self._world.is_main:
+            _log.warning(text)
+
     def close(self) -> None:
         """Write what is left.
 
@@ -241,11 +247,11 @@ class RunLog:
                 self._events.flush(to_disk)
                 self._refused_since = None
             except DiskRefuses as refusal:  # as with a checkpoint, it may be over soon
-                now, patience = time.monotonic(), self._config.checkpoint.retry_seconds
+                now, limit = time.monotonic(), self._config.checkpoint.retry_seconds
                 if self._refused_since is None:
                     self._refused_since = now
-                    tqdm.write(f"warning: {refusal} Until then it is tried again, for {patience:g} s.", file=sys.stderr)
-                if now - self._refused_since >= patience:
+                    _log.warning(f"{refusal} Until then it is tried again, for {limit:g} s.")
+                if now - self._refused_since >= limit:
                     raise
 
         do_in_main(write, self._world)

@@ -36,6 +36,7 @@ def train_main() -> int:
     from pipeline.logs import console
 
     console.outlive_the_terminal()
+    console.install()
     with StopSignal() as stop:  # from the beginning: to start takes a while
         config = load_config(args.config, args.overrides)
         if console.is_first_process():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import logging
 import os
 import re
 from pathlib import Path
@@ -19,6 +20,8 @@ from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.run.lock import RunLock
+
+_log = logging.getLogger(__name__)
 
 # Keys that change neither the order of samples nor a weight beyond the rounding of sums, so that a run may go on with other
 # values. The micro-batch is one of them so that a run can move to other hardware: whatever is drawn belongs to an image's place
@@ -83,7 +86,7 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
         raise UserError(_refusal(config.output_dir, {key: (before.get(key), now[key]) for key in refused}))
     if accepted and world.is_main:
         changes = ", ".join(f"{key} from {before.get(key)} to {now[key]}" for key in accepted)
-        print(f"note: this run changes {changes}, which checkpoint.accept allows.", flush=True)
+        _log.info(f"note: this run changes {changes}, which checkpoint.accept allows.")
 
 
 def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict[str, Any], world: World) -> None:
@@ -108,7 +111,7 @@ def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict
             f"back, choose another output_dir, or accept the change with checkpoint.accept=[{_DATA}]."
         )
     if world.is_main:
-        print(f"note: this run was begun with a data set with {differences}, which checkpoint.accept allows.", flush=True)
+        _log.info(f"note: this run was begun with a data set with {differences}, which checkpoint.accept allows.")
 
 
 def config_hash(config: Config) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 import time
@@ -18,6 +19,7 @@ from pipeline.errors import UserError
 from pipeline.files import disk_reason, lock_bytes, write_error
 
 LOCK = ".lock"
+_log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
 _ATTEMPTS = 100  # of starts that are refused at the same moment, each of which removes what it has created
 _held_here: set[Path] = set()  # a second lock of the same process would be granted, and would release the first when it closes
@@ -117,7 +119,7 @@ def _wait_for_lock(descriptor: int, run_dir: Path, wait_seconds: float) -> None:
         if time.monotonic() >= until:
             raise _refusal(run_dir, holder)
         if not waiting:
-            print(f"note: {run_dir} is still held by {holder}: waiting up to {wait_seconds:g} s for its end.", flush=True)
+            _log.info(f"note: {run_dir} is still held by {holder}: waiting up to {wait_seconds:g} s for its end.")
             waiting = True
         time.sleep(_POLL_SECONDS)
 

@@ -45,8 +45,8 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
     losses = [loss for part in run.world.gather([each.loss.item() for each in seen]) for loss in part]
     shown = ", ".join(f"{loss:.4g}" for loss in losses[:_SHOWN]) + ", ..." * (len(losses) > _SHOWN)
     if run.skipped_steps <= run.config.train.max_skipped_steps:
-        run.log.say(
-            f"warning: step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown}); {run.skipped_steps} of "
+        run.log.warn(
+            f"step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown}); {run.skipped_steps} of "
             f"{run.config.train.max_skipped_steps} that train.max_skipped_steps allows"
         )
         return
