@@ -36,7 +36,7 @@ from pipeline.optim.engine import optimizer_step, set_learning_rate
 from pipeline.philox import Stream, uniforms
 from pipeline.run.evaluation import evaluate
 from pipeline.run.nonfinite import MicroBatch, skip_or_stop
-from pipeline.run.state import Run, patience, start_run
+from pipeline.run.state import Run, start_run
 from pipeline.run.teacher import hard_distillation_loss
 
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
@@ -44,7 +44,7 @@ _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
 
 def connect_and_train(config: Config, stop: StopSignal) -> int:
     """Connect the processes and :func:`train`; what ``python -m pipeline.train`` does once it knows the config."""
-    world = init_world(patience(config))
+    world = init_world(config.distributed.collective_timeout)
     code = train(config, world, stop)
     disconnect()
     return code

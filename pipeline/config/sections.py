@@ -256,6 +256,11 @@ class LogConfig(Section):
     """Write down every sample that each process trains on, with a digest of its augmentation (samples/ in output_dir)."""
 
 
+# Added to progress_timeout for a collective. The heartbeat needs up to progress_timeout + 10 s to name the rank that hangs, and a
+# collective that timed out before that would be taken for the fault itself; the rest is room for a slow store and a late start.
+_HEARTBEAT_MARGIN = 120.0
+
+
 class DistributedConfig(Section):
     """When the other processes give up on one."""
 
@@ -263,6 +268,11 @@ class DistributedConfig(Section):
     """Seconds without a sign of life from a process after which the others name it and end; the job scripts wait 120 for that."""
     progress_timeout: Annotated[float, Field(ge=5, le=MAX_SECONDS, allow_inf_nan=False)] = 1800
     """Seconds that a living process may stay at one place of the run (a step, a batch of an evaluation, a save)."""
+
+    @property
+    def collective_timeout(self) -> float:
+        """Seconds that a collective may wait for a rank: longer than the heartbeat needs to name the one that hangs."""
+        return self.progress_timeout + _HEARTBEAT_MARGIN
 
 
 class Config(Section):

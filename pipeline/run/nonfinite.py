@@ -15,7 +15,7 @@ from pipeline.data.plan import BatchRequest
 from pipeline.distributed.agreement import Agreement, do_in_main
 from pipeline.errors import UserError
 from pipeline.files import replace_text, write_error
-from pipeline.run.state import Run, patience
+from pipeline.run.state import Run
 
 FOLDER, REPORT = "nonfinite", "report.json"
 _SHOWN = 8  # losses in a sentence; the report has all
@@ -88,7 +88,7 @@ def _write_dump(run: Run, step: int, folder: Path, seen: list[MicroBatch]) -> No
             raise write_error(Path(error.filename or folder), error) from None
 
     do_in_main(write, run.world)
-    agreement = Agreement(patience(run.config))  # its own: the run's counts the run's saves
+    agreement = Agreement(run.config.distributed.collective_timeout)  # its own: the run's counts the run's saves
     saver = Saver(folder, run.world, run.config.checkpoint, agreement, run.still_saving)
     saver.save(run.engine, run.ema, dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1))
     saver.finish()

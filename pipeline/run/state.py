@@ -40,8 +40,6 @@ from pipeline.run.precision import Precision, choose_precision, with_precision
 from pipeline.run.progress import Schedule, make_schedule
 from pipeline.run.teacher import load_teacher
 
-_HEARTBEAT_NEEDS = 120.0  # seconds, on top of distributed.progress_timeout
-
 
 @dataclass
 class Run:
@@ -210,7 +208,7 @@ def _build_run(
     write_run_files(config, world, step + 1, str(precision))  # only now: a start that was refused does not change them
     flops_per_image = cost.training_flops_per_image(config.train.micro_batch_size)
     known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
-    agreement = Agreement(patience(config))
+    agreement = Agreement(config.distributed.collective_timeout)
     run = Run(
         config=config,
         world=world,
@@ -240,11 +238,6 @@ def _build_run(
         run.log.image(pictures.PHI, pictures.map_grid(first_maps), step)
     _introduce(run, precision, cost, before)
     return run
-
-
-def patience(config: Config) -> float:
-    """Seconds that a collective operation may wait: longer than the heartbeat needs to say who is hung."""
-    return config.distributed.progress_timeout + _HEARTBEAT_NEEDS
 
 
 def build_model(config: Config, world: World, classes: list[str], fresh: bool) -> nn.Module:
