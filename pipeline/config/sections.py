@@ -256,8 +256,8 @@ class LogConfig(Section):
     """Write down every sample that each process trains on, with a digest of its augmentation (samples/ in output_dir)."""
 
 
-# Added to progress_timeout for a collective. The heartbeat needs up to progress_timeout + 10 s to name the rank that hangs, and a
-# collective that timed out before that would be taken for the fault itself; the rest is room for a slow store and a late start.
+# Added to progress_timeout for collectives. The heartbeat needs up to progress_timeout + 10 s to name a rank that hangs; a
+# collective that timed out first would be reported in its place. The rest is slack for a slow store and ranks that start late.
 _HEARTBEAT_MARGIN = 120.0
 
 

@@ -1,7 +1,7 @@
 """Rendezvous: the ranks meet at a key-value store that rank 0 hosts, and authenticate each other.
 
-On one machine (MASTER_ADDR is a loopback address) nothing listens on the network. On several nodes the store and the connections
-of gloo and NCCL are reachable from the network between them: ``docs/security.md``.
+On one machine (MASTER_ADDR is a loopback address) nothing listens on the network. On several nodes the store and the
+connections of gloo and NCCL are reachable from the network between them: ``docs/security.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Authentication of the ranks to each other: HMAC-SHA256 with the job's secret.
 
-The launcher draws the secret and passes it on in the environment; it appears in no log, file or message. Without it a process can
-neither write a message that the ranks accept nor join the job. ``docs/security.md`` has the threat model.
+The launcher draws the secret and passes it on in the environment; it appears in no log, file or message. Without it a process
+can neither write a message that the ranks accept nor join the job. ``docs/security.md`` has the threat model.
 """
 
 from __future__ import annotations
