@@ -46,16 +46,16 @@ def say(text: str) -> None:
 
 
 def is_first_process() -> bool:
-    """Whether this process will be rank 0: for what is said before PyTorch is there to ask."""
+    """Whether this process will be rank 0, before torch.distributed is imported."""
     rank = os.environ.get("SLURM_PROCID", "0") if "SLURM_STEP_ID" in os.environ else "0"
     return os.environ.get("RANK", rank) == "0"
 
 
 def outlive_the_terminal() -> None:
-    """From now on what cannot be printed is dropped: a training does not end because its terminal, or a ``| tee``, is gone."""
+    """Make stdout and stderr drop what cannot be written: a training survives the end of its terminal, or of ``| tee``."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        with suppress(OSError, ValueError, AttributeError):  # closed, or not a file: as it is, then
+        with suppress(OSError, ValueError, AttributeError):  # closed, or not a file: leave it
             raw = _LossyFile(stream.fileno(), "w", closefd=False)
             lossy = io.TextIOWrapper(
                 io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering
@@ -68,12 +68,12 @@ class _LossyFile(io.FileIO):
     def write(self, data: memoryview) -> int | None:
         try:
             return super().write(data)
-        except OSError:  # EIO: the terminal was closed; EPIPE: the reader has ended; ENOSPC: it may be possible again later
+        except OSError:  # EIO: the terminal was closed; EPIPE: the reader has exited; ENOSPC: may pass
             return memoryview(data).nbytes
 
 
 def duration(seconds: float) -> str:
-    """As people say it, two units at most: ``40 s``, ``5 min``, ``1 h 12 min``, ``2 d 3 h``."""
+    """For people, in at most two units: ``40 s``, ``5 min``, ``1 h 12 min``, ``2 d 3 h``."""
     minutes = round(seconds / 60)
     if minutes < 1:
         return f"{seconds:.0f} s"
