@@ -1,4 +1,4 @@
-"""The command of :mod:`pipeline.train` until the training begins: each thing is imported when it is needed, the slowest last."""
+"""The command line of :mod:`pipeline.train`: it validates all it can before the slow import of PyTorch and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import NoReturn
 
 from pipeline.errors import run_command
 
-_TRAIN = """Train a model, or go on with a run that was stopped: the same command, on any number of processes.
+_TRAIN = """Train a model, or resume a run that was stopped: the same command, on any number of processes.
 
   python -m pipeline.train --config configs/pervit_t.yaml data.path=SHARD_DIR output_dir=runs/pervit_t
   bash launch/local.sh 8 -- pipeline.train --config configs/pervit_t.yaml model.switches.conv_stem=false output_dir=runs/no_stem
 
-The first is one process; the second is one for each of a machine's 8 GPUs; on a cluster: sbatch launch/train.slurm configs/pervit_t.yaml.
+The first is one process, the second one per GPU of a machine with 8. On a cluster:
+
+  sbatch launch/train.slurm configs/pervit_t.yaml
 """
 _KEYS = """python -m pipeline.config lists all keys with their defaults; python -m pipeline.models lists the models, and with a
-model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any of the processes: all save a checkpoint and end with exit code 75."""
+model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any process: all save a checkpoint and exit with code 75."""
 
 
 def train_main() -> int:
-    """Read the command line and the config, then import the training and run it; returns the exit code."""
+    """Parse the command line, load the config, train; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.train",
         description=_TRAIN,
@@ -37,7 +39,7 @@ def train_main() -> int:
 
     console.outlive_the_terminal()
     console.install()
-    with StopSignal() as stop:  # from the beginning: to start takes a while
+    with StopSignal() as stop:  # from the beginning: starting takes a while
         config = load_config(args.config, args.overrides)
         if console.is_first_process():
             console.say(f"{config.model.name} into {config.output_dir}: loading PyTorch, DeepSpeed and DALI")
