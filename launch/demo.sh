@@ -1,10 +1,10 @@
 #!/bin/bash
 # make demo: from nothing to a trained, evaluated PerViT-T on this machine, in a few minutes.
-# Every step is the command a real run uses; a second call finds each step done.
+# Each step is a command of a real run; a second call skips what is done.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Two processes where there are two GPUs, or without a GPU two cores.
+# Two processes if there are two GPUs, or two cores without a GPU.
 if command -v nvidia-smi > /dev/null; then places=$(nvidia-smi --list-gpus | wc -l); else places=$(nproc); fi
 processes=$((places < 2 ? 1 : 2))
 result=$(mktemp)
@@ -15,7 +15,7 @@ python data_prep/make_demo_dataset.py --output demo/images
 echo "== 2/4 shards: WebDataset tars with indexes"
 python data_prep/shard_imagenet.py --source demo/images --output demo/shards --samples-per-shard 400
 echo "== 3/4 training: PerViT-T, DALI and DeepSpeed, $processes processes (log: runs/demo/metrics.jsonl)"
-# The demo's batch of 64 is 32 images for each of 2 processes, or 2 x 32 accumulated on one.
+# The global batch of 64 is 32 images on each of 2 processes, or 2 x 32 accumulated on one.
 bash launch/local.sh "$processes" -- pipeline.train --config configs/demo.yaml
 echo "== 4/4 evaluation of the saved checkpoint"
 python -m pipeline.evaluate --checkpoint runs/demo --data demo/shards --json "$result" > /dev/null
