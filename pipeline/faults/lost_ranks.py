@@ -117,7 +117,7 @@ def connection_lost(first: Sign, how: str) -> Verdict:
         how: how that was noticed; continues a sentence that begins with the rank.
     """
     return Verdict(
-        f"{first.who} {how}; its last sign came from {first.place}: see on its node what became of it (its log, dmesg, a lost network), {_AGAIN}"
+        f"{first.who} {how}; it was last seen at {first.place}: find the cause on its node (its log, dmesg, the network), {_AGAIN}"
     )
 
 
@@ -189,8 +189,8 @@ class Judge:
         others = [sign.rank for sign in watched if sign is not worst and self._silent[sign.rank] > 0.6 * seconds]
         also = f" (and so did {_ranks(others)})" if others else ""
         return Verdict(
-            f"{worst.who} gave no sign of life for {seconds:.0f} s{also}; its last sign came from {worst.place}: see on its node what became "
-            f"of it (its log, dmesg, a lost network), {_AGAIN}"
+            f"{worst.who} gave no sign of life for {seconds:.0f} s{also}; it was last seen at {worst.place}: find the cause on its node "
+            f"(its log, dmesg, the network), {_AGAIN}"
         )
 
     def _hanging(self) -> Verdict | None:
@@ -199,7 +199,7 @@ class Judge:
         if not running or min(self._still[sign.rank] for sign in running) < self._config.progress_timeout:
             return None
         return self._behind(
-            f"has not moved on for {{seconds:.0f}} s (distributed.progress_timeout {self._config.progress_timeout:g})"
+            f"has made no progress for {{seconds:.0f}} s (distributed.progress_timeout {self._config.progress_timeout:g})"
         )
 
     def _broken_for_no_reason(self) -> Verdict | None:
@@ -219,12 +219,12 @@ class Judge:
         if len(running) > 1 and place[far.rank] == place[last.rank]:
             return Verdict(
                 f"{last.who} {what}, like all the others: at {last.place}, none is ahead, so the fault lies between them "
-                f"(network, driver) or in what they all wait for; see the traceback, {_AGAIN}",
+                f"(network, driver) or in something they all wait for; see the traceback, {_AGAIN}",
                 hanging=(last.rank,),
             )
         others = f", while rank {far.rank} waits at {far.place}" if far is not last else ""
         return Verdict(
-            f"{last.who} {what}: it is at {last.place}{others}; see its traceback, or raise the limit if it only was slow, {_AGAIN}",
+            f"{last.who} {what}: it is at {last.place}{others}; see its traceback, or raise the limit if it was merely slow, {_AGAIN}",
             hanging=(last.rank,),
         )
 
