@@ -117,7 +117,7 @@ def connection_lost(first: Sign, how: str) -> Verdict:
         how: how that was noticed; continues a sentence that begins with the rank.
     """
     return Verdict(
-        f"{first.who} {how}; it was last seen at {first.place}: find the cause on its node (its log, dmesg, the network), {_AGAIN}"
+        f"{first.who} {how}; its last heartbeat came from {first.place}: find the cause on its node (its log, dmesg, the network), {_AGAIN}"
     )
 
 
@@ -189,7 +189,7 @@ class Judge:
         others = [sign.rank for sign in watched if sign is not worst and self._silent[sign.rank] > 0.6 * seconds]
         also = f" (and so did {_ranks(others)})" if others else ""
         return Verdict(
-            f"{worst.who} gave no sign of life for {seconds:.0f} s{also}; it was last seen at {worst.place}: find the cause on its node "
+            f"{worst.who} gave no sign of life for {seconds:.0f} s{also}; its last heartbeat came from {worst.place}: find the cause on its node "
             f"(its log, dmesg, the network), {_AGAIN}"
         )
 
