@@ -154,7 +154,7 @@ def _reach_store(rank: int, timeout: float) -> dist.TCPStore:
                     f"rank {rank} found nobody at MASTER_ADDR:MASTER_PORT {address}:{port} for {timeout:.0f} s ({reason}), rank 0 needed there: "
                     f"see whether it has started (its log) and whether a firewall stands between the nodes."
                 ) from None
-            time.sleep(0.2)
+            time.sleep(0.2)  # rank 0 may still be starting; thousands of ranks may ask
 
 
 def _resolve(address: str, port: int) -> tuple:
@@ -170,7 +170,7 @@ def _resolve(address: str, port: int) -> tuple:
                     f"MASTER_ADDR is {address!r}, which cannot be found ({reason}), a host name or address of rank 0's node needed: "
                     f"start with launch/local.sh or sbatch, or correct it."
                 ) from None
-            time.sleep(1)
+            time.sleep(1)  # EAI_AGAIN: the name service asks for a retry
 
 
 def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> str:

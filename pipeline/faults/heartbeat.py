@@ -196,7 +196,7 @@ class Heartbeat:
             notices.write_verdict(verdict)
             deadline = time.monotonic() + _LAST_WORD
             while time.monotonic() < deadline and set(judge.uninformed(BEAT)) - {0}:
-                time.sleep(BEAT / 5)
+                time.sleep(BEAT / 5)  # a fraction of a beat, so that the exit is not delayed by a whole one
                 judge.observe(notices.read(range(self._size))[0], BEAT / 5)
         else:
             if self._end[0] is not Status.ENDED:
@@ -207,7 +207,7 @@ class Heartbeat:
 
     def _watch(self) -> None:
         """Thread of all but rank 0: exit if the store stops answering. Counts its own turns, so a suspension does not count."""
-        while not self._done.wait(BEAT / 2):
+        while not self._done.wait(BEAT / 2):  # the resolution of its count
             self._unanswered += BEAT / 2
             limit = self._config.silence_timeout
             if self._end[0] is Status.BROKEN:

@@ -149,7 +149,7 @@ def _describe(holder: dict) -> str:
 
 def _read(descriptor: int) -> dict:
     try:
-        return json.loads(os.pread(descriptor, 4096, 0))
+        return json.loads(os.pread(descriptor, 4096, 0))  # a record has about 150 bytes
     except (OSError, ValueError):
         return {}
 
