@@ -72,7 +72,7 @@ terminate() {
   if [ -n "$timer" ]; then end_all; exit 143; fi
   end_soon TERM 143
 }
-hang_up() { [ -n "$timer" ] || end_soon HUP 129; }   # the shell and the kernel each send one: a second SIGHUP is not a second request
+hang_up() { [ -n "$timer" ] || end_soon HUP 129; }   # the shell and the kernel each send one
 trap '[ -z "$timer" ] || kill "$timer"; rm -rf "$errors"' EXIT
 trap 'end_all; exit 130' INT
 trap hang_up HUP
