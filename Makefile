@@ -7,10 +7,10 @@ CPU_INDEX  := https://download.pytorch.org/whl/cpu
 CU12_INDEX := https://download.pytorch.org/whl/cu126
 DALI_BUILDS := nvidia-dali-cuda120 nvidia-dali-cuda130
 
-# Which build of PyTorch: CUDA=12, CUDA=13 or HAS_GPU=1 (the same as CUDA=13), or HAS_GPU= (the CPU's). Without a word:
-# the build that is installed; in a fresh folder CUDA 13's where there is an NVIDIA driver, else the CPU's.
-# A stamp carries its build's name, so that asking for another one is something to do: .installed-NAME when all is
-# there, .began-NAME until then.
+# The build of PyTorch: CUDA=12, CUDA=13 or HAS_GPU=1 (the same as CUDA=13), or HAS_GPU= (CPU only). Default: the
+# installed build; in a fresh clone CUDA 13 if there is an NVIDIA driver, else CPU only.
+# A stamp file has its build's name, so that make notices a change of build: .installed-NAME when the installation is
+# complete, .began-NAME before.
 STAMPS := $(wildcard $(VENV)/.installed* $(VENV)/.began*)
 ifeq ($(origin CUDA),command line)
 BUILD := cuda$(CUDA)
@@ -31,24 +31,24 @@ OTHERS := $(filter-out %-$(BUILD),$(STAMPS))
 help:     ## list the targets
 	@sed -n 's/^\([a-z]*\): .*## /make \1\t/p' Makefile
 
-install: $(STAMP)   ## everything at tested versions into .venv; HAS_GPU=1 on a login node without a GPU, CUDA=12 for old drivers
+install: $(STAMP)   ## all packages, pinned, into .venv; HAS_GPU=1 on a login node without a GPU, CUDA=12 for old drivers
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 14) else f"Python {v[0]}.{v[1]} found, 3.10 to 3.13 needed: run make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	touch $(VENV)/.began-$(BUILD) $(subst .installed,.began,$(OTHERS))
 	rm -f $(VENV)/.installed*
-	@# pip sees no difference between builds of one version: another one has to go first.
+	@# pip does not distinguish builds of one version: the other one must be removed first.
 	$(if $(OTHERS),$(BIN)/pip uninstall --quiet --yes torch $(if $(findstring cuda12,$(OTHERS)),$(DALI_BUILDS)))
 ifeq ($(BUILD),cpu)
-	@# From PyTorch's own index where that can be reached, and from pip's default sources otherwise.
+	@# From PyTorch's own index if it can be reached, else from pip's default index.
 	$(BIN)/pip install --quiet --no-deps --retries 0 --timeout 20 --index-url $(CPU_INDEX) "$(TORCH)" \
 	  || $(BIN)/pip install --quiet --no-deps "$(TORCH)"
 endif
 ifeq ($(BUILD),cuda12)
 	$(BIN)/pip install --quiet --constraint constraints.txt --extra-index-url $(CU12_INDEX) "$(TORCH)+cu126"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test,cuda12]'
-	@# The two builds of DALI write the same files. The one for CUDA 13, which the package requires, gives way.
+	@# Both builds of DALI install the same files. The one for CUDA 13, which the package requires, is removed.
 	$(BIN)/pip uninstall --quiet --yes $(DALI_BUILDS)
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt nvidia-dali-cuda120
 else
@@ -57,16 +57,16 @@ endif
 	rm -f $(VENV)/.began*
 	touch $@
 
-demo: install   ## handwritten digits, from images to an evaluated model, in a few minutes
+demo: install   ## train and evaluate on handwritten digits, in a few minutes
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
 
 test: install   ## all tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests
 
-# The tables that it prints are those of benchmarks/RESULTS.md.
-soak: install   ## 40 minutes or more of random kills
+# It prints the tables of benchmarks/RESULTS.md.
+soak: install   ## fault tests with random kills, 40 minutes or more
 	PERVIT_SOAK=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s -m soak tests/faults
 
-clean:    ## remove what make can make again; runs/, data/ and logs stay
+clean:    ## remove generated files; runs/, data/ and logs stay
 	rm -rf $(VENV) demo build dist *.egg-info .pytest_cache .ruff_cache
 	find pipeline data_prep tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,7 +4,7 @@
 #   source .venv/bin/activate && bash launch/demo.sh
 #   CUDA_VISIBLE_DEVICES= bash launch/demo.sh              # on the CPU of a machine with GPUs
 #
-# Every step is the command a real run uses; a second call finds each step done. It writes demo/ and runs/demo/.
+# Each step is a command of a real run; a second call skips what is done. It writes demo/ and runs/demo/.
 set -euo pipefail
 
 case "${1:-} $#" in
@@ -14,7 +14,7 @@ case "${1:-} $#" in
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Two processes where there are two GPUs, or without a GPU two cores.
+# Two processes if there are two GPUs, or two cores without a GPU.
 if command -v nvidia-smi > /dev/null; then places=$(nvidia-smi --list-gpus | wc -l); else places=$(nproc); fi
 processes=$((places < 2 ? 1 : 2))
 result=$(mktemp)
@@ -25,7 +25,7 @@ python -m data_prep.make_demo_dataset --output demo/images
 echo "== 2/4 shards: WebDataset tars with indexes"
 python -m data_prep.shard_imagenet --source demo/images --output demo/shards --samples-per-shard 400
 echo "== 3/4 training: PerViT-T, DALI and DeepSpeed, $processes processes (log: runs/demo/metrics.jsonl)"
-# The demo's batch of 64 is 32 images for each of 2 processes, or 2 x 32 accumulated on one.
+# The global batch of 64 is 32 images on each of 2 processes, or 2 x 32 accumulated on one.
 bash launch/local.sh "$processes" -- pipeline.train --config configs/demo.yaml
 echo "== 4/4 evaluation of the saved checkpoint"
 python -m pipeline.evaluate --checkpoint runs/demo --data demo/shards --json "$result" > /dev/null

@@ -1,4 +1,4 @@
-"""The end of ``make demo``: what was trained, how well, where it is, and what to do next.
+"""The summary that ``make demo`` ends with: the model, its accuracy, where it is, and what to try next.
 
 python launch/demo_summary.py RESULT.json RUN_DIR SECONDS PROCESSES
 """
@@ -14,20 +14,20 @@ import yaml
 
 
 def summary(result: dict, run_dir: Path, seconds: int, processes: int) -> str:
-    """The table and the commands.
+    """Format the summary.
 
     Args:
         result: what ``pipeline.evaluate --json`` wrote.
         run_dir: the run folder.
         seconds: wall time of the demo so far.
-        processes: that trained.
+        processes: the world size of the training.
     """
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     steps = [row for row in map(json.loads, lines) if "lr" in row]
     speed = statistics.median(row["images_per_second"] for row in steps)
     precision = yaml.safe_load((run_dir / "config.yaml").read_text())["train"]["precision"]
     rows = {
-        "accuracy": f"{result['top1']:.1f} % top-1 on {result['count']} images that it was not trained on",
+        "accuracy": f"{result['top1']:.1f} % top-1 on {result['count']} held-out images",
         "speed": f"{speed:.0f} images/s in training, {processes} process{'es' if processes > 1 else ''}, {precision}",
         "wall time": f"{seconds // 60} min {seconds % 60} s for all four parts",
         "model": f"{result['model']}, after {len(steps)} steps",

@@ -4,13 +4,13 @@
 #   launch/local.sh 2 -- pipeline.train --config configs/pervit_t.yaml train.max_steps=10
 #   launch/local.sh 2 -- pipeline.evaluate --checkpoint runs/pervit_t --data data/imagenet
 #
-# Python: the environment that is active, else .venv of this repository; PERVIT_VENV names another.
+# Python: the active environment, else .venv of this repository; PERVIT_VENV names another.
 #
-# Rank 0 has the terminal. The other ranks are silent; the one that fails first shows its errors.
-# When a rank fails the others are ended and its exit code is returned; Ctrl-C ends them all. SIGTERM,
-# SIGUSR1 and SIGHUP (the terminal was closed) are passed on: a training saves what it has trained and ends with exit
-# code 75. A minute after SIGTERM or SIGHUP, or at a SIGTERM after it, all are ended. With nohup the training
-# outlives the terminal. If this launcher is killed its ranks get SIGTERM.
+# Rank 0 writes to the terminal. The other ranks are silent; the errors of the first one that fails are shown.
+# When a rank fails, the others are terminated and its exit code is returned; Ctrl-C terminates all. SIGTERM,
+# SIGUSR1 and SIGHUP (the terminal was closed) are forwarded: a training saves what it has trained and exits with
+# code 75. One minute after SIGTERM or SIGHUP, or at a second SIGTERM, all ranks are killed. With nohup the training
+# survives the terminal. If this launcher is killed, its ranks receive SIGTERM.
 set -uo pipefail
 
 fail() { echo "error: $*" >&2; exit 2; }
@@ -23,7 +23,7 @@ if ! [[ $ranks =~ ^[1-9][0-9]*$ ]] || [ "${2:-}" != -- ] || [ -z "${3:-}" ]; the
 fi
 shift 2
 
-# An environment is active if the python on the PATH is one's own. Conda's base, which many have in every shell, is none.
+# An environment is active if the python on the PATH belongs to it. Conda's base does not count: many have it in every shell.
 in_environment() {
   python -c 'import os, sys
 conda = os.path.isdir(os.path.join(sys.prefix, "conda-meta")) and os.environ.get("CONDA_DEFAULT_ENV") != "base"
@@ -44,23 +44,23 @@ python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_
 
 errors=$(mktemp -d 2> /dev/null) ||
   fail "no folder can be made in ${TMPDIR:-/tmp}, one for the messages of the ranks is needed; set TMPDIR to a folder that can be written."
-set -m    # each rank leads a process group of its own, so that its helper processes end with it
+set -m    # each rank leads its own process group, so that its helper processes end with it
 
-pids=()                                    # of the ranks that still run
+pids=()                                    # of the running ranks
 end_all() {
   local pid second
   for pid in "${pids[@]}"; do kill -TERM -- "-$pid"; done
   [ -z "$timer" ] || kill "$timer"
   timer=
-  for second in {1..5}; do                 # a rank inside a collective call does not hear SIGTERM
+  for second in {1..5}; do                 # a rank inside a collective does not handle SIGTERM
     [ -z "$(jobs -pr)" ] && break
     sleep 1
   done
   for pid in "${pids[@]}"; do kill -KILL -- "-$pid"; done
-  [ "${#pids[@]}" = 0 ] || wait -f "${pids[@]}"   # -f: until they have ended, not only until one is stopped
-} 2> /dev/null                             # bash would announce each ended process
+  [ "${#pids[@]}" = 0 ] || wait -f "${pids[@]}"   # -f: until they have exited; without it also when one is stopped
+} 2> /dev/null                             # bash would report each process that exits
 
-timer=                                     # after SIGTERM or SIGHUP: a sleep, after which nobody is waited for any longer
+timer=                                     # after SIGTERM or SIGHUP: a sleep, at whose end all ranks are killed
 pass_on() { for pid in "${pids[@]}"; do kill -"$1" -- "-$pid"; done; }
 end_soon() {                               # end_soon SIGNAL CODE
   pass_on "$1"
@@ -72,7 +72,7 @@ terminate() {
   if [ -n "$timer" ]; then end_all; exit 143; fi
   end_soon TERM 143
 }
-hang_up() { [ -n "$timer" ] || end_soon HUP 129; }   # the shell and the system each send one: a second is no second wish
+hang_up() { [ -n "$timer" ] || end_soon HUP 129; }   # the shell and the kernel each send one
 trap '[ -z "$timer" ] || kill "$timer"; rm -rf "$errors"' EXIT
 
 # Once, where each rank would say it in Python's words. Other errors of a package that is there are the ranks' to show.
@@ -94,21 +94,21 @@ export WORLD_SIZE=$ranks LOCAL_WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1
 MASTER_PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 export MASTER_PORT
 PERVIT_JOB_SECRET=$(python -c 'import secrets; print(secrets.token_hex(32))') && export PERVIT_JOB_SECRET
-# Divide the cores among the ranks; by default each rank would start a thread for every core.
+# Divide the cores among the ranks; by default each rank would start one thread per core.
 share=$(($(nproc) / ranks))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((share > 0 ? share : 1))}
-# PyTorch prints a C++ traceback for each connection that a lost rank leaves behind; the rank that notices says it in a sentence.
+# PyTorch prints a C++ traceback for each connection that a lost rank leaves behind; the heartbeat reports it in one sentence.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 [ -n "$MASTER_PORT" ] && [ -n "$PERVIT_JOB_SECRET" ] ||
   fail "$(command -v python) failed, see above, and a free port and random numbers are needed of it; run: make install"
 
-# However this launcher ends, its ranks get SIGTERM at that moment: the first thing a rank does is to ask the system for it.
+# However this launcher ends, the kernel then sends SIGTERM to its ranks: each rank first asks for that.
 export PERVIT_LAUNCHER_PID=$$
 rank_program='
 import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 15)             # PR_SET_PDEATHSIG, SIGTERM; it outlives exec
+ctypes.CDLL(None).prctl(1, 15)             # PR_SET_PDEATHSIG, SIGTERM; survives exec
 if str(os.getppid()) != os.environ["PERVIT_LAUNCHER_PID"]:
-    sys.exit(143)                          # it was too late
+    sys.exit(143)                          # the launcher is gone already
 os.execvp("python", ["python", "-u", "-m", *sys.argv[1:]])
 '
 # Not before: until a rank is there to hear a signal, the launcher itself ends by it.
@@ -130,9 +130,9 @@ while [ "${#pids[@]}" != 0 ]; do
   wait -n -p ended "${pids[@]}" $timer
   code=$?
   if [ -n "$timer" ] && [ "${ended:-}" = "$timer" ]; then end_all; exit "$code_if_late"; fi
-  if [ -z "${ended:-}" ]; then             # a signal was passed on, or all are stopped (SIGSTOP) and bash does not wait
+  if [ -z "${ended:-}" ]; then             # a signal was forwarded, or all are stopped (SIGSTOP) and bash does not wait
     sleep 1
-    for pid in "${pids[@]}"; do            # one that ended meanwhile is not reported a second time
+    for pid in "${pids[@]}"; do            # one that exited meanwhile is not reported again
       if ! kill -0 "$pid" 2> /dev/null; then wait "$pid"; code=$? ended=$pid; break; fi
     done
     [ -n "${ended:-}" ] || continue
@@ -140,7 +140,7 @@ while [ "${#pids[@]}" != 0 ]; do
   for rank in "${!pids[@]}"; do [ "${pids[rank]}" = "$ended" ] && break; done
   if [ "$code" != 0 ]; then
     if [ "$code" = 2 ] && [ "$rank" != 0 ] && [ -n "${pids[0]:-}" ]; then
-      # A mistake in a config is one for all ranks: rank 0 has the terminal and says it, given a moment. Else it would be there twice.
+      # A mistake in a config fails all ranks. Rank 0 reports it on the terminal; wait for that, so that it is not shown twice.
       for _ in {1..25}; do kill -0 "${pids[0]}" 2> /dev/null || break; sleep 0.2; done
       if ! kill -0 "${pids[0]}" 2> /dev/null; then
         wait "${pids[0]}"
@@ -149,7 +149,7 @@ while [ "${#pids[@]}" != 0 ]; do
       fi
     fi
     end_all
-    if [ "$rank" != 0 ] && [ "$code" != 75 ]; then   # 75: what was trained is saved, all is well
+      if [ "$rank" != 0 ] && [ "$code" != 75 ]; then   # 75: stopped by a signal, what was trained is saved
       echo "rank $rank failed with exit code $code:" >&2
       cat "$errors/$rank" >&2
     fi

@@ -1,29 +1,29 @@
 #!/bin/bash
-# launch/local_cluster.sh up [NODES]     start a Slurm cluster on this machine (2 nodes unless told)
+# launch/local_cluster.sh up [NODES]     start a Slurm cluster on this machine (default: 2 nodes)
 # launch/local_cluster.sh down           cancel its jobs and stop it
 #
-#   eval "$(launch/local_cluster.sh up 2)"     # afterwards sbatch, squeue and srun talk to it
+#   eval "$(launch/local_cluster.sh up 2)"     # afterwards sbatch, squeue and srun use it
 #   launch/local_cluster.sh down
 #
-# It is a real Slurm from the distribution's packages: one slurmctld, one slurmd for each node, jobs
-# signed by munge. Only the hardware is invented: every node claims 192 CPUs, 2 TB of memory and
-# 8 GPUs, so that the production job scripts are accepted as they are. A job that really needs a
-# GPU fails here; --gpus-per-node=0 on the sbatch line leaves the GPUs out.
+# It is a real Slurm from the distribution's packages: one slurmctld, one slurmd per node, jobs signed
+# by munge. Only the hardware is fake: each node claims 192 CPUs, 2 TB of memory and 8 GPUs, so that the
+# production job scripts are accepted unchanged. A job that really needs a GPU fails here; use
+# --gpus-per-node=0 on the sbatch line.
 #
-# As root each node gets its own host name. Otherwise the nodes are called 127.0.1.1, 127.0.1.2, ...
+# As root, each node has its own host name. Otherwise the nodes are called 127.0.1.1, 127.0.1.2, ...
 # and share the machine's host name.
 #
-# PERVIT_CLUSTER_DIR    holds everything: configuration, keys, logs (/tmp/pervit-slurm-UID)
-# PERVIT_CLUSTER_PORT   of slurmctld (16817); node number i listens on this port + 100 + i
+# PERVIT_CLUSTER_DIR    folder for configuration, keys and logs (default: /tmp/pervit-slurm-UID)
+# PERVIT_CLUSTER_PORT   port of slurmctld (default: 16817); node i listens on this port + 100 + i
 set -euo pipefail
 
-PATH=$PATH:/usr/sbin:/sbin                    # where the daemons live, not always on a user's PATH
+PATH=$PATH:/usr/sbin:/sbin                    # where the daemons are, not always on a user's PATH
 default_dir=/tmp/pervit-slurm-$UID
 dir=$(realpath -m "${PERVIT_CLUSTER_DIR:-$default_dir}")
 port=${PERVIT_CLUSTER_PORT:-16817}
-system_conf=/etc/slurm/slurm.conf             # where Slurm's commands look without SLURM_CONF
+system_conf=/etc/slurm/slurm.conf             # read by Slurm's commands without SLURM_CONF
 signature="# Written by launch/local_cluster.sh."
-start_timeout=30                              # seconds; it takes less than one when all is well
+start_timeout=30                              # seconds; normally it takes less than one
 export SLURM_CONF=$dir/etc/slurm.conf
 
 say() { echo "local_cluster.sh: $*" >&2; }
@@ -33,10 +33,10 @@ die() { echo "error: $*" >&2; exit 2; }
 
 node_name() { if [ "$private_names" = yes ]; then echo "node$1"; else echo "127.0.1.$1"; fi; }
 
-# Two settings make failures quick to watch: a node silent for SlurmdTimeout counts as crashed, and a
-# requeued job may start again once its old credential has expired (cred_expire). KillWait is Slurm's
-# default: a cancelled job has as long for its checkpoint as on a real cluster. Jobs are numbered from the port number on because their
-# rendezvous port is derived from the job id and all clusters of a machine share its ports.
+# Two settings speed up failure tests: a node is down after SlurmdTimeout without an answer, and a requeued
+# job may restart once its old credential has expired (cred_expire). KillWait is Slurm's default, so that a
+# cancelled job has as much time for its checkpoint as on a real cluster. Job ids start at the port number:
+# a job's rendezvous port is derived from its id, and all clusters of a machine share its ports.
 write_config() {
   local host i address
   host=$(hostname -s)
@@ -95,17 +95,17 @@ CONF
     >> "$SLURM_CONF"
 }
 
-# This script empties directories and kills by pid file, so it must know its own directory.
+# This script empties directories and kills by pid file, so it must recognize its own directory.
 is_ours() { grep -qxF "$signature" "$SLURM_CONF" 2> /dev/null; }
 
 # ---- processes --------------------------------------------------------------------------------
 
-alive() {                                     # alive PID; a zombie is not
+alive() {                                     # alive PID; false for a zombie
   local state
   read -r _ _ state _ 2> /dev/null < "/proc/$1/stat" && [ "$state" != Z ]
 }
 
-running() {                                   # running DAEMON PIDFILE; a reused pid does not count
+running() {                                   # running DAEMON PIDFILE; false for a reused pid
   local pid
   pid=$(cat "$2" 2> /dev/null) && alive "$pid" &&
     [ "$(cat "/proc/$pid/comm" 2> /dev/null)" = "$1" ]
@@ -119,7 +119,7 @@ running_daemons() {                           # their pids
   done
 }
 
-# Whatever a node with its own host name has started sees that node's /etc/hosts, which is our file.
+# Processes started by a node with its own host name see our file as /etc/hosts.
 leftover_processes() {
   local process
   [ -e "$dir/etc/hosts" ] || return 0
@@ -148,7 +148,7 @@ start_node() {
   name=$(node_name "$1")
   mkdir -p "$dir/spool/$name"
   if [ "$private_names" = yes ]; then
-    # The node sees its own host name and an /etc/hosts that knows all nodes; the machine's stay.
+    # The node has its own host name and an /etc/hosts with all nodes; the machine's are unchanged.
     unshare --uts --mount sh -c '
       hostname "$1" && mount --bind "$2/etc/hosts" /etc/hosts && exec slurmd -N "$1" -f "$SLURM_CONF"
     ' sh "$name" "$dir"
@@ -169,13 +169,13 @@ start_daemons() {
 }
 
 stop_daemons() {
-  local pids                                  # read once: a daemon removes its pid file, then ends
+  local pids                                  # read once: a daemon removes its pid file before it exits
   pids=$(running_daemons)
   if [ -n "$pids" ]; then kill $pids 2> /dev/null || true; fi
   wait_until 10 all_ended $pids || true
   pids="$pids $(leftover_processes)"
-  kill -KILL $pids 2> /dev/null || true       # ended ones are only an error message
-  wait_until 5 all_ended $pids || die "of the processes" $pids "some cannot be killed; see to them by hand."
+  kill -KILL $pids 2> /dev/null || true       # for those that have exited, kill prints an error
+  wait_until 5 all_ended $pids || die "of the processes" $pids "some cannot be killed; kill them by hand."
 }
 
 # ---- commands ---------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ up() {
   mkdir -p "$dir" 2> /dev/null && [ -O "$dir" ] ||
     die "$dir is not yours, a directory of your own is needed; set PERVIT_CLUSTER_DIR to another."
   if is_ours; then
-    stop_daemons                              # what a crashed cluster left
+    stop_daemons                              # of a cluster that crashed
   elif [ -n "$(ls -A "$dir")" ]; then
     die "$dir holds other files, an empty or new directory is needed; set PERVIT_CLUSTER_DIR to another."
   fi
@@ -214,14 +214,14 @@ up() {
     die "port $port is taken by another program, a free one is needed; set PERVIT_CLUSTER_PORT to another."
   fi
   umask 022
-  chmod a+x "$dir"                            # munge insists that everybody can reach its socket
+  chmod a+x "$dir"                            # munge requires that all users can reach its socket
   rm -rf "$dir"/{etc,run,state,spool,dev,log}
   mkdir -p "$dir"/{etc,run,state,spool,dev,log}
 
   private_names=no
   if unshare --uts --mount true 2> /dev/null; then private_names=yes; fi
   write_config
-  # Not "if ! start_daemons": inside a condition bash would carry on after a failed step.
+  # Not "if ! start_daemons": inside a condition bash ignores set -e.
   set +e
   (set -e; start_daemons) > "$dir/log/start.log" 2>&1
   local status=$?
@@ -232,7 +232,7 @@ up() {
     exit 1
   fi
 
-  # A cluster in a directory of its own stays private to those who have its SLURM_CONF.
+  # A cluster in another directory stays private to those who have its SLURM_CONF.
   if [ "$UID" = 0 ] && [ "$dir" = "$default_dir" ] && [ ! -e "$system_conf" ] && [ ! -L "$system_conf" ]; then
     mkdir -p "$(dirname "$system_conf")"
     ln -s "$SLURM_CONF" "$system_conf"

@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend: one sentence, no traceback."""
+"""User errors and exit codes: a command reports a mistake in one sentence, without a traceback."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-USER_ERROR = 2  # exit codes of every command: a mistake that a restart does not mend,
-PREEMPTED = 75  # stopped by a signal, all that was trained is saved: start me again (sysexits.h: a temporary failure),
-RANK_LOST = 76  # another process died or hangs: start us again
+# Exit codes of every command; 75 and 76 ask the job script for a restart.
+USER_ERROR = 2  # a mistake that a restart cannot fix
+PREEMPTED = 75  # stopped by a signal, all that was trained is saved (EX_TEMPFAIL of sysexits.h)
+RANK_LOST = 76  # another rank died or hangs
 
 
 class UserError(ValueError):
     """A mistake in a config, a path or a data set, as one sentence: ``problem: remedy.``
 
-    Commands print it and exit with 2; library callers may catch it as a ``ValueError``.
+    Commands print it and exit with code 2; library callers may catch it as a ``ValueError``.
 
     Args:
-        problem: names the file or key, what was found and what is needed; or the whole sentence, where there is no ``remedy``.
-        remedy: what the user can do, in the imperative, without a full stop. Who has another one says ``error.problem``.
+        problem: names the file or key, what was found and what is needed; the whole sentence if there is no ``remedy``.
+        remedy: what the user can do, in the imperative, without a full stop. A caller that knows a better one uses
+            ``error.problem``.
     """
 
     exit_code = USER_ERROR
@@ -34,13 +36,13 @@ class UserError(ValueError):
 
 
 class NotConnected(UserError):
-    """The processes did not find each other: another start may, so the job may be requeued."""
+    """The ranks did not find each other. Another start may succeed, so the job may be requeued."""
 
     exit_code = RANK_LOST
 
 
 def check_writable(path: Path) -> None:
-    """See before the work begins that its result can be written to ``path``.
+    """Check, before the work begins, that its result can be written to ``path``.
 
     Raises:
         UserError: it is a folder, or its folder does not exist or cannot be written.
@@ -57,15 +59,15 @@ def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
     print(message, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    distributed = sys.modules.get("torch.distributed")  # without the function while it is being imported
+    distributed = sys.modules.get("torch.distributed")  # lacks the function while it is being imported
     if distributed and getattr(distributed, "is_initialized", bool)():
-        # With exchanges between processes under way the interpreter would crash as it tidies up, with another code.
+        # With collectives pending the interpreter would crash during its shutdown, with another exit code.
         os._exit(code)
     sys.exit(code)
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether memory was refused: to Python, to a thread, to PyTorch on the CPU or a GPU, or to a library that was to be loaded."""
+    """Whether an allocation failed: in Python, for a thread, in PyTorch on CPU or GPU, or while loading a library."""
     if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     said = ("allocate memory", "out of memory", "failed to map segment", "start new thread")
@@ -73,14 +75,14 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream leads into a pipe that nobody reads any longer."""
+    """Whether a stream is a pipe whose reader has exited."""
     poll = select.poll()
-    poll.register(stream, 0)  # errors are told unasked
+    poll.register(stream, 0)  # POLLERR is always reported
     return any(state & select.POLLERR for _, state in poll.poll(0))
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command's ``main``: a :class:`UserError`, or a file system that refuses, becomes one line on stderr and exit code 2."""
+    """Run a command's ``main`` and exit: a :class:`UserError` or an ``OSError`` of the file system becomes one line on stderr."""
     try:
         code = main()
     except UserError as error:
@@ -91,7 +93,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):
             _fail(traceback.format_exc(), 1)
         _fail(
-            f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment that has this project's "
+            f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment with this project's "
             f"packages (`source .venv/bin/activate`; `make install` in the repository makes it)."
         )
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
@@ -99,15 +101,15 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             reason = str(error).partition("\n")[0] or type(error).__name__
             _fail(
                 f"error: there is not enough memory ({reason}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
-                1,  # another start may find more
+                1,  # not USER_ERROR: another start may find more memory
             )
         if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):  # as in `... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
             sys.exit(1)
         if not isinstance(error, OSError) or error.filename is None and error.errno is None:
-            _fail(traceback.format_exc(), 1)  # not from the file system
+            _fail(traceback.format_exc(), 1)  # not an error of the file system
         _fail(
-            f"error: {error.filename or 'writing a file'}: {error.strerror}: see to the path, its permissions and the free space."
+            f"error: {error.filename or 'writing a file'}: {error.strerror}: check the path, its permissions and the free space."
         )
     except Exception:
         _fail(traceback.format_exc(), 1)

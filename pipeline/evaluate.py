@@ -1,9 +1,9 @@
-"""Evaluate a trained model: every image counts once, on any number of processes and with any batch size.
+"""Evaluate a trained model: every image counts once, for any number of processes and any batch size.
 
     python -m pipeline.evaluate --checkpoint runs/pervit_t --data data/imagenet --json result.json
     python -m pipeline.evaluate --checkpoint pervit_t.safetensors --data folder/of/images --batch-size 64
 
-Of a run that keeps an average of its weights (train.ema_decay) the average is evaluated unless --weights says otherwise.
+If the run kept an average of its weights (train.ema_decay), the average is evaluated unless --weights says otherwise.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def main() -> None:
     add("--checkpoint", required=True, type=Path, metavar="PATH", help=what)
     add("--data", required=True, type=Path, metavar="DIR", help=f"folder with shards, or with images: {where}")
     add("--split", default="val", help="default: val")
-    add("--step", type=parse_step, help="of the checkpoint: a number or best (default: the newest, or what was exported)")
+    add("--step", type=parse_step, help="which checkpoint: a number or best (default: the newest)")
     add(
         "--weights",
         choices=("model", "ema"),
-        help="default: ema where the run kept an average, else model; of --step best those that were best; of a file its own",
+        help="default: ema if the run kept an average, else model; for --step best, those that scored best; a file has one",
     )
     add(
         "--precision",
         choices=("auto", "bf16", "fp32"),
         default="auto",
-        help="default: auto, that of the training, or fp32 where bf16 would be emulated",
+        help="default: auto, as in training, but fp32 where bf16 would be emulated",
     )
     add("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
     add(
@@ -48,28 +48,30 @@ def main() -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="evaluate with another setting of the model's switches, such as ConViT's masks (may be given again)",
+        help="override a switch of the model, such as ConViT's attention masks; repeatable",
     )
     add("--json", type=Path, metavar="FILE", help="also write the result to this file")
     run(parser.parse_args())
 
 
 def run(args: argparse.Namespace) -> None:
-    """Evaluate as the command line says; every process must call.
+    """Run the command. Collective.
 
     Raises:
-        UserError: there is no such model or data, they do not fit together, or scores are not finite.
+        UserError: there is no such model or data, they do not match, or logits are not finite.
     """
     if args.json:
         check_writable(args.json)
 
     from pipeline.checkpoint.trained import read_trained
-    from pipeline.config import config_from_dict  # here and below: after the arguments, for importing PyTorch takes seconds
+    from pipeline.config import config_from_dict  # imported only now: PyTorch takes seconds, and --help must not wait for it
     from pipeline.data.image_folder import open_split
     from pipeline.distributed.world import disconnect, init_world
+    from pipeline.logs import console
     from pipeline.run.evaluation import check_same_classes, evaluate, evaluation_loader
     from pipeline.run.precision import autocast, choose_evaluation_precision
 
+    console.install()
     trained = read_trained(args.checkpoint, args.step, args.weights)
     config = trained.config
     if args.batch_size is not None:
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
 
     try:
         model = trained.build_model(config.model.switches)
-    except RuntimeError:  # its lists of names help nobody here
+    except RuntimeError:  # PyTorch's list of parameter names would not help
         raise UserError(
             f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}: "
             f"leave out each --switch that adds, removes or reshapes parameters."
@@ -121,13 +123,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def with_switches(config: Config, changes: list[str]) -> Config:
-    """The config with some of the model's switches set otherwise.
+    """The config with some of the model's switches replaced.
 
     Args:
-        changes: ``name=value``, the value in YAML.
+        config: of the training.
+        changes: ``name=value`` each, the value in YAML.
 
     Raises:
-        UserError: not of that form.
+        UserError: a change is not of that form.
     """
     from pipeline.config.values import parse_value, shown
 
@@ -146,10 +149,10 @@ def with_switches(config: Config, changes: list[str]) -> Config:
 
 
 def table(row: dict, why_precision: str) -> str:
-    """The result as text: what was evaluated on what, then the figures."""
+    """The result as text: model and data, then the figures."""
     switches = ", ".join(f"{name}={value}" for name, value in row["switches"].items())
     left_out = f", {row['left_out']} left out" if row["left_out"] else ""
-    split = f" ({row['split']})" if row["split"] else ""  # a plain folder is none
+    split = f" ({row['split']})" if row["split"] else ""  # a plain folder has no split
     lines = {
         "model": row["model"] + (f" ({switches})" if switches else ""),
         "weights": f"{row['weights']}, step {row['step']} of {row['checkpoint']}",

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, files that grow row by row, and what to say when the disk refuses either."""
+"""Atomic file replacement, append-only files, file locks, and error messages for a disk that is full or read-only."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file under a temporary name beside it, flush it to disk, rename it: it is whole or not there.
+    """Replace a file atomically: write a temporary file beside it, sync it, rename it.
 
-    The temporary name has the process id: a process whose parent was killed may live on for a moment beside its successor.
+    The temporary name contains the process id: a process whose parent was killed may briefly live on beside its successor.
 
     Args:
-        path: the file; an older one is replaced and stays whole when anything goes wrong.
-        write: gets the open file.
+        path: the file; an existing one is replaced, and stays intact if anything fails.
+        write: receives the open file.
 
     Raises:
-        OSError: as the system raised it, its ``filename`` being this one's.
+        OSError: from the system, with ``path`` as its ``filename``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -39,7 +39,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         sync_folder(path.parent)
     except OSError as error:
         _remove(temporary)
-        # A write that fails names no file at all.
+        # The error of a failed write has no file name.
         if error.filename is None or str(error.filename) in (str(temporary), str(path.parent)):
             error.filename = str(path)
         raise
@@ -54,18 +54,18 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what killed writers of a file left beside it. Nobody else may be writing it now."""
+    """Remove the temporary files that killed writers of a file left. No other process may be writing it."""
     for temporary in path.parent.glob(f".{path.name}.*.tmp"):
         temporary.unlink(missing_ok=True)
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading; a pipe or a device, which may never begin or never end, is an ``OSError`` that names it.
+    """Open a regular file for reading. A pipe or device, which may block or never end, raises an ``OSError`` that names it.
 
     Returns:
-        The descriptor.
+        The file descriptor.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without O_NONBLOCK a pipe waits for a writer
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -73,22 +73,22 @@ def open_regular(path: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk: without it a file that was renamed may have its old name after a power cut."""
+    """Sync a directory: without it, a renamed file may have its old name after a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems know no such thing
+        if error.errno != errno.EINVAL:  # not supported by some network file systems
             raise
     finally:
         os.close(descriptor)
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """See that something fits before it is begun.
+    """Check that a write will fit before it begins.
 
     Args:
-        folder: on the disk in question.
+        folder: on the file system in question.
         needed: bytes.
 
     Raises:
@@ -99,21 +99,21 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def lock_bytes(descriptor: int, path: Path, first: int = 0, length: int = 0, wait: bool = False) -> bool:
-    """Lock a stretch of an open file against other processes: a POSIX record lock, which network file systems know.
+    """Lock a byte range of an open file with a POSIX record lock, which network file systems support.
 
-    The system releases it when the process dies. Beware: the process also loses it when it closes *any* handle of the file.
+    The kernel releases it when the process ends. Beware: closing *any* descriptor of the file releases it too.
 
     Args:
-        descriptor: of the file, opened for writing.
+        descriptor: of the file, open for writing.
         path: its name, for the message.
-        first, length: the stretch in bytes, which need not exist; a length of 0 reaches beyond every end.
-        wait: until the lock can be had.
+        first, length: the range in bytes, which need not exist; a length of 0 extends to infinity.
+        wait: block until the lock is free.
 
     Returns:
-        Whether this process has it; False if another one does.
+        True if this process holds the lock, False if another one does.
 
     Raises:
-        UserError: the file system has no such locks.
+        UserError: the file system does not support these locks.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, first)
@@ -128,18 +128,18 @@ def lock_bytes(descriptor: int, path: Path, first: int = 0, length: int = 0, wai
 
 
 class DiskRefuses(UserError):
-    """A file cannot be written now; free space, or a disk that is writable again, would mend it."""
+    """A file cannot be written now; a retry may succeed once there is space or the file system is writable again."""
 
 
 def write_error(path: Path, error: OSError) -> UserError:
-    """The sentence for a file of a run folder that could not be written.
+    """The error for a file of a run folder that could not be written.
 
     Args:
         path: the file.
-        error: what the system said.
+        error: from the system.
 
     Returns:
-        A :class:`DiskRefuses` if trying again may help.
+        A :class:`DiskRefuses` if a retry may help.
     """
     go_on = "and start again: the run goes on from its newest checkpoint"
     if error.errno in _FULL:
@@ -152,10 +152,10 @@ def write_error(path: Path, error: OSError) -> UserError:
 
 
 class GrowingFile:
-    """A file that gets rows at its end; nothing that was added is lost without a word.
+    """An append-only file of rows that loses none silently.
 
-    Rows are collected and written by :meth:`flush`, all of them or none: what a full disk took of them is cut off again, and they
-    are kept for the next attempt.
+    Rows are buffered until :meth:`flush`, which writes all of them or none: after a partial write, on a full disk, the file is
+    truncated again and the rows are kept for the next attempt.
 
     Args:
         path: created, in an existing folder, or continued.
@@ -171,27 +171,27 @@ class GrowingFile:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise write_error(path, error) from None
-        self._size = os.fstat(self._descriptor).st_size  # with whole rows only
+        self._size = os.fstat(self._descriptor).st_size  # of complete rows
 
     def add(self, row: bytes) -> None:
-        """Collect a row."""
+        """Buffer a row."""
         self._rows += row
 
     def flush(self, to_disk: bool = False) -> None:
-        """Hand the collected rows to the system.
+        """Write the buffered rows.
 
         Args:
-            to_disk: also wait until they would survive a power cut.
+            to_disk: also sync them, so that they survive a power failure.
 
         Raises:
             DiskRefuses: the file cannot be written now.
-            UserError: it is no longer there: rows in a removed file nobody would ever see.
+            UserError: it was removed: rows in an unlinked file would be lost.
         """
         try:
             present = os.fstat(self._descriptor)
             if not os.path.samestat(present, os.stat(self.path)):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-            if present.st_size > self._size:  # a part of a row, of an attempt that could not even be cut off again
+            if present.st_size > self._size:  # a partial row of an attempt whose truncation failed too
                 os.ftruncate(self._descriptor, self._size)
             rows = memoryview(self._rows)
             while rows:
@@ -206,7 +206,7 @@ class GrowingFile:
         self._rows = bytearray()
 
     def close(self) -> None:
-        """Write what is left, and close.
+        """Flush and close.
 
         Raises:
             UserError: as :meth:`flush`.
@@ -218,12 +218,12 @@ class GrowingFile:
 
 
 def _remove(temporary: Path) -> None:
-    with suppress(OSError):  # on a file system that became read-only: what stopped the writing is what is to be told
+    with suppress(OSError):  # on a file system that became read-only: the first error is the one to report
         temporary.unlink(missing_ok=True)
 
 
 def disk_reason(path: Path, error: OSError) -> str:
-    """What the system said about a write to ``path``. That a disk has space and yet no room for another file nobody would guess."""
+    """The system's reason for a failed write to ``path``; ENOSPC for lack of inodes, where there is space, is spelled out."""
     reason = error.strerror or str(error)
     try:
         space = os.statvfs(next(folder for folder in path.absolute().parents if folder.exists()))

@@ -35,7 +35,7 @@ from pipeline.run.loss import mixed_cross_entropy, spread_nonfinite
 from pipeline.run.noise import sample_noise
 from pipeline.run.nonfinite import MicroBatch, skip_or_stop
 from pipeline.run.start import build_model, start_run
-from pipeline.run.state import Run, patience
+from pipeline.run.state import Run
 from pipeline.run.teacher import hard_distillation_loss
 
 _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
@@ -43,7 +43,7 @@ _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothi
 
 def connect_and_train(config: Config, stop: StopSignal) -> int:
     """Connect the processes and :func:`train`; what ``python -m pipeline.train`` does once it knows the config."""
-    world = init_world(patience(config))
+    world = init_world(config.distributed.collective_timeout)
     code = train(config, world, stop)
     disconnect()
     return code

@@ -1,19 +1,22 @@
-"""Checkpoints: complete or invisible, verified when they are read, for any number of processes and any ZeRO stage.
+"""Checkpoints: atomic, verified on load, for any world size and any ZeRO stage.
 
-=============== ===================================================================
-``folder.py``   where they lie, how one is named to a command, which of them stay
-``manifest.py`` the state of the run and checksums, validated when they are read
-``whole.py``    comparing the files with their checksums, before they are read and after
-``held.py``     which stretches of weights and optimizer state a process holds
-``snapshot.py`` their copy in memory, for which alone the training waits
-``parts.py``    the files: stretches by name
-``saver.py``    writing beside the training, appearing all at once
-``loading.py``  the newest whole one, into any engine
-``weights.py``  plain state dicts, for evaluation and export
-``coverage.py`` ``overview.py`` ``export.py``  the parts of the command
-=============== ===================================================================
+=================== ================================================================
+``saver.py``        saving in the background, publishing with one rename
+``snapshot.py``     the copy in host memory, the only part that stalls the training
+``held.py``         which slices of weights and optimizer state a rank holds
+``parts.py``        the safetensors files with these slices
+``manifest.py``     ``checkpoint.json``: the run's state and checksums, validated
+``folder.py``       folder layout, the choice of a checkpoint, retention
+``loading.py``      the newest intact checkpoint, into any engine
+``whole.py``        files against checksums
+``completeness.py`` whether the files cover every parameter exactly once
+``weights.py``      plain state dicts, for evaluation, export and fine-tuning
+``trained.py``      a model from a run, a checkpoint or an exported file
+``export.py``       weights into one safetensors file
+``overview.py``     the text of ``inspect``
+=================== ================================================================
 
-``python -m pipeline.checkpoint inspect|verify|export RUN_DIR`` looks at them from outside.
+``python -m pipeline.checkpoint inspect|verify|export RUN_DIR`` is the command.
 """
 
 from typing import TYPE_CHECKING

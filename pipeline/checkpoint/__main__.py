@@ -1,10 +1,10 @@
-"""Look at a run's checkpoints from outside; a training may go on meanwhile.
+"""Inspect, verify and export a run's checkpoints, also while the training is running.
 
     python -m pipeline.checkpoint inspect runs/pervit_t
     python -m pipeline.checkpoint verify runs/pervit_t/checkpoints/step-00001000
     python -m pipeline.checkpoint export runs/pervit_t --step best --output pervit_t.safetensors
 
-A run is meant by its output_dir, or by the folder of one of its checkpoints. ``COMMAND --help`` lists the options and shows examples.
+RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. ``COMMAND --help`` lists the options and shows examples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXAMPLES = {
 
 
 def inspect(path: Path, step: int | str | None) -> None:
-    """Print a line for every checkpoint, and what one of them holds: that which was asked for, else the newest that can be read.
+    """Print a table of all checkpoints, and the contents of one: the one asked for, else the newest that is readable.
 
     Raises:
         UserError: there is none.
@@ -45,7 +45,7 @@ def inspect(path: Path, step: int | str | None) -> None:
 
 
 def verify(path: Path, step: int | str | None) -> int:
-    """Compare every file of every checkpoint, or of one, with its checksum, and see that nothing is missing in them.
+    """Check the files of all checkpoints, or of one, against their checksums, and that they cover every parameter.
 
     Returns:
         The exit code: 1 if anything is damaged.
@@ -72,10 +72,10 @@ def verify(path: Path, step: int | str | None) -> int:
 
 
 def verify_one(folder: Path) -> list[str]:
-    """Print a line for each whole file of a checkpoint.
+    """Print a line for each intact file of a checkpoint.
 
     Returns:
-        A sentence for each thing that is damaged.
+        A sentence for each defect.
     """
     from pipeline.checkpoint.completeness import find_gaps
     from pipeline.checkpoint.overview import size_text
@@ -91,16 +91,16 @@ def verify_one(folder: Path) -> list[str]:
         problems += found
         if not found:
             print(f"  whole   {record.name}  {size_text(record.bytes)}", flush=True)
-    return problems or find_gaps(folder, manifest)  # the headers of damaged files say nothing
+    return problems or find_gaps(folder, manifest)  # a damaged file's header cannot be trusted
 
 
 def main() -> int | None:
     parser = command_parser("pipeline.checkpoint", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (
-        ("inspect", "show what is there"),
-        ("verify", "compare every file with its checksum"),
-        ("export", "write plain weights to a file"),
+        ("inspect", "show the checkpoints of a run"),
+        ("verify", "check every file against its checksum"),
+        ("export", "write the weights to a safetensors file"),
     ):
         examples = f"examples:\n  {parser.prog} " + _EXAMPLES[name].format(parser.prog)
         command = commands.add_parser(
@@ -114,17 +114,17 @@ def main() -> int | None:
             "path", type=Path, metavar="RUN_DIR", help="a run's output_dir, or the folder of one of its checkpoints"
         )
         default = "all" if name == "verify" else "the newest"
-        command.add_argument("--step", type=parse_step, metavar="N|best", help=f"of the checkpoint (default: {default})")
+        command.add_argument("--step", type=parse_step, metavar="N|best", help=f"which checkpoint (default: {default})")
     command.add_argument("--output", type=Path, required=True, metavar="FILE", help="*.safetensors")
     command.add_argument(
         "--weights",
         choices=("model", "ema"),
-        help="default: ema where the run kept an average, else model; of --step best those that were best",
+        help="default: ema if the run kept an average, else model; for --step best, those that scored best",
     )
     command.add_argument(
-        "--names", choices=("ours", "authors"), default="ours", help="of the tensors: this project's or the published code's"
+        "--names", choices=("ours", "authors"), default="ours", help="tensor names: this project's or the published code's"
     )
-    command.add_argument("--force", action="store_true", help="replace a file that is there already")
+    command.add_argument("--force", action="store_true", help="replace an existing file")
     args = parser.parse_args()
     if args.command == "inspect":
         return inspect(args.path, args.step)

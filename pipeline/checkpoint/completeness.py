@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint hold everything once; they are told by their headers, no number is read."""
+"""Whether the files of a checkpoint cover every parameter exactly once, judged by their headers alone."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pipeline.checkpoint.parts import BUFFER, Parts
 
 
 def find_gaps(folder: Path, manifest: CheckpointManifest) -> list[str]:
-    """Look for what is missing, saved twice or unknown.
+    """Find what is missing, duplicated or unknown.
 
-    Every parameter must have its weight. The average is there for all parameters or for none, and so are the moments for each:
-    a frozen parameter has none.
+    Every parameter needs its weight. An average exists for all parameters or for none; a parameter has both moments or neither,
+    as a frozen one.
 
     Args:
-        folder: the checkpoint's.
-        manifest: of it.
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
 
     Returns:
-        A sentence for each quantity of a parameter that is not there exactly once.
+        A sentence for each quantity of a parameter that is not covered exactly once.
     """
     try:
         parts = Parts(folder, [record.name for record in manifest.files])
@@ -31,25 +31,25 @@ def find_gaps(folder: Path, manifest: CheckpointManifest) -> list[str]:
         return [f"{folder} has a file that is no safetensors file ({error})"]
     sentences = []
     for quantity in (WEIGHT, *MOMENTS, EMA):
-        found = parts.stretches(quantity)
+        found = parts.slices(quantity)
         needed = manifest.shapes.keys() if quantity == WEIGHT or (quantity == EMA and found) else found.keys()
         for name in sorted(found.keys() | needed):
             problem = _problem(found.get(name, []), manifest.shapes.get(name))
             if problem:
                 sentences.append(f"{folder}: {quantity} of {name} {problem}")
-    first, second = (parts.stretches(moment).keys() for moment in MOMENTS)
+    first, second = (parts.slices(moment).keys() for moment in MOMENTS)
     sentences += [f"{folder}: {name} has one of AdamW's two moments only" for name in sorted(first ^ second)]
-    buffers = parts.stretches(BUFFER)
+    buffers = parts.slices(BUFFER)
     sentences += [f"{folder}: buffer {name} is there {len(found)} times" for name, found in buffers.items() if len(found) != 1]
     return sentences
 
 
-def _problem(stretches: list[tuple[int, int]], shape: list[int] | None) -> str | None:
-    """What is wrong with the ascending stretches of a flattened parameter, if anything is."""
+def _problem(slices: list[tuple[int, int]], shape: list[int] | None) -> str | None:
+    """What is wrong with the sorted slices of a flattened parameter, or None."""
     if shape is None:
         return "is of a parameter that the model does not have"
     at = 0
-    for start, count in stretches:
+    for start, count in slices:
         if start != at:
             return f"is missing from {at} to {start}" if start > at else f"is there twice from {start} to {at}"
         at = start + count

@@ -1,4 +1,4 @@
-"""Plain weights out of a checkpoint, in a file that :func:`pipeline.models.load_exported` takes."""
+"""Export of a checkpoint's weights to a file that :func:`pipeline.models.load_exported` reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.models.weights.exported import SUFFIX, Description, write_exported
 
 
 def export(run_dir: Path, output: Path, step: int | str | None, kind: str | None, names: str, force: bool) -> Description:
-    """Write the weights of a checkpoint to a file.
+    """Export the weights of a checkpoint to one file.
 
     Args:
         run_dir: a run folder, or one of its checkpoints.
@@ -20,13 +20,14 @@ def export(run_dir: Path, output: Path, step: int | str | None, kind: str | None
         step: which checkpoint, a number or ``best``; None: the newest.
         kind: ``model`` or ``ema``; None: see :func:`pipeline.checkpoint.read_weights`.
         names: ``ours`` or ``authors``.
-        force: replace a file that is there already.
+        force: replace an existing file.
 
     Returns:
-        What was written.
+        A description of what was written.
 
     Raises:
-        UserError: no such checkpoint or average, a damaged one, weights that are not finite, or ``output`` is there already or cannot be written.
+        UserError: there is no such checkpoint or average, it is damaged or has non-finite weights, or ``output`` exists or
+            cannot be written.
     """
     if output.suffix != SUFFIX:
         raise UserError(f"--output {output} ends in {output.suffix!r}, {SUFFIX!r} needed: add it.")
@@ -40,7 +41,7 @@ def export(run_dir: Path, output: Path, step: int | str | None, kind: str | None
 
 
 def describe(state: RunState, kind: str, names: str) -> Description:
-    """What goes with the weights of a checkpoint."""
+    """The metadata of an export of this checkpoint."""
     config = config_from_dict(state.config, source="the checkpoint")
     return Description(
         model=config.model.name,

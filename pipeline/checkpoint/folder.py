@@ -1,12 +1,12 @@
-"""Where checkpoints lie, how one of them is named to a command, and which of them stay.
+"""Layout of a run's checkpoint folders, the choice of a checkpoint on a command line, and retention.
 
 ::
 
-    RUN/checkpoints/step-00000040/checkpoint.json            the state of the run, and a checksum of every file beside it
-    RUN/checkpoints/step-00000040/part-00000.safetensors     what process 0 saved; and so on
+    RUN/checkpoints/step-00000040/checkpoint.json            the run's state, and the checksums of the other files
+    RUN/checkpoints/step-00000040/part-00000.safetensors     the part of rank 0; and so on
 
-A folder appears under its name by a rename, when all of its files are on the disk; it disappears by one before the first of
-them is removed. So what is called ``step-...`` is complete, unless a file was damaged later: the checksums tell.
+A folder gets its name by a rename after all of its files are on disk, and loses it by a rename before the first of them is
+removed. So a folder named ``step-...`` is complete; the checksums detect later damage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from pipeline.checkpoint.manifest import (  # noqa: F401 - the state is imported from here
+from pipeline.checkpoint.manifest import (  # noqa: F401 - re-exported
     CheckpointManifest,
     RunState,
     folder_name,
@@ -28,7 +28,7 @@ from pipeline.errors import UserError
 from pipeline.files import sync_folder
 
 FOLDER = "checkpoints"
-SAVING, _REMOVING, _REPLACED = ".saving-", ".removing-", ".replaced-"  # names of folders that are no checkpoints
+SAVING, _REMOVING, _REPLACED = ".saving-", ".removing-", ".replaced-"  # prefixes of folders in transition
 BEST = "best"  # as a value of --step
 
 
@@ -43,18 +43,18 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def _step_of(name: str) -> int | None:
-    """The step that a checkpoint's folder of this name has, or None if that is no checkpoint's name."""
-    match = re.fullmatch(r"step-(0[0-9]{7}|[1-9][0-9]{7,})", name)  # no other name is ever given
+    """The step in a checkpoint folder's name; None for any other name."""
+    match = re.fullmatch(r"step-(0[0-9]{7}|[1-9][0-9]{7,})", name)  # exactly what folder_name writes
     return int(match[1]) if match else None
 
 
 def latest_step(run_dir: Path) -> int | None:
-    """Step of the newest checkpoint, or None when the run has none yet."""
+    """Step of the newest checkpoint; None if there is none yet."""
     return max(saved_steps(run_dir), default=None)
 
 
 def parse_step(text: str) -> int | str:
-    """The value of ``--step``: a number or ``best``; a ``type`` for argparse.
+    """Parse ``--step``, a number or ``best``; a ``type`` for argparse.
 
     Raises:
         argparse.ArgumentTypeError: it is neither.
@@ -68,7 +68,7 @@ def parse_step(text: str) -> int | str:
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
-    """What a path means that a command was given: a run folder, or one of its checkpoints as ``inspect`` shows them.
+    """Resolve a command's path: a run folder, or one of its checkpoints as ``inspect`` lists them.
 
     Args:
         path: ``RUN``, ``RUN/checkpoints`` or ``RUN/checkpoints/step-00000040``; it need not exist.
@@ -78,21 +78,21 @@ def locate(path: Path) -> tuple[Path, int | None]:
     """
     whole = path.absolute()
     step = _step_of(whole.name)
-    levels = 1 if step is None else 2  # from the path up to the run folder
+    levels = 1 if step is None else 2  # between the path and the run folder
     if (path / FOLDER).is_dir() or (whole if step is None else whole.parent).name != FOLDER:
         return path, None
     return (path if len(path.parts) >= levels else whole).parents[levels - 1], step
 
 
 def find_step(run_dir: Path, step: int | str | None = None) -> int:
-    """The step of a checkpoint that is there.
+    """The step of an existing checkpoint.
 
     Args:
         run_dir: a run folder.
-        step: None: the newest; ``best``: the one with the best top-1 so far, as the newest readable one says; else this one.
+        step: None: the newest; ``best``: the one with the best top-1, as the newest readable one records; else this one.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such checkpoint.
     """
     steps = saved_steps(run_dir)
     if not steps:
@@ -107,7 +107,7 @@ def find_step(run_dir: Path, step: int | str | None = None) -> int:
 
 
 def find_checkpoint(path: Path, step: int | str | None = None) -> tuple[Path, int]:
-    """The checkpoint that a command was asked for: :func:`locate` and :func:`find_step` together.
+    """The checkpoint that a command's path and ``--step`` select: :func:`locate` and :func:`find_step`.
 
     Args:
         path: a run folder, or one of its checkpoints.
@@ -117,7 +117,7 @@ def find_checkpoint(path: Path, step: int | str | None = None) -> tuple[Path, in
         The run folder and the step.
 
     Raises:
-        UserError: there is none, or path and step name two.
+        UserError: there is none, or path and step name different ones.
     """
     run_dir, named = locate(path)
     found = find_step(run_dir, named if step is None else step)
@@ -145,9 +145,9 @@ def _best_step(run_dir: Path, steps: list[int]) -> int:
 
 
 def publish(written: Path, target: Path) -> None:
-    """Give a complete folder its name. One that has the name already makes room; it is kept if it is damaged.
+    """Rename a complete folder to its final name, replacing a checkpoint of that step; a damaged one is set aside.
 
-    Between the two renames neither has the name: :func:`sweep` gives it back if the process dies there.
+    Between the two renames no folder has the name: if the process dies there, :func:`sweep` restores it.
     """
     replaced = None
     if os.path.lexists(target):
@@ -158,7 +158,7 @@ def publish(written: Path, target: Path) -> None:
     os.rename(written, target)
     sync_folder(target.parent)
     if replaced:
-        _remove(replaced, quietly=True)  # the next start sweeps what resists
+        _remove(replaced, quietly=True)  # the next start removes what is left
 
 
 def _is_whole(folder: Path) -> bool:
@@ -169,7 +169,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _rename(folder: Path, prefix: str) -> Path:
-    """Call ``step-00000040`` ``<prefix>00000040``."""
+    """Rename ``step-00000040`` to ``<prefix>00000040``."""
     target = folder.with_name(prefix + folder.name.removeprefix("step-"))
     if os.path.lexists(target):  # left by a process that died
         _remove(target)
@@ -177,7 +177,7 @@ def _rename(folder: Path, prefix: str) -> Path:
 
 
 def _remove(folder: Path, quietly: bool = False) -> None:
-    """With all that is in it. Of a checkpoint that was moved elsewhere only the link goes; what it leads to is not the run's."""
+    """Remove a folder and its contents; of a symbolic link only the link, its target does not belong to the run."""
     if folder.is_symlink():
         with suppress(OSError) if quietly else nullcontext():
             folder.unlink()
@@ -186,15 +186,15 @@ def _remove(folder: Path, quietly: bool = False) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that it no longer counts as one; nothing is removed."""
+    """Rename a damaged checkpoint to ``damaged-...``; nothing is removed."""
     number = next(n for n in range(1, 10**6) if not os.path.lexists(folder.with_name(f"damaged-{folder.name}.{n}")))
     return folder.rename(folder.with_name(f"damaged-{folder.name}.{number}"))
 
 
 def remove_old(run_dir: Path, now: int, keep_last: int, best: int | None, keep_every_steps: int | None) -> None:
-    """Retention: the last ``keep_last`` up to step ``now`` stay, the best one, and multiples of ``keep_every_steps``.
+    """Retention: keep the last ``keep_last`` checkpoints up to step ``now``, the best, and multiples of ``keep_every_steps``.
 
-    Later ones are not this run's to judge: the user went back.
+    Later steps are kept: they exist if the user went back to an earlier checkpoint.
     """
     steps = [step for step in saved_steps(run_dir) if step <= now]
     for step in steps[: max(0, len(steps) - keep_last)]:
@@ -204,8 +204,8 @@ def remove_old(run_dir: Path, now: int, keep_last: int, best: int | None, keep_e
 
 
 def sweep(run_dir: Path) -> None:
-    """At the start of a run: remove what a process that died left half written or half removed, and give a checkpoint its name back
-    whose successor never got it; only for who holds the run's lock."""
+    """Clean up at the start of a run: remove folders left half written or half removed by a killed process, and restore a
+    checkpoint whose replacement was never renamed. The caller must hold the run's lock."""
     for former in (run_dir / FOLDER).glob(f"{_REPLACED}*"):
         target = former.with_name(f"step-{former.name.removeprefix(_REPLACED)}")
         if not os.path.lexists(target):

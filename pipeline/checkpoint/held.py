@@ -1,9 +1,8 @@
-"""Which numbers of a run a process holds, under any ZeRO stage: stretches of named, flattened parameters.
+"""Which parts of weights and optimizer state a rank holds under each ZeRO stage: slices of named, flattened parameters.
 
-A checkpoint is a set of such stretches that together cover everything once. So any number of processes, at any ZeRO stage, can
-read what another one has written: each asks for the stretches that it holds. This is the idea of DeepSpeed's universal
-checkpoints (per-parameter weights and moments), without their conversion by hand, their loss of buffers and their border
-between the stages 1, 2 and 3.
+A checkpoint is a set of such slices that together cover everything exactly once. So it can be loaded at any world size and ZeRO
+stage: each rank reads the slices that it holds. This is the idea of DeepSpeed's universal checkpoints (weights and moments per
+parameter), without their manual conversion, their loss of buffers and their separation of stages 1, 2 and 3.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Held:
-    """A stretch of one quantity of one parameter."""
+    """A slice of one quantity of one parameter, flattened."""
 
     quantity: str  # "weight", "exp_avg", "exp_avg_sq" or "ema"
     name: str  # of the parameter
-    start: int  # place of the first number in the flattened parameter
-    values: Tensor  # (n,) float32, a view: writing into it changes the run
-    everywhere: bool  # every process holds the same stretch
-    copy: bool = False  # a second copy of what is held as another stretch already
+    start: int  # offset in the flattened parameter
+    values: Tensor  # (n,) float32, a view: writing to it changes the run
+    replicated: bool  # replicated: every rank holds the same slice
+    copy: bool = False  # a second copy of another slice of this rank (master weights)
 
     def share(self, rank: int, size: int) -> Held | None:
-        """What process ``rank`` of ``size`` saves of it: a part of what all hold, all of what nobody else does."""
+        """What ``rank`` of ``size`` saves of it: its share of a replicated slice, all of a slice that only it holds."""
         if self.copy:
             return None
-        if not self.everywhere:
+        if not self.replicated:
             return self
         count = len(self.values)
         first, end = count * rank // size, count * (rank + 1) // size
@@ -43,24 +42,22 @@ class Held:
 
 
 def held(engine, ema: WeightAverage | None) -> Iterator[Held]:
-    """Everything that this process holds of weights, AdamW's moments and averaged weights.
+    """All slices of weights, AdamW's moments and averaged weights on this rank.
 
-    Moments appear once the optimizer has taken a step, or after :func:`create_moments`.
+    Moments exist after the first optimizer step, or after :func:`create_moments`.
 
     Args:
         engine: the DeepSpeed engine, between two steps.
         ema: the averaged weights, if the run has them.
     """
-    stretches = {0: _replicated, 1: _optimizer_sharded, 2: _optimizer_sharded, 3: _all_sharded}[
-        engine.zero_optimization_stage()
-    ]
+    slices = {0: _replicated, 1: _optimizer_sharded, 2: _optimizer_sharded, 3: _all_sharded}[engine.zero_optimization_stage()]
     averages = ema.averages if ema else {}
     for name, parameter in engine.module.named_parameters():
-        yield from stretches(engine, name, parameter, averages.get(name))
+        yield from slices(engine, name, parameter, averages.get(name))
 
 
 def create_moments(engine, optimizer_step: int) -> None:
-    """Give AdamW its state before the first step, all zeros, so that a checkpoint can be read into it."""
+    """Create AdamW's state before the first step, filled with zeros, so that a checkpoint can be loaded into it."""
     if optimizer_step == 0:
         return
     optimizer, flat = _optimizer_and_tensors(engine)
@@ -70,13 +67,13 @@ def create_moments(engine, optimizer_step: int) -> None:
 
 
 def optimizer_step_count(engine) -> int:
-    """How many steps AdamW has taken."""
+    """The number of steps AdamW has taken."""
     optimizer, flat = _optimizer_and_tensors(engine)
     return next((int(optimizer.state[tensor]["step"]) for tensor in flat if tensor in optimizer.state), 0)
 
 
 def _optimizer_and_tensors(engine) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """PyTorch's optimizer and the tensors it works on: parameters, or flat shards of many."""
+    """PyTorch's optimizer and the tensors that it updates: parameters, or flat shards of many parameters."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
         return optimizer, [p for p in engine.module.parameters() if p.requires_grad]
@@ -85,49 +82,49 @@ def _optimizer_and_tensors(engine) -> tuple[torch.optim.Optimizer, list[Tensor]]
 
 
 def _replicated(engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
-    """ZeRO 0: every process holds everything."""
-    yield Held(WEIGHT, name, 0, parameter.data.view(-1), everywhere=True)
+    """ZeRO 0: every rank holds everything."""
+    yield Held(WEIGHT, name, 0, parameter.data.view(-1), replicated=True)
     for moment in MOMENTS:
         if moment in (state := engine.optimizer.state.get(parameter, {})):
-            yield Held(moment, name, 0, state[moment].view(-1), everywhere=True)
+            yield Held(moment, name, 0, state[moment].view(-1), replicated=True)
     if average is not None:
-        yield Held(EMA, name, 0, average.view(-1), everywhere=True)
+        yield Held(EMA, name, 0, average.view(-1), replicated=True)
 
 
 def _optimizer_sharded(engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
-    """ZeRO 1 and 2: all weights, but master weights and moments of a stretch only, inside flat shards of many parameters."""
-    yield Held(WEIGHT, name, 0, parameter.data.view(-1), everywhere=True)
+    """ZeRO 1 and 2: all weights, but master weights and moments only of a slice, inside flat shards of many parameters."""
+    yield Held(WEIGHT, name, 0, parameter.data.view(-1), replicated=True)
     if average is not None:
-        yield Held(EMA, name, 0, average.view(-1), everywhere=True)
-    mapping = getattr(parameter, "_hp_mapping", None)  # None: frozen, or another process has it
+        yield Held(EMA, name, 0, average.view(-1), replicated=True)
+    mapping = getattr(parameter, "_hp_mapping", None)  # None: frozen, or held by another rank
     if mapping is None:
         return
     start, place = mapping.lp_fragment_address.start, mapping.get_hp_fragment_address()
     flat = engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-    yield Held(WEIGHT, name, start, flat.data.narrow(0, place.start, place.numel), everywhere=False, copy=True)
+    yield Held(WEIGHT, name, start, flat.data.narrow(0, place.start, place.numel), replicated=False, copy=True)
     state = engine.optimizer.optimizer.state.get(flat, {})
     for moment in MOMENTS:
         if moment in state:
-            yield Held(moment, name, start, state[moment].narrow(0, place.start, place.numel), everywhere=False)
+            yield Held(moment, name, start, state[moment].narrow(0, place.start, place.numel), replicated=False)
 
 
 def _all_sharded(engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
-    """ZeRO 3: one stretch of each parameter, all of the same length, so that the last ones are padded."""
+    """ZeRO 3: one slice of each parameter, all of equal length, so that the last ones are padded."""
     size = parameter.ds_tensor.ds_numel
     start = size * torch.distributed.get_rank()
     count = max(0, min(size, parameter.ds_numel - start))
     if count == 0:
         return
-    yield Held(WEIGHT, name, start, parameter.ds_tensor.data[:count], everywhere=False)
+    yield Held(WEIGHT, name, start, parameter.ds_tensor.data[:count], replicated=False)
     if average is not None:
-        yield Held(EMA, name, start, average[:count], everywhere=False)
+        yield Held(EMA, name, start, average[:count], replicated=False)
     if not parameter.requires_grad:
         return
     optimizer = engine.optimizer
     group, place, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     flat = optimizer.fp32_partitioned_groups_flat[group]
-    yield Held(WEIGHT, name, start, flat.data.narrow(0, place, count), everywhere=False, copy=True)
+    yield Held(WEIGHT, name, start, flat.data.narrow(0, place, count), replicated=False, copy=True)
     state = optimizer.optimizer.state.get(flat, {})
     for moment in MOMENTS:
         if moment in state:
-            yield Held(moment, name, start, state[moment].narrow(0, place, count), everywhere=False)
+            yield Held(moment, name, start, state[moment].narrow(0, place, count), replicated=False)

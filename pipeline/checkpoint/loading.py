@@ -1,9 +1,9 @@
-"""Going on from a checkpoint: find the newest whole one, and read what each process holds."""
+"""Resume: find the newest intact checkpoint, and load the slices that each rank holds."""
 
 from __future__ import annotations
 
+import logging
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -22,20 +22,21 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.optim.ema import WeightAverage
 
-_NAMED = 3  # gaps that a sentence lists
-_LAG_SECONDS = 90.0  # that another node's network disk may take to show a folder which the main process sees
+_log = logging.getLogger(__name__)
+_NAMED = 3  # gaps listed in a message
+_LAG_SECONDS = 90.0  # until other nodes see a new folder on a network disk: NFS caches attributes for up to 60 s (acdirmax)
 
 
 def newest_whole(run_dir: Path, world: World) -> Verified | None:
-    """The newest checkpoint whose every file is as it was written, or None when the run has none; every process must call.
+    """The newest intact checkpoint, or None if the run has none. Collective.
 
-    Each process compares some of the files. A damaged checkpoint is named in a warning, set aside, and the one before is taken. The
-    caller holds the run's lock.
+    Each rank verifies some of the files. A damaged checkpoint is set aside with a warning, and the one before it is tried. The
+    caller must hold the run's lock.
 
     Raises:
-        UserError: there are checkpoints, but none is whole; or the newest is of another version, or cannot be read now.
+        UserError: there are checkpoints, but none is intact; or the newest is of another version, or cannot be read now.
     """
-    steps = world.gather(saved_steps(run_dir))[0]  # the main process's word: network disks may lag elsewhere
+    steps = world.gather(saved_steps(run_dir))[0]  # as rank 0 sees them: network disks may lag elsewhere
     damaged: dict[int, str] = {}
     for step in reversed(steps):
         verified, problems = _examine(step_folder(run_dir, step), world)
@@ -43,11 +44,7 @@ def newest_whole(run_dir: Path, world: World) -> Verified | None:
             if world.is_main:
                 for passed_over, sentence in damaged.items():
                     aside = set_aside(step_folder(run_dir, passed_over))
-                    print(
-                        f"warning: {sentence}: it is now {aside.name}, the run goes on from step {step}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    _log.warning(f"{sentence}: it is now {aside.name}, the run goes on from step {step}")
             world.barrier()
             return verified
         damaged[step] = "; ".join(problems)
@@ -60,10 +57,10 @@ def newest_whole(run_dir: Path, world: World) -> Verified | None:
 
 
 def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
-    """The checkpoint, with the same manifest in every process, and what all have found wrong with it.
+    """The checkpoint, with the same manifest on every rank, and the defects that any rank found. Collective.
 
     Raises:
-        UserError: in every process: another version wrote it, or a file cannot be read now, which is no reason to pass it over.
+        UserError: on every rank: another version wrote it, or a file cannot be read now, which need not mean damage.
     """
     text = problem = refusal = None
     if world.is_main:
@@ -85,48 +82,48 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
         time.sleep(0.1)
     seen, damage = Seen.look(folder, manifest.files), []
     try:
-        damage = find_damage(folder, manifest.files, contents=False)  # all are read here, whoever compares their contents
-        damage = damage or find_damage(folder, manifest.files[world.rank :: world.size])
+        damage = find_damage(folder, manifest.files, contents=False)  # every rank will read all of them
+        damage = damage or find_damage(folder, manifest.files[world.rank :: world.size])  # the checksums, shared among ranks
     except OSError as error:
         refusal = _unreadable(error)
     raise_on_all(refusal, world)
     problems = sorted({sentence for part in world.gather(damage) for sentence in part})
-    if not problems:  # the headers of damaged files say nothing
+    if not problems:  # a damaged file's header cannot be trusted
         problems = world.gather(find_gaps(folder, manifest)[:_NAMED] if world.is_main else [])[0]
     return Verified(folder, manifest, seen), problems
 
 
 def _unreadable(error: OSError) -> UserError:
     return UserError(
-        f"{error.filename or 'a checkpoint'} cannot be read on {socket.gethostname()} ({error.strerror}): see to its file system, then "
+        f"{error.filename or 'a checkpoint'} cannot be read on {socket.gethostname()} ({error.strerror}): check its file system, then "
         f"give the same command again."
     )
 
 
 @torch.no_grad()
 def load(engine, verified: Verified, ema: WeightAverage | None, world: World) -> None:
-    """Put a checkpoint into an engine of any ZeRO stage on any number of processes; every process must call.
+    """Load a checkpoint into an engine, at any ZeRO stage and world size. Collective.
 
     Args:
         engine: new, of the same model.
-        verified: a whole checkpoint (:func:`newest_whole`); the files that were compared with their checksums are read.
-        ema: averaged weights; they begin as the weights where the checkpoint has none.
-        world: all processes.
+        verified: an intact checkpoint (:func:`newest_whole`).
+        ema: averaged weights; initialized from the weights if the checkpoint has none.
+        world: all ranks.
 
     Raises:
-        UserError: in every process: the checkpoint is of another model, or was changed since :func:`newest_whole`.
+        UserError: on every rank: the checkpoint is of another model, or was changed since :func:`newest_whole`.
     """
     refusal = None
     try:
         _read(engine, verified, ema)
-    except (KeyError, RuntimeError) as error:  # a stretch or buffer that is not there, or of another shape
+    except (KeyError, RuntimeError) as error:  # a slice or buffer that is missing, or of another shape
         refusal = UserError(f"{verified.folder} is of another model ({error.args[0]}): choose another output_dir.")
     except (SafetensorError, OSError) as error:
-        refusal = UserError(f"{verified.folder} can no longer be read ({error}): see to its file system, then start again.")
+        refusal = UserError(f"{verified.folder} can no longer be read ({error}): check its file system, then start again.")
     try:
         verified.seen.check()
     except UserError as error:
-        refusal = error  # which explains whatever else went wrong
+        refusal = error  # the cause of any other failure
     raise_on_all(refusal, world)
     engine.empty_partition_cache()
 
@@ -137,12 +134,12 @@ def _read(engine, verified: Verified, ema: WeightAverage | None) -> None:
     create_moments(engine, state.optimizer_step)
     averaged = set(parts.names(EMA))
     with_moments = set(parts.names("exp_avg"))
-    for stretch in held(engine, ema):
-        quantity = stretch.quantity
-        if quantity == EMA and stretch.name not in averaged:
+    for piece in held(engine, ema):
+        quantity = piece.quantity
+        if quantity == EMA and piece.name not in averaged:
             quantity = WEIGHT
-        if quantity not in (WEIGHT, EMA) and stretch.name not in with_moments:
-            continue  # never had a gradient: its moments are zero
-        stretch.values.copy_(parts.read(quantity, stretch.name, stretch.start, len(stretch.values)))
+        if quantity not in (WEIGHT, EMA) and piece.name not in with_moments:
+            continue  # no moments were saved: it never had a gradient, so they are zero
+        piece.values.copy_(parts.read(quantity, piece.name, piece.start, len(piece.values)))
     for name, buffer in saved_buffers(engine.module).items():
         buffer.copy_(parts.read_buffer(name))

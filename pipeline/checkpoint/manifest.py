@@ -1,7 +1,7 @@
-"""``checkpoint.json``: the state of a run and a checksum of every file beside it; what it says is checked once, when it is read.
+"""``checkpoint.json``: the run's state and the checksums of the other files, validated once, when it is read.
 
-Its own checksum finds what a disk or a slip of an editor did to it. Whoever changes a value and the checksum too is not held up by
-that, so that every value is also of its type and within its range, and names a file in the checkpoint's own folder.
+Its own checksum detects disk errors and accidental edits. It does not stop an edit that updates the checksum too, so every
+value is also validated for type and range, and a file name must lie in the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pipeline.files import open_regular
 
 MANIFEST = "checkpoint.json"
 FORMAT = 3
-_LARGEST = 2**53 - 1  # beyond it JSON's numbers are no longer exact everywhere
-_SHOWN = 60  # characters of a wrong value
+_LARGEST = 2**53 - 1  # the largest integer that every JSON reader represents exactly
+_SHOWN = 60  # characters of a wrong value in a message
 _STRICT = ConfigDict(extra="forbid")
 _Kind = TypeVar("_Kind")
 
@@ -35,7 +35,7 @@ def _check_shape(shape: list[int]) -> list[int]:
     return shape
 
 
-# A value of another type is never converted: "1" is no number here, and 1 is no truth value.
+# Strict: no conversions, neither of "1" to a number nor of 1 to a boolean.
 _Count = Annotated[int, Field(strict=True, ge=0, le=_LARGEST)]
 _Positive = Annotated[int, Field(strict=True, ge=1, le=_LARGEST)]
 _Stage = Annotated[int, Field(strict=True, ge=0, le=3)]
@@ -53,18 +53,18 @@ _REMEDY = "take another checkpoint"
 
 
 class OtherFormat(UserError):
-    """A checkpoint that another version of the pipeline wrote. It may well be whole, so it is never passed over."""
+    """A checkpoint of another version of the pipeline. It may be intact, so it is never skipped."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """All of a run that is not a tensor. Random generators are not in it: every draw is a function of seed and place."""
+    """All state of a run except tensors. No random generators: every draw is a pure function of the seed and a position."""
 
     __pydantic_config__ = _STRICT
 
-    step: _Count  # optimizer steps done
+    step: _Count  # steps completed, skipped ones included
     samples: _Count  # images seen
-    optimizer_step: _Count  # AdamW's count: steps without the skipped ones
+    optimizer_step: _Count  # AdamW's count, without skipped steps
     skipped_steps: _Count
     config: dict[str, Any]
     config_hash: _Hex256  # of the keys that decide the weights
@@ -72,25 +72,25 @@ class RunState:
     data: dict[str, Any]  # identity of the training set
     world_size: _Positive
     zero_stage: _Stage
-    bad_samples: dict[_SampleNumber, _Text] = field(default_factory=dict)  # number -> sentence
+    bad_samples: dict[_SampleNumber, _Text] = field(default_factory=dict)  # index -> message
     best: dict[str, Any] | None = None  # {"top1": 71.2, "step": 40, "weights": "ema"}
-    evaluation_due: _Flag = False  # the run was stopped within this step's evaluation
+    evaluation_due: _Flag = False  # the run stopped during this step's evaluation
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of a checkpoint as it was written."""
+    """Name, size and checksum of a checkpoint's file."""
 
     __pydantic_config__ = _STRICT
 
-    name: _PartName  # a plain name: no file outside of the folder
+    name: _PartName  # a plain name, so that it cannot lead out of the folder
     bytes: _Count
     xxh3: _Hex128  # 128 bits, hexadecimal
 
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What ``checkpoint.json`` says."""
+    """The contents of ``checkpoint.json``."""
 
     __pydantic_config__ = _STRICT
 
@@ -99,7 +99,7 @@ class CheckpointManifest:
     files: list[FileRecord]
 
     def to_text(self) -> str:
-        """As JSON, with a checksum of itself."""
+        """JSON with its own checksum."""
         content = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
         return (
             json.dumps({"xxh3": xxhash.xxh3_128_hexdigest(content.encode()), "content": json.loads(content)}, indent=1) + "\n"
@@ -107,13 +107,13 @@ class CheckpointManifest:
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointManifest:
-        """Of a checkpoint.
+        """Read the manifest of a checkpoint.
 
         Args:
-            folder: the checkpoint's, under the name that it was given.
+            folder: of the checkpoint, under its original name.
 
         Raises:
-            UserError: it is missing or damaged, or the folder is not that of its step.
+            UserError: it is missing or damaged, or the folder's name is that of another step.
             OtherFormat: another version wrote it.
             OSError: it cannot be read now.
         """
@@ -134,10 +134,10 @@ class CheckpointManifest:
 
     @classmethod
     def parse(cls, text: str | bytes, source: str) -> CheckpointManifest:
-        """What :meth:`to_text` made.
+        """Parse the output of :meth:`to_text`.
 
         Raises:
-            UserError: it is damaged; the sentence names ``source``.
+            UserError: it is damaged; the message names ``source``.
             OtherFormat: another version wrote it.
         """
         try:
@@ -160,11 +160,11 @@ class CheckpointManifest:
 
 
 def open_own(path: Path) -> BinaryIO:
-    """Open a checkpoint's file for reading. A named pipe would be waited for, and a symbolic link leads out of the checkpoint.
+    """Open a checkpoint's file for reading. Named pipes, which block, and symbolic links, which lead elsewhere, are refused.
 
     Raises:
-        UserError: it is no regular file.
-        OSError: it is not there or cannot be read.
+        UserError: it is not a regular file.
+        OSError: it does not exist or cannot be read.
     """
     if path.is_symlink():
         raise UserError(f"{path} is a symbolic link, a regular file needed", "restore the file")
@@ -177,7 +177,7 @@ def open_own(path: Path) -> BinaryIO:
 
 
 def folder_name(step: int) -> str:
-    """Of a checkpoint."""
+    """The folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
@@ -199,7 +199,7 @@ class _Retention(BaseModel):
 
 
 class _Config(BaseModel):
-    """The keys that are read without the rest; the whole is checked where a run goes on with it, as any config is."""
+    """The keys that commands read from a stored config; a resume validates all of it like any config."""
 
     model: _Model
     train: _Train
@@ -218,7 +218,7 @@ class _Best(BaseModel):
 
 
 def _validated(values: dict[str, Any], source: str) -> CheckpointManifest:
-    """The manifest of plain values, each of which was looked at."""
+    """The manifest from plain values, each of them validated."""
     manifest = _of_type(CheckpointManifest, values, source)
     state = manifest.state
     for name, kind, found in (("config", _Config, state.config), ("data", _Data, state.data), ("best", _Best, state.best)):
@@ -251,7 +251,7 @@ def _adapter(kind: type) -> TypeAdapter:
 
 
 def _dotted(place: tuple[str | int, ...]) -> str:
-    """Such as ``files[0].name``."""
+    """A path such as ``files[0].name``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]").lstrip(".")
     return re.sub(r"[^\x20-\x7e]", "?", text)[:_SHOWN]
 

@@ -1,4 +1,4 @@
-"""What a run's checkpoints are, as text for ``python -m pipeline.checkpoint inspect``."""
+"""The text of ``python -m pipeline.checkpoint inspect``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pipeline.checkpoint.folder import FOLDER, saved_steps, step_folder
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, RunState
 from pipeline.errors import UserError
 
-_NAMED = 5  # bad samples, of which the sentence is shown
-_HASH_DIGITS = 12
+_NAMED = 5  # bad samples that are listed
+_HASH_DIGITS = 12  # of a SHA-256, enough to tell two runs apart
 _COLUMNS = ("step", "epochs", "samples", "written", "size", "processes", "ZeRO", "kept as")
 
 
 def read_manifests(run_dir: Path) -> dict[int, CheckpointManifest | UserError]:
-    """Of every checkpoint by step, ascending: the manifest, or why it cannot be read."""
+    """For every step, ascending: the manifest, or the error that keeps it from being read."""
     manifests: dict[int, CheckpointManifest | UserError] = {}
     for step in saved_steps(run_dir):
         try:
@@ -27,7 +27,7 @@ def read_manifests(run_dir: Path) -> dict[int, CheckpointManifest | UserError]:
 
 
 def table(run_dir: Path, manifests: dict[int, CheckpointManifest | UserError]) -> str:
-    """A line for each checkpoint; then what else lies there."""
+    """One line per checkpoint, then the other folders beside them."""
     reasons = _reasons_to_keep(manifests)
     rows = [_COLUMNS]
     damaged = []
@@ -43,7 +43,7 @@ def table(run_dir: Path, manifests: dict[int, CheckpointManifest | UserError]) -
 
 
 def details(folder: Path, manifest: CheckpointManifest) -> str:
-    """The state that a checkpoint holds, a value a line."""
+    """The state of a checkpoint, one value per line."""
     state, data = manifest.state, manifest.state.data
     model = state.config["model"]
     switches = ", ".join(f"{name}={value}" for name, value in model["switches"].items())
@@ -74,7 +74,7 @@ def details(folder: Path, manifest: CheckpointManifest) -> str:
 
 
 def size_text(count: int) -> str:
-    """Bytes in the unit that suits them."""
+    """A number of bytes in a readable unit."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -82,7 +82,7 @@ def size_text(count: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Names and sentences come from files: what would move a terminal's cursor is shown as a question mark."""
+    """Names and messages come from files: characters that would control a terminal become question marks."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -90,7 +90,7 @@ def _row(folder: Path, manifest: CheckpointManifest, reason: str) -> tuple[str, 
     state = manifest.state
     try:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / MANIFEST).stat().st_mtime))
-    except (OSError, OverflowError, ValueError):  # removed meanwhile, or of a year that no calendar has
+    except (OSError, OverflowError, ValueError):  # removed meanwhile, or a time beyond the calendar
         written = "?"
     return (
         str(state.step),
@@ -105,7 +105,7 @@ def _row(folder: Path, manifest: CheckpointManifest, reason: str) -> tuple[str, 
 
 
 def _reasons_to_keep(manifests: dict[int, CheckpointManifest | UserError]) -> dict[int, str]:
-    """By step, why the retention of the newest readable checkpoint's config keeps it."""
+    """Step -> why retention keeps it, by the config of the newest readable checkpoint."""
     readable = [manifest for manifest in manifests.values() if isinstance(manifest, CheckpointManifest)]
     if not readable:
         return {}
@@ -129,7 +129,7 @@ def _best_text(state: RunState) -> str:
 
 
 def _others(run_dir: Path) -> list[str]:
-    """Folders beside the checkpoints that are none."""
+    """Folders beside the checkpoints that are not checkpoints."""
     meanings = {
         ".saving-*": "is being saved, or was when the run ended",
         ".removing-*": "is being removed, or was when the run ended",

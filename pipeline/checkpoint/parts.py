@@ -1,4 +1,4 @@
-"""A checkpoint's files: safetensors with named stretches of flattened tensors, written with a checksum, read by stretch."""
+"""A checkpoint's safetensors files: named slices of flattened tensors, written with a checksum and read slice by slice."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from pipeline.checkpoint.manifest import FileRecord
 BUFFER = "buffer"
 _DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
 _DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"}
-_CHUNK = 16 << 20
+_CHUNK = 16 << 20  # bytes per checksum update and write: large against a system call, small against a part
 
 
-def stretch_key(quantity: str, name: str, start: int) -> str:
-    """Under which a stretch is stored, for example ``exp_avg/head.weight/4096``."""
+def slice_key(quantity: str, name: str, start: int) -> str:
+    """The key of a slice, such as ``exp_avg/head.weight/4096``."""
     return f"{quantity}/{name}/{start}"
 
 
 def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
-    """Write tensors as a safetensors file and wait until it is on the disk.
+    """Write tensors to a safetensors file and sync it.
 
-    The library's own writer would hold the interpreter while it copies, and give no checksum.
+    The library's own writer holds the GIL while it copies, and computes no checksum.
 
     Args:
         path: the file.
         tensors: on the CPU, contiguous.
 
     Raises:
-        OSError: the disk is full, for example; then there is no file.
+        OSError: the disk is full, for example; the file is then removed.
     """
     header, offset = {}, 0
     for key, tensor in tensors.items():
@@ -77,47 +77,47 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class Parts:
-    """Reads stretches from all files of a checkpoint, each from wherever it was saved.
+    """Reads slices from the files of a checkpoint, however it was sharded when it was saved.
 
-    The files are mapped into memory: they must be whole (:func:`~pipeline.checkpoint.whole.find_damage`).
+    The files are memory-mapped, so they must be intact (:func:`~pipeline.checkpoint.whole.find_damage`).
 
     Args:
-        folder: the checkpoint's.
+        folder: of the checkpoint.
         names: of its files.
 
     Raises:
-        ValueError: a tensor in them is none that a checkpoint has.
-        safetensors.SafetensorError: one is no safetensors file.
-        OSError: one cannot be read.
+        ValueError: a file has a tensor that does not belong in a checkpoint.
+        safetensors.SafetensorError: a file is not a safetensors file.
+        OSError: a file cannot be read.
     """
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         self._files = [safe_open(folder / name, framework="pt") for name in names]
-        self._stretches: dict[tuple[str, str], list[tuple[int, int, str]]] = defaultdict(list)
+        self._slices: dict[tuple[str, str], list[tuple[int, int, str]]] = defaultdict(list)
         for number, file in enumerate(self._files):
             for key in file.keys():  # noqa: SIM118 - not a dict
                 quantity, name, start = key.split("/")
                 if quantity != BUFFER and len(file.get_slice(key).get_shape()) != 1:
-                    raise ValueError(f"{key} is no stretch of a flattened tensor")
-                self._stretches[quantity, name].append((int(start), number, key))
-        for pieces in self._stretches.values():
+                    raise ValueError(f"{key} is not a slice of a flattened tensor")
+                self._slices[quantity, name].append((int(start), number, key))
+        for pieces in self._slices.values():
             pieces.sort()
 
     def names(self, quantity: str) -> list[str]:
-        """Of the tensors that have this quantity."""
-        return [name for have, name in self._stretches if have == quantity]
+        """Names of the tensors with this quantity."""
+        return [name for have, name in self._slices if have == quantity]
 
-    def stretches(self, quantity: str) -> dict[str, list[tuple[int, int]]]:
-        """Where a quantity's stretches lie, ascending: name -> (first number, how many). Reads headers only."""
+    def slices(self, quantity: str) -> dict[str, list[tuple[int, int]]]:
+        """The slices of a quantity: name -> [(offset, count), ...], ascending. Reads headers only."""
         found = {}
-        for (have, name), pieces in self._stretches.items():
+        for (have, name), pieces in self._slices.items():
             if have == quantity:
                 sizes = (self._files[number].get_slice(key).get_shape() for _, number, key in pieces)
                 found[name] = [(start, math.prod(shape)) for (start, _, _), shape in zip(pieces, sizes)]
         return found
 
     def read(self, quantity: str, name: str, start: int, count: int) -> Tensor:
-        """Numbers ``start`` to ``start + count`` of a flattened tensor.
+        """Elements ``start`` to ``start + count`` of a flattened tensor, joined from as many slices as needed.
 
         Returns:
             (count,)
@@ -125,7 +125,7 @@ class Parts:
         Raises:
             KeyError: some of them are in no file.
         """
-        pieces = self._stretches.get((quantity, name), [])
+        pieces = self._slices.get((quantity, name), [])
         found, at = [], start
         first = max(0, bisect_right([piece[0] for piece in pieces], start) - 1)
         for piece_start, number, key in pieces[first:]:
@@ -141,12 +141,12 @@ class Parts:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_buffer(self, name: str) -> Tensor:
-        """A buffer, whole.
+        """A buffer in full.
 
         Raises:
             KeyError: it is in no file.
         """
-        if (BUFFER, name) not in self._stretches:
+        if (BUFFER, name) not in self._slices:
             raise KeyError(f"the buffer {name}")
-        ((_, number, key),) = self._stretches[BUFFER, name]
+        ((_, number, key),) = self._slices[BUFFER, name]
         return self._files[number].get_tensor(key)

@@ -1,10 +1,10 @@
-"""Saving: the run is held up for a copy in memory only; the files are written beside the training and appear all at once."""
+"""Asynchronous saving: the training waits for a copy in memory; files are written in the background and published at once."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import shutil
-import sys
 import threading
 import time
 import uuid
@@ -26,40 +26,41 @@ from pipeline.errors import UserError
 from pipeline.files import check_space, disk_reason, replace_text, sync_folder
 from pipeline.optim.ema import WeightAverage
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two attempts; each pause is twice the one before
-_LAST_ATTEMPT = 10.0  # seconds for it to end when another process has failed
+_log = logging.getLogger(__name__)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts, doubling: at most ~15 in the default retry_seconds
+_LAST_ATTEMPT = 10.0  # seconds for a write in progress to end once another rank has failed, so that its folder can be removed
 
 
 @dataclass
 class _Saving:
-    """A checkpoint on its way."""
+    """A checkpoint in progress."""
 
-    folder: Path  # hidden
+    folder: Path  # hidden until it is published
     state: RunState
     shapes: dict[str, list[int]]
-    record: FileRecord | None = None  # of this process's file, once it is on the disk
-    error: str | None = None  # why it never will be
+    record: FileRecord | None = None  # of this rank's file, once it is on disk
+    error: str | None = None  # why it could not be written
 
 
 class Saver:
-    """Writes the checkpoints of a run.
+    """Saves the checkpoints of a run.
 
-    Each process copies its stretches (:func:`~pipeline.checkpoint.held.held`) and writes them to a file in a hidden folder
-    from a thread. When all have told each other that theirs is on the disk, the main process writes the manifest and renames
-    the folder. What dies in between leaves a hidden folder, which the next start removes.
+    Each rank copies its slices (:func:`~pipeline.checkpoint.held.held`) to host memory, and a thread writes them to a file in a
+    hidden folder. When the ranks agree that every file is on disk, rank 0 writes the manifest and renames the folder. A crash
+    in between leaves a hidden folder, which the next start removes.
 
-    A write that fails is tried again for ``checkpoint.retry_seconds``; then all processes stop with the reason.
+    A failed write is retried for ``checkpoint.retry_seconds``; then all ranks stop with the reason.
 
     Args:
         run_dir: the run folder.
-        world: all processes.
-        config: what stays on the disk, and for how long a write is tried.
-        agreement: by which the processes tell each other.
-        waiting: called again and again while the training waits for a save, as a sign that this is no hang.
+        world: all ranks.
+        config: retention, and how long a write is retried.
+        agreement: by which the ranks exchange their status.
+        waiting: called repeatedly while the training waits for a save, to report that it does not hang.
 
     Attributes:
-        started: saves so far.
-        stall_seconds: that the last save held up the training, with the wait for the one before.
+        started: saves started so far.
+        stall_seconds: how long the last save blocked the training, including the wait for the save before it.
     """
 
     def __init__(
@@ -72,33 +73,33 @@ class Saver:
     ) -> None:
         self._run_dir, self._world, self._config, self._agreement = run_dir, world, config, agreement
         self._waiting = waiting
-        # Processes of an earlier start may live on for a while: their files must not meet ours in one hidden folder.
+        # Ranks of an earlier start may live on for a while: their files must not end up in our hidden folder.
         self._token = world.gather(uuid.uuid4().hex[:8])[0]
         self._copies = HostCopies()
         self._saving: _Saving | None = None
         self._thread: threading.Thread | None = None
         self._publishing: threading.Thread | None = None
         self._publish_error: str | None = None
-        self._given_up = threading.Event()  # another process cannot write: it is no use to try again
+        self._given_up = threading.Event()  # another rank cannot write: retries are pointless
         self.started = 0
         self.stall_seconds = 0.0
 
     @property
     def written(self) -> int:
-        """How many saves this process has on the disk."""
+        """The number of saves that this rank has on disk."""
         return self.started - (self._saving is not None and self._saving.record is None)
 
     @property
     def failed(self) -> bool:
-        """Whether this process cannot write."""
+        """Whether this rank has given up writing."""
         return (self._saving is not None and self._saving.error is not None) or self._publish_error is not None
 
     def save(self, engine, ema: WeightAverage | None, state: RunState) -> None:
-        """Begin to save; every process must call, between two steps. An earlier save is completed first."""
+        """Start a save between two steps; an earlier one is completed first. Collective."""
         began = time.perf_counter()
         self.finish()
         folder = self._run_dir / FOLDER / f"{SAVING}{state.step:08d}-{self._token}"
-        tensors = self._copies.take(saved_tensors(engine, ema, self._world))  # the thread has done with those before
+        tensors = self._copies.take(saved_tensors(engine, ema, self._world))  # the thread no longer reads the previous copies
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
         self._saving = saving = _Saving(folder, state, shapes)
         self.started += 1
@@ -107,10 +108,13 @@ class Saver:
         self.stall_seconds = time.perf_counter() - began
 
     def settle(self, agreed: Agreed) -> None:
-        """Once a step, with what all processes know: publish what is written everywhere, or fail together.
+        """Publish a save that every rank has written, or fail on all ranks. Call once per step. Collective.
+
+        Args:
+            agreed: the status of all ranks.
 
         Raises:
-            UserError: a process cannot write its part; earlier checkpoints are unharmed.
+            UserError: a rank cannot write its part; earlier checkpoints are intact.
         """
         if agreed.save_failed:
             self._fail_on_all()
@@ -118,7 +122,7 @@ class Saver:
             self._complete()
 
     def finish(self) -> None:
-        """Wait until the last save is complete; every process must call.
+        """Wait until the last save is published. Collective.
 
         Raises:
             UserError: as in :meth:`settle`.
@@ -133,22 +137,22 @@ class Saver:
             self._fail_on_all()
 
     def _fail_on_all(self) -> NoReturn:
-        """Give the save up on every rank, with the sentence of the first that could not write. Collective."""
+        """Abandon the save on every rank, with the message of the first that could not write. Collective."""
         reason = self._saving.error if self._saving and self._saving.error else self._publish_error
         self._given_up.set()
         if self._thread:
             self._thread.join(_LAST_ATTEMPT)
         reasons = [text for text in self._world.gather(reason) if text]
-        if self._saving and self._world.is_main:  # the space is wanted
+        if self._saving and self._world.is_main:  # frees the space
             shutil.rmtree(self._saving.folder, ignore_errors=True)
         self._saving = self._publish_error = None
         raise UserError(
-            f"{reasons[0]}; free some space or restore the folder, then give the same command again: earlier checkpoints are whole."
+            f"{reasons[0]}; free some space or restore the folder, then give the same command again: earlier checkpoints are intact."
         )
 
     def _wait(self) -> None:
         self._waiting()
-        time.sleep(0.005)
+        time.sleep(0.005)  # short against a save, and no load on the CPU
 
     def _complete(self) -> None:
         saving, self._saving = self._saving, None
@@ -159,14 +163,14 @@ class Saver:
             self._publishing.start()
 
     def _write(self, saving: _Saving, tensors: dict[str, Tensor]) -> None:
-        """In a thread: this process's file, tried again while there is time."""
+        """Thread: write this rank's file, with retries."""
         path = saving.folder / f"part-{self._world.rank:05d}.safetensors"
 
         def attempt() -> FileRecord:
             if self._given_up.is_set():
-                raise InterruptedError(errno.EINTR, "another process cannot write its part")
+                raise InterruptedError(errno.EINTR, "another rank cannot write its part")
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Half a checkpoint would take the space that the log's rows need. The parts of all ranks are equal.
+            # A partial checkpoint would take the space that the log needs. All ranks' parts have about the same size.
             check_space(path.parent, self._world.size * sum(each.nbytes for each in tensors.values()))
             return write_part(path, tensors)
 
@@ -175,15 +179,15 @@ class Saver:
             saving.record = self._persist(attempt, path)
         except OSError as error:
             saving.error = f"{path} could not be written for {time.monotonic() - began:.0f} s ({disk_reason(path, error)})"
-        except Exception as error:  # whatever it is, the others must hear of it: they wait for this file
+        except Exception as error:  # whatever it is, the other ranks must learn of it: they wait for this file
             saving.error = f"{path} could not be written ({type(error).__name__}: {error})"
 
     def _publish(self, folder: Path, manifest: CheckpointManifest) -> None:
-        """In a thread of the main process: the manifest, the name, and what is too old goes."""
+        """Thread of rank 0: write the manifest, rename the folder, apply retention."""
         state, target = manifest.state, step_folder(self._run_dir, manifest.state.step)
 
         def attempt() -> None:
-            if folder.exists() or not target.exists():  # else an attempt has renamed it, and failed after that
+            if folder.exists() or not target.exists():  # else an earlier attempt renamed it and failed later
                 replace_text(folder / MANIFEST, manifest.to_text())
                 sync_folder(folder)
                 publish(folder, target)
@@ -202,7 +206,7 @@ class Saver:
             self._publish_error = f"{target} could not be completed ({type(error).__name__}: {error})"
 
     def _persist(self, attempt: Callable[[], Any], path: Path) -> Any:
-        """Repeat an attempt that the file system refuses, until ``retry_seconds`` have passed."""
+        """Retry an attempt that fails with an ``OSError``, for ``retry_seconds``."""
         deadline, pause, warned = time.monotonic() + self._config.retry_seconds, _FIRST_PAUSE, False
         while True:
             try:
@@ -213,11 +217,7 @@ class Saver:
                     raise
                 if not warned:
                     warned = True
-                    print(
-                        f"warning: {path} cannot be written ({disk_reason(path, error)}); trying again for {left:.0f} s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    _log.warning(f"{path} cannot be written ({disk_reason(path, error)}); trying again for {left:.0f} s")
                 if self._given_up.wait(min(pause, left)):
                     raise
                 pause = min(2 * pause, _LONGEST_PAUSE)

@@ -1,4 +1,4 @@
-"""A trained model from wherever it is: a run folder, one of its checkpoints, or an exported file."""
+"""Load a trained model from a run folder, one of its checkpoints, or an exported file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pipeline.models.weights.exported import SUFFIX, read_exported
 
 @dataclass(frozen=True)
 class Trained:
-    """Weights, and what they were trained for."""
+    """Weights and the config they were trained with."""
 
     config: Config
-    classes: list[str]  # what each output is for
+    classes: list[str]  # class names by output index
     step: int
     kind: str  # "model" or "ema"
     weights: dict[str, Tensor]
@@ -31,11 +31,11 @@ class Trained:
         """The model with these weights, in eval mode on the CPU.
 
         Args:
-            switches: other settings of its switches than in training; None: those.
+            switches: replace those of the training; None: keep them.
 
         Raises:
             UserError: unknown switches.
-            RuntimeError: with these switches it has other parameters.
+            RuntimeError: these switches change the model's parameters.
         """
         its = self.config.model
         model = create_model(its.name, its.num_classes, its.image_size, switches=its.switches if switches is None else switches)
@@ -49,11 +49,10 @@ def read_trained(source: Path, step: int | str | None = None, kind: str | None =
     Args:
         source: a run folder, one of its checkpoints, or a file that ``python -m pipeline.checkpoint export`` wrote.
         step: which checkpoint of the run, a number or ``best``; None: the newest.
-        kind: ``model`` or ``ema``; None: the average where the run kept one, else the model's (of ``best`` those that were
-            best), or those of the file.
+        kind: ``model`` or ``ema``; None: as in :func:`pipeline.checkpoint.read_weights`, or those of the file.
 
     Raises:
-        UserError: there is no such thing, it is damaged, or its weights are not finite.
+        UserError: there is no such model, it is damaged, or its weights are not finite.
     """
     if source.suffix != SUFFIX or source.is_dir():
         if source.is_file():

@@ -1,4 +1,4 @@
-"""Plain weights out of a checkpoint, for all that is not a training."""
+"""Weights of a checkpoint as plain state dicts, for evaluation, export, fine-tuning and distillation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class SavedWeights:
     state: RunState
     model: dict[str, Tensor]
     ema: dict[str, Tensor] | None
-    default: str = "model"  # "model" or "ema": what is taken where nobody says which; see read_weights
+    default: str = "model"  # "model" or "ema", when none is asked for; see read_weights
 
     def choose(self, kind: str | None = None) -> dict[str, Tensor]:
-        """``model`` or ``ema``; None: the default ones.
+        """The weights of ``kind``, ``model`` or ``ema``; None: the default.
 
         Raises:
             UserError: the run kept no average, or the weights are not finite.
@@ -44,18 +44,18 @@ class SavedWeights:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """What a fine-tuning begins with."""
+    """Weights to initialize a fine-tuning run."""
 
-    weights: dict[str, Tensor]  # under our names or the authors'
-    classes: list[str] | None  # what the outputs are for, by index; None: not known
-    what: str  # in words: which weights of which step
+    weights: dict[str, Tensor]  # with this project's tensor names or the authors'
+    classes: list[str] | None  # class names by output index; None: unknown
+    what: str  # for the log: which weights of which step
 
 
 def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
-    """Read the weights of a checkpoint, compared with its checksums.
+    """Read and verify the weights of a checkpoint.
 
-    Where nobody says which weights are meant, they are those of the average that the run kept, else the model's; of the best
-    checkpoint, asked for as such, those that were best. That is one rule for evaluation, export, fine-tuning and distillation.
+    The default weights, for evaluation, export, fine-tuning and distillation alike, are the average if the run kept one, else
+    the model's; for ``best``, those that scored best.
 
     Args:
         path: a run folder, or one of its checkpoints.
@@ -76,7 +76,7 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
     def whole(quantity: str) -> dict[str, Tensor]:
         tensors = {}
         for name, shape in manifest.shapes.items():
-            # A copy: what is only mapped would follow the file when that is changed later.
+            # A copy: a memory-mapped tensor would change with the file.
             tensors[name] = parts.read(quantity, name, 0, torch.Size(shape).numel()).reshape(shape).clone()
         seen.check()
         return {**tensors, **buffers}
@@ -88,14 +88,14 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
 
 
 def read_initial_weights(source: Path) -> InitialWeights:
-    """The weights that fine-tuning begins with.
+    """Read the initial weights of a fine-tuning run.
 
     Args:
-        source: a run folder or one of its checkpoints, or a file with a state dict: one that ``export`` wrote, another
-            safetensors file, or what ``torch.save`` wrote, where a training checkpoint has it as ``model`` or ``state_dict``.
+        source: a run folder, one of its checkpoints, or a file with a state dict: from ``export``, another safetensors file, or
+            from ``torch.save``, at the top level or under ``model`` or ``state_dict``.
 
     Raises:
-        UserError: there is no such thing, it cannot be read, or it is something else.
+        UserError: it does not exist, cannot be read, or holds no state dict.
     """
     if source.is_dir():
         saved = read_weights(source)
@@ -108,9 +108,9 @@ def read_initial_weights(source: Path) -> InitialWeights:
             return InitialWeights(weights, None, f"{len(weights)} tensors")
         return InitialWeights(weights, its.classes, f"{its.weights} weights of step {its.step}")
     try:
-        with torch.serialization.safe_globals([Namespace]):  # in the papers' checkpoints: their command line, plain values
+        with torch.serialization.safe_globals([Namespace]):  # the papers' checkpoints hold their command line so
             saved = torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling damaged bytes raises anything
+    except Exception as error:  # unpickling damaged bytes can raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             reason = f"it also holds a {foreign[1]}, which could run code"

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are as they were written, and still are when they have been read."""
+"""Whether the files of a checkpoint are intact, and unchanged while they are read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import xxhash
 from pipeline.checkpoint.manifest import CheckpointManifest, FileRecord, RunState, open_own
 from pipeline.errors import UserError
 
-_CHUNK = 16 << 20
+_CHUNK = 16 << 20  # bytes per read
 
-_Marks = tuple[int, int, int, int]  # device, inode, bytes, time of the last change: another file, or other content, has others
+_Marks = tuple[int, int, int, int]  # device, inode, size, modification time: they differ for another file or other content
 
 
 def checksum(path: Path) -> FileRecord:
-    """Of a file as it is now.
+    """Name, size and XXH3-128 of a file as it is now.
 
     Raises:
-        UserError: it is no regular file.
+        UserError: it is not a regular file.
         OSError: it cannot be read.
     """
     digest, size = xxhash.xxh3_128(), 0
@@ -31,18 +31,18 @@ def checksum(path: Path) -> FileRecord:
 
 
 def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) -> list[str]:
-    """Compare files with what was written.
+    """Compare files with their records in the manifest.
 
     Args:
-        folder: the checkpoint's.
-        files: of its manifest, all or some.
-        contents: read them; else only see that they are there and how long they are.
+        folder: of the checkpoint.
+        files: the records, all or some.
+        contents: verify checksums; else only existence and size.
 
     Returns:
-        A sentence for each that differs, naming it.
+        A sentence for each file that differs.
 
     Raises:
-        OSError: a file cannot be read now, which says nothing about what is in it.
+        OSError: a file cannot be read now, which says nothing about its contents.
     """
     sentences = []
     for written in files:
@@ -57,28 +57,28 @@ def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) ->
         except FileNotFoundError:
             sentences.append(f"{path} is missing")
         except UserError as error:
-            sentences.append(error.problem)  # each caller has its own remedy
+            sentences.append(error.problem)  # the caller adds its own remedy
     return sentences
 
 
 def find_all_damage(folder: Path, manifest: CheckpointManifest) -> list[str]:
-    """A sentence for each file that is not as it was written, and if there is none, for each number that is in none of them.
+    """A sentence for each damaged file; if there is none, for each gap in what the files cover.
 
     Raises:
         OSError: a file cannot be read now.
     """
-    from pipeline.checkpoint.completeness import find_gaps  # needs PyTorch
+    from pipeline.checkpoint.completeness import find_gaps  # imports PyTorch
 
     return find_damage(folder, manifest.files) or find_gaps(folder, manifest)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A checkpoint's files as they lay there before they were compared with their checksums.
+    """The state of a checkpoint's files before they were verified.
 
-    They are read once for the checksums and once more for the weights, of which a process takes but some. So whoever reads them
-    looks first, compares, reads, and then sees with :meth:`check` that all are the same files with the same content still. A change
-    that restores the time of the last change is not noticed; nor can anyone be held up who may also write new checksums.
+    The files are read twice: for their checksums, and then for the slices that a rank needs. So a reader calls :meth:`look`,
+    verifies, reads, and calls :meth:`check` to see that nothing was replaced or changed in between. A change that restores the
+    modification time goes undetected; and whoever can write the folder can also write matching checksums.
     """
 
     folder: Path
@@ -86,12 +86,12 @@ class Seen:
 
     @classmethod
     def look(cls, folder: Path, files: list[FileRecord]) -> Seen:
-        """At those that are there."""
+        """Record the files that exist."""
         found = {file.name: _marks(folder / file.name) for file in files}
         return cls(folder, {name: marks for name, marks in found.items() if marks})
 
     def check(self) -> None:
-        """See that nothing was changed since.
+        """Check that nothing has changed since.
 
         Raises:
             UserError: a file was replaced, changed, moved or removed.
@@ -106,7 +106,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verified:
-    """A checkpoint whose every file is as it was written: what is loaded is what is in this folder, whatever its manifest says."""
+    """An intact checkpoint, with the state of its files when they were verified."""
 
     folder: Path
     manifest: CheckpointManifest
@@ -120,6 +120,6 @@ class Verified:
 def _marks(path: Path) -> _Marks | None:
     try:
         found = path.stat()
-    except OSError:  # comparing it says why
+    except OSError:  # find_damage reports why
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -257,6 +257,11 @@ class LogConfig(Section):
     """Log every sample that each rank trains on, with a digest of its augmentation (samples/ in output_dir)."""
 
 
+# Added to progress_timeout for collectives. The heartbeat needs up to progress_timeout + 10 s to name a rank that hangs; a
+# collective that timed out first would be reported in its place. The rest is slack for a slow store and ranks that start late.
+_HEARTBEAT_MARGIN = 120.0
+
+
 class DistributedConfig(Section):
     """When the other ranks declare a rank lost."""
 
@@ -264,6 +269,11 @@ class DistributedConfig(Section):
     """Seconds without a heartbeat after which the other ranks declare a rank lost and exit; the job scripts wait 120 seconds for that."""
     progress_timeout: Annotated[float, Field(ge=5, le=MAX_SECONDS, allow_inf_nan=False)] = 1800
     """Seconds that a live rank may spend on one unit of progress (a step, an evaluation batch, a save)."""
+
+    @property
+    def collective_timeout(self) -> float:
+        """Seconds that a collective may wait for a rank: longer than the heartbeat needs to name the one that hangs."""
+        return self.progress_timeout + _HEARTBEAT_MARGIN
 
 
 class Config(Section):

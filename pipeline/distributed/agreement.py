@@ -1,4 +1,4 @@
-"""Processes that act together: an error of one becomes the error of all, and all stop, or complete a save, at the same step."""
+"""Collective decisions: the error of one rank is raised on all, and all stop, or publish a checkpoint, at the same step."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.distributed.world import World
+from pipeline.distributed.world import DEFAULT_TIMEOUT, World
 from pipeline.errors import UserError
 
 Result = TypeVar("Result")
 
 
 def do_in_main(action: Callable[[], Result], world: World) -> Result | None:
-    """Let the main process do something, such as writing a file; every process must call.
+    """Run an action, such as writing a file, on rank 0 alone while the others wait. Collective.
 
     Args:
-        action: what it does; the other processes do nothing meanwhile.
-        world: all processes.
+        action: runs on rank 0.
+        world: all ranks.
 
     Returns:
-        In the main process what the action returned, None in the others.
+        The action's result on rank 0, None elsewhere.
 
     Raises:
-        UserError: in every process: what the action raised in the main one.
+        UserError: on every rank, if the action raised one.
     """
     result = failure = None
     if world.is_main:
@@ -40,58 +40,64 @@ def do_in_main(action: Callable[[], Result], world: World) -> Result | None:
 
 
 def raise_on_all(error: UserError | None, world: World) -> None:
-    """Raise in every process what at least one of them has met; every process must call.
+    """Raise on every rank if any rank has an error. Collective.
 
     Args:
-        error: what this process has met, or None.
-        world: all processes.
+        error: this rank's, or None.
+        world: all ranks.
 
     Raises:
-        UserError: the sentence of the first process, by rank, that has one.
+        UserError: the message of the lowest rank that has one.
     """
     failed = torch.tensor(float(error is not None), device=world.device)
-    if world.sum(failed):  # seldom: gathering objects is slow
+    if world.sum(failed):  # rare: gathering objects is slow
         raise next(UserError(sentence) for sentence in world.gather(str(error) if error else None) if sentence)
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all processes know of each other; the same on each at the same exchange."""
+    """The status of all ranks together; identical on each rank at the same exchange."""
 
-    stop: int  # the signal that a process was sent, or 0
-    save_failed: bool  # one cannot write its part of a checkpoint
-    written: int  # saves that all have on the disk
+    stop: int  # the signal that some rank received, or 0
+    save_failed: bool  # some rank cannot write its part of a checkpoint
+    written: int  # saves that every rank has on disk
 
 
 class Agreement:
-    """Exchanges a few numbers over CPU connections of its own, beside what the GPUs send each other.
+    """Asynchronous status exchange over a gloo group of its own, apart from the GPUs' traffic.
 
-    An exchange begins at one call and its result comes with the next one. So nobody waits, and all still act at the same
-    step. Every process must call equally often.
+    Each call starts an all-reduce and returns the result of the one before: no rank waits, yet all act at the same step.
+    Collective: every rank must make the same calls.
 
     Args:
-        patience: seconds that an exchange may wait for a process.
+        timeout: seconds that an exchange may wait for a rank.
 
     Raises:
-        UserError: the processes cannot reach each other.
+        UserError: the ranks cannot reach each other.
     """
 
-    def __init__(self, patience: float = 1800) -> None:
+    def __init__(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         try:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(
-                f"the processes cannot connect their CPUs ({reason}): set GLOO_SOCKET_IFNAME to the network interface between the nodes, "
+                f"the ranks cannot connect over gloo ({reason}): set GLOO_SOCKET_IFNAME to the network interface between the nodes, "
                 f"such as eth0 (ip addr lists them)."
             ) from None
-        self._work, self._values = None, torch.zeros(3, dtype=torch.int64)
+        self._work: dist.Work | None = None
+        self._values = torch.zeros(3, dtype=torch.int64)  # stop, save_failed, -written: the maximum of the last is its minimum
 
     def exchange(self, stop: int = 0, save_failed: bool = False, written: int = 0) -> Agreed:
-        """Tell the others how this process stands.
+        """Exchange status with all ranks. Collective.
+
+        Args:
+            stop: the signal that this rank received, or 0.
+            save_failed: this rank cannot write its part of a checkpoint.
+            written: saves that this rank has on disk.
 
         Returns:
-            What all had told at the call before.
+            The status as of the previous call.
         """
         self._wait()
         values = self._values.tolist()
@@ -101,7 +107,7 @@ class Agreement:
         return result
 
     def ask(self, yes: bool) -> bool:
-        """Whether anyone says yes; all wait for the answer. Afterwards nothing is under way."""
+        """Whether any rank says yes. Collective and blocking; no exchange is pending afterwards."""
         self._wait()
         value = torch.tensor([int(yes)])
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)

@@ -1,4 +1,4 @@
-"""Plain data from every process to every process, as JSON: what a process receives is read, never run, as a pickle would be."""
+"""All-gather of plain data as JSON: unlike a pickle, a message that is received is parsed, never executed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import torch.distributed as dist
 
 from pipeline.errors import UserError
 
-LARGEST = 64 << 20  # bytes that one process may send; the notes of a run are a thousandth of it
+LARGEST = (
+    64 << 20
+)  # bytes per rank and message; a run's own are a thousandth of it, and a forged length must not exhaust the memory
 
 
 def gather_json(value: object, size: int, device: torch.device) -> list:
-    """``value`` of every process, in rank order, on every process; every process must call.
+    """All-gather ``value``, in rank order. Collective.
 
     Args:
         value: None, numbers, strings, and lists and dicts of them with strings as keys. Tuples arrive as lists.
-        size: the number of processes.
+        size: the world size.
         device: where the backend wants its tensors.
 
     Raises:
-        UserError: in every process: what one has sent is no JSON, or larger than ``LARGEST``.
+        UserError: on every rank: a message is not JSON, or larger than ``LARGEST``.
         TypeError: ``value`` is not such data.
     """
     _refuse_other_keys(value)
@@ -49,13 +51,13 @@ def _read(text: bytes, rank: int) -> object:
         return json.loads(text.decode("ascii"))  # json.dumps writes nothing else
     except (ValueError, RecursionError):
         raise UserError(
-            f"rank {rank} sent {text[:20]!r}..., JSON needed: all processes must run the same version; if they do, see the repository's docs/security.md, "
+            f"rank {rank} sent {text[:20]!r}..., JSON needed: all ranks must run the same version; if they do, see the repository's docs/security.md, "
             f"somebody else may be writing to this port."
         ) from None
 
 
 def _refuse_other_keys(value: object) -> None:
-    """JSON would turn a number that is a key into a string without a word."""
+    """JSON would silently turn a number that is a key into a string."""
     if isinstance(value, dict):
         wrong = [key for key in value if not isinstance(key, str)]
         if wrong:

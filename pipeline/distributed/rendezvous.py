@@ -1,7 +1,7 @@
-"""How the processes find each other and know that they belong together: one key-value store, kept by rank 0's process.
+"""Rendezvous: the ranks meet at a key-value store that rank 0 hosts, and authenticate each other.
 
-On one machine (MASTER_ADDR is a loopback address) nothing listens where another machine could reach it. On several nodes the store
-and the connections of gloo and NCCL are open to the network between them: ``docs/security.md``.
+On one machine (MASTER_ADDR is a loopback address) nothing listens on the network. On several nodes the store and the
+connections of gloo and NCCL are reachable from the network between them: ``docs/security.md``.
 """
 
 from __future__ import annotations
@@ -22,21 +22,28 @@ from pipeline.distributed.exchange import gather_json
 from pipeline.distributed.signing import is_signed, job_secret, signature
 from pipeline.errors import NotConnected, UserError
 
-_NAME_PATIENCE = 10.0  # seconds for a name service that does not answer at once
-_BACKLOG = 2048  # processes that may connect at the same moment
+_RESOLVE_TIMEOUT = 10.0  # seconds of retries while the name service answers "try again", as it does when a job has just started
+_PROBE_TIMEOUT = 10.0  # seconds for one TCP connection to rank 0's node; a firewall that drops packets answers nothing at all
+_BACKLOG = 2048  # pending connections: all ranks of a large job connect at the same moment
 _ARRIVED = "arrived"
 _PURPOSE = "membership"
 
 
 def connect(backend: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
-    """Make the default process group of all processes, each of which has shown that it knows the job's secret.
+    """Create the default process group; every rank proves that it knows the job's secret. Collective.
+
+    Args:
+        backend: "nccl" or "gloo".
+        rank, size: of this process, and the world size.
+        device: of this rank.
+        timeout: of the rendezvous, and of every later collective.
 
     Raises:
-        UserError: there is no secret, or a process does not know it.
-        NotConnected: a process could not be reached within ``timeout``.
+        UserError: there is no secret, or a rank does not know it.
+        NotConnected: a rank could not be reached within ``timeout``.
     """
     if size == 1:
-        # A world of one needs no port, and must not fail because another run on this machine took it.
+        # A single process needs no port, and must not fail because another run on this machine took it.
         _stay_on_loopback()
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
@@ -44,22 +51,22 @@ def connect(backend: str, rank: int, size: int, device: torch.device, timeout: t
     if _is_loopback(os.environ["MASTER_ADDR"]):
         _stay_on_loopback()
     store = _host_store(size, timeout) if rank == 0 else _reach_store(rank, timeout.total_seconds())
-    # As DeepSpeed would: NCCL connects now, not in the first step.
+    # Eager initialization, as DeepSpeed does: NCCL connects now, not in the first step.
     binding = {"device_id": device} if device.type == "cuda" else {}
     try:
         store.set(f"{_ARRIVED}/{rank}", "")
-        meeting = dist.PrefixStore("default_pg", store)  # as PyTorch would name it
-        dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=timeout, **binding)
+        prefixed = dist.PrefixStore("default_pg", store)  # as PyTorch would name it
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeout, **binding)
         prove_membership(secret, rank, size, device)
     except RuntimeError as error:  # all that PyTorch raises; UserError is none
         raise NotConnected(_why(error, store, rank, size)) from None
 
 
 def store_client(timeout: float) -> dist.TCPStore:
-    """One more connection to the job's store.
+    """Open another connection to the job's store.
 
     Args:
-        timeout: seconds that a request may take.
+        timeout: seconds per request.
     """
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -71,15 +78,15 @@ def store_client(timeout: float) -> dist.TCPStore:
 
 
 def prove_membership(secret: bytes, rank: int, size: int, device: torch.device) -> None:
-    """Each process shows that it knows the secret, without showing it: it signs numbers that the others drew just now.
+    """Challenge and response: each rank signs fresh random numbers of all ranks, which does not reveal the secret. Collective.
 
     Raises:
-        UserError: one does not.
+        UserError: a rank does not know the secret.
     """
-    drawn = gather_json(secrets.token_hex(16), size, device)
-    shown = gather_json(signature(secret, _PURPOSE, str(rank), str(drawn)), size, device)
-    for other, proof in enumerate(shown):
-        if not is_signed(proof, secret, _PURPOSE, str(other), str(drawn)):
+    challenge = gather_json(secrets.token_hex(16), size, device)
+    proofs = gather_json(signature(secret, _PURPOSE, str(rank), str(challenge)), size, device)
+    for other, proof in enumerate(proofs):
+        if not is_signed(proof, secret, _PURPOSE, str(other), str(challenge)):
             raise UserError(
                 f"the process that came as rank {other} does not know the secret of this job, which all of its processes need: start them with "
                 f"one launcher, and if you did, see the repository's docs/security.md, a stranger can reach this port."
@@ -87,14 +94,14 @@ def prove_membership(secret: bytes, rank: int, size: int, device: torch.device) 
 
 
 def _is_loopback(address: str) -> bool:
-    """Of the address as it is written: a node's own name may resolve to loopback on that node alone."""
+    """Whether the address as written is loopback: a node's own name may resolve to loopback on that node alone."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return address == "localhost"
 
 
 def _stay_on_loopback() -> None:
-    """Make gloo and NCCL listen where no other machine reaches them, unless the user has chosen an interface."""
+    """Bind gloo and NCCL to the loopback interface, unless the user has chosen another."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
@@ -117,7 +124,7 @@ def _host_store(size: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """On the loopback address, or on all: by which of its addresses other nodes know this one is not known here."""
+    """Listen on loopback, or on all interfaces: which of its addresses other nodes use is unknown here."""
     family, _, _, _, place = _resolve(address, port)
     if _is_loopback(address):
         return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
@@ -129,29 +136,29 @@ def _listen(address: str, port: int) -> socket.socket:
         return socket.create_server(("", port), backlog=_BACKLOG)  # a machine without IPv6
 
 
-def _reach_store(rank: int, patience: float) -> dist.TCPStore:
+def _reach_store(rank: int, timeout: float) -> dist.TCPStore:
     """Connect to rank 0, which may still be starting."""
     address, port = _meeting_point()
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while True:
         family, kind, protocol, _, place = _resolve(address, port)
         try:
-            with socket.socket(family, kind, protocol) as probe:  # the store's own attempts write C++ tracebacks
-                probe.settimeout(10)
+            with socket.socket(family, kind, protocol) as probe:  # the store's own attempts would print C++ tracebacks
+                probe.settimeout(_PROBE_TIMEOUT)
                 probe.connect(place)
-            return store_client(patience)
+            return store_client(timeout)
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
                 reason = (error.strerror or "no answer") if isinstance(error, OSError) else "no answer"
                 raise NotConnected(
-                    f"rank {rank} found nobody at MASTER_ADDR:MASTER_PORT {address}:{port} for {patience:.0f} s ({reason}), rank 0 needed there: "
+                    f"rank {rank} found nobody at MASTER_ADDR:MASTER_PORT {address}:{port} for {timeout:.0f} s ({reason}), rank 0 needed there: "
                     f"see whether it has started (its log) and whether a firewall stands between the nodes."
                 ) from None
-            time.sleep(0.2)
+            time.sleep(0.2)  # rank 0 may still be starting; thousands of ranks may ask
 
 
 def _resolve(address: str, port: int) -> tuple:
-    deadline = time.monotonic() + _NAME_PATIENCE
+    deadline = time.monotonic() + _RESOLVE_TIMEOUT
     while True:
         try:
             found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -163,18 +170,18 @@ def _resolve(address: str, port: int) -> tuple:
                     f"MASTER_ADDR is {address!r}, which cannot be found ({reason}), a host name or address of rank 0's node needed: "
                     f"start with the repository's launch/local.sh or sbatch, or correct it."
                 ) from None
-            time.sleep(1)
+            time.sleep(1)  # EAI_AGAIN: the name service asks for a retry
 
 
 def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> str:
-    """In a sentence: who has not come, if that can still be asked."""
+    """The message of a failed rendezvous; names the missing ranks if the store still answers."""
     missing = []
     with contextlib.suppress(RuntimeError):  # the store may be what was lost
         missing = [str(other) for other in range(size) if not store.check([f"{_ARRIVED}/{other}"])]
     if missing:
         return (
-            f"rank {rank} has waited in vain for {'ranks' if len(missing) > 1 else 'rank'} {', '.join(missing[:8])}"
-            f"{f' and {len(missing) - 8} more' if len(missing) > 8 else ''}, all {size} processes needed: see in their logs why they did not start."
+            f"rank {rank} timed out waiting for {'ranks' if len(missing) > 1 else 'rank'} {', '.join(missing[:8])}"
+            f"{f' and {len(missing) - 8} more' if len(missing) > 8 else ''}, all {size} ranks needed: see in their logs why they did not start."
         )
     reason = str(error).partition("\n")[0]
     return (

@@ -1,4 +1,4 @@
-"""Processes: who am I, how do I talk to the others. One process per GPU, or per CPU share where there is none."""
+"""Rank, world size and device of this process. One process per GPU, or per share of the CPU cores where there is none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from pipeline.distributed.exchange import gather_json
 from pipeline.distributed.rendezvous import connect
 from pipeline.errors import UserError
 
-_FROM_SRUN = {  # what srun sets for each task -> the name PyTorch and DeepSpeed read
+DEFAULT_TIMEOUT = 1800.0  # seconds per collective where no run sets its own: torch.distributed's default for gloo
+_log = logging.getLogger(__name__)
+_FROM_SRUN = {  # set by srun for each task -> read by PyTorch and DeepSpeed
     "SLURM_PROCID": "RANK",
     "SLURM_STEP_NUM_TASKS": "WORLD_SIZE",
     "SLURM_LOCALID": "LOCAL_RANK",
@@ -26,44 +28,44 @@ _FROM_SRUN = {  # what srun sets for each task -> the name PyTorch and DeepSpeed
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of the job."""
+    """This process's place in the job, and the collectives that need no more than that."""
 
     rank: int
     size: int
     device: torch.device
-    cpu_threads: int  # this process's share of the node's cores
+    cpu_threads: int  # this rank's share of the node's cores
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes logs and files."""
+        """Whether this is rank 0, which writes logs and files."""
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait for all ranks. Collective."""
         dist.barrier()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over processes, in place, on the world's device."""
+        """All-reduce: the sum over all ranks, in place, on the world's device. Collective."""
         dist.all_reduce(values)
         return values
 
     def gather(self, value: object) -> list:
-        """``value`` of every process, in rank order, on every process: plain data, see :func:`pipeline.distributed.exchange.gather_json`."""
+        """All-gather plain data in rank order, see :func:`pipeline.distributed.exchange.gather_json`. Collective."""
         return gather_json(value, self.size, self.device)
 
 
-def init_world(patience: float = 1800) -> World:
-    """Find rank and world size, choose the device, connect the processes through DeepSpeed.
+def init_world(timeout: float = DEFAULT_TIMEOUT) -> World:
+    """Find rank and world size, choose the device, initialize torch.distributed and DeepSpeed. Collective.
 
-    Sources, in this order: RANK and WORLD_SIZE (``launch/local.sh``), a Slurm step (``srun``), else a world of one.
+    Sources, in this order: RANK and WORLD_SIZE (``launch/local.sh``), a Slurm step (``srun``), else a single process.
 
     Args:
-        patience: seconds that a collective operation may wait for a process. Who is hung is for the heartbeat to say, so this
-            should be more than its ``progress_timeout``: PyTorch would end those who wait.
+        timeout: seconds that a collective may wait for a rank. A run passes ``distributed.collective_timeout``, so that the
+            heartbeat names a rank that hangs before PyTorch ends those that wait for it.
 
     Raises:
         UserError: several processes, but a variable they need is missing or malformed.
-        NotConnected: they did not find each other.
+        NotConnected: the ranks did not find each other.
     """
     _read_environment()
     world_size = _integer("WORLD_SIZE", 1)
@@ -81,30 +83,29 @@ def init_world(patience: float = 1800) -> World:
         local_size = _integer("LOCAL_WORLD_SIZE", 1, world_size)
         cpu_threads = max(1, usable // local_size)
     else:
-        # Slurm may have bound this task to its own cores: its share is what Slurm says, and dividing once more is wrong.
+        # Slurm may have bound this task to its own cores already: dividing them once more would be wrong.
         local_size = _slurm_tasks_per_node() or world_size
         share = _integer("SLURM_CPUS_PER_TASK", 1) if os.environ.get("SLURM_CPUS_PER_TASK") else max(1, usable // local_size)
         cpu_threads = min(usable, share)
     if torch.cuda.is_available():
         device = torch.device("cuda", _gpu_index(local_rank, local_size))
         torch.cuda.set_device(device)
-        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's number
-        torch.backends.cudnn.allow_tf32 = False  # Φp is wanted in full precision: with TF32 it is off by up to 5 %
+        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's index
+        torch.backends.cudnn.allow_tf32 = False  # Φp needs full fp32: TF32 gives errors of up to 5 %
     else:
         _refuse_unusable_gpu()
         if rank == 0 and _slurm_granted_gpus():
-            print(
-                "note: Slurm granted this task GPUs, but PyTorch finds none: running on the CPU (--gpus-per-node=0 asks for none)",
-                flush=True,
+            _log.info(
+                "note: Slurm granted this task GPUs, but PyTorch finds none: running on the CPU (--gpus-per-node=0 asks for none)"
             )
         device = torch.device("cpu")
         torch.set_num_threads(cpu_threads)
-    _connect("nccl" if device.type == "cuda" else "gloo", rank, world_size, device, timedelta(seconds=patience))
+    _connect("nccl" if device.type == "cuda" else "gloo", rank, world_size, device, timedelta(seconds=timeout))
     return World(rank, world_size, device, cpu_threads)
 
 
 def _gpu_index(local_rank: int, local_size: int) -> int:
-    """This process's GPU among those it sees: all of the node's, or its own alone where Slurm binds one to each task."""
+    """Index of this rank's GPU among the visible ones: all of the node's, or one where Slurm binds a GPU to each task."""
     visible = torch.cuda.device_count()
     if visible == 1 and "SLURM_STEP_ID" in os.environ:
         return 0
@@ -116,12 +117,12 @@ def _gpu_index(local_rank: int, local_size: int) -> int:
 
 
 def _slurm_granted_gpus() -> bool:
-    """Whether this task was given GPUs. SLURM_JOB_GPUS does not tell: under --exclusive it names all of the node's, asked for or not."""
+    """Whether this task was granted GPUs. SLURM_JOB_GPUS does not tell: under --exclusive it lists all GPUs of the node."""
     return bool(os.environ.get("SLURM_STEP_GPUS") and os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _refuse_unusable_gpu() -> None:
-    """A GPU beside a PyTorch that cannot use it is a mistake in the installation, not a wish to train on the CPU."""
+    """A GPU that PyTorch cannot use is an installation error, not a request to train on the CPU."""
     if os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         remedy = "install the CUDA build with `make install HAS_GPU=1` in the repository"
         if torch.version.cuda:
@@ -142,7 +143,7 @@ def _integer(name: str, low: int, high: int = 2**31) -> int:
 
 
 def _read_environment() -> None:
-    """Fill RANK, WORLD_SIZE and LOCAL_RANK, which DeepSpeed insists on even for one process."""
+    """Set RANK, WORLD_SIZE and LOCAL_RANK, which DeepSpeed requires even for one process."""
     if "RANK" in os.environ:
         missing = [name for name in _FROM_SRUN.values() if name not in os.environ]
         if missing:
@@ -161,7 +162,7 @@ def _read_environment() -> None:
 
 
 def _slurm_tasks_per_node() -> int | None:
-    """Of SLURM_STEP_TASKS_PER_NODE, for example "8(x2)" or "3,2": the largest count, to be on the safe side."""
+    """The largest count in SLURM_STEP_TASKS_PER_NODE, such as "8(x2)" or "3,2": no node then starts too many threads."""
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not text:
         return None
@@ -174,22 +175,22 @@ def _slurm_tasks_per_node() -> int | None:
 
 
 def _connect(backend: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
-    # DeepSpeed 0.19 still calls what PyTorch 2.13 renamed; nothing a user could do about it.
+    # DeepSpeed 0.19 calls functions that PyTorch 2.13 deprecates; users cannot change that.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     connect(backend, rank, size, device, timeout)
     with quiet_deepspeed():
         import deepspeed
 
-        # DeepSpeed would compile a shared-memory extension that only inference uses: a minute, and a build
+        # DeepSpeed would compile a shared-memory extension that only inference uses: it takes a minute, and a build
         # that is killed leaves a lock on which every later start hangs.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(dist_backend=backend, timeout=timeout)  # takes the process group that is there
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout)  # uses the existing process group
 
 
 @contextlib.contextmanager
 def quiet_deepspeed():
-    """Silence DeepSpeed's progress chatter; warnings and errors still come through."""
+    """Hide DeepSpeed's info messages; warnings and errors still appear."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     yield
     from deepspeed.utils import logger  # importing deepspeed resets the level
@@ -198,6 +199,6 @@ def quiet_deepspeed():
 
 
 def disconnect() -> None:
-    """Leave the process group, so that the interpreter ends cleanly."""
+    """Destroy the process group, so that the interpreter exits cleanly."""
     if dist.is_initialized():
         dist.destroy_process_group()

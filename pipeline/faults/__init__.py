@@ -1,14 +1,13 @@
-"""What may befall a run in flight, and what follows.
+"""Fault detection and recovery.
 
-================== ======================================================================
-``stop_signal.py`` SIGTERM, SIGUSR1 or SIGHUP: all save and end
-``heartbeat.py``   signs of life between the processes; who learns that one is lost ends
-``notices.py``     where those signs stand, and which of them count
-``signing.py``     the job's secret, and signatures made with it
-``lost_ranks.py``  the judgement: which of them is lost, and since which step
-``nonfinite.py``   a gradient that is not finite: skipped, or all that repeats the step
-``restart.py``     may the job start again?
-================== ======================================================================
+================== =======================================================================
+``stop_signal.py`` cooperative shutdown on SIGTERM, SIGUSR1 and SIGHUP
+``heartbeat.py``   heartbeats between the ranks; all exit when one is lost
+``notices.py``     the signed messages behind it, in the job's key-value store
+``lost_ranks.py``  the failure detector: which rank is lost, and where it was last seen
+``restart.py``     whether the job script may requeue the job
+================== =======================================================================
 
-Checkpoints are ``pipeline.checkpoint``'s; how the processes act at the same step is ``pipeline.distributed.agreement``'s.
+Elsewhere: checkpoints in ``pipeline.checkpoint``, non-finite gradients in ``pipeline.run.nonfinite``, and how all ranks
+stop at the same step in ``pipeline.distributed.agreement``.
 """

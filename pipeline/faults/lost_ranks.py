@@ -1,7 +1,7 @@
-"""Which process of the run is lost: judged from the signs of life that all give. No threads, no clock, no network here.
+"""Failure detector: which rank is lost, judged from the heartbeats of all. No threads, no clock, no network.
 
-Time is counted in seconds during which the judge itself was awake and saw that nothing changed. So neither a jump of the
-wall clock nor a judge that was itself stopped for a while makes others look silent.
+Time counts only while the detector itself was running and saw no change. So neither a jump of the wall clock nor a suspension
+of the detecting process makes other ranks look silent.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from pipeline.config import DistributedConfig
 from pipeline.distributed.signing import printable
 from pipeline.errors import RANK_LOST, USER_ERROR
 
-BROKEN_PATIENCE = 5.0  # seconds of silence that are enough once a connection was seen to break: the floor of silence_timeout
-EXIT_CODES = frozenset({USER_ERROR, RANK_LOST, 130})  # for the others of a job; 130: Ctrl-C. Never success.
-_LONGEST = {"host": 255, "doing": 100, "words": 2000, "sentence": 4000}  # characters
+BROKEN_SILENCE_LIMIT = 5.0  # seconds; the minimum of silence_timeout, which it replaces once a collective has failed
+EXIT_CODES = frozenset({USER_ERROR, RANK_LOST, 130})  # that a rank may pass to the others; 130: Ctrl-C. Never success.
+_LONGEST = {"host": 255, "doing": 100, "words": 2000, "sentence": 4000}  # characters that are printed of a message's fields
 _AGAIN = "then start the same command again, it goes on from the newest checkpoint."
 
 
 class Status(str, Enum):
-    """Of a process in the run."""
+    """Of a rank."""
 
     RUNNING = "running"
-    BROKEN = "broken"  # a collective operation failed; waits to hear who was lost
-    INFORMED = "informed"  # knows the verdict and ends
-    LEFT = "left"  # came to its normal end
-    ENDED = "ended"  # ended with an error, which it tells
+    BROKEN = "broken"  # a collective failed; waits for the verdict
+    INFORMED = "informed"  # has read the verdict and exits
+    LEFT = "left"  # finished normally
+    ENDED = "ended"  # failed, and reports its error
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A process's sign of life, sent once per beat."""
+    """A heartbeat, sent by each rank once per beat."""
 
     rank: int
     host: str = "unknown"
     pid: int = 0
-    beat: int = 0  # counts up: a change is the sign of life
+    beat: int = 0  # counts up: a change shows that the rank lives
     step: int = 0
     doing: str = "starting"
-    calls: int = 0  # of Heartbeat.at in this step; all processes make the same ones, so who has fewer is behind
+    calls: int = 0  # of Heartbeat.at in this step; all ranks make the same ones, so a rank with fewer is behind
     status: Status = Status.RUNNING
-    words: str = ""  # the error, if BROKEN or ENDED
-    exit_code: int = RANK_LOST  # for the others, if ENDED
+    words: str = ""  # the error message, if BROKEN or ENDED
+    exit_code: int = RANK_LOST  # for the other ranks, if ENDED
 
     @property
     def who(self) -> str:
@@ -74,7 +74,7 @@ class Verdict:
 
     sentence: str
     exit_code: int = RANK_LOST
-    hanging: tuple[int, ...] = ()  # ranks that live and shall show where they hang
+    hanging: tuple[int, ...] = ()  # ranks that are alive and should print where they hang
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -93,7 +93,7 @@ class Verdict:
 
 
 def _read(text: str, example: dict) -> dict:
-    """The fields of a note, of the example's types: words fit to be printed, an exit code that is one."""
+    """The validated fields of a message: the example's types, printable text, a known exit code."""
     fields = json.loads(text)
     if not isinstance(fields, dict) or fields.keys() != example.keys():
         raise ValueError(f"the fields {', '.join(example)} needed")
@@ -110,37 +110,37 @@ def _read(text: str, example: dict) -> dict:
 
 
 def connection_lost(first: Sign, how: str) -> Verdict:
-    """Rank 0, which keeps the store through which all hear of each other, is out of reach.
+    """The verdict that rank 0, which hosts the store, is unreachable.
 
     Args:
-        first: its last sign.
-        how: "... and how it was noticed".
+        first: its last heartbeat.
+        how: how that was noticed; continues a sentence that begins with the rank.
     """
     return Verdict(
-        f"{first.who} {how}; its last sign came from {first.place}: see on its node what became of it (its log, dmesg, a lost network), {_AGAIN}"
+        f"{first.who} {how}; its last heartbeat came from {first.place}: find the cause on its node (its log, dmesg, the network), {_AGAIN}"
     )
 
 
 class Judge:
-    """Watches signs, says who is lost.
+    """Watches heartbeats and decides which rank is lost.
 
     Args:
-        config: the time limits.
+        config: the timeouts.
     """
 
     def __init__(self, config: DistributedConfig) -> None:
         self._config = config
         self._signs: dict[int, Sign] = {}
         self._silent: dict[int, float] = {}  # rank -> seconds without a new beat
-        self._still: dict[int, float] = {}  # rank -> seconds at the same place
-        self._broken = 0.0  # seconds since the first broken collective
+        self._still: dict[int, float] = {}  # rank -> seconds without progress
+        self._broken = 0.0  # seconds since the first failed collective
 
     def observe(self, signs: Sequence[Sign], seconds: float) -> None:
-        """Take in what was read.
+        """Add the newest heartbeats.
 
         Args:
-            signs: the latest of each watched process.
-            seconds: for which the judge was awake since it read the ones before.
+            signs: the latest of each watched rank.
+            seconds: since the last call, without time in which this process was suspended.
         """
         for sign in signs:
             last = self._signs.get(sign.rank, Sign(sign.rank, beat=-1))
@@ -155,22 +155,22 @@ class Judge:
         return [sign for sign in self._signs.values() if sign.status in statuses]
 
     @property
-    def patience(self) -> float:
-        """Seconds of silence that are too many."""
-        usual = self._config.silence_timeout
-        return min(usual, BROKEN_PATIENCE) if self._with(Status.BROKEN) else usual
+    def silence_limit(self) -> float:
+        """Seconds without a new beat after which a rank counts as lost."""
+        limit = self._config.silence_timeout
+        return min(limit, BROKEN_SILENCE_LIMIT) if self._with(Status.BROKEN) else limit
 
     @property
     def all_left(self) -> bool:
-        """Whether every process came to its normal end."""
+        """Whether every rank finished normally."""
         return len(self._with(Status.LEFT)) == len(self._signs)
 
     def uninformed(self, beat: float) -> list[int]:
-        """Ranks that live, as far as one beat of ``beat`` seconds tells, and do not yet know that the run ends."""
+        """Ranks that were alive within the last three beats of ``beat`` seconds and have not read the verdict yet."""
         return [sign.rank for sign in self._with(Status.RUNNING, Status.BROKEN) if self._silent[sign.rank] < 3 * beat]
 
     def verdict(self) -> Verdict | None:
-        """Why the run has to end, None while all is well."""
+        """Why the run must end, or None."""
         return self._ended() or self.silent() or self._broken_for_no_reason() or self._hanging()
 
     def _ended(self) -> Verdict | None:
@@ -179,37 +179,38 @@ class Judge:
         return None
 
     def silent(self) -> Verdict | None:
-        """A process whose beats stopped: killed, stopped, its node or its network gone."""
+        """A rank whose heartbeats stopped: killed, suspended, or cut off with its node or network."""
         watched = self._with(Status.RUNNING, Status.BROKEN)
         worst = max(watched, key=lambda sign: self._silent[sign.rank], default=None)
-        if worst is None or self._silent[worst.rank] < self.patience:
+        if worst is None or self._silent[worst.rank] < self.silence_limit:
             return None
         seconds = self._silent[worst.rank]
+        # Ranks of one node fall silent together, but the detector reads them up to a few beats apart: above 0.6 is "together".
         others = [sign.rank for sign in watched if sign is not worst and self._silent[sign.rank] > 0.6 * seconds]
         also = f" (and so did {_ranks(others)})" if others else ""
         return Verdict(
-            f"{worst.who} gave no sign of life for {seconds:.0f} s{also}; its last sign came from {worst.place}: see on its node what became "
-            f"of it (its log, dmesg, a lost network), {_AGAIN}"
+            f"{worst.who} gave no sign of life for {seconds:.0f} s{also}; its last heartbeat came from {worst.place}: find the cause on its node "
+            f"(its log, dmesg, the network), {_AGAIN}"
         )
 
     def _hanging(self) -> Verdict | None:
-        """All live and nobody moves on. Who waits for a process that hangs got further than it did."""
+        """All ranks are alive but none makes progress. Those that wait for the hung rank got further than it did."""
         running = self._with(Status.RUNNING)
         if not running or min(self._still[sign.rank] for sign in running) < self._config.progress_timeout:
             return None
         return self._behind(
-            f"has not moved on for {{seconds:.0f}} s (distributed.progress_timeout {self._config.progress_timeout:g})"
+            f"has made no progress for {{seconds:.0f}} s (distributed.progress_timeout {self._config.progress_timeout:g})"
         )
 
     def _broken_for_no_reason(self) -> Verdict | None:
-        """A collective failed, but everybody lives: it timed out, or the network between two others is cut."""
-        if self._broken < 2 * BROKEN_PATIENCE:
+        """A collective failed, but all ranks are alive: it timed out, or the network between two of them is cut."""
+        if self._broken < 2 * BROKEN_SILENCE_LIMIT:  # a rank that was lost would have fallen silent by now
             return None
         broken = self._with(Status.BROKEN)[0]
         return self._behind(f"is furthest behind, and a collective operation of {broken.who} failed ({broken.words})")
 
     def _behind(self, what: str) -> Verdict:
-        """Names the process that is furthest behind; none, if all are at the same place."""
+        """The verdict that names the rank furthest behind, or says that all are at the same place."""
         running = self._with(Status.RUNNING, Status.BROKEN)
         place = {sign.rank: (sign.step, sign.calls) for sign in running}
         last = min(running, key=lambda sign: (place[sign.rank], -self._still[sign.rank]))
@@ -218,12 +219,12 @@ class Judge:
         if len(running) > 1 and place[far.rank] == place[last.rank]:
             return Verdict(
                 f"{last.who} {what}, like all the others: at {last.place}, none is ahead, so the fault lies between them "
-                f"(network, driver) or in what they all wait for; see the traceback, {_AGAIN}",
+                f"(network, driver) or in something they all wait for; see the traceback, {_AGAIN}",
                 hanging=(last.rank,),
             )
         others = f", while rank {far.rank} waits at {far.place}" if far is not last else ""
         return Verdict(
-            f"{last.who} {what}: it is at {last.place}{others}; see its traceback, or raise the limit if it only was slow, {_AGAIN}",
+            f"{last.who} {what}: it is at {last.place}{others}; see its traceback, or raise the limit if it was merely slow, {_AGAIN}",
             hanging=(last.rank,),
         )
 

@@ -1,7 +1,8 @@
-"""What the processes write for each other into the job's store, and what of it counts: signed notes alone.
+"""Signed messages between the ranks, in the job's key-value store.
 
-Anyone who reaches the store can write into it and delete from it. So a note without the job's signature, an older one that is
-shown again, or none where one was, is not read: it is named once, the last good one stands, and whose it is writes it again.
+Whoever reaches the store can write to it and delete from it. So a message without a valid signature, a replayed one, or the
+absence of one that was there, is reported once and otherwise ignored: the last valid message stands, and its owner writes it
+again.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from pipeline.faults.lost_ranks import Sign, Verdict
 Note = TypeVar("Note", Sign, Verdict)
 _VERDICT = "heartbeat/verdict"
 _SIGN_OF_LIFE, _LAST_WORD = "sign of life", "verdict"  # purposes of a signature
-_SHOWN = 60  # characters of a forged note
+_SHOWN = 60  # characters of a forged message in the warning
 
 
 class Notices:
-    """The signs of life and the verdict.
+    """Reads and writes heartbeats and the verdict.
 
     Args:
-        store: a connection of this object's own.
+        store: a connection used by nothing else.
         secret: the job's.
-        rank: of this process; rank 0 alone names what is forged, and writes the verdict.
+        rank: of this process; rank 0 alone reports forgeries, and writes the verdict.
     """
 
     def __init__(self, store: dist.TCPStore, secret: bytes, rank: int) -> None:
         self._store, self._secret, self._rank = store, secret, rank
-        self._signs: dict[int, Sign] = {0: Sign(0, os.environ["MASTER_ADDR"])}  # the last good one of each
-        self._own: dict[str, bytes] = {_VERDICT: b""} if rank == 0 else {}  # what stands under this process's keys
+        self._signs: dict[int, Sign] = {0: Sign(0, os.environ["MASTER_ADDR"])}  # the last valid one of each rank
+        self._own: dict[str, bytes] = {_VERDICT: b""} if rank == 0 else {}  # what this rank has written under its keys
         self._named: set[str] = set()
 
     def write_sign(self, sign: Sign) -> None:
@@ -44,17 +45,17 @@ class Notices:
         self._write(_VERDICT, seal(self._secret, _LAST_WORD, _VERDICT, verdict.to_json()))
 
     def wait_until_written(self) -> None:
-        """Until what was written has arrived."""
+        """Block until the store has processed what was written."""
         self._store.check([_VERDICT])
 
     def read(self, ranks: Sequence[int]) -> tuple[list[Sign], Verdict | None]:
-        """The newest good sign of each, one with beat 0 of who has written none; and the verdict, if there is one.
+        """The newest valid heartbeat of each rank, with beat 0 if it has sent none; and the verdict, if there is one.
 
         Raises:
             RuntimeError: the store does not answer.
         """
         keys = [_VERDICT, *map(_key, ranks)]
-        if not self._store.check(keys):  # multi_get would wait for a key that is not there yet, or was deleted
+        if not self._store.check(keys):  # multi_get would block on a key that does not exist yet, or was deleted
             for key in keys:
                 self._store.compare_set(key, "", "")
         verdict, *signs = self._store.multi_get(keys)
@@ -90,7 +91,8 @@ class Notices:
             f"strangers from that port."
         )
         with suppress(OSError):  # the terminal may be gone
-            os.write(2, f"{sentence}\n".encode())  # the main thread may hold the lock of sys.stderr
+            # Not through the logger: this is a thread, and a main thread that hangs may hold a lock of sys.stderr.
+            os.write(2, f"{sentence}\n".encode())
 
 
 def _parse(kind: type[Note], content: str | None) -> Note | None:

@@ -1,11 +1,10 @@
-"""May a run that was stopped start again? The job script asks before it requeues its job.
+"""Decide whether a run that stopped may be restarted. The job script asks before it requeues its job.
 
     python -m pipeline.faults.restart --exit-code 75 --config pervit_t
     python -m pipeline.faults.restart --exit-code 137 --config pervit_t output_dir=runs/other
 
-Exit code 0: yes, and the restart is written down in ``restarts.json`` of the run folder. Exit code 1: no, for the reason that
-is printed. A run whose last three restarts all began at the checkpoint that is still the newest one makes no progress: what stops
-it, a fourth restart would not mend.
+Exit code 0: yes, and the restart is recorded in ``restarts.json`` in the run folder. Exit code 1: no, with the reason printed.
+A run whose last three restarts all began at the checkpoint that is still the newest makes no progress, and is not restarted.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from pipeline.errors import PREEMPTED, RANK_LOST, UserError
 from pipeline.files import replace_text
 
 RESTARTS = "restarts.json"
-LIMIT = 3  # restarts in a row that may begin at the same checkpoint
+LIMIT = 3  # consecutive restarts from one checkpoint: fewer would give up on two bad nodes in a row, more burn node hours
 
 
 @dataclass(frozen=True)
 class Restart:
-    """One line of ``restarts.json``."""
+    """An entry of ``restarts.json``."""
 
     time: str  # ISO 8601, UTC
-    job: str  # Slurm's number, ARRAY_TASK in a job array; it stays the same over all restarts
-    restart: int  # Slurm's count for this job, from 1
-    exit_code: int  # that the training ended with
-    step: int | None  # of the checkpoint that the restart begins at; None: from the beginning
+    job: str  # Slurm's job id, ARRAY_TASK in a job array; it survives a requeue
+    restart: int  # Slurm's restart count of this job, from 1
+    exit_code: int  # of the training
+    step: int | None  # of the checkpoint that the restart resumes from; None: from scratch
 
 
 def allow_restart(run_dir: Path, job: str, number: int, exit_code: int) -> Restart:
-    """Write the next restart of a job down.
+    """Record the next restart of a job.
 
     Args:
-        run_dir: the run folder; created where the training did not come that far.
-        job: restarts of other jobs do not count: whoever submits again may have mended the cause.
+        run_dir: the run folder; created if the training did not get that far.
+        job: restarts of other jobs do not count: whoever submits again may have fixed the cause.
         number: of this restart.
-        exit_code: that the training ended with.
+        exit_code: of the training.
 
     Raises:
         UserError: no progress over the last :data:`LIMIT` restarts, or a file that cannot be read.
-        OSError: the restart cannot be written down, so it could not be counted.
+        OSError: the restart cannot be recorded, so it could not be counted.
     """
     path = run_dir / RESTARTS
     restarts = read_restarts(path)
@@ -69,7 +68,7 @@ def allow_restart(run_dir: Path, job: str, number: int, exit_code: int) -> Resta
 
 
 def read_restarts(path: Path) -> list[Restart]:
-    """The restarts of a run so far, none if there is no file.
+    """The restarts of a run so far; empty if there is no file.
 
     Raises:
         UserError: the file is not what :func:`write_restarts` writes.
@@ -83,13 +82,13 @@ def read_restarts(path: Path) -> list[Restart]:
 
 
 def write_restarts(path: Path, restarts: list[Restart]) -> None:
-    """Replace the file in one step: a job that is killed meanwhile leaves the old one or the new one."""
+    """Replace the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, "[\n" + ",\n".join(json.dumps(asdict(restart)) for restart in restarts) + "\n]\n")
 
 
 def reason(exit_code: int) -> str:
-    """What an exit code of the training says, in words."""
+    """An exit code of the training in words."""
     if exit_code == PREEMPTED:
         return "stopped by a signal"
     if exit_code == RANK_LOST:
@@ -101,10 +100,9 @@ def reason(exit_code: int) -> str:
 
 
 def job_name(environment: Mapping[str, str]) -> str | None:
-    """The name under which ``scontrol`` knows this job alone: one task of a job array has the array's number as its own.
+    """The job id for ``scontrol``; None outside of a job.
 
-    Returns:
-        Slurm's number, ARRAY_TASK in a job array; None outside of a job.
+    In a job array ARRAY_TASK: the id of one of its tasks equals the id of the whole array.
     """
     if "SLURM_ARRAY_JOB_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
@@ -126,16 +124,16 @@ def _place(step: int | None) -> str:
 
 def main() -> int:
     parser = command_parser("pipeline.faults.restart", __doc__)
-    parser.add_argument("--exit-code", required=True, type=int, help="that the training ended with")
-    parser.add_argument("--config", required=True, type=Path, help="the training's")
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the training's")
+    parser.add_argument("--exit-code", required=True, type=int, help="the training's exit code")
+    parser.add_argument("--config", required=True, type=Path, help="the training's config")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the training's overrides")
     args = parser.parse_args()
     job = job_name(os.environ) or "none"
     ended = f"{reason(args.exit_code)} (exit code {args.exit_code})"
     try:
         config = load_config(args.config, args.overrides)
         restart = allow_restart(Path(config.output_dir), job, _earlier_restarts() + 1, args.exit_code)
-    except Exception as error:  # whatever it is, the job script needs an answer, and its log a sentence
+    except Exception as error:  # whatever it is, the job script needs an answer, and its log a reason
         print(f"no restart of job {job}: {ended}, and {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1
     print(f"restart {restart.restart} of job {job}: {ended}, begins {_place(restart.step)}", flush=True)

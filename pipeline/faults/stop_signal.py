@@ -1,20 +1,21 @@
-"""The wish of a cluster, a terminal or a launcher that this process ends soon."""
+"""Cooperative shutdown on SIGTERM, SIGUSR1 and SIGHUP."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-LAUNCHER = "PERVIT_LAUNCHER_PID"  # set by launch/local.sh, whose death is a SIGTERM for its ranks
-ALONE_SECONDS = 60  # that a rank may take to end where no launcher is left to see to it; launch/local.sh waits as long
+LAUNCHER = "PERVIT_LAUNCHER_PID"  # set by launch/local.sh, whose death sends SIGTERM to its ranks
+ALONE_SECONDS = 60  # grace period once the launcher is gone; launch/local.sh itself waits as long before it kills its ranks
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGUSR1, by which a cluster asks a job to end soon, and SIGHUP: the terminal was closed; the
-    training looks at it between two steps.
+    """Records SIGTERM and SIGUSR1, which a cluster sends before it ends a job, and SIGHUP of a closed terminal. The training
+    loop checks it between steps.
 
-    A context manager; the former handlers come back at its end, unless a signal has come: clusters repeat it, and the second one
-    must not change the exit code of a process that is about to end. SIGHUP stays ignored where it was (``nohup``).
+    A context manager. On exit it restores the former handlers, or ignores these signals if one was received: clusters repeat
+    them, and a second one must not change the exit code of a process that is shutting down. An ignored SIGHUP (``nohup``) stays
+    ignored.
 
     Attributes:
         received: the signal's number, or 0.
@@ -38,4 +39,4 @@ class StopSignal:
         self.received = number
         parent = str(os.getppid())
         if os.environ.get(LAUNCHER, parent) != parent:
-            signal.alarm(ALONE_SECONDS)  # SIGALRM ends the process, even inside a collective operation that never ends
+            signal.alarm(ALONE_SECONDS)  # SIGALRM ends the process even inside a collective that hangs

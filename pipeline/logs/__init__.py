@@ -1,11 +1,13 @@
-"""What a run writes into its folder besides checkpoints.
+"""What a run records besides checkpoints.
 
 ======================== ====================================================================
+``console.py``           the handler of the package's logger; progress lines
+``run_log.py``           ``metrics.jsonl``: a row per step and per evaluation
+``event_file.py``        TensorBoard scalars and images
+``pictures.py``          those images: training batches, peripheral attention
 ``run_files.py``         ``config.yaml`` and ``environment.json``: how it was started
-``run_log.py``           ``metrics.jsonl`` and the console: a row per step and per evaluation
-``event_file.py``        TensorBoard's curves and images
-``pictures.py``          the images: training batches, peripheral attention
-``sample_log.py``        every sample that each process trained on (``log.samples``)
-``bad_sample_report.py`` images that could not be used, each named once
+``sample_log.py``        every sample that each rank trained on (``log.samples``)
+``bad_sample_report.py`` samples that cannot be used, each reported once
+``hardware.py``          peak FLOP/s, bf16 support and memory of the device
 ======================== ====================================================================
 """

@@ -1,21 +1,21 @@
-"""Which samples could not be used, over all processes: each is named once, in the main process's log."""
+"""Samples that could not be used, over all ranks: rank 0 logs a warning for each, once."""
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping
-
-from tqdm import tqdm
 
 from pipeline.distributed.world import World
 
+_log = logging.getLogger(__name__)
+
 
 class BadSampleReport:
-    """The bad samples that all processes have met.
+    """The bad samples that any rank has met.
 
     Args:
-        world: all processes.
-        known: sample -> sentence, of an earlier start's :meth:`state`: these count, and are not named again.
+        world: all ranks.
+        known: sample -> message, from an earlier start's :meth:`state`: these count, but are not reported again.
     """
 
     def __init__(self, world: World, known: Mapping[int, str] | None = None) -> None:
@@ -26,14 +26,14 @@ class BadSampleReport:
         return len(self._known)
 
     def update(self, met: dict[int, str]) -> None:
-        """Add what this process has met, as sample -> sentence; every process must call."""
-        for part in self._world.gather(list(met.items())):  # JSON has no numbers as keys
+        """Add this rank's bad samples, as sample -> message. Collective."""
+        for part in self._world.gather(list(met.items())):  # JSON keys are strings
             for sample, sentence in part:
                 if sample not in self._known:
                     self._known[sample] = sentence
                     if self._world.is_main:
-                        tqdm.write(f"warning: {sentence}", file=sys.stderr)
+                        _log.warning(sentence)
 
     def state(self) -> dict[int, str]:
-        """Sample -> sentence of all so far, the same in every process; what a checkpoint keeps."""
+        """Sample -> message for all so far, the same on every rank; saved in checkpoints."""
         return dict(self._known)

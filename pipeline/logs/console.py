@@ -1,8 +1,13 @@
-"""What a run says to people: one line at a time, above the progress bar if there is one, even where nobody can read it any more."""
+"""The handler of the ``pipeline`` logger: progress to stdout, warnings to stderr, both above the progress bar.
+
+Any module logs to ``logging.getLogger(__name__)``; a command calls :func:`install`. Without it, in a library, Python's defaults
+hold: warnings go to stderr, progress nowhere.
+"""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import time
@@ -11,23 +16,46 @@ from contextlib import suppress
 from tqdm import tqdm
 
 
+class ConsoleHandler(logging.Handler):
+    """A line per record: ``DATE TIME text`` on stdout, or ``warning: text`` on stderr, the form of a command's ``error: text``."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Nothing is caught here: a stream that cannot be written is the command's to judge, see outlive_the_terminal.
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            stream, line = sys.stderr, f"{record.levelname.lower()}: {text}"
+        else:
+            stream, line = sys.stdout, f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(record.created))} {text}"
+        tqdm.write(line, file=stream)
+        stream.flush()
+
+
+def install() -> None:
+    """Send what the package logs, from level INFO, to the console. A second call changes nothing."""
+    logger = logging.getLogger("pipeline")
+    if not any(isinstance(handler, ConsoleHandler) for handler in logger.handlers):
+        logger.addHandler(ConsoleHandler())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # a library that configures the root logger would print every line twice
+
+
 def say(text: str) -> None:
-    """Print a line with the local date and time before it."""
-    tqdm.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
-    sys.stdout.flush()
+    """Log a line of progress, and see that it is shown."""
+    install()
+    logging.getLogger("pipeline").info(text)
 
 
 def is_first_process() -> bool:
-    """Whether this process will be rank 0: for what is said before PyTorch is there to ask."""
+    """Whether this process will be rank 0, before torch.distributed is imported."""
     rank = os.environ.get("SLURM_PROCID", "0") if "SLURM_STEP_ID" in os.environ else "0"
     return os.environ.get("RANK", rank) == "0"
 
 
 def outlive_the_terminal() -> None:
-    """From now on what cannot be printed is dropped: a training does not end because its terminal, or a ``| tee``, is gone."""
+    """Make stdout and stderr drop what cannot be written: a training survives the end of its terminal, or of ``| tee``."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        with suppress(OSError, ValueError, AttributeError):  # closed, or not a file: as it is, then
+        with suppress(OSError, ValueError, AttributeError):  # closed, or not a file: leave it
             raw = _LossyFile(stream.fileno(), "w", closefd=False)
             lossy = io.TextIOWrapper(
                 io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering
@@ -40,12 +68,12 @@ class _LossyFile(io.FileIO):
     def write(self, data: memoryview) -> int | None:
         try:
             return super().write(data)
-        except OSError:  # EIO: the terminal was closed; EPIPE: the reader has ended; ENOSPC: it may be possible again later
+        except OSError:  # EIO: the terminal was closed; EPIPE: the reader has exited; ENOSPC: may pass
             return memoryview(data).nbytes
 
 
 def duration(seconds: float) -> str:
-    """As people say it, two units at most: ``40 s``, ``5 min``, ``1 h 12 min``, ``2 d 3 h``."""
+    """For people, in at most two units: ``40 s``, ``5 min``, ``1 h 12 min``, ``2 d 3 h``."""
     minutes = round(seconds / 60)
     if minutes < 1:
         return f"{seconds:.0f} s"

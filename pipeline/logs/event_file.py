@@ -1,7 +1,8 @@
-"""TensorBoard's curves and images, written at once and in the process itself.
+"""TensorBoard event files, written synchronously.
 
-PyTorch's ``SummaryWriter`` writes from a thread: when its folder is removed or the disk is full, the thread dies with a
-traceback on the screen, and a file that was removed begins anew, without what was in it. Its records are used here, not its thread.
+PyTorch's ``SummaryWriter`` writes from a thread: if its folder is removed or the disk is full, the thread dies with a
+traceback, and a file that was removed is recreated without its former content. This module uses its record format, not its
+thread.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pipeline.files import GrowingFile, write_error
 
 
 class EventFile:
-    """One TensorBoard event file; what is added lies in memory until :meth:`flush`.
+    """One TensorBoard event file; records stay in memory until :meth:`flush`.
 
     Args:
-        folder: created if it does not exist; each start of a run adds a file to it.
-        purge_step: TensorBoard forgets what earlier files say of this step and later ones.
+        folder: created if it does not exist; each start of a run adds a file.
+        purge_step: TensorBoard discards earlier files' records from this step on.
 
     Raises:
         UserError: folder or file cannot be created.
@@ -43,19 +44,19 @@ class EventFile:
         self._add(Event(session_log=SessionLog(status=SessionLog.START)), step=purge_step)
 
     def scalar(self, name: str, value: float, step: int) -> None:
-        """A point of a curve."""
+        """Add a point of a curve."""
         self._add(Event(summary=summary.scalar(name, value)), step)
 
     def image(self, name: str, image: Tensor, step: int) -> None:
-        """A picture: (3, H, W), uint8."""
+        """Add an image (3, H, W), uint8."""
         self._add(Event(summary=summary.image(name, image, dataformats="CHW")), step)
 
     def text(self, name: str, markdown: str, step: int) -> None:
-        """A page of text."""
+        """Add a page of text."""
         self._add(Event(summary=summary.text(name, markdown)), step)
 
     def flush(self, to_disk: bool = False) -> None:
-        """Write what was added; see :meth:`GrowingFile.flush`.
+        """Write the records; see :meth:`GrowingFile.flush`.
 
         Raises:
             UserError: the disk is full, or folder or file were removed.
@@ -63,7 +64,7 @@ class EventFile:
         self._file.flush(to_disk)
 
     def close(self) -> None:
-        """Write what is left, and close.
+        """Flush and close.
 
         Raises:
             UserError: as :meth:`flush`.
@@ -73,5 +74,5 @@ class EventFile:
     def _add(self, event: Event, step: int) -> None:
         event.wall_time, event.step = time.time(), step
         record = io.BytesIO()
-        RecordWriter(record).write(event.SerializeToString())  # length and checksums around it
+        RecordWriter(record).write(event.SerializeToString())  # adds length and checksums
         self._file.add(record.getvalue())

@@ -1,4 +1,4 @@
-"""What the device could do at best, and what the run uses of it."""
+"""Peak FLOP/s, bf16 support and memory of the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-# Dense bf16 tensor-core peak, 1e12 FLOP/s, without sparsity: NVIDIA's data sheets of each product.
+# Dense bf16 tensor-core peak in 1e12 FLOP/s, without sparsity, from NVIDIA's data sheets.
 BF16_PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -24,7 +24,7 @@ BF16_PEAK_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
-# What multiplies bf16 matrices on an x86 CPU, as PyTorch reports it.
+# Instruction sets for bf16 matrix products on x86 CPUs, as PyTorch reports them.
 _BF16_INSTRUCTIONS = {
     "AVX512-BF16": torch.cpu._is_avx512_bf16_supported,
     "AMX": torch.cpu._is_amx_tile_supported,
@@ -32,10 +32,10 @@ _BF16_INSTRUCTIONS = {
 
 
 def native_bf16(device: torch.device) -> tuple[bool, str]:
-    """Whether a device multiplies bf16 matrices with instructions made for it; everything else is emulation, and slow.
+    """Whether a device has bf16 instructions; without them bf16 is emulated, and slow.
 
     Returns:
-        Whether, and why, as half a sentence.
+        The answer, and the reason as half a sentence.
     """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -44,19 +44,19 @@ def native_bf16(device: torch.device) -> tuple[bool, str]:
     found = [name for name, has in _BF16_INSTRUCTIONS.items() if has()]
     if not found:
         return False, "this CPU has no bf16 instructions (AVX512-BF16 or AMX)"
-    # PyTorch multiplies with oneDNN, which heeds ONEDNN_MAX_CPU_ISA.
+    # PyTorch multiplies with oneDNN, which obeys ONEDNN_MAX_CPU_ISA.
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False, f"this CPU has {found[0]}, but ONEDNN_MAX_CPU_ISA={os.environ.get('ONEDNN_MAX_CPU_ISA')} does without"
     return True, f"this CPU has {found[0]}"
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """Peak FLOP/s of one process's device.
+    """Peak FLOP/s of one rank's device.
 
-    Where bf16 is emulated the peak is that of fp32, with whose instructions it is emulated: a share of it stays below 100 %.
+    Emulated bf16 is measured against the fp32 peak, since it runs on fp32 instructions: the utilization stays below 100 %.
 
     Returns:
-        FLOP/s, and where the figure comes from ("data sheet" or "measured").
+        FLOP/s, and the source of the figure ("data sheet" or "measured").
     """
     if device.type == "cuda" and precision == "bf16":
         name = torch.cuda.get_device_name(device)
@@ -69,8 +69,8 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
 
 
 def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """The best of the square matrix products that fit into ``seconds``."""
-    side = 8192 if device.type == "cuda" else 1024
+    """FLOP/s of the fastest square matrix product within ``seconds``."""
+    side = 8192 if device.type == "cuda" else 1024  # large enough to be compute-bound, small enough for many repetitions
     a, b = torch.randn(2, side, side, device=device, dtype=dtype)
     best = float("inf")
     end = time.perf_counter() + seconds
@@ -89,14 +89,14 @@ def _synchronize(device: torch.device) -> None:
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
-    """Memory of this process in GiB.
+    """Memory use of this process in GiB.
 
     Returns:
-        (now, peak): PyTorch's allocations on a GPU, the resident set on a CPU.
+        (current, peak): PyTorch's allocations on a GPU, the resident set size on a CPU.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 2**30, torch.cuda.max_memory_allocated(device) / 2**30
-    # Not getrusage's ru_maxrss: that begins with what the parent process had when it started this one.
+    # Not getrusage's ru_maxrss: that starts from the parent's resident set at the time of the fork.
     status = Path("/proc/self/status").read_text()
     peak_kib = int(re.search(r"VmHWM:\s*(\d+)", status)[1])
     return psutil.Process().memory_info().rss / 2**30, peak_kib / 2**20

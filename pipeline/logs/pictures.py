@@ -1,4 +1,4 @@
-"""Pictures for TensorBoard: training images with their labels, peripheral attention."""
+"""Images for TensorBoard: training samples with their labels, and peripheral attention."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from pipeline.data.loader import Batch
 
-IMAGES, PHI = "train/images", "weights/peripheral_attention"  # names in TensorBoard; weights sorts behind the curves
+IMAGES, PHI = "train/images", "weights/peripheral_attention"  # names in TensorBoard; "weights" sorts after the curves
 
 _GAP = 6  # pixels between two tiles
 _TEXT, _LINE = 11, 14  # height of letters, of a line of text
-_SMALLEST_IMAGE, _SMALLEST_MAP = 112, 56  # smaller ones are enlarged a whole number of times
+_SMALLEST_IMAGE, _SMALLEST_MAP = 112, 56  # pixels per side; smaller ones are enlarged by a whole factor, to be legible
 _VIRIDIS = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30", "fde725")  # from 0 to 1
 
 
 def image_grid(batch: Batch, classes: list[str], mean: tuple[float, ...], std: tuple[float, ...], count: int = 16) -> Tensor:
-    """The first images of a batch as the model sees them, each with its label under it, of a mixture both.
+    """The first images of a batch as the model sees them, each above its label, or both labels of a mixture.
 
     Args:
         batch: images (B, 3, H, W), normalized.
@@ -38,7 +38,7 @@ def image_grid(batch: Batch, classes: list[str], mean: tuple[float, ...], std: t
 
 
 def _labels(batch: Batch, classes: list[str]) -> list[str]:
-    """Of each image: "digit 3", or of a mixture two lines, the larger part first."""
+    """Captions: "digit 3", or two lines for a mixture, the larger share first."""
     labels = []
     for label, other, weight in zip(batch.labels.tolist(), batch.other_labels.tolist(), batch.weight.tolist()):
         parts = sorted([(weight, classes[label]), (1 - weight, classes[other])], reverse=True)
@@ -53,7 +53,7 @@ def _labels(batch: Batch, classes: list[str]) -> list[str]:
 def peripheral_maps(model: nn.Module, image_size: int) -> Tensor | None:
     """Φp of every layer and head for the query at the centre, as in Fig. 4 of the PerViT paper.
 
-    In eval mode. Every process must call once ZeRO-3 has the parameters, which are gathered for it.
+    Call in eval mode. Collective under ZeRO-3, which gathers the parameters.
 
     Args:
         model: the model; one without Φp has no such maps.
@@ -74,7 +74,7 @@ def peripheral_maps(model: nn.Module, image_size: int) -> Tensor | None:
 
 
 def map_grid(maps: Tensor) -> Tensor:
-    """A picture of :func:`peripheral_maps`: a row for each layer, a column for each head, from 0 (violet) to 1 (yellow).
+    """An image of :func:`peripheral_maps`: one row per layer, one column per head, from 0 (violet) to 1 (yellow).
 
     Returns:
         (3, height, width) uint8.
@@ -96,7 +96,7 @@ def map_grid(maps: Tensor) -> Tensor:
 def _sheet(
     tiles: list[np.ndarray], columns: int, below: list[str] = (), left: list[str] = (), above: list[str] = ()
 ) -> Image.Image:
-    """Tiles (h, w, 3) of one size in rows, with gaps; texts below each of them, left of each row and above each column."""
+    """Lay out tiles (h, w, 3) of one size in rows, with text below each tile, left of each row and above each column."""
     height, width, _ = tiles[0].shape
     columns = min(columns, len(tiles))
     rows = -(-len(tiles) // columns)
@@ -116,7 +116,7 @@ def _sheet(
 
 
 def _write(sheet: Image.Image, corner: tuple[int, int], text: str, width: int) -> None:
-    """Lines of text, each cut off where it would be wider than ``width`` pixels."""
+    """Draw lines of text, each truncated to ``width`` pixels."""
     for number, line in enumerate(text.split("\n")):
         if _width([line]) > width:
             while line and _width([line + "..."]) > width:
@@ -146,6 +146,6 @@ def _coloured(values: np.ndarray) -> np.ndarray:
 
 
 def _enlarge(pixels: np.ndarray, smallest: int) -> np.ndarray:
-    """(H, W, 3), each pixel a whole number of times, so that the shorter side is at least ``smallest``."""
+    """Enlarge (H, W, 3) by a whole factor, so that the shorter side is at least ``smallest`` pixels."""
     times = -(-smallest // min(pixels.shape[:2]))
     return pixels.repeat(times, axis=0).repeat(times, axis=1)

@@ -1,4 +1,4 @@
-"""What a run folder says of how the run was started: ``config.yaml`` and ``environment.json``."""
+"""How a run was started: ``config.yaml`` and ``environment.json`` in its folder."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 
 def write_run_files(config: Config, world: World, first_step: int, precision: str) -> None:
-    """Write ``config.yaml`` and add this start to ``environment.json``; every process must call.
+    """Write ``config.yaml`` and append this start to ``environment.json``. Collective.
 
     Args:
         config: of this start.
-        world: all processes.
-        first_step: the step that this start takes first, counted from 1.
-        precision: which it computes in, and why.
+        world: all ranks.
+        first_step: of this start, counted from 1.
+        precision: the one chosen, and why.
 
     Raises:
-        UserError: in every process: a file cannot be written, or ``environment.json`` was damaged.
+        UserError: on every rank: a file cannot be written, or ``environment.json`` is damaged.
     """
     hosts = sorted(set(world.gather(socket.gethostname())))
     start = {**_environment(world), "precision": precision, "hosts": hosts, "first_step": first_step}

@@ -1,21 +1,20 @@
-"""What a run leaves behind besides checkpoints: metrics.jsonl, TensorBoard events, its config and environment.
+"""Metrics of a run: ``metrics.jsonl``, TensorBoard scalars and the console; what else lies in the run folder.
 
 ::
 
     RUN/config.yaml         the resolved config                                              (run_files.py)
     RUN/environment.json    versions, git commit, hosts, Slurm job; one entry per start      (run_files.py)
-    RUN/metrics.jsonl       one JSON object a line, a line per step and per evaluation; ``time`` is seconds since 1970
-    RUN/tensorboard/        the same as curves, and images                                   (event_file.py)
+    RUN/metrics.jsonl       one JSON object per line, for each step and each evaluation; ``time`` is Unix time in seconds
+    RUN/tensorboard/        the same as scalars, and images                                  (event_file.py)
 
-A file that cannot be written, or that somebody removed, ends the run in every process with one sentence: rows that nobody
-will ever see are no log.
+If a file cannot be written, or was removed, the run ends on all ranks with one error: a run without its log is of no use.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,47 +33,49 @@ from pipeline.logs import console
 from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.logs.hardware import memory_gib, peak_flops
 
+_log = logging.getLogger(__name__)
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 
-# TensorBoard sorts groups and the cards in them by name, and opens the first two groups: eval and train are to be those.
+# TensorBoard sorts groups by name and expands the first two: these names put eval and train there.
 _UTILIZATION = ("images_per_second", "mfu", "data_wait", "memory_gib", "peak_memory_gib")
 _TROUBLE = ("replaced", "bad_samples", "skipped_steps")
 _GROUPS = {**dict.fromkeys(_UTILIZATION, "utilization"), **dict.fromkeys(_TROUBLE, "trouble")}
-_NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count")  # straight lines, or another curve's again
+_NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count")  # straight lines, or duplicates
 
 
 @dataclass
 class StepRecord:
-    """One optimizer step as this process saw it."""
+    """One optimizer step as seen by this rank."""
 
     step: int
     epoch: float
     samples: int
     lr: float
-    loss: Tensor  # (), on the device: fetched only when the log is written, and so is
-    grad_norm: Tensor | float
+    loss: Tensor  # (), on the device; read only when the log is written, to avoid a synchronization per step
+    grad_norm: Tensor | float  # likewise
     data_seconds: float  # spent waiting for batches
-    replaced: int = 0  # images of this process's share that stood in for bad ones
-    bad_samples: dict[int, str] = field(default_factory=dict)  # that this process met in this step: sample -> sentence
-    skipped_steps: int = 0  # so far in the run, this step included: without a finite gradient, so they changed no weight
-    time: float = field(default_factory=time.time)  # when it was done: seconds since 1970
+    replaced: int = 0  # images of this rank that replace bad ones
+    bad_samples: dict[int, str] = field(default_factory=dict)  # new on this rank in this step: sample -> message
+    skipped_steps: int = 0  # steps of the run so far that were skipped for a non-finite gradient, this one included
+    time: float = field(default_factory=time.time)  # of its end, Unix time in seconds
 
 
 class RunLog:
-    """Collects steps and writes them every few; only the main process writes files.
+    """Collects the records of steps and writes them every few steps; only rank 0 writes files.
 
     Args:
         config: the run's config.
-        world: all processes.
-        start_step, total_steps: of this start; rows after ``start_step`` are from a start that was cut off and go.
-        flops_per_image: of a training step, for the model FLOP utilisation.
+        world: all ranks.
+        start_step: the step that this start resumes from; later rows, of a start that was killed, are removed.
+        total_steps: the last step of the schedule.
+        flops_per_image: of a training step, for the model FLOPs utilization (MFU).
         bad_samples: those of earlier starts; None: there were none.
 
     Attributes:
-        bad_samples: all of them so far.
+        bad_samples: all so far.
 
     Raises:
-        UserError: in every process: the main one cannot write the files.
+        UserError: on every rank: rank 0 cannot write the files.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class RunLog:
         self._flops_per_image = flops_per_image
         self._peak, source = peak_flops(world.device, config.train.precision)
         self._pending: list[StepRecord] = []
-        self._refused_since: float | None = None  # when the disk began to refuse rows
+        self._refused_since: float | None = None  # when writing first failed
         self.bad_samples = BadSampleReport(world) if bad_samples is None else bad_samples
         self._since = time.perf_counter()
         self._total_steps = total_steps
-        self._pace: tuple[int, float] | None = None  # step and time from which on the time left is judged
+        self._pace: tuple[int, float] | None = None  # step and time from which the remaining time is extrapolated
         self._bar = tqdm(
             total=total_steps, initial=start_step, desc="training", unit="step", disable=None if world.is_main else True
         )
@@ -102,7 +103,7 @@ class RunLog:
         self.say(f"peak of one device: {self._peak / 1e12:.3g} TFLOP/s {config.train.precision} ({source})")
 
     def _open_files(self, run_dir: Path, start_step: int) -> None:
-        # Here, because TensorBoard takes a second to import, and only the main process needs it.
+        # Imported here: TensorBoard takes a second to import, and only rank 0 needs it.
         from pipeline.logs.event_file import EventFile
 
         path = run_dir / METRICS
@@ -117,7 +118,7 @@ class RunLog:
             self._events.text("config", f"```yaml\n{config_to_yaml(self._config)}```", step=0)
 
     def step(self, record: StepRecord) -> None:
-        """Note a step; every ``log.every_steps`` steps write what was noted."""
+        """Record a step; every ``log.every_steps`` steps write what was recorded. Collective."""
         self._pending.append(record)
         self._pace = self._pace or (record.step, time.perf_counter())
         self._bar.update()
@@ -125,14 +126,14 @@ class RunLog:
             self.flush()
 
     def flush(self, to_disk: bool = False) -> None:
-        """Write the noted steps; every process must call at the same step.
+        """Write the recorded steps. Collective, at the same step.
 
         Args:
-            to_disk: also wait until all rows would survive a power cut, as before a checkpoint that comes after them.
+            to_disk: also sync the files, as before the checkpoint of these steps.
 
         Raises:
-            UserError: in every process: a file is gone, or could not be written for ``checkpoint.retry_seconds``, or the processes
-                together met too many bad samples.
+            UserError: on every rank: a file is gone, or could not be written for ``checkpoint.retry_seconds``, or there
+                are more bad samples than ``data.max_bad_samples``.
         """
         pending, self._pending = self._pending, []
         if pending:
@@ -147,9 +148,9 @@ class RunLog:
             )
 
     def _note_rows(self, records: list[StepRecord]) -> None:
-        """Make rows of steps, for the next writing of the files."""
+        """Turn records into rows, which the next flush writes. Collective."""
         losses = self._world.sum(torch.stack([r.loss.detach().double() for r in records])) / self._world.size
-        losses = losses.tolist()  # waits for the device
+        losses = losses.tolist()  # synchronizes with the device
         replaced = self._count_bad_samples(records)
         norms = [float(r.grad_norm) for r in records]
         if self._world.is_main:
@@ -162,7 +163,7 @@ class RunLog:
             self._show(records[-1], losses[-1], norms[-1], speed)
 
     def _speed(self, records: list[StepRecord]) -> dict[str, float]:
-        """What the time since the last writing was spent on."""
+        """Throughput, utilization and memory since the last flush."""
         seconds = time.perf_counter() - self._since
         rate = len(records) * self._config.train.global_batch_size / seconds
         memory, peak_memory = memory_gib(self._world.device)
@@ -175,19 +176,19 @@ class RunLog:
         }
 
     def _count_bad_samples(self, records: list[StepRecord]) -> list[int]:
-        """Images replaced in each step, over all processes. Names the bad samples that are new."""
+        """Images replaced in each step, over all ranks. Reports the bad samples that are new. Collective."""
         met = {sample: sentence for record in records for sample, sentence in record.bad_samples.items()}
         counts = [float(record.replaced) for record in records] + [float(len(met))]
         *replaced, new = self._world.sum(torch.tensor(counts, dtype=torch.float64, device=self._world.device)).tolist()
-        if new:  # seldom: gathering objects is slow
+        if new:  # rare: gathering objects is slow
             self.bad_samples.update(met)
         return [int(count) for count in replaced]
 
     def evaluation(self, step: int, epoch: float, samples: int, results: dict[str, dict[str, float]]) -> None:
-        """Write an evaluation's results, by name of the weights (``model``, ``ema``); every process must call.
+        """Write an evaluation's results by name of the weights (``model``, ``ema``). Collective.
 
         Raises:
-            UserError: in every process: a file cannot be written or is gone.
+            UserError: on every rank: a file cannot be written or is gone.
         """
         where = {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
         for weights, result in results.items():
@@ -198,27 +199,32 @@ class RunLog:
                 f"loss {result['loss']:.4f} on {result['count']} images"
             )
         self._write_files()
-        self._since = time.perf_counter()  # the time it took is not the training's
+        self._since = time.perf_counter()  # evaluation time is not training time
 
     def image(self, name: str, picture: Tensor, step: int) -> None:
-        """Add a picture (3, H, W), uint8, to what is written next."""
+        """Add an image (3, H, W), uint8, to the next flush."""
         if self._world.is_main:
             self._events.image(name, picture, step)
 
     def restart_clock(self) -> None:
-        """After something that is not training (a checkpoint): its time does not count."""
+        """Exclude the time since the last flush from the throughput: it was not training, but a checkpoint."""
         self._since = time.perf_counter()
 
     def say(self, text: str) -> None:
-        """One line for humans, from the main process."""
+        """Log a line of progress on rank 0."""
         if self._world.is_main:
             console.say(text)
 
+    def warn(self, text: str) -> None:
+        """Log a warning on rank 0."""
+        if self._world.is_main:
+            _log.warning(text)
+
     def close(self) -> None:
-        """Write what is left.
+        """Flush and close the files.
 
         Raises:
-            UserError: in the main process: a file cannot be written or is gone.
+            UserError: on rank 0: a file cannot be written or is gone.
         """
         self._bar.close()
         if self._world.is_main:
@@ -233,19 +239,19 @@ class RunLog:
                 self._events.scalar(f"{_GROUPS.get(name, group)}/{name}{suffix}", value, row["step"])
 
     def _write_files(self, to_disk: bool = False) -> None:
-        """Every process must call, so that all of them stop when the main one cannot write."""
+        """Collective, so that all ranks stop when rank 0 cannot write."""
 
         def write() -> None:
             try:
                 self._metrics.flush(to_disk)
                 self._events.flush(to_disk)
                 self._refused_since = None
-            except DiskRefuses as refusal:  # as with a checkpoint, it may be over soon
-                now, patience = time.monotonic(), self._config.checkpoint.retry_seconds
+            except DiskRefuses as refusal:  # may pass, as with a checkpoint
+                now, limit = time.monotonic(), self._config.checkpoint.retry_seconds
                 if self._refused_since is None:
                     self._refused_since = now
-                    tqdm.write(f"warning: {refusal} Until then it is tried again, for {patience:g} s.", file=sys.stderr)
-                if now - self._refused_since >= patience:
+                    _log.warning(f"{refusal} Until then it is tried again, for {limit:g} s.")
+                if now - self._refused_since >= limit:
                     raise
 
         do_in_main(write, self._world)
@@ -258,7 +264,7 @@ class RunLog:
         )
 
     def _time_left(self, step: int) -> str:
-        """At the pace of this start so far, evaluations and checkpoints included, its first step, which is slow, not."""
+        """Extrapolated from this start, evaluations and checkpoints included, without its first step, which is slow."""
         first, began = self._pace
         if not first < step < self._total_steps:
             return ""
@@ -266,7 +272,7 @@ class RunLog:
 
 
 def _drop_rows_after(metrics: Path, step: int) -> None:
-    """Remove rows of steps that the resumed run takes again, and lines that a kill cut off."""
+    """Remove rows of steps that the resumed run repeats, and partial lines left by a kill."""
     if not metrics.exists():
         return
     text = metrics.read_text(errors="replace")
@@ -276,7 +282,7 @@ def _drop_rows_after(metrics: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """Of a row of metrics.jsonl; infinity if it is none."""
+    """The step of a line of metrics.jsonl; infinity if it is not a row."""
     try:
         return json.loads(line)["step"] + 0
     except (ValueError, KeyError, TypeError):

@@ -1,12 +1,12 @@
-"""What each process trained on, step by step: the record against which any two runs can be compared (``log.samples``).
+"""What each rank trained on, step by step, so that any two runs can be compared (``log.samples``).
 
 ::
 
     RUN/samples/rank-00000.jsonl
     {"start": 41, "step": 42, "time": 1760000000.123, "epoch": [0, ...], "position": [640, ...], "sample": [17, ...], "augmentation": ["1f0c...", ...]}
 
-A line per optimizer step, its micro-batches one after the other. ``start`` is the first step of the start that wrote it. A step
-that is taken again has a line for each time; the weights saw the last one, by ``time`` (seconds since 1970).
+One line per optimizer step, with its micro-batches in order. ``start`` is the first step of the start that wrote it. A step
+that was repeated after a resume has several lines; the weights come from the latest by ``time`` (Unix time in seconds).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SAMPLES = "samples"
 
 
 class SampleLog:
-    """This process's record.
+    """This rank's record.
 
     Args:
         run_dir: the run folder.
-        world: all processes; each has a file.
-        start: the step that this start takes first, counted from 1.
+        world: all ranks; each has its own file.
+        start: the first step of this start, counted from 1.
 
     Raises:
-        UserError: in this process: its file cannot be written.
+        UserError: on this rank: its file cannot be written.
     """
 
     def __init__(self, run_dir: Path, world: World, start: int) -> None:
@@ -50,7 +50,7 @@ class SampleLog:
         self._step: dict[str, list] = {}
 
     def add(self, request: BatchRequest) -> None:
-        """Note a micro-batch of the step in progress."""
+        """Add a micro-batch to the current step."""
         values = {
             "epoch": request.epoch.tolist(),
             "position": request.position.tolist(),
@@ -61,10 +61,10 @@ class SampleLog:
             self._step.setdefault(name, []).extend(of_images)
 
     def write(self, step: int) -> None:
-        """Write the line of a step; the system has it when this returns, so a kill loses nothing.
+        """Write the line of a step. The kernel has it when this returns, so a kill loses nothing.
 
         Raises:
-            UserError: in this process: the disk is full, or the file was removed.
+            UserError: on this rank: the disk is full, or the file was removed.
         """
         line = {"start": self._start, "step": step, "time": round(time.time(), 3), **self._step}
         self._file.add(json.dumps(line).encode() + b"\n")
@@ -76,10 +76,10 @@ class SampleLog:
 
 
 def augmentation_digests(request: BatchRequest) -> list[str]:
-    """XXH3-64, 16 hexadecimal digits per image, of all that was drawn for it.
+    """XXH3-64 of all random draws for an image, as 16 hexadecimal digits.
 
-    That is the crop and the flip, RandAugment's operations, the erased box with the seed of its noise, and the mixing: the
-    partner's sample, the weight, the box. Equal digests: equal pixels, for equal samples.
+    These are the crop and flip, RandAugment's operations, the erased box with its noise seed, and the mixing: the partner's
+    sample, the weight, the box. For equal samples, equal digests mean equal pixels.
 
     Args:
         request: of B images.
@@ -107,13 +107,13 @@ def _bytes_of_images(values: np.ndarray) -> np.ndarray:
 
 
 def _cut_half_a_line(path: Path) -> None:
-    """What a kill left of a line would spoil the next one."""
+    """Remove a partial last line, left by a kill, which would corrupt the next one."""
     if not path.exists():
         return
     with open(path, "r+b") as file:
         end = file.seek(0, os.SEEK_END)
         whole = end
-        while whole:  # backwards in blocks: lines are short, the file may be gigabytes
+        while whole:  # backwards in blocks: the file may be gigabytes, a line is rarely longer than one block
             begin = max(0, whole - 65536)
             file.seek(begin)
             newline = file.read(whole - begin).rfind(b"\n")

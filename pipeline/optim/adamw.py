@@ -11,10 +11,10 @@ from pipeline.config import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW in two groups: matrices and kernels decay, 1-D parameters (norms, biases) do not (DeiT's rule), nor do those that
-    the model names in ``no_weight_decay()``.
+    """AdamW in two parameter groups: matrices and kernels decay; 1-D parameters (norms, biases), as in DeiT, and those that the
+    model lists in ``no_weight_decay()`` do not.
 
-    The learning rate is set before every step by :func:`learning_rate`.
+    The learning rate is a placeholder: :func:`learning_rate` gives it before every step.
     """
     exempt = model.no_weight_decay()
     decayed, plain = [], []
@@ -26,17 +26,18 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, steps_per_epoch: float, epochs: float, global_batch_size: int, config: OptimConfig) -> float:
-    """Linear warm-up, then a cosine to ``min_lr``; a pure function of the step.
+    """Linear warm-up, then cosine decay to ``min_lr`` (Loshchilov & Hutter, 2017); a pure function of the step.
 
     Args:
-        step: optimizer steps done before this one.
+        step: optimizer steps completed before this one.
         steps_per_epoch: may be fractional: epochs follow each other without a gap.
         epochs: length of the schedule.
-        global_batch_size: the peak is ``lr * global_batch_size / lr_batch_size`` (Goyal et al., 2017).
+        global_batch_size: the peak is ``lr * global_batch_size / lr_batch_size``, the linear scaling rule (Goyal et al., 2017).
+        config: warm-up, peak and end of the schedule.
     """
     peak = config.lr * global_batch_size / config.lr_batch_size
     warmup, total = config.warmup_epochs * steps_per_epoch, epochs * steps_per_epoch
     if step < warmup:
         return config.warmup_lr + (peak - config.warmup_lr) * step / warmup
-    progress = min(1.0, (step - warmup) / max(total - warmup, 1e-9))
+    progress = min(1.0, (step - warmup) / max(total - warmup, 1e-9))  # the bound: a schedule that is all warm-up has no decay
     return config.min_lr + 0.5 * (peak - config.min_lr) * (1 + math.cos(math.pi * progress))

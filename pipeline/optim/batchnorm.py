@@ -1,8 +1,8 @@
-"""BatchNorm running statistics that do not depend on how a step's images are split over processes and passes.
+"""BatchNorm running statistics that are independent of how a step is split over ranks and micro-batches.
 
-PyTorch updates them at every forward pass of every process, each from its own images. Here they change once per optimizer
-step, by ``momentum``, towards the mean over all micro-batches of the step. So all processes have the same, any number of
-processes gets the same (to rounding), and a step that is not taken leaves no trace.
+PyTorch updates them in every forward pass, on each rank from its own images. Here they change once per optimizer step, by
+``momentum``, towards the mean over all micro-batches of all ranks. So they are equal on all ranks, independent of the world
+size (up to rounding), and a skipped step leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pipeline.distributed.world import World
 
 
 class StepStatistics:
-    """Collects the statistics of a step.
+    """Accumulates the BatchNorm statistics of an optimizer step.
 
     Args:
-        model: whose BatchNorms are meant, those that keep running statistics.
-        world: all processes.
+        model: its BatchNorm layers that track running statistics.
+        world: all ranks.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -32,25 +32,25 @@ class StepStatistics:
         return len(self._norms)
 
     def begin(self) -> None:
-        """Before the first micro-batch of a step."""
+        """Call before the first micro-batch of a step."""
         self._running = self._copies()
 
     def micro_batch(self, number: int) -> None:
-        """Before micro-batch ``number`` (from 0) of a step: with this momentum the buffers become a plain mean."""
+        """Call before micro-batch ``number`` (from 0): with momentum 1 / (number + 1) the buffers hold the mean so far."""
         for norm in self._norms:
             norm.momentum = 1 / (number + 1)
 
     @torch.no_grad()
     def end(self, taken: bool) -> None:
-        """After the last micro-batch of a step; every process must call.
+        """Call after the last micro-batch of a step. Collective.
 
         Args:
-            taken: False if the step was skipped: then the statistics stay as they were.
+            taken: False if the step was skipped: the statistics are restored.
         """
         if not self._norms:
             return
         if taken:
-            mean = torch.cat([buffer for pair in self._buffers() for buffer in pair])  # (F,), all statistics in a row
+            mean = torch.cat([buffer for pair in self._buffers() for buffer in pair])  # (F,), all statistics concatenated
             self._world.sum(mean).div_(self._world.size)
             parts = iter(mean.split([len(buffer) for pair in self._buffers() for buffer in pair]))
         for norm, kept, momentum in zip(self._norms, self._running, self._momentum):

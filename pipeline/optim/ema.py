@@ -12,14 +12,14 @@ from torch import Tensor
 class WeightAverage:
     """``average = decay * average + (1 - decay) * weights`` after every step (Polyak & Juditsky, 1992).
 
-    Each process averages the weights that it holds: all of them, or under ZeRO-3 its shard of each.
+    Each rank averages the weights that it holds: all of them, or its shard of each under ZeRO-3.
 
     Args:
         engine: the DeepSpeed engine.
-        decay: 0.9999 and the like.
+        decay: such as 0.9999; DeiT's is 0.99996.
 
     Attributes:
-        averages: by name; each of the shape of what this process holds of the parameter.
+        averages: by parameter name, each with the shape of this rank's share of the parameter.
     """
 
     def __init__(self, engine, decay: float) -> None:
@@ -29,13 +29,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the model's current weights into the average."""
+        """Update the average with the model's current weights."""
         for name, weight in self._held():
             self.averages[name].lerp_(weight, 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the block the model has the averaged weights; afterwards its own again, bit for bit."""
+        """Swap in the averaged weights for the block; the model's own return after it, bit for bit."""
         own = {name: weight.clone() for name, weight in self._held()}
         self._load(self.averages)
         try:
@@ -47,8 +47,8 @@ class WeightAverage:
     def _load(self, values: dict[str, Tensor]) -> None:
         for name, weight in self._held():
             weight.copy_(values[name])
-        # Forget what was made from the other weights: parameters that ZeRO-3 keeps gathered after an evaluation because
-        # it expects to need them again soon, and what the model has cached.
+        # Drop what was derived from the other weights: parameters that ZeRO-3 keeps gathered after an evaluation because it
+        # expects to need them soon, and the model's caches.
         self._engine.empty_partition_cache()
         self._engine.module.train(self._engine.module.training)
 

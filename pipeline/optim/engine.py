@@ -1,4 +1,4 @@
-"""The DeepSpeed engine, set up from our config: there is no second file to keep in step."""
+"""The DeepSpeed engine, configured from the run's config: there is no second config file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pipeline.optim.adamw import build_optimizer
 
 
 def deepspeed_config(config: Config, world_size: int) -> dict:
-    """What DeepSpeed is told.
+    """DeepSpeed's config.
 
     Raises:
-        UserError: the global batch does not divide.
+        UserError: the global batch size is not divisible by micro-batch size times world size.
     """
     return {
         "train_batch_size": config.train.global_batch_size,
@@ -25,26 +25,26 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
         "gradient_clipping": config.optim.clip_grad_norm or 0.0,
         "zero_optimization": {
             "stage": config.train.zero_stage,
-            # Small parameters would stay gathered and, after a resume, differ in the last bit from a run without one.
+            # With a threshold, small parameters stay gathered and differ in the last bit after a resume.
             "stage3_param_persistence_threshold": 0,
         },
         "zero_allow_untested_optimizer": True,
-        # Autocast keeps parameters, gradients and optimizer state in fp32 and works with BatchNorm; DeepSpeed's
-        # own bf16 section does not. The empty list keeps gradients fp32 on the wire too.
+        # Autocast keeps parameters, gradients and optimizer state in fp32 and works with BatchNorm; DeepSpeed's own
+        # bf16 section does not. The empty list keeps gradients in fp32 during communication too.
         "torch_autocast": {
             "enabled": config.train.precision == "bf16",
             "dtype": "bfloat16",
             "lower_precision_safe_modules": [],
         },
-        "steps_per_print": 10**9,
+        "steps_per_print": 10**9,  # never: the run has its own log
     }
 
 
 def build_engine(model: nn.Module, config: Config, world: World):
-    """Wrap the model for training.
+    """Wrap the model for training. Collective.
 
     Returns:
-        ``deepspeed.DeepSpeedEngine``; its parameters are sharded over processes as ``train.zero_stage`` says.
+        ``deepspeed.DeepSpeedEngine``, sharded over the ranks as ``train.zero_stage`` says.
     """
     with quiet_deepspeed():
         import deepspeed
@@ -57,32 +57,31 @@ def build_engine(model: nn.Module, config: Config, world: World):
 
 
 def set_learning_rate(engine, lr: float) -> None:
-    """For the step that comes next."""
+    """Set the learning rate of the next step."""
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
 
 
 def optimizer_step(engine) -> float | Tensor | None:
-    """Take a step if the accumulated micro-batches complete one. A gradient that is not finite changes nothing.
+    """Step the optimizer if this micro-batch completes an accumulation; a non-finite gradient skips the step. Collective.
 
     Returns:
-        The global gradient norm before clipping: if it is not finite, on every process, the step was not taken. None between
-        steps.
+        The global gradient norm before clipping, the same on all ranks; not finite if the step was skipped. None between steps.
     """
     if not engine.is_gradient_accumulation_boundary():
         engine.step()
         return None
     if engine.zero_optimization_stage():
-        engine.step()  # looks for infinities and NaN itself, in the gradients of all processes
+        engine.step()  # checks the gradients of all ranks for inf and NaN itself
         return engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
     norm = _replicated_grad_norm(engine)
     if not math.isfinite(norm):
-        engine.zero_grad()  # AdamW passes over parameters without a gradient
+        engine.zero_grad()  # AdamW ignores parameters without a gradient
     engine.step()
     return norm
 
 
 def _replicated_grad_norm(engine) -> Tensor:
-    """Without ZeRO DeepSpeed reports no norm; every process holds all the averaged gradients."""
+    """Without ZeRO, DeepSpeed reports no norm, but every rank holds all of the averaged gradients."""
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
     return torch.nn.utils.get_total_norm(gradients)

@@ -1,6 +1,6 @@
-"""Exact evaluation: every image counts once, on any number of processes and with any batch size.
+"""Exact evaluation: every image counts once, for any world size and batch size.
 
-For the command ``pipeline.evaluate`` and for the evaluations of a training.
+Used by the command ``pipeline.evaluate`` and during training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeline.models.weights.transfer import first_difference
 
 
 def evaluation_loader(shards: ShardSet | ImageFolder, config: Config, world: World) -> Loader:
-    """Batches of this process for :func:`evaluate`, pass after pass."""
+    """This rank's batches for :func:`evaluate`, pass after pass."""
     plan = EvalPlan(
         shards=shards,
         image_size=config.model.image_size,
@@ -40,19 +40,18 @@ def evaluation_loader(shards: ShardSet | ImageFolder, config: Config, world: Wor
 def evaluate(
     forward: Callable[[Tensor], Tensor], loader: Loader, world: World, stop: Callable[[], bool] | None = None
 ) -> dict[str, float] | None:
-    """One pass over the evaluation set; every process must call.
+    """Evaluate one pass over the set. Collective.
 
     Args:
-        forward: images (B, 3, H, W) -> scores (B, classes).
+        forward: images (B, 3, H, W) -> logits (B, classes).
         loader: from :func:`evaluation_loader`.
-        world: all processes.
-        stop: asked before every batch, with the same answer on all processes; if it is yes, the pass is given up.
+        world: all ranks.
+        stop: called before every batch; returns True, on all ranks alike, to abandon the pass.
 
     Returns:
-        None if it was given up, else
-        ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), and the integers ``correct1``, ``correct5``
-        and ``count``. Images that cannot be used are named in the log and not in the count. Where scores are not finite, also
-        ``nonfinite``: for how many images; they count as wrong.
+        None if it was abandoned, else ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), and the integers
+        ``correct1``, ``correct5`` and ``count``. Images that cannot be used are logged and excluded from the count. If
+        some logits are not finite, also ``nonfinite``, the number of these images, which count as wrong.
     """
     totals = torch.zeros(5, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count, nonfinite
     batches = tqdm(
@@ -83,10 +82,10 @@ def evaluate(
 
 
 def check_classes(config: Config, shards: ShardSet) -> None:
-    """The model's outputs must be the shards' classes.
+    """Check that the model has as many outputs as the shards have classes.
 
     Raises:
-        UserError: another number of classes.
+        UserError: it has not.
     """
     if config.model.num_classes != len(shards.classes):
         raise UserError(
@@ -96,7 +95,7 @@ def check_classes(config: Config, shards: ShardSet) -> None:
 
 
 def check_same_classes(shards: ShardSet | ImageFolder, classes: list[str], of: str) -> None:
-    """The shards' classes, in index order, must be those that the labels of ``of`` mean.
+    """Check that the shards' classes, in index order, are those of ``of``, so that labels mean the same.
 
     Raises:
         UserError: they are not.

@@ -1,7 +1,7 @@
-"""A run folder belongs to one run: one process group at a time, the same config, the same data set.
+"""A run folder belongs to one run: one job at a time, the same config, the same data set.
 
-What differs is refused with one sentence that names it. ``checkpoint.accept`` takes the keys, or sections, whose change is meant;
-``data`` in it stands for another data set.
+A difference is refused with an error that names it. ``checkpoint.accept`` lists keys, or sections, that may change on purpose;
+``data`` in it means another data set.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import logging
 import os
 import re
 from pathlib import Path
@@ -20,9 +21,11 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.run.lock import RunLock
 
-# Keys that change neither the order of samples nor a weight beyond the rounding of sums, so that a run may go on with other
-# values. The micro-batch is one of them so that a run can move to other hardware: whatever is drawn belongs to an image's place
-# in the global batch (Mixup's groups too), but BatchNorm, where a model has it, normalizes over one micro-batch at a time.
+_log = logging.getLogger(__name__)
+
+# Keys that a resumed run may change freely: they affect neither the order of samples nor the weights beyond rounding. The
+# micro-batch size is one of them so that a run can move to other hardware: all random draws, Mixup's groups too, depend on an
+# image's position in the global batch. Only BatchNorm, in models that have it, normalizes over a micro-batch.
 _FREE_SECTIONS = ("eval.", "checkpoint.", "log.", "distributed.")
 _FREE_KEYS = (
     "output_dir",
@@ -37,44 +40,44 @@ _FREE_KEYS = (
     "train.micro_batch_size",
     "train.zero_stage",
 )
-# No checkpoint fits another shape; with another batch the place in the stream would jump over samples, or back.
+# A checkpoint does not fit other shapes; another global batch size would skip or repeat samples of the stream.
 _NEVER = ("model.name", "model.image_size", "model.num_classes", "model.switches", "train.global_batch_size")
 _DATA = "data"  # in checkpoint.accept: another data set. Keys of the section `data` are accepted one by one.
-_NAMED = 5  # differences that a sentence lists
-_DIGITS = 12  # of a digest, as `inspect` shows it
-_DYING_SECONDS = 120.0  # for the former life of a restarted job; a network file system frees a dead node's locks after about 90
+_NAMED = 5  # differences listed in a message
+_DIGITS = 12  # of a digest in a message, as in `inspect`
+_DYING_SECONDS = 120.0  # for the previous start of a requeued job to end; NFS frees a dead node's locks after about 90
 
 
 def open_run_folder(config: Config, world: World) -> RunLock | None:
-    """Create the run folder and lock it; every process must call.
+    """Create the run folder and lock it. Collective.
 
-    A job that Slurm restarted waits a while for what is left of its former life.
+    A requeued Slurm job waits for processes of its previous start to end.
 
     Returns:
-        In the main process the lock, to be kept as long as the run writes; None in the others.
+        The lock on rank 0, to be held while the run writes; None elsewhere.
 
     Raises:
-        UserError: in every process: the folder cannot be created, written or locked, or another run has it.
+        UserError: on every rank: the folder cannot be created, written or locked, or another run holds it.
     """
     return do_in_main(lambda: _lock(Path(config.output_dir)), world)
 
 
 def check_same_run(config: Config, begun_with: Config | None, world: World) -> None:
-    """See that a config may continue a run; each process that calls comes to the same result.
+    """Check that a config may continue a run. The result is the same on every rank, without communication.
 
     Args:
         config: of this start.
-        begun_with: of the newest checkpoint; None when there is none: a corrected start may begin anew.
-        world: the main process prints what was accepted.
+        begun_with: of the newest checkpoint; None if there is none, when everything may change.
+        world: rank 0 logs the accepted changes.
 
     Raises:
-        UserError: keys differ that must not, or ``checkpoint.accept`` names something unknown.
+        UserError: a key differs that must not, or ``checkpoint.accept`` names an unknown key.
     """
     _check_accepted_names(config)
     if begun_with is None:
         return
     before, now = flatten(begun_with), flatten(config)
-    if now["train.precision"] == "auto":  # which keeps what the run was begun with
+    if now["train.precision"] == "auto":  # auto keeps the precision of the run
         now["train.precision"] = before["train.precision"]
     changed = [key for key in now if not is_free(key) and before.get(key) != now[key]]
     accepted = [key for key in changed if _is_accepted(key, config) and key not in _NEVER]
@@ -83,20 +86,20 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
         raise UserError(_refusal(config.output_dir, {key: (before.get(key), now[key]) for key in refused}))
     if accepted and world.is_main:
         changes = ", ".join(f"{key} from {before.get(key)} to {now[key]}" for key in accepted)
-        print(f"note: this run changes {changes}, which checkpoint.accept allows.", flush=True)
+        _log.info(f"note: this run changes {changes}, which checkpoint.accept allows.")
 
 
 def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict[str, Any], world: World) -> None:
-    """See that a run goes on with the data set it was begun with; each process that calls comes to the same result.
+    """Check that a run continues with its data set. The result is the same on every rank, without communication.
 
     Args:
         config: of this start.
-        begun_with: ``ShardSet.identity()`` as the newest checkpoint has it; None when there is none.
-        now: that of this start's training set.
-        world: the main process prints what was accepted.
+        begun_with: ``ShardSet.identity()`` from the newest checkpoint; None if there is none.
+        now: the same of this start's training set.
+        world: rank 0 logs an accepted change.
 
     Raises:
-        UserError: it is another set, and ``checkpoint.accept`` does not name ``data``.
+        UserError: it is another data set, and ``checkpoint.accept`` does not list ``data``.
     """
     if begun_with is None or begun_with == now:
         return
@@ -108,17 +111,17 @@ def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict
             f"back, choose another output_dir, or accept the change with checkpoint.accept=[{_DATA}]."
         )
     if world.is_main:
-        print(f"note: this run was begun with a data set with {differences}, which checkpoint.accept allows.", flush=True)
+        _log.info(f"note: this run was begun with a data set with {differences}, which checkpoint.accept allows.")
 
 
 def config_hash(config: Config) -> str:
-    """SHA-256, hexadecimal, over the keys that decide the weights: equal for two starts that may continue each other."""
+    """SHA-256, hexadecimal, of the keys that determine the weights: equal for two starts of one run."""
     decisive = {key: value for key, value in flatten(config).items() if not is_free(key)}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
 def is_free(key: str) -> bool:
-    """Whether a run may go on with another value of a key, given as in :func:`pipeline.config.flatten`."""
+    """Whether a resumed run may change a key, given as in :func:`pipeline.config.flatten`."""
     return key in _FREE_KEYS or key.startswith(_FREE_SECTIONS)
 
 
@@ -133,7 +136,7 @@ def _is_accepted(key: str, config: Config) -> bool:
 
 
 def _short(value: Any) -> Any:
-    """A digest's first digits tell two of them apart."""
+    """Shorten digests: the first digits tell two of them apart."""
     return value[:_DIGITS] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else value
 
 
@@ -148,7 +151,7 @@ def _check_accepted_names(config: Config) -> None:
 
 
 def _refusal(run_dir: str, changes: dict[str, tuple[Any, Any]]) -> str:
-    """The sentence about keys whose value before and now differ."""
+    """The message for keys whose values differ from the run's, as key -> (before, now)."""
     named = list(changes.items())[:_NAMED]
     begun = "; ".join(f"{'with ' if i else ''}{key}={old}, this run has {new}" for i, (key, (old, new)) in enumerate(named))
     more = f"; and {len(changes) - _NAMED} more keys differ" if len(changes) > _NAMED else ""

@@ -1,13 +1,15 @@
-"""One run folder, one run: a lock that ends with the process that holds it, however that ends.
+"""One run per folder: an exclusive lock that ends with the process that holds it.
 
-``RUN/.lock`` is locked as a whole (:func:`pipeline.files.lock_bytes`), so a crash leaves no lock behind, and a child process
-inherits none. The file's content says who holds it, for people. The holder opens it once: closing any handle would release it.
+``RUN/.lock`` has a POSIX lock (:func:`pipeline.files.lock_bytes`), so a crash leaves no lock behind and a child process
+inherits none. Its contents name the holder, for people. The holder opens it only once: closing any descriptor would release
+the lock.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 import time
@@ -19,13 +21,14 @@ from pipeline.faults.restart import job_name
 from pipeline.files import disk_reason, lock_bytes, write_error
 
 LOCK = ".lock"
-_POLL_SECONDS = 0.5
-_ATTEMPTS = 100  # of starts that are refused at the same moment, each of which removes what it has created
-_held_here: set[Path] = set()  # a second lock of the same process would be granted, and would release the first when it closes
+_log = logging.getLogger(__name__)
+_POLL_SECONDS = 0.5  # between attempts to lock: the holder may be on another node, and nothing signals its end
+_ATTEMPTS = 100  # to create folder and file: concurrent starts that are refused remove what they created
+_held_here: set[Path] = set()  # POSIX grants the same process a second lock, whose release would release the first
 
 
 class RunLock:
-    """The right to train in a run folder. :meth:`take` gets it; it lasts until :meth:`release` or the end of the process."""
+    """The lock on a run folder: acquired by :meth:`take`, held until :meth:`release` or the end of the process."""
 
     def __init__(self, path: Path, descriptor: int, created: list[Path]) -> None:
         self._path, self._descriptor, self._created = path, descriptor, created
@@ -36,8 +39,8 @@ class RunLock:
         """Lock a run folder.
 
         Args:
-            run_dir: is created where it does not exist.
-            wait_seconds: how long to wait for another holder to end, saying so once.
+            run_dir: created if it does not exist.
+            wait_seconds: how long to wait for another holder to end; this is logged once.
 
         Raises:
             UserError: another process holds it, the folder cannot be created or written, or its file system has no locks.
@@ -52,13 +55,13 @@ class RunLock:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except OSError as error:
                 if left and error.errno == errno.ENOENT:
-                    continue  # another start, which was refused, has just removed the folder that it had created
+                    continue  # another start, which was refused, has just removed the folder it had created
                 raise UserError(
                     f"output_dir {run_dir} is not writable ({disk_reason(path, error)}): choose another output_dir."
                 ) from None
             try:
                 _wait_for_lock(descriptor, run_dir, wait_seconds)
-                if not _is_there(path, descriptor):  # likewise; the lock of a removed file keeps nobody out
+                if not _is_there(path, descriptor):  # likewise; a lock on a removed file excludes nobody
                     os.close(descriptor)
                     continue
                 _write(descriptor, json.dumps(_about_me()) + "\n")
@@ -76,15 +79,15 @@ class RunLock:
         if self._path.resolve() in _held_here:
             _held_here.discard(self._path.resolve())
             with suppress(OSError):
-                _write(self._descriptor, "")  # names nobody who is gone
+                _write(self._descriptor, "")  # a released lock names no holder
             os.close(self._descriptor)
 
     def abandon(self) -> None:
-        """After a start that was refused: if it has created the folder, and nothing else is in it, both go. Else the lock stays."""
+        """After a refused start: remove the folder if this start created it and nothing else is in it; else keep the lock."""
         with suppress(OSError):
             if self._created and os.listdir(self._path.parent) == [LOCK]:
-                # Whoever has opened this file and waits for it sees that it is gone. Who comes later makes a new one, and then the
-                # folder is not empty and stays.
+                # A start that waits for this file notices that it is gone. A later start creates a new one; the folder is then
+                # not empty, so that it stays.
                 self._path.unlink()
                 self.release()
                 for folder in self._created:
@@ -92,7 +95,7 @@ class RunLock:
 
 
 def _create(run_dir: Path) -> list[Path]:
-    """The folder, and those above it; which of them were not there, the innermost first."""
+    """Create the folder and its parents; returns those that did not exist, innermost first."""
     try:
         missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -118,7 +121,7 @@ def _wait_for_lock(descriptor: int, run_dir: Path, wait_seconds: float) -> None:
         if time.monotonic() >= until:
             raise _refusal(run_dir, holder)
         if not waiting:
-            print(f"note: {run_dir} is still held by {holder}: waiting up to {wait_seconds:g} s for its end.", flush=True)
+            _log.info(f"note: {run_dir} is still held by {holder}: waiting up to {wait_seconds:g} s for its end.")
             waiting = True
         time.sleep(_POLL_SECONDS)
 
@@ -139,7 +142,7 @@ def _about_me() -> dict:
 
 
 def _describe(holder: dict) -> str:
-    if not holder:  # it has not yet written who it is
+    if not holder:  # it has not written its name yet
         return "another process"
     job = f"Slurm job {holder['slurm_job']}, " if holder["slurm_job"] else ""
     return f"process {holder['pid']} on {holder['host']} ({job}since {holder['since']})"
@@ -147,7 +150,7 @@ def _describe(holder: dict) -> str:
 
 def _read(descriptor: int) -> dict:
     try:
-        return json.loads(os.pread(descriptor, 4096, 0))
+        return json.loads(os.pread(descriptor, 4096, 0))  # a record has about 150 bytes
     except (OSError, ValueError):
         return {}
 
@@ -155,4 +158,4 @@ def _read(descriptor: int) -> dict:
 def _write(descriptor: int, text: str) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
-    os.fsync(descriptor)  # other nodes are to read it
+    os.fsync(descriptor)  # other nodes may read it

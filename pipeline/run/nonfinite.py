@@ -1,4 +1,4 @@
-"""A step whose gradient is not finite: skipped and counted, or the end of the run with all that reproduces it."""
+"""Non-finite gradients: skip and count the step, or stop the run and dump what reproduces it."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from pipeline.data.plan import BatchRequest
 from pipeline.distributed.agreement import Agreement, do_in_main
 from pipeline.errors import UserError
 from pipeline.files import replace_text, write_error
-from pipeline.run.state import Run, patience
+from pipeline.run.state import Run
 
 FOLDER, REPORT = "nonfinite", "report.json"
-_SHOWN = 8  # losses in a sentence; the report has all
+_SHOWN = 8  # losses in a message; the report has all
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a process trained on in one pass."""
+    """A micro-batch of this rank and its loss."""
 
     request: BatchRequest
     loss: Tensor  # ()
 
 
 def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
-    """The step changed neither weights nor statistics: count it, or stop; every process must call.
+    """Count a step that was skipped, or stop. Collective.
 
     Args:
-        run: as it was before the step.
-        step: the number of the step that was not taken.
-        seen: this process's micro-batches of it.
+        run: in the state before the step, which changed neither weights nor statistics.
+        step: the step that was skipped.
+        seen: its micro-batches on this rank.
 
     Raises:
-        UserError: more than ``train.max_skipped_steps``. The run's ``nonfinite/step-...`` is then a run folder of its own: the state
-            before the step, a config that takes just this step, and a report with every sample and loss.
+        UserError: more than ``train.max_skipped_steps``. ``nonfinite/step-...`` in the run folder is then a run folder
+            itself: the state before the step, a config that repeats this step alone, a report of every sample and loss.
     """
     run.skipped_steps += 1
     losses = [loss for part in run.world.gather([each.loss.item() for each in seen]) for loss in part]
     shown = ", ".join(f"{loss:.4g}" for loss in losses[:_SHOWN]) + ", ..." * (len(losses) > _SHOWN)
     if run.skipped_steps <= run.config.train.max_skipped_steps:
-        run.log.say(
-            f"warning: step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown}); {run.skipped_steps} of "
+        run.log.warn(
+            f"step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown}); {run.skipped_steps} of "
             f"{run.config.train.max_skipped_steps} that train.max_skipped_steps allows"
         )
         return
@@ -56,11 +56,11 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
         f"train.max_skipped_steps is {run.config.train.max_skipped_steps}: lower optim.lr, raise optim.warmup_epochs, set "
         f"optim.clip_grad_norm or raise train.max_skipped_steps"
     )
-    if (run.folder / REPORT).exists():  # this run is the repetition of such a step
+    if (run.folder / REPORT).exists():  # this run repeats such a step
         raise UserError(f"{sentence}; {run.folder / REPORT} names the samples.")
     folder = run.folder / FOLDER / f"step-{step:08d}"
     try:
-        run.saver.finish()  # a checkpoint on its way is a good one
+        run.saver.finish()  # a checkpoint in progress is from before this step
         _write_dump(run, step, folder, seen)
     except UserError as error:
         raise UserError(f"{sentence}; what reproduces the step could not be written: {error}") from None
@@ -89,7 +89,7 @@ def _write_dump(run: Run, step: int, folder: Path, seen: list[MicroBatch]) -> No
             raise write_error(Path(error.filename or folder), error) from None
 
     do_in_main(write, run.world)
-    agreement = Agreement(patience(run.config))  # its own: the run's counts the run's saves
+    agreement = Agreement(run.config.distributed.collective_timeout)  # a separate one: the run's counts the run's saves
     saver = Saver(folder, run.world, run.config.checkpoint, agreement, partial(run.heartbeat.still, "saving"))
     saver.save(run.engine, run.ema, dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1))
     saver.finish()
@@ -100,7 +100,7 @@ def _describe(run: Run, number: int, micro_batch: MicroBatch) -> dict:
     return {
         "rank": run.world.rank,
         "micro_batch": number,
-        "loss": repr(micro_batch.loss.item()),  # JSON has no nan
+        "loss": repr(micro_batch.loss.item()),  # JSON has no NaN
         "keys": [run.train_set.key(sample) for sample in request.index.tolist()],
         "labels": request.label.tolist(),
         "epoch": request.epoch.tolist(),

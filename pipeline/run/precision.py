@@ -1,4 +1,4 @@
-"""Which floating-point format a run computes in: bf16 where the devices have instructions for it, fp32 elsewhere."""
+"""The choice of precision: bf16 where all devices have instructions for it, else fp32."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pipeline.distributed.world import World
 from pipeline.logs.hardware import native_bf16
 
 AUTO, BF16, FP32 = "auto", "bf16", "fp32"
-# Emulated bf16 against fp32, a training step of PerViT-T on a CPU with AVX2 and nothing newer: batches of 4 and of 16.
+# Emulated bf16 against fp32: measured on a CPU with AVX2 only, training steps of PerViT-T with batches of 4 and 16.
 _SLOWDOWN = "11 to 17 times"
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What was chosen, and why."""
+    """The chosen precision and the reason."""
 
     name: str  # "bf16" or "fp32"
     reason: str
-    warning: str | None = None  # one sentence, where the choice makes the run slow
+    warning: str | None = None  # one sentence, if the choice makes the run slow
 
     def __str__(self) -> str:
         return f"precision {self.name}: {self.reason}"
@@ -32,8 +32,8 @@ def choose_precision(asked: str, begun_with: str | None, world: World) -> Precis
 
     Args:
         asked: "auto", "bf16" or "fp32".
-        begun_with: what the run computed in before, which "auto" keeps; None for a new run.
-        world: one rank that has no bf16 instructions decides for all.
+        begun_with: the precision of the run so far, which "auto" keeps; None for a new run.
+        world: all ranks; one without bf16 instructions decides for all.
     """
     everywhere, why = native_on_all(world)
     fitting = BF16 if everywhere else FP32
@@ -53,11 +53,11 @@ def choose_precision(asked: str, begun_with: str | None, world: World) -> Precis
 
 
 def choose_evaluation_precision(trained_in: str, asked: str, world: World) -> Precision:
-    """What to evaluate a trained model in. Collective.
+    """The precision to evaluate a trained model in. Collective.
 
     Args:
         trained_in: "bf16" or "fp32".
-        asked: "auto", which is that of the training unless it would be emulated, or one of these.
+        asked: "auto", which keeps the training's unless it would be emulated; "bf16" or "fp32".
         world: all ranks.
     """
     everywhere, why = native_on_all(world)
@@ -69,7 +69,7 @@ def choose_evaluation_precision(trained_in: str, asked: str, world: World) -> Pr
 
 
 def native_on_all(world: World) -> tuple[bool, str]:
-    """:func:`native_bf16` of all ranks together: the first that cannot speaks for them. Collective."""
+    """:func:`native_bf16` on all ranks; the reason is that of the first without. Collective."""
     answers = world.gather(list(native_bf16(world.device)))  # of every rank: [whether, why]
     lacking = [(rank, why) for rank, (native, why) in enumerate(answers) if not native]
     if not lacking:

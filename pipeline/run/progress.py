@@ -1,4 +1,4 @@
-"""Where a run stands at a step: epochs, evaluations, the end."""
+"""The schedule of a run: its length in steps and epochs, and when evaluations are due."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pipeline.errors import UserError
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where the run stands at a step. Epochs follow each other without a gap, so their ends need not fall on a step."""
+    """Conversions between steps, samples and epochs. Epochs follow each other without a gap, so a step may span two."""
 
-    images: int  # that an epoch shows
+    images: int  # per epoch
     global_batch_size: int
     epochs: float
     max_steps: int | None
@@ -27,8 +27,8 @@ class Schedule:
 
     @property
     def last_step(self) -> int:
-        """Of the schedule, or ``max_steps`` if that comes first."""
-        whole = math.ceil(self.epochs * self.steps_per_epoch - 1e-9)
+        """The end of the schedule, or ``max_steps`` if that comes first."""
+        whole = math.ceil(self.epochs * self.steps_per_epoch - 1e-9)  # 1e-9: a rounding error must not add a step
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
     def samples(self, step: int) -> int:
@@ -48,10 +48,10 @@ class Schedule:
 
 
 def make_schedule(config: Config, train_set: ShardSet) -> Schedule:
-    """The run's schedule; with ``train.scale_epochs`` the epochs of a subset are as many steps as those of the full set.
+    """The run's schedule; with ``train.scale_epochs``, training on a subset takes as many steps as on the full set.
 
     Raises:
-        UserError: it has no step at all.
+        UserError: it is shorter than one step.
     """
     images = epoch_length(len(train_set), config.augment.repeats)
     epochs = config.train.epochs

@@ -35,7 +35,7 @@ from pipeline.run.evaluation import check_classes, check_same_classes, evaluatio
 from pipeline.run.folder import check_same_data, check_same_run, open_run_folder
 from pipeline.run.precision import Precision, choose_precision, with_precision
 from pipeline.run.progress import make_schedule
-from pipeline.run.state import Run, patience
+from pipeline.run.state import Run
 from pipeline.run.teacher import load_teacher
 
 
@@ -75,7 +75,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
         write_run_files(config, world, step + 1, str(precision))  # only now: a start that was refused does not change them
         flops_per_image = learner.cost.training_flops_per_image(config.train.micro_batch_size)
         known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
-        agreement, folder = Agreement(patience(config)), Path(config.output_dir)
+        agreement, folder = Agreement(config.distributed.collective_timeout), Path(config.output_dir)
         run = Run(
             config=config,
             world=world,

@@ -28,8 +28,6 @@ from pipeline.run.folder import config_hash
 from pipeline.run.lock import RunLock
 from pipeline.run.progress import Schedule
 
-_HEARTBEAT_NEEDS = 120.0  # seconds, on top of distributed.progress_timeout
-
 
 @dataclass
 class Run:
@@ -110,8 +108,3 @@ class Run:
 def _close_quietly(part: Any) -> None:
     with suppress(Exception):  # it would hide the error that matters
         part.close()
-
-
-def patience(config: Config) -> float:
-    """Seconds that a collective operation may wait: longer than the heartbeat needs to say who is hung."""
-    return config.distributed.progress_timeout + _HEARTBEAT_NEEDS

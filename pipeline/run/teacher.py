@@ -1,7 +1,7 @@
 """Hard distillation (Touvron et al., "Training data-efficient image transformers", ICML 2021, Eq. 3).
 
-The student learns the teacher's decision as a second label. This is what ConViT's Appendix B (Table 4) does: its DeiT figures,
-80.9 and 83.0, are those of hard distillation through the class token, so no student needs a distillation token.
+The teacher's predicted class is a second label for the student. ConViT's Appendix B (Table 4) uses this form: its DeiT figures,
+80.9 and 83.0, are those of hard distillation through the class token, so no student here needs a distillation token.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def hard_distillation_loss(label_loss: Tensor, scores: Tensor, teacher_scores: T
     """(1 - share) * label loss + share * cross entropy with the teacher's most likely class.
 
     Args:
-        label_loss: (), what the student's scores cost without a teacher; with Mixup and label smoothing as usual.
-        scores: (B, classes) of the student, any floating type.
-        teacher_scores: (B, classes), of the same images after augmentation, in eval mode and without gradients.
-        teacher_share: of the teacher's label in the loss; DeiT's is a half.
+        label_loss: (), the student's loss against the labels, with Mixup and label smoothing as usual.
+        scores: (B, classes), the student's logits, any floating type.
+        teacher_scores: (B, classes), the teacher's logits for the same augmented images, in eval mode, without gradients.
+        teacher_share: weight of the teacher's label; one half in DeiT.
 
     Returns:
         (), float32.
 
     Raises:
-        UserError: student and teacher have another number of classes.
+        UserError: student and teacher have different numbers of classes.
     """
     if scores.shape != teacher_scores.shape:
         raise UserError(
@@ -45,18 +45,18 @@ def hard_distillation_loss(label_loss: Tensor, scores: Tensor, teacher_scores: T
 
 
 def load_teacher(config: Config, device: torch.device, classes: list[str] | None = None) -> Callable[[Tensor], Tensor]:
-    """The model that a run is taught by: another run's, its averaged weights where it kept an average.
+    """Load the teacher: another run's model, with its averaged weights if it kept an average.
 
     Args:
         config: of the student; ``train.teacher`` is the other run's folder, one of its checkpoints, or an exported file.
-        device: where the teacher computes.
-        classes: what the student's outputs are for; None: not compared.
+        device: of the teacher.
+        classes: the student's class names, in order; None: not compared.
 
     Returns:
-        images (B, 3, H, W) -> scores (B, classes), without gradients.
+        images (B, 3, H, W) -> logits (B, classes), without gradients.
 
     Raises:
-        UserError: no such model, or one for other classes or another image size.
+        UserError: there is no such model, or it has other classes or another image size.
     """
     source = Path(config.train.teacher)
     trained = read_trained(source)

@@ -15,7 +15,7 @@ from pipeline.checkpoint import CheckpointManifest, saved_steps, sweep
 from pipeline.checkpoint.completeness import find_gaps
 from pipeline.checkpoint.folder import FOLDER, publish, remove_old
 from pipeline.checkpoint.manifest import MANIFEST
-from pipeline.checkpoint.parts import Parts, stretch_key, write_part
+from pipeline.checkpoint.parts import Parts, slice_key, write_part
 from pipeline.checkpoint.whole import checksum, find_damage
 from pipeline.errors import UserError
 from support.checkpoints import STATE, save, save_small
@@ -58,7 +58,7 @@ def test_any_stretch_is_read_from_any_split(tmp_path: Path) -> None:
         parts: list[dict[str, Tensor]] = [{} for _ in range(rng.randint(1, 4))]
         for (quantity, name), values in tensors.items():
             for start, end in cut(rng, len(values), rng.randint(1, 5)):
-                rng.choice(parts)[stretch_key(quantity, name, start)] = values[start:end].clone()
+                rng.choice(parts)[slice_key(quantity, name, start)] = values[start:end].clone()
         folder = tmp_path / str(case)
         manifest = save(folder, parts, {name: [len(tensors["weight", name])] for name in ("a.b", "c")})
         reader = Parts(folder, [record.name for record in manifest.files])
@@ -73,7 +73,7 @@ def test_any_stretch_is_read_from_any_split(tmp_path: Path) -> None:
 )
 def test_numbers_that_nobody_saved_are_missed(quantity: str, name: str, start: int, count: int, tmp_path: Path) -> None:
     """Guards against a gap that is closed with the numbers beside it."""
-    stretches = {stretch_key("weight", "w", 0): torch.ones(5), stretch_key("weight", "w", 6): torch.ones(4)}  # 5 is missing
+    stretches = {slice_key("weight", "w", 0): torch.ones(5), slice_key("weight", "w", 6): torch.ones(4)}  # 5 is missing
     save(tmp_path / "c", [stretches], {"w": [10]})
     reader = Parts(tmp_path / "c", ["part-00000.safetensors"])
     assert reader.read("weight", "w", 6, 4).sum() == 4

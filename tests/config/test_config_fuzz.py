@@ -30,7 +30,6 @@ from pipeline.run.evaluation import check_classes, check_same_classes
 from pipeline.run.folder import config_hash, open_run_folder
 from pipeline.run.progress import make_schedule
 from pipeline.run.start import find_start
-from pipeline.run.state import patience
 
 CASES, LONGEST = 1000, 1.0  # seconds of this process's CPU time, which no other process's load makes longer
 BASES = (
@@ -112,7 +111,7 @@ def plan(config: Config, world: World, shards: dict[str, tuple[ShardSet, ShardSe
     """What a start of a run does before it builds the model, and the first and last thing that it asks of data and optimizer."""
     assert config_from_dict(yaml.safe_load(config_to_yaml(config)), "itself") == config
     assert len(config_hash(config)) == 64
-    timedelta(seconds=patience(config))
+    timedelta(seconds=config.distributed.collective_timeout)
     entry = model_entry(config.model.name)
     section_from_dict(entry.switches, config.model.switches, "model.switches")
     if config.data.path not in shards:

@@ -66,7 +66,7 @@ def test_a_malformed_variable_is_named(given: dict[str, str], named: str, enviro
     for name, value in given.items():
         environment.setenv(name, value)
     with pytest.raises(UserError, match=named) as error:
-        init_world(patience=1)
+        init_world(timeout=1)
     assert "\n" not in str(error.value) and ": " in str(error.value)
 
 
@@ -86,14 +86,14 @@ def test_who_cannot_be_reached_is_named(environment: pytest.MonkeyPatch, capsys:
     with pytest.raises(
         NotConnected, match=rf"rank 1 found nobody at .* 127.0.0.1:{port} for 0 s \(Connection refused\), rank 0 needed"
     ):
-        _reach_store(1, patience=0.3)
+        _reach_store(1, timeout=0.3)
     for address in ("no-such-host.invalid", "a" * 70 + ".invalid", "not a name"):
         environment.setenv("MASTER_ADDR", address)
-        environment.setattr("pipeline.distributed.rendezvous._NAME_PATIENCE", 0)
+        environment.setattr("pipeline.distributed.rendezvous._RESOLVE_TIMEOUT", 0)
         with pytest.raises(NotConnected, match="MASTER_ADDR is '.*', which cannot be found"):
-            _reach_store(1, patience=0.3)
+            _reach_store(1, timeout=0.3)
     with pytest.raises(SystemExit) as end:
-        run_command(lambda: _reach_store(1, patience=0.3))
+        run_command(lambda: _reach_store(1, timeout=0.3))
     assert end.value.code == RANK_LOST and capsys.readouterr().err.startswith("error: MASTER_ADDR")
 
 
@@ -104,7 +104,7 @@ def test_rank_0_waits_for_the_others_and_says_who_is_missing(environment: pytest
         port = str(probe.getsockname()[1])
     for name, value in (PAIR | {"MASTER_PORT": port, "PERVIT_JOB_SECRET": secrets.token_hex(32)}).items():
         environment.setenv(name, value)
-    with pytest.raises(NotConnected, match="rank 0 has waited in vain for rank 1, all 2 processes needed"):
+    with pytest.raises(NotConnected, match="rank 0 timed out waiting for rank 1, all 2 ranks needed"):
         connect("gloo", 0, 2, torch.device("cpu"), timedelta(seconds=1))
     environment.delenv("PERVIT_JOB_SECRET")
     with pytest.raises(UserError, match="PERVIT_JOB_SECRET is not set, but several processes need one secret"):

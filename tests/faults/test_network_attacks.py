@@ -231,7 +231,7 @@ def test_what_is_gathered_is_plain_data(alone: None, monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match="rank 0 announces a message of 2002 bytes, 1 to 1000 needed"):
         gather_json("x" * 2000, 1, cpu)
     for sent in (b"\x80\x04K\x01.", b"[" * 900, b"nul", b"\xff"):
-        monkeypatch.setattr("pipeline.exchange.json.dumps", lambda value, sent=sent: _Bytes(sent))
+        monkeypatch.setattr("pipeline.distributed.exchange.json.dumps", lambda value, sent=sent: _Bytes(sent))
         with pytest.raises(UserError, match="rank 0 sent b'.*JSON needed"):
             gather_json(None, 1, cpu)
 

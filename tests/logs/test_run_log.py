@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import struct
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pipeline.logs import console
 from pipeline.logs.console import duration
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.runs import step_rows
@@ -231,6 +233,18 @@ log.close()
     assert "training:" in text and "/100 [" in text, "no progress bar"
     line = r"\r?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 5/100 epoch 0.50 loss 6.0000 .* images/s .*, \d+ s left\r\n"
     assert re.search(line, text), text
+
+
+def test_a_warning_of_any_layer_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against warnings that are lost, shown twice after a second install, or mixed into the results on stdout."""
+    console.install()
+    console.install()
+    logging.getLogger("pipeline.checkpoint.saver").warning("x cannot be written (100 % full)")
+    logging.getLogger("pipeline.run.lock").info("note: 50 % of it")
+    logging.getLogger("pipeline.run.lock").debug("nobody asked")
+    said = capsys.readouterr()
+    assert said.err == "warning: x cannot be written (100 % full)\n"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d note: 50 % of it\n", said.out)
 
 
 def test_durations() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.files import lock_bytes
+from pipeline.logs import console
 from pipeline.run.lock import LOCK, RunLock
 from support.launching import REPOSITORY, clean_environment
 
@@ -146,6 +147,7 @@ def test_the_same_process_cannot_take_it_twice(tmp_path: Path) -> None:
 
 def test_a_requeued_job_waits_for_its_former_life(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against a requeued job that gives up because its former self needs a second to die; and against silence meanwhile."""
+    console.install()
     process = holder(tmp_path, "releases")
     with pytest.raises(UserError, match="1 run per folder possible"):
         RunLock.take(tmp_path, wait_seconds=0.1)

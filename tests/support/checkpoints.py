@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.checkpoint import CheckpointManifest, RunState, step_folder
 from pipeline.checkpoint.manifest import MANIFEST
-from pipeline.checkpoint.parts import stretch_key, write_part
+from pipeline.checkpoint.parts import slice_key, write_part
 from pipeline.config import Config
 
 STATE = RunState(
@@ -39,5 +39,5 @@ def save(folder: Path, parts: list[dict[str, Tensor]], shapes: dict[str, list[in
 def save_small(run: Path, step: int, value: float = 0.0) -> Path:
     """A checkpoint with one parameter, under its name in a run folder."""
     folder = step_folder(run, step)
-    save(folder, [{stretch_key("weight", "w", 0): torch.full((3,), value)}], {"w": [3]}, step)
+    save(folder, [{slice_key("weight", "w", 0): torch.full((3,), value)}], {"w": [3]}, step)
     return folder
