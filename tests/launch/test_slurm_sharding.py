@@ -52,7 +52,7 @@ def test_a_job_array_writes_what_one_process_writes(cluster: Cluster, digits_ima
     states, log = submit(cluster, tmp_path, "--array=4-6", SCRIPT, *arguments)
     assert states == ["COMPLETED"] * 3, log
     assert sorted(re.findall(r"task (\d) of 3", log)) == ["0", "1", "2"]
-    assert log.count("the task that finishes last writes the manifest") <= 2 and "val has 359 images" in log
+    assert log.count("the last task to finish writes the manifest") <= 2 and "val has 359 images" in log
     write_shards(ImageFolder(digits_images, "val"), alone, "val", 50)
     assert {f.name: file_sha256(f) for f in output.iterdir()} == {f.name: file_sha256(f) for f in alone.iterdir()}
     run_script("data_prep/verify_shards.py", output, "--decode")
