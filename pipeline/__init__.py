@@ -1,7 +1,7 @@
 """PerViT Pipeline: from a folder of JPEGs to a trained, evaluated peripheral vision transformer.
 
-Imports flow one way: ``errors``, ``config`` and ``philox`` stand alone; ``models`` builds on them
-and knows nothing of ``data``; ``data`` knows nothing of training; ``train`` and ``evaluate`` use all.
+Imports go down only, from the commands (``train``, ``evaluate``, ``flops``) over ``run``, ``faults`` and ``logs``, ``checkpoint``,
+then ``data``, ``models`` and ``optim``, to ``config`` and ``distributed``; see ARCHITECTURE.md.
 """
 
 import warnings

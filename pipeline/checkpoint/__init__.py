@@ -12,6 +12,7 @@
 ``completeness.py`` whether the files cover every parameter exactly once
 ``weights.py``      plain state dicts, for evaluation, export and fine-tuning
 ``trained.py``      a model from a run, a checkpoint or an exported file
+``inference.py``    ``load``: a trained model in one call, with its transform and classes
 ``export.py``       weights into one safetensors file
 ``overview.py``     the text of ``inspect``
 =================== ================================================================

@@ -1,12 +1,15 @@
 """A training run, from its command line to its last step; the loop itself is ``pipeline.train``.
 
 =================== =================================================================
-``command_line.py`` the command line of ``pipeline.train``, before PyTorch is imported
+``command.py``      the command line of ``pipeline.train``, before PyTorch is imported
+``start.py``        start or resume: find the checkpoint, compare, build everything
 ``folder.py``       the run folder: may this config continue the run in it?
 ``lock.py``         one run per folder
 ``progress.py``     the schedule: steps, epochs, evaluations, the end
 ``precision.py``    bf16 or fp32
 ``state.py``        ``Run``: everything that the training loop works with
+``loss.py``         cross entropy of mixed labels
+``noise.py``        the random numbers of a forward pass
 ``teacher.py``      hard distillation
 ``evaluation.py``   exact evaluation, also for the command ``pipeline.evaluate``
 ``nonfinite.py``    non-finite gradients: skip the step, or dump what reproduces it

@@ -64,7 +64,7 @@ class Run:
         return Path(self.config.output_dir)
 
     def tell(self) -> Agreed:
-        """Once a step, or batch of an evaluation: hear how all processes stand, and complete a save that all have written."""
+        """Exchange status with all ranks, once per step or evaluation batch; publish a checkpoint that all have written. Collective."""
         agreed = self.agreement.exchange(self.stop.received, self.saver.failed, self.saver.written)
         self.saver.settle(agreed)
         return agreed
