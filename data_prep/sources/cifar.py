@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy._core import multiarray  # its old name, numpy.core, is what the pickles say
@@ -130,7 +131,7 @@ class _ArraysOnly(pickle._Unpickler):  # in Python: the one in C takes any amoun
         ("numpy", "dtype"): np.dtype,
     }
 
-    def find_class(self, module: str, name: str):
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no plain value or array")
         return self._ALLOWED[module, name]

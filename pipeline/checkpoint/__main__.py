@@ -129,7 +129,8 @@ def main() -> int | None:
     command.add_argument("--force", action="store_true", help="replace a file that is there already")
     args = parser.parse_args()
     if args.command == "inspect":
-        return inspect(args.path, args.step)
+        inspect(args.path, args.step)
+        return None
     if args.command == "verify":
         return verify(args.path, args.step)
     from pipeline.checkpoint.export import export

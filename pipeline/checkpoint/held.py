@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.optim.ema import WeightAverage
+from pipeline.optim.engine import Engine
 
 WEIGHT, EMA = "weight", "ema"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -42,7 +43,7 @@ class Held:
         return Held(self.quantity, self.name, self.start + first, self.values[first:end], False) if first < end else None
 
 
-def held(engine, ema: WeightAverage | None) -> Iterator[Held]:
+def held(engine: Engine, ema: WeightAverage | None) -> Iterator[Held]:
     """Everything that this process holds of weights, AdamW's moments and averaged weights.
 
     Moments appear once the optimizer has taken a step, or after :func:`create_moments`.
@@ -59,7 +60,7 @@ def held(engine, ema: WeightAverage | None) -> Iterator[Held]:
         yield from stretches(engine, name, parameter, averages.get(name))
 
 
-def create_moments(engine, optimizer_step: int) -> None:
+def create_moments(engine: Engine, optimizer_step: int) -> None:
     """Give AdamW its state before the first step, all zeros, so that a checkpoint can be read into it."""
     if optimizer_step == 0:
         return
@@ -69,13 +70,13 @@ def create_moments(engine, optimizer_step: int) -> None:
         optimizer.state[tensor] = {"step": step, **{moment: torch.zeros_like(tensor) for moment in MOMENTS}}
 
 
-def optimizer_step_count(engine) -> int:
+def optimizer_step_count(engine: Engine) -> int:
     """How many steps AdamW has taken."""
     optimizer, flat = _optimizer_and_tensors(engine)
     return next((int(optimizer.state[tensor]["step"]) for tensor in flat if tensor in optimizer.state), 0)
 
 
-def _optimizer_and_tensors(engine) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+def _optimizer_and_tensors(engine: Engine) -> tuple[torch.optim.Optimizer, list[Tensor]]:
     """PyTorch's optimizer and the tensors it works on: parameters, or flat shards of many."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
@@ -84,7 +85,7 @@ def _optimizer_and_tensors(engine) -> tuple[torch.optim.Optimizer, list[Tensor]]
     return optimizer.optimizer, list(flat)
 
 
-def _replicated(engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
+def _replicated(engine: Engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
     """ZeRO 0: every process holds everything."""
     yield Held(WEIGHT, name, 0, parameter.data.view(-1), everywhere=True)
     for moment in MOMENTS:
@@ -94,7 +95,7 @@ def _replicated(engine, name: str, parameter: nn.Parameter, average: Tensor | No
         yield Held(EMA, name, 0, average.view(-1), everywhere=True)
 
 
-def _optimizer_sharded(engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
+def _optimizer_sharded(engine: Engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
     """ZeRO 1 and 2: all weights, but master weights and moments of a stretch only, inside flat shards of many parameters."""
     yield Held(WEIGHT, name, 0, parameter.data.view(-1), everywhere=True)
     if average is not None:
@@ -111,14 +112,15 @@ def _optimizer_sharded(engine, name: str, parameter: nn.Parameter, average: Tens
             yield Held(moment, name, start, state[moment].narrow(0, place.start, place.numel), everywhere=False)
 
 
-def _all_sharded(engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
+def _all_sharded(engine: Engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
     """ZeRO 3: one stretch of each parameter, all of the same length, so that the last ones are padded."""
-    size = parameter.ds_tensor.ds_numel
+    shard, whole = parameter.ds_tensor, parameter.ds_numel  # type: ignore[attr-defined]  # set by DeepSpeed
+    size = shard.ds_numel
     start = size * torch.distributed.get_rank()
-    count = max(0, min(size, parameter.ds_numel - start))
+    count = max(0, min(size, whole - start))
     if count == 0:
         return
-    yield Held(WEIGHT, name, start, parameter.ds_tensor.data[:count], everywhere=False)
+    yield Held(WEIGHT, name, start, shard.data[:count], everywhere=False)
     if average is not None:
         yield Held(EMA, name, start, average[:count], everywhere=False)
     if not parameter.requires_grad:

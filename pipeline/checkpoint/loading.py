@@ -21,6 +21,7 @@ from pipeline.distributed.agreement import raise_on_all
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.optim.ema import WeightAverage
+from pipeline.optim.engine import Engine
 
 _NAMED = 3  # gaps that a sentence lists
 _LAG_SECONDS = 90.0  # that another node's network disk may take to show a folder which the main process sees
@@ -65,7 +66,9 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
     Raises:
         UserError: in every process: another version wrote it, or a file cannot be read now, which is no reason to pass it over.
     """
-    text = problem = refusal = None
+    text: str | None = None
+    problem: str | None = None
+    refusal: UserError | None = None
     if world.is_main:
         try:
             text = CheckpointManifest.read(folder).to_text()
@@ -104,7 +107,7 @@ def _unreadable(error: OSError) -> UserError:
 
 
 @torch.no_grad()
-def load(engine, verified: Verified, ema: WeightAverage | None, world: World) -> None:
+def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: World) -> None:
     """Put a checkpoint into an engine of any ZeRO stage on any number of processes; every process must call.
 
     Args:
@@ -131,7 +134,7 @@ def load(engine, verified: Verified, ema: WeightAverage | None, world: World) ->
     engine.empty_partition_cache()
 
 
-def _read(engine, verified: Verified, ema: WeightAverage | None) -> None:
+def _read(engine: Engine, verified: Verified, ema: WeightAverage | None) -> None:
     state = verified.state
     parts = Parts(verified.folder, [record.name for record in verified.manifest.files])
     create_moments(engine, state.optimizer_step)

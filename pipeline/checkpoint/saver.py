@@ -25,6 +25,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import check_space, disk_reason, replace_text, sync_folder
 from pipeline.optim.ema import WeightAverage
+from pipeline.optim.engine import Engine
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two attempts; each pause is twice the one before
 _LAST_ATTEMPT = 10.0  # seconds for it to end when another process has failed
@@ -93,7 +94,7 @@ class Saver:
         """Whether this process cannot write."""
         return (self._saving is not None and self._saving.error is not None) or self._publish_error is not None
 
-    def save(self, engine, ema: WeightAverage | None, state: RunState) -> None:
+    def save(self, engine: Engine, ema: WeightAverage | None, state: RunState) -> None:
         """Begin to save; every process must call, between two steps. An earlier save is completed first."""
         began = time.perf_counter()
         self.finish()
@@ -152,6 +153,7 @@ class Saver:
 
     def _complete(self) -> None:
         saving, self._saving = self._saving, None
+        assert saving and saving.record  # it is written everywhere
         records = [FileRecord(**fields) for fields in self._world.gather(asdict(saving.record))]
         if self._world.is_main:
             manifest = CheckpointManifest(saving.state, saving.shapes, records)

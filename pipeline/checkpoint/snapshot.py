@@ -9,11 +9,12 @@ from pipeline.checkpoint.held import held
 from pipeline.checkpoint.parts import BUFFER, stretch_key
 from pipeline.distributed.world import World
 from pipeline.optim.ema import WeightAverage
+from pipeline.optim.engine import Engine
 
 _ALIGNMENT = 16  # bytes; no number lies across two machine words
 
 
-def saved_tensors(engine, ema: WeightAverage | None, world: World) -> dict[str, Tensor]:
+def saved_tensors(engine: Engine, ema: WeightAverage | None, world: World) -> dict[str, Tensor]:
     """All that this process saves, as it is in use: its share of weights, moments and averages; process 0 also buffers."""
     tensors = {}
     for stretch in held(engine, ema):

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from pipeline.config.problems import Layer, describe, section_fields, unknown_key
+from pipeline.config.describe import section_fields
+from pipeline.config.problems import Layer, describe, unknown_key
 from pipeline.config.recipes import find_recipe
 from pipeline.config.sections import Config, Section
 from pipeline.config.values import parse_value, shown
 from pipeline.errors import UserError
 
+AnySection = TypeVar("AnySection", bound=Section)
+
 _DEEPEST = 3  # names of a dotted key: model.switches.NAME
 
 
-def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file with its bases, apply ``dotted.key=value`` overrides, validate.
 
     An override's value is YAML, except that of a key which takes text: that is taken as it stands, so that
@@ -61,7 +64,7 @@ def _validate(layers: list[Layer]) -> Config:
         raise UserError(describe(error, layers)) from None
 
 
-def section_from_dict(section: type[Section], values: Mapping[str, Any], key: str) -> Section:
+def section_from_dict(section: type[AnySection], values: Mapping[str, Any], key: str) -> AnySection:
     """Validate the keys of one section that is not part of the tree, such as a model family's switches.
 
     Args:

@@ -6,7 +6,7 @@ import math
 import unicodedata
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 # Where a number stops to make sense: far beyond any recipe, and far below what would overflow, or take memory or time without
 # end. A typing error (a zero too many, another unit) is a sentence, not a run that hangs.
@@ -54,9 +54,9 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_booleans_for_numbers(cls, value: Any, info) -> Any:
+    def _no_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         # pydantic would read `true` as 1. (It reads "5e-4" as a number, which YAML takes for text: welcome.)
-        annotation = str(cls.model_fields[info.field_name].annotation)
+        annotation = str(cls.model_fields[str(info.field_name)].annotation)
         parts = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(part, bool) for part in parts) and "bool" not in annotation and "Any" not in annotation:
             raise ValueError("Input should be a number or text, not a truth value")

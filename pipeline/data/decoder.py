@@ -32,7 +32,7 @@ class Decoder:
         self._reader_error: BaseException | None = None
         self._in_dali: deque[Encoded] = deque()  # its results come back in the order of its inputs
         self._repeat: deque[Encoded] = deque()  # to be given to DALI once more
-        self._pipeline: Pipeline | None = self._build()
+        self._pipeline: Pipeline = self._build()
 
     def next(self) -> tuple[Encoded, TensorListCPU | TensorListGPU]:
         """The next batch; one that DALI fails on goes in again, without the samples that it failed on.
@@ -63,7 +63,7 @@ class Decoder:
 
     def _start_anew(self) -> None:
         """Give what the failed pipeline held to a new one: DALI calls the old one invalid."""
-        self._pipeline = None  # first, for two sets of decoder buffers may not fit on a GPU
+        del self._pipeline  # first, for two sets of decoder buffers may not fit on a GPU
         again = [self._reader.read(encoded.number) for encoded in self._in_dali]
         self._repeat = deque([*again, *self._repeat])
         self._in_dali.clear()

@@ -7,8 +7,12 @@ import os
 import sys
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer  # known to type checkers only
 
 
 def say(text: str) -> None:
@@ -37,7 +41,7 @@ def outlive_the_terminal() -> None:
 
 
 class _LossyFile(io.FileIO):
-    def write(self, data: memoryview) -> int | None:
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError:  # EIO: the terminal was closed; EPIPE: the reader has ended; ENOSPC: it may be possible again later

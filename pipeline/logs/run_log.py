@@ -148,8 +148,8 @@ class RunLog:
 
     def _note_rows(self, records: list[StepRecord]) -> None:
         """Make rows of steps, for the next writing of the files."""
-        losses = self._world.sum(torch.stack([r.loss.detach().double() for r in records])) / self._world.size
-        losses = losses.tolist()  # waits for the device
+        means = self._world.sum(torch.stack([r.loss.detach().double() for r in records])) / self._world.size
+        losses = means.tolist()  # waits for the device
         replaced = self._count_bad_samples(records)
         norms = [float(r.grad_norm) for r in records]
         if self._world.is_main:
@@ -259,6 +259,7 @@ class RunLog:
 
     def _time_left(self, step: int) -> str:
         """At the pace of this start so far, evaluations and checkpoints included, its first step, which is slow, not."""
+        assert self._pace  # from the first step on
         first, began = self._pace
         if not first < step < self._total_steps:
             return ""

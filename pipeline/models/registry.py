@@ -7,13 +7,13 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
-
-from torch import nn
+from typing import Any, TypeVar
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
-from pipeline.models.common.base import Switches
+from pipeline.models.common.base import Switches, VisionModel
+
+Builder = TypeVar("Builder", bound=Callable[..., VisionModel])
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ModelEntry:
     """A registered model and what its paper says of it."""
 
     name: str
-    build: Callable[..., nn.Module]
+    build: Callable[..., VisionModel]
     description: str
     paper: str  # with the table
     paper_params_m: float | None  # millions; None, here and below: the paper does not say
@@ -49,10 +49,10 @@ def _registry() -> dict[str, ModelEntry]:
     return _registered
 
 
-def register(description: str, **paper) -> Callable:
+def register(description: str, **paper: Any) -> Callable[[Builder], Builder]:
     """Decorator: put a builder function into the registry under its own name."""
 
-    def add(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def add(build: Builder) -> Builder:
         _registered[build.__name__] = ModelEntry(build.__name__, build, description, **paper)
         return build
 
@@ -85,14 +85,14 @@ def create_model(
     drop_path: float = 0.0,
     activation_checkpointing: bool = False,
     switches: Mapping[str, Any] = MappingProxyType({}),
-) -> nn.Module:
+) -> VisionModel:
     """Build a model with fresh weights from PyTorch's default generator.
 
     Args:
         switches: the family's ablations by name (its ``Switches`` class); those not named keep the paper's choice.
 
     Returns:
-        A :class:`~pipeline.models.common.base.VisionModel`, (B, 3, H, W) -> (B, num_classes).
+        The model, (B, 3, H, W) -> (B, num_classes).
 
     Raises:
         UserError: unknown name or switch, or an image size that the model cannot take.

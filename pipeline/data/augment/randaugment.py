@@ -62,7 +62,8 @@ class Ops:
 
 def fill_color(mean: tuple[float, float, float]) -> tuple[int, int, int]:
     """What moved images are filled up with: the data's mean colour, in levels, from the mean of pixels on [0, 1]."""
-    return tuple(min(255, max(0, round(255 * value))) for value in mean)
+    red, green, blue = (min(255, max(0, round(255 * value))) for value in mean)
+    return red, green, blue
 
 
 def draw_ops(uniforms: np.ndarray, settings: RandAugment, image_size: int) -> Ops:

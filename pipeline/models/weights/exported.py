@@ -24,6 +24,8 @@ from pipeline.models.weights.transfer import check_finite
 
 SUFFIX = ".safetensors"
 _DESCRIPTION = "description"  # the key of the metadata, whose values must be strings
+Kind = Literal["model", "ema"]  # ema: the averaged weights
+Names = Literal["ours", "authors"]  # authors: those of the published code
 _PER_CHANNEL = Field(min_length=3, max_length=3)
 
 
@@ -43,8 +45,8 @@ class Description:
     eval_crop: Annotated[float, Field(ge=0.1, le=1)]  # the short side is resized to image_size / eval_crop, then cropped
     precision: Literal["bf16", "fp32"]  # what they were trained in
     step: Count  # of the training
-    weights: Literal["model", "ema"]  # ema: their average
-    names: Literal["ours", "authors"]  # authors: those of the published code
+    weights: Kind
+    names: Names
 
 
 _CHECKED = TypeAdapter(Description)
