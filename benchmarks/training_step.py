@@ -22,7 +22,8 @@ from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.errors import run_command
 from pipeline.models import create_model
-from pipeline.train import mixed_cross_entropy, sample_noise
+from pipeline.run.loss import mixed_cross_entropy
+from pipeline.run.noise import sample_noise
 
 
 def main() -> None:

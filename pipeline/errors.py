@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 USER_ERROR = 2  # exit codes of every command: a mistake that a restart does not mend,
-PREEMPTED = 75  # stopped by a signal, with a checkpoint: start me again (sysexits.h: a temporary failure),
+PREEMPTED = 75  # stopped by a signal, all that was trained is saved: start me again (sysexits.h: a temporary failure),
 RANK_LOST = 76  # another process died or hangs: start us again
 
 
@@ -92,7 +92,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             _fail(traceback.format_exc(), 1)
         _fail(
             f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment that has this project's "
-            f"packages (`source .venv/bin/activate`; `make install` makes it)."
+            f"packages (`source .venv/bin/activate`; `make install` in the repository makes it)."
         )
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if _lacks_memory(error):

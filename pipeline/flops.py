@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeline import models
+from pipeline.command_line import command_parser
 from pipeline.errors import check_writable, run_command
 
 if TYPE_CHECKING:
@@ -54,10 +54,8 @@ convolution runs over 4 x heads maps that are one distance map times a number; o
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.flops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all that python -m pipeline.models lists")
+    parser = command_parser("pipeline.flops", __doc__)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all of them")
     parser.add_argument("--image-size", type=int, help="pixels (default: each model's own, which its paper's figures are for)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()

@@ -3,43 +3,42 @@
     python -m pipeline.train --config configs/pervit_t.yaml [dotted.key=value ...]
 
 The same command continues a run that was stopped, on any number of processes. Several processes: ``launch/local.sh`` on one
-machine, ``sbatch launch/train.slurm configs/pervit_t.yaml`` on a cluster. SIGTERM, SIGUSR1 or SIGHUP to any of them: all save a
-checkpoint and end with exit code 75.
+machine, ``sbatch launch/train.slurm configs/pervit_t.yaml`` on a cluster. SIGTERM, SIGUSR1 or SIGHUP to any of them: all save what
+they have trained and end with exit code 75.
 """
 
 from __future__ import annotations
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: --help, what is wrong with the config, the first line.
-    from pipeline.run.command_line import train_command
+    from pipeline.run.command import train_command
 
     train_command()
 
 import math
 import time
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pipeline.config import Config, accumulation_steps
-from pipeline.data.loader import Batch, to_device
+from pipeline.data.loader import Batch
 from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.errors import PREEMPTED
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
-from pipeline.logs import pictures
+from pipeline.logs import console, pictures
 from pipeline.logs.run_log import StepRecord
 from pipeline.optim.adamw import learning_rate
 from pipeline.optim.engine import optimizer_step, set_learning_rate
-from pipeline.philox import Stream, uniforms
 from pipeline.run.evaluation import evaluate
+from pipeline.run.loss import mixed_cross_entropy, spread_nonfinite
+from pipeline.run.noise import sample_noise
 from pipeline.run.nonfinite import MicroBatch, skip_or_stop
-from pipeline.run.state import Run, patience, start_run
+from pipeline.run.start import build_model, start_run
+from pipeline.run.state import Run, patience
 from pipeline.run.teacher import hard_distillation_loss
 
-_BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
+_STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
 
 
 def connect_and_train(config: Config, stop: StopSignal) -> int:
@@ -59,19 +58,26 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
         stop: where a wish to end the run shows.
 
     Returns:
-        The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint.
+        The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint if a step was taken.
 
     Raises:
         UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
     """
     stop = stop or StopSignal()
-    accumulation_steps(config.train, world.size, config.augment.unit)  # all see it: nobody needs to hear it from another
+    # What all processes see, so that nobody needs to hear it from another: the batch's arithmetic, the model's switches and size.
+    accumulation_steps(config.train, world.size, config.augment.unit)
+    with torch.device("meta"):  # costs no memory
+        build_model(config, world, [], fresh=False)
     with Heartbeat(world, config.distributed) as heartbeat:
+        if any(world.gather(stop.received)):  # it came while the libraries were loading: what would be built is of no use
+            if world.is_main:
+                console.say(_STOPPED_EARLY)
+            return PREEMPTED
         run = start_run(config, world, stop, heartbeat)
         if run is None:
             return 0
         with run:
-            stopping = run.agreement.ask(stop.received != 0)  # it may have come while the run was starting: nothing new to save
+            stopping = stopped_early = run.agreement.ask(stop.received != 0)  # it came while the run was built
             if run.evaluation_due and not stopping:
                 stopping = complete_step(run, stopping=False)
             while run.step < run.schedule.last_step and not stopping:
@@ -83,7 +89,9 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
                     run.log.image(pictures.IMAGES, grid, run.step)
                 stopping = complete_step(run, agreed.stop != 0 and run.step < run.schedule.last_step)
             run.saver.finish()
-            if stopping:
+            if stopped_early:
+                run.log.say(_STOPPED_EARLY)
+            elif stopping:
                 run.log.say(f"stopped by a signal at step {run.step}: the same command goes on from here")
             else:
                 run.log.say(
@@ -97,7 +105,7 @@ def training_step(run: Run) -> Batch:
     config, engine, schedule, step = run.config, run.engine, run.schedule, run.step + 1  # its number, once it is done
     lr = learning_rate(run.step, schedule.steps_per_epoch, schedule.epochs, config.train.global_batch_size, config.optim)
     set_learning_rate(engine, lr)
-    run.norms.begin()
+    run.batchnorm.begin()
     data_seconds, replaced, seen = 0.0, 0, []
     for number in range(engine.gradient_accumulation_steps()):
         run.heartbeat.at(step, "reading data")
@@ -106,7 +114,7 @@ def training_step(run: Run) -> Batch:
         data_seconds += time.perf_counter() - started
         replaced += batch.replaced
         run.heartbeat.at(step, "training")
-        run.norms.micro_batch(number)
+        run.batchnorm.micro_batch(number)
         scores = engine(batch.images, sample_noise(engine.module, batch, config.seed))
         loss = mixed_cross_entropy(scores, batch, config.train.label_smoothing)
         if run.teacher:
@@ -115,7 +123,7 @@ def training_step(run: Run) -> Batch:
         grad_norm = optimizer_step(engine)
         seen.append(MicroBatch(batch.request, loss.detach()))
     taken = math.isfinite(grad_norm)  # the same on all processes
-    run.norms.end(taken)
+    run.batchnorm.end(taken)
     if not taken:
         skip_or_stop(run, step, seen)
     elif run.ema:
@@ -142,7 +150,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
         Whether the run ends here.
     """
     every, improved = run.config.checkpoint.every_steps, False
-    made_up_for = run.evaluation_due and run.step == run.first_step  # its checkpoint still says that it is due
+    made_up_for = run.evaluation_due and run.step == run.first_step
     if run.evaluation_due and not stopping:
         run.heartbeat.at(run.step, "evaluating")
         run.log.flush()
@@ -152,7 +160,14 @@ def complete_step(run: Run, stopping: bool) -> bool:
             run.evaluation_due = False
         run.engine.train()
         stopping = results is None
-    if stopping or improved or made_up_for or run.step == run.schedule.last_step or (every and run.step % every == 0):
+    reasons = {
+        "a signal": stopping,
+        "the best accuracy so far": improved,
+        "an evaluation that the last checkpoint says is due": made_up_for,
+        "the end of the schedule": run.step == run.schedule.last_step,
+        "checkpoint.every_steps": bool(every) and run.step % every == 0,
+    }
+    if any(reasons.values()):
         run.heartbeat.at(run.step, "saving")
         run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
         run.saver.save(run.engine, run.ema, run.state())
@@ -197,40 +212,3 @@ def note_results(run: Run, results: dict[str, dict[str, float]]) -> bool:
         return False
     run.best = {"top1": result["top1"], "step": run.step, "weights": weights}
     return run.config.checkpoint.keep_best
-
-
-def mixed_cross_entropy(scores: Tensor, batch: Batch, label_smoothing: float) -> Tensor:
-    """Mean cross entropy of images that are mixtures of two labels.
-
-    Cross entropy is linear in the target, so mixing two losses is what mixing the two smoothed one-hot vectors is
-    (Mixup's equation for the target).
-
-    Args:
-        scores: (B, classes), any floating type.
-        batch: with ``labels``, ``other_labels`` and ``weight``.
-        label_smoothing: share of each target spread over all classes.
-    """
-    own, other = (
-        F.cross_entropy(scores.float(), labels, label_smoothing=label_smoothing, reduction="none")  # (B,)
-        for labels in (batch.labels, batch.other_labels)
-    )
-    return (batch.weight * own + (1 - batch.weight) * other).mean()
-
-
-def spread_nonfinite(loss: Tensor) -> Tensor:
-    """The loss itself; if it is not finite then its gradient is not either, which all processes notice and none has to ask for."""
-    return loss * torch.where(loss.isfinite(), 1.0, torch.nan)
-
-
-def sample_noise(model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
-    """The uniform numbers that the model may draw for each image (stochastic depth), a function of its place in the stream.
-
-    Returns:
-        (B, noise_per_sample) float32 on the batch's device, or None when the model draws none.
-    """
-    count = model.noise_per_sample
-    if count == 0:
-        return None
-    noise = uniforms(Stream.STOCHASTIC_DEPTH, seed, batch.request.epoch, batch.request.position, count).astype(np.float32)
-    noise = np.minimum(noise, _BELOW_ONE)  # rounding must not make a 1 of it
-    return to_device(noise, batch.images.device)

@@ -19,7 +19,7 @@ from pipeline.data.dali_graph import full_graph, full_inputs
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.plan import EvalPlan, TrainPlan, epoch_length
 from pipeline.data.shards import ShardSet
-from pipeline.train import mixed_cross_entropy
+from pipeline.run.loss import mixed_cross_entropy
 
 SIZE = 64
 CONFIG = DataConfig(num_threads=1)

@@ -29,7 +29,8 @@ from pipeline.optim.engine import deepspeed_config
 from pipeline.run.evaluation import check_classes, check_same_classes
 from pipeline.run.folder import config_hash, open_run_folder
 from pipeline.run.progress import make_schedule
-from pipeline.run.state import find_start, patience
+from pipeline.run.start import find_start
+from pipeline.run.state import patience
 
 CASES, LONGEST = 1000, 1.0  # seconds of this process's CPU time, which no other process's load makes longer
 BASES = (

@@ -84,7 +84,7 @@ def test_dali_decodes_whatever_is_stored() -> None:
 
     pipeline = graph()
     pipeline.build()
-    (decoded,) = pipeline.run.state()
+    (decoded,) = pipeline.run()
     for i, data in enumerate(stored):
         expected = Image.open(io.BytesIO(data.tobytes())).convert("RGB")  # (H, W, 3)
         assert np.array_equal(decoded.at(i), np.asarray(expected))

@@ -22,17 +22,17 @@ from safetensors.torch import load_file
 from pipeline import evaluate as evaluate_command
 from pipeline.checkpoint import read_weights, step_folder
 from pipeline.checkpoint.export import export
+from pipeline.checkpoint.inference import EvalTransform
 from pipeline.checkpoint.trained import read_trained
 from pipeline.config import config_from_dict
 from pipeline.data.image_folder import ImageFolder
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.inference import EvalTransform
 from pipeline.models import create_model, load, load_pretrained
 from pipeline.models.weights.exported import read_tensors, write_exported
 from pipeline.run.evaluation import evaluate, evaluation_loader
-from pipeline.run.state import build_model
+from pipeline.run.start import build_model
 from pipeline.run.teacher import load_teacher
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)

@@ -108,7 +108,7 @@ def run_graph(images: list[np.ndarray], ops: Ops, device: str) -> list[np.ndarra
 
     pipeline = graph()
     pipeline.build()
-    (output,) = pipeline.run.state()
+    (output,) = pipeline.run()
     output = output.as_cpu()
     return [np.array(output[i]) for i in range(len(images))]
 

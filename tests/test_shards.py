@@ -59,7 +59,7 @@ def test_dali_reads_every_sample_with_our_index(digits_shards: Path) -> None:
 
     pipeline = graph()
     pipeline.build()
-    jpegs, labels = pipeline.run.state()
+    jpegs, labels = pipeline.run()
     shards = ShardSet(digits_shards, "val")
     expected = shards.read_jpegs(np.arange(len(shards)))
     assert len(expected) == 359

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from pipeline.config.describe import section_fields
-from pipeline.config.problems import Layer, describe, unknown_key
-from pipeline.config.recipes import find_recipe
+from pipeline.config.problems import Layer, describe
+from pipeline.config.recipes import find_recipe, shipped_recipes
 from pipeline.config.sections import Config, Section
+from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import parse_value, shown
 from pipeline.errors import UserError
 
@@ -102,7 +103,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
         tree = {}
     if not isinstance(tree, dict):
         raise UserError(
-            f"config file {path} holds a {type(tree).__name__}, keys with values needed: see configs/pervit_t.yaml."
+            f"config file {path} holds a {type(tree).__name__}, keys with values needed: see {shipped_recipes() / 'pervit_t.yaml'}."
         )
     base = tree.pop("base", None)
     layer = Layer(f"config {path}", tree)
@@ -120,7 +121,7 @@ def _override(text: str) -> dict:
         raise UserError(f"override {shown(text)} is not of the form dotted.key=value: write for example train.epochs=100.")
     names = key.split(".")
     if len(names) > _DEEPEST:
-        raise UserError(f"override {shown(text)}: {unknown_key(key, names[-1])}")
+        raise UserError(f"override {shown(text)}: {unknown_key(key)}")
     try:
         tree = _value_of(key, value)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """May a run that was stopped start again? The job script asks before it requeues its job.
 
-    python -m pipeline.faults.restart --exit-code 75 --config configs/pervit_t.yaml
-    python -m pipeline.faults.restart --exit-code 137 --config configs/pervit_t.yaml output_dir=runs/other
+    python -m pipeline.faults.restart --exit-code 75 --config pervit_t
+    python -m pipeline.faults.restart --exit-code 137 --config pervit_t output_dir=runs/other
 
 Exit code 0: yes, and the restart is written down in ``restarts.json`` of the run folder. Exit code 1: no, for the reason that
 is printed. A run whose last three restarts all began at the checkpoint that is still the newest one makes no progress: what stops
@@ -10,7 +10,6 @@ it, a fourth restart would not mend.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from pipeline.checkpoint import latest_step
+from pipeline.command_line import command_parser
 from pipeline.config import load_config
 from pipeline.errors import PREEMPTED, RANK_LOST, UserError
 from pipeline.files import replace_text
@@ -100,11 +100,15 @@ def reason(exit_code: int) -> str:
         return "a process failed"
 
 
-def job_name(environment: Mapping[str, str]) -> str:
-    """The name under which ``scontrol`` knows this job alone: one task of a job array has the array's number as its own."""
+def job_name(environment: Mapping[str, str]) -> str | None:
+    """The name under which ``scontrol`` knows this job alone: one task of a job array has the array's number as its own.
+
+    Returns:
+        Slurm's number, ARRAY_TASK in a job array; None outside of a job.
+    """
     if "SLURM_ARRAY_JOB_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
-    return environment.get("SLURM_JOB_ID", "none")
+    return environment.get("SLURM_JOB_ID")
 
 
 def _earlier_restarts() -> int:
@@ -121,12 +125,12 @@ def _place(step: int | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("pipeline.faults.restart", __doc__)
     parser.add_argument("--exit-code", required=True, type=int, help="that the training ended with")
     parser.add_argument("--config", required=True, type=Path, help="the training's")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the training's")
     args = parser.parse_args()
-    job = job_name(os.environ)
+    job = job_name(os.environ) or "none"
     ended = f"{reason(args.exit_code)} (exit code {args.exit_code})"
     try:
         config = load_config(args.config, args.overrides)

@@ -8,12 +8,12 @@ Multiply-accumulates: python -m pipeline.flops MODEL.
 
 from __future__ import annotations
 
-import argparse
 import json
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pipeline import models
+from pipeline.command_line import command_parser
 from pipeline.errors import run_command
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ def type_text(annotation: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("pipeline.models", __doc__)
     parser.add_argument("model", nargs="?", help="show this one's switches")
     args = parser.parse_args()
     print(overview() if args.model is None else details(args.model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -89,7 +90,7 @@ def _write_dump(run: Run, step: int, folder: Path, seen: list[MicroBatch]) -> No
 
     do_in_main(write, run.world)
     agreement = Agreement(patience(run.config))  # its own: the run's counts the run's saves
-    saver = Saver(folder, run.world, run.config.checkpoint, agreement, run.still_saving)
+    saver = Saver(folder, run.world, run.config.checkpoint, agreement, partial(run.heartbeat.still, "saving"))
     saver.save(run.engine, run.ema, dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1))
     saver.finish()
 

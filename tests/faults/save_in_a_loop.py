@@ -17,7 +17,7 @@ from pipeline.config import load_config
 from pipeline.distributed.world import init_world
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
-from pipeline.run.state import start_run
+from pipeline.run.start import start_run
 
 
 @torch.no_grad()

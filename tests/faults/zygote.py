@@ -80,7 +80,7 @@ def _become(request: dict, stdout: int, stderr: int) -> None:
     os.environ.update(request["environment"])
     sys.argv = [request["module"], *request["arguments"]]
     from pipeline.errors import run_command
-    from pipeline.run.command_line import train_main
+    from pipeline.run.command import train_main
 
     module = request["module"]
     run_command(train_main if module == "pipeline.train" else importlib.import_module(module).main)
