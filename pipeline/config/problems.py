@@ -93,8 +93,6 @@ def _complaint(problem: ErrorDetails, key: str, message: str, missing: int) -> s
     return f"{key} is {shown(found)} ({type(found).__name__}), but the value {message}: correct it."
 
 
-
-
 def _as_list(key: str, found: Any) -> str:
     """What was probably meant: the same values in brackets if their number is right, else the default."""
     section, _, name = key.rpartition(".")
