@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,22 +34,16 @@ class ModelEntry:
     num_classes: int = 1000
 
 
-_FAMILIES = (
-    "convit.model",
-    "deit",
-    "gated_mlp.gmlp",
-    "gated_mlp.posmlp",
-    "lsat.model",
-    "pervit.model",
-)  # each registers its models
-_REGISTERED = re.compile(r"^@register\(.*?^def (\w+)\(", re.DOTALL | re.MULTILINE)
+_FAMILIES = {  # module of this package -> the models that it registers: it is imported when one of them is asked for
+    "convit.model": "convit_ti convit_ti_plus convit_s convit_s_plus convit_b convit_b_plus",
+    "deit": "deit_t deit_ti_plus deit_s deit_s_plus deit_b deit_b_plus",
+    "gated_mlp.gmlp": "gmlp_s",
+    "gated_mlp.posmlp": "posmlp_t posmlp_s posmlp_b",
+    "lsat.model": "lsat_t_32 lsat_s_32 lsat_b_32 lsat_t_224 lsat_s_224",
+    "pervit.model": "pervit_t pervit_s pervit_m",
+}
+_MODULE_OF = {name: module for module, names in _FAMILIES.items() for name in names.split()}
 _registered: dict[str, ModelEntry] = {}
-
-
-def _registry() -> dict[str, ModelEntry]:
-    for family in _FAMILIES:
-        importlib.import_module(f"pipeline.models.{family}")
-    return _registered
 
 
 def register(description: str, **paper: Any) -> Callable[[Builder], Builder]:
@@ -67,15 +58,7 @@ def register(description: str, **paper: Any) -> Callable[[Builder], Builder]:
 
 def list_models() -> list[str]:
     """Names that :func:`create_model` knows, sorted."""
-    return sorted({*_names_in_families(), *_registered})
-
-
-@cache
-def _names_in_families() -> tuple[str, ...]:
-    """What the families will register, read from their sources: to import them, and with them PyTorch, takes seconds."""
-    here = Path(__file__).parent
-    sources = (here.joinpath(*family.split(".")).with_suffix(".py").read_text(encoding="utf-8") for family in _FAMILIES)
-    return tuple(name for source in sources for name in _REGISTERED.findall(source))
+    return sorted({*_MODULE_OF, *_registered})
 
 
 def check_name(name: str) -> None:
@@ -98,7 +81,9 @@ def model_entry(name: str) -> ModelEntry:
         UserError: unknown name.
     """
     check_name(name)
-    return _registry()[name]
+    if name not in _registered:
+        importlib.import_module(f"pipeline.models.{_MODULE_OF[name]}")
+    return _registered[name]
 
 
 def create_model(

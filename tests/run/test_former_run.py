@@ -1,0 +1,36 @@
+"""A run that an earlier commit began goes on as that commit would have gone on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, evaluation_rows, run_module, step_rows
+
+FORMER = REPOSITORY / "tests" / "golden" / "former_run"
+
+
+def test_a_run_of_a_former_commit_goes_on(tmp_path: Path, record_property) -> None:
+    """Guards against a change of the checkpoint's or shards' format, of the sample order, the draws, or a parameter's name.
+
+    The samples and their augmentation are the same to the bit. The sums are those of the CPU at hand: the same to the bit on the
+    CPU that the fixture was written on, close to it elsewhere.
+    """
+    shutil.copytree(FORMER, tmp_path, dirs_exist_ok=True)
+    expected = json.loads((FORMER / "expected.json").read_text())
+    paths = [f"data.path={tmp_path / 'shards'}", f"output_dir={tmp_path / 'run'}"]
+    run_module("pipeline.train", "--config", tmp_path / "config.yaml", *paths, "train.max_steps=9")
+    steps = [row for row in step_rows(tmp_path / "run") if row["step"] > 5]
+    assert [row["step"] for row in steps] == [6, 7, 8, 9]
+    for row, before in zip(steps, expected["steps"]):
+        for key, value in before.items():
+            assert row[key] == pytest.approx(value, rel=1e-3 if key == "grad_norm" else 1e-4), (row["step"], key)
+    log = (tmp_path / "run" / "samples" / "rank-00000.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in log]
+    assert [{key: row[key] for key in expected["samples"][0]} for row in rows if row["step"] > 5] == expected["samples"]
+    assert evaluation_rows(tmp_path / "run")[-1]["step"] == 9
+    (part,) = (tmp_path / "run" / "checkpoints" / "step-00000009").glob("part-*")
+    record_property("bit for bit", hashlib.sha256(part.read_bytes()).hexdigest() == expected["part_sha256"])
