@@ -214,10 +214,8 @@ def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbeddi
     convolutions = len(shifts.shifts)
     if switches.shift_by == "translation":
         shifts, convolutions = shifts.by_translation(), 1
-    return ShiftEmbedding(
-        shifts,
-        [nn.Conv2d(3, layout.widths[0], layout.kernel, layout.stride, layout.padding) for _ in range(convolutions)],
-    )
+    width, shape = layout.widths[0], (layout.kernel, layout.stride, layout.padding)
+    return ShiftEmbedding(shifts, [nn.Conv2d(3, width, *shape) for _ in range(convolutions)])
 
 
 def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int, switches: LSATSwitches) -> Level:
