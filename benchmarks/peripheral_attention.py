@@ -2,8 +2,8 @@
 
     python benchmarks/peripheral_attention.py [--model pervit_t] [--batch 16] [--rounds 7]
 
-Two changes leave every result as it is (tests/test_models.py) and are measured apart: fused attention with log Φp as a
-bias instead of Normalize[exp(..) * Φp] V, and Φp's first convolution over one summed kernel instead of over 4 x heads maps.
+Two changes leave every result as it is (tests/models/pervit/test_pervit.py) and are measured apart: fused attention with log Φp
+as a bias instead of Normalize[exp(..) * Φp] V, and Φp's first convolution over one summed kernel instead of over 4 x heads maps.
 Forward and backward pass of the whole model at 224 px, rounds interleaved, medians; the ratio is what counts.
 """
 

@@ -22,12 +22,11 @@ from nvidia.dali import pipeline_def
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from randaugment_reference import AMOUNTS, FILL, SIZE, photographs, reference  # noqa: E402
-
 from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, draw_ops  # noqa: E402
 from pipeline.data.augment.randaugment_cpu import apply  # noqa: E402
 from pipeline.data.augment.randaugment_dali import augment, graph_inputs  # noqa: E402
 from pipeline.philox import Stream, uniforms  # noqa: E402
+from support.randaugment_reference import AMOUNTS, FILL, SIZE, photographs, reference  # noqa: E402
 
 
 def graph_results(images: list[np.ndarray], op: Op, amount: float, device: str) -> list[np.ndarray]:

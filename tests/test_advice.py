@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, REPOSITORY, clean_environment
+
+from support.launching import PATIENCE, REPOSITORY, clean_environment
 from test_packaging import PROJECT
 
 FILES = sorted(path for folder in ("pipeline", "data_prep") for path in (REPOSITORY / folder).rglob("*.py"))

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import run_module
+
+from support.launching import run_module
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +82,12 @@ def test_what_all_ranks_find_wrong_is_said_once(override: str, expected: str, sm
 
 def test_several_processes_without_a_meeting_point(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against DeepSpeed's "No module named mpi4py" when a variable is missing."""
-    import conftest
+    from support import launching
 
-    plain = conftest.clean_environment
-    monkeypatch.setattr(conftest, "clean_environment", lambda: plain(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"))
+    plain = launching.clean_environment
+    monkeypatch.setattr(launching, "clean_environment", lambda: plain(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"))
     result = run_module("pipeline.train", "--config", small_run, check=False)
     assert result.returncode == 2 and "MASTER_ADDR is not set, but 2 processes need it" in result.stderr
-    monkeypatch.setattr(conftest, "clean_environment", lambda: plain(RANK="3", WORLD_SIZE="two", LOCAL_RANK="0"))
+    monkeypatch.setattr(launching, "clean_environment", lambda: plain(RANK="3", WORLD_SIZE="two", LOCAL_RANK="0"))
     result = run_module("pipeline.train", "--config", small_run, check=False)
     assert result.returncode == 2 and "WORLD_SIZE is 'two', a whole number" in result.stderr

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment
 
 from pipeline.errors import UserError
 from pipeline.files import GrowingFile, replace_file, replace_text
+from support.launching import REPOSITORY, clean_environment
 
 # Whole or old: replaces a file of 4 MB again and again; each content is one byte repeated.
 REPLACER = """

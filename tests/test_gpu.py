@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import conftest
 import pytest
 import torch
-from conftest import run_module, step_rows
 
 from pipeline.checkpoint import read_weights
 from pipeline.config import AugmentConfig, DataConfig
@@ -16,6 +14,9 @@ from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.models import create_model
 from pipeline.models.common.layers import drop_elements
+from support import launching
+from support.launching import run_module
+from support.runs import step_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -70,8 +71,8 @@ def test_dropout_of_elements_is_the_same_on_cuda() -> None:
 def test_training_on_a_gpu_resumes(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against NCCL, fused AdamW or DLPack breaking what holds on the CPU. (Not bit for bit: the backward pass of
     CUDA's attention with a bias adds in no fixed order.)"""
-    plain = conftest.clean_environment
-    monkeypatch.setattr(conftest, "clean_environment", lambda: {**plain(), "CUDA_VISIBLE_DEVICES": "0"})
+    plain = launching.clean_environment
+    monkeypatch.setattr(launching, "clean_environment", lambda: {**plain(), "CUDA_VISIBLE_DEVICES": "0"})
     options = ["train.precision=bf16", "data.num_threads=2", "train.micro_batch_size=8"]
     for run, steps in (("straight", [20]), ("resumed", [11, 20])):
         for last in steps:

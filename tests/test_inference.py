@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import REPOSITORY, run_script, write_small_config
-from faults.ranks import SMALL_MODEL, run_forked
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -34,6 +32,9 @@ from pipeline.models.weights.exported import read_tensors, write_exported
 from pipeline.run.evaluation import evaluate, evaluation_loader
 from pipeline.run.start import build_model
 from pipeline.run.teacher import load_teacher
+from support.launching import REPOSITORY, run_script
+from support.ranks import SMALL_MODEL, run_forked
+from support.runs import write_small_config
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import PATIENCE, REPOSITORY, clean_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from pipeline.config import find_recipe, load_config, shipped_recipes
 from pipeline.errors import UserError
+from support.launching import PATIENCE, REPOSITORY, clean_environment
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PATIENCE, REPOSITORY, clean_environment
+
+from support.launching import PATIENCE, REPOSITORY, clean_environment
 
 HEAVY = ("torch", "deepspeed", "nvidia.dali", "scipy", "fvcore", "tensorboard", "sklearn")
 COMMANDS = [

@@ -5,7 +5,7 @@ An unknown key, a wrong type or a value out of range is one sentence that names 
 """
 
 from pipeline.config.accumulation import accumulation_steps
-from pipeline.config.describe import config_to_yaml, flatten, markdown_table
+from pipeline.config.describe import config_to_yaml, flatten, markdown_page, markdown_table
 from pipeline.config.loading import config_from_dict, load_config, section_from_dict
 from pipeline.config.recipes import find_recipe, shipped_recipes
 from pipeline.config.sections import (
@@ -45,6 +45,7 @@ __all__ = [
     "find_recipe",
     "flatten",
     "load_config",
+    "markdown_page",
     "markdown_table",
     "parse_value",
     "section_from_dict",

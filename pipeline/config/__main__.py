@@ -1,7 +1,8 @@
 """Every key of a config with its default and meaning, as a Markdown table.
 
-python -m pipeline.config                 all of them, as in README.md
+python -m pipeline.config                 all of them, as in docs/config.md
 python -m pipeline.config optim train.    those whose names begin so
+python -m pipeline.config --markdown      docs/config.md itself: a section of the page for each section of the config
 python -m pipeline.config --recipes       the configs that --config takes by name, and their folder
 """
 
@@ -11,6 +12,7 @@ from typing import NoReturn
 
 from pipeline.command_line import command_parser
 from pipeline.config import flatten, markdown_table, shipped_recipes
+from pipeline.config.describe import markdown_page
 from pipeline.config.sections import Config
 from pipeline.errors import UserError, run_command
 
@@ -19,7 +21,11 @@ def main() -> None:
     parser = command_parser("pipeline.config", __doc__)
     parser.add_argument("beginnings", nargs="*", metavar="KEY", help="a key, or how some begin; default: all")
     parser.add_argument("--recipes", action="store_true", help="list configs in place of keys")
+    parser.add_argument("--markdown", action="store_true", help="print the page docs/config.md of the repository")
     args = parser.parse_args()
+    if args.markdown:
+        print(markdown_page(), end="")
+        return
     if args.recipes:
         print("\n".join(recipe_names()))
         return

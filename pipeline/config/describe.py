@@ -32,7 +32,7 @@ def section_fields(name: str) -> dict[str, FieldInfo]:
 
 
 def markdown_table(beginnings: tuple[str, ...] = ("",)) -> str:
-    """Every key with its default and meaning, as the README shows them (``python -m pipeline.config`` prints it).
+    """Every key with its default and meaning, as ``python -m pipeline.config`` prints them.
 
     Args:
         beginnings: only keys whose dotted name begins with one of these.
@@ -46,3 +46,38 @@ def markdown_table(beginnings: tuple[str, ...] = ("",)) -> str:
         shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
         lines.append(f"| `{key}` | `{shown}` | {section_fields(section)[name].description} |")
     return "\n".join(lines)
+
+
+_PAGE = """<!-- Generated, in the repository: python -m pipeline.config --markdown > docs/config.md -->
+# Config keys
+
+A config is a YAML file. The key `base: other.yaml` starts from another file, relative to this one; the file then
+states only what differs. `--config` takes a file, or the name of a shipped config such as `pervit_t` or
+`ablations/pervit_table1_e_no_cpe`; `python -m pipeline.config --recipes` lists them.
+
+Any key can be overridden on the command line: `train.epochs=100`. The value is YAML, except for keys that take text: there it is
+taken verbatim, so `output_dir="runs/exp #2"` needs only the shell's quotes, and `null` still means none. Later overrides win. An
+unknown key, a wrong type and a value far beyond any recipe are errors that name the key.
+
+`python -m pipeline.config` prints these tables in a terminal, `python -m pipeline.config optim` a part of them. Which keys may change
+when a run is resumed: [Training](training.md#resume).
+"""
+
+
+def markdown_page() -> str:
+    """The page ``docs/config.md``: how a config is written, then a table for each section."""
+    top = tuple(name for name in Config.model_fields if not _section_doc(name)[0])
+    parts = [_PAGE, "## Top level\n", markdown_table(top) + "\n"]
+    for name in Config.model_fields:
+        is_section, doc = _section_doc(name)
+        if is_section:
+            parts += [f"## `{name}`\n", *([doc + "\n"] if doc else []), markdown_table((f"{name}.",)) + "\n"]
+    return "\n".join(parts)
+
+
+def _section_doc(name: str) -> tuple[bool, str]:
+    """Whether a top-level key is a section, and the first line of its docstring."""
+    annotation = Config.model_fields[name].annotation
+    if not isinstance(annotation, type) or not issubclass(annotation, Section):
+        return False, ""
+    return True, (vars(annotation).get("__doc__") or "").partition("\n")[0]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from faults.history import Start
-from faults.ranks import Job, is_saving, train, wait_for_steps
 from pipeline.checkpoint import latest_step
 from pipeline.errors import RANK_LOST
+from support.ranks import Job, is_saving, train, wait_for_steps
 
 MOMENTS = ("start", "step", "save")
 SHARES = (0.15, 0.4, 0.45)  # of the kills

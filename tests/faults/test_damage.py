@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from conftest import write_small_config
 
 from faults.history import same_files
-from faults.ranks import train
 from pipeline.checkpoint import saved_steps, step_folder
+from support.ranks import train
+from support.runs import write_small_config
 
 pytestmark = pytest.mark.multiprocess
 

@@ -6,12 +6,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import step_rows
 
 from faults.history import Start, assert_each_image_once, distance, loss_difference, what_the_weights_saw
-from faults.ranks import train, wait_for_steps
 from pipeline.checkpoint import latest_step
 from pipeline.errors import PREEMPTED
+from support.ranks import train, wait_for_steps
+from support.runs import step_rows
 
 pytestmark = pytest.mark.multiprocess
 

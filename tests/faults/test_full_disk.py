@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.ranks import Job, steps_taken, train
 from pipeline.checkpoint import latest_step, saved_steps
 from pipeline.errors import USER_ERROR
+from support.ranks import Job, steps_taken, train
 
 pytestmark = pytest.mark.multiprocess
 

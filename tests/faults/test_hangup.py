@@ -16,10 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, REPOSITORY, clean_environment, step_rows
 
-from faults.ranks import SMALL_MODEL
 from pipeline.checkpoint import latest_step
+from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.ranks import SMALL_MODEL
+from support.runs import step_rows
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, REPOSITORY, clean_environment
 
-from faults.ranks import meeting_point
 from pipeline.config import DistributedConfig
 from pipeline.errors import RANK_LOST, USER_ERROR
 from pipeline.faults.lost_ranks import Judge, Sign, Status
+from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.ranks import meeting_point
 
 pytestmark = pytest.mark.multiprocess
 

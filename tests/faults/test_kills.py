@@ -8,13 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import evaluation_rows, write_small_config
 
 from faults.history import Start, assert_each_image_once, same_files, what_the_weights_saw
 from faults.killing import Ordeal
-from faults.ranks import seed_from_environment, steps_taken, train
 from pipeline.checkpoint import latest_step, step_folder
 from pipeline.errors import PREEMPTED
+from support.ranks import seed_from_environment, steps_taken, train
+from support.runs import evaluation_rows, write_small_config
 
 pytestmark = pytest.mark.multiprocess
 

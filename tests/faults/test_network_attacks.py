@@ -18,9 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PATIENCE, REPOSITORY, clean_environment, step_rows
 
-from faults.ranks import SMALL_MODEL, Job, steps_taken
 from pipeline.checkpoint import latest_step
 from pipeline.distributed.exchange import gather_json
 from pipeline.distributed.rendezvous import prove_membership
@@ -28,6 +26,9 @@ from pipeline.distributed.signing import job_secret, printable, seal, unseal
 from pipeline.errors import PREEMPTED, USER_ERROR, UserError
 from pipeline.faults.lost_ranks import Sign, Verdict
 from pipeline.faults.notices import Notices
+from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.ranks import SMALL_MODEL, Job, steps_taken
+from support.runs import step_rows
 
 pytestmark = pytest.mark.multiprocess
 
@@ -75,7 +76,7 @@ class Attacked:
 @pytest.fixture(scope="module")
 def attacked(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     """Two processes by ``launch/local.sh``; while they train, a stranger overwrites what they say to each other. Then SIGTERM."""
-    from conftest import write_small_config
+    from support.runs import write_small_config
 
     folder = tmp_path_factory.mktemp("attacked")
     run, mark = folder / "run", secrets.token_hex(8)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import step_rows
 
-from faults.ranks import Job, train
 from pipeline.checkpoint import read_weights, saved_steps
 from pipeline.data.shards import ShardSet
 from pipeline.errors import USER_ERROR
+from support.ranks import Job, train
+from support.runs import step_rows
 
 pytestmark = pytest.mark.multiprocess
 

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import PATIENCE, REPOSITORY, step_rows
-from slurm_cluster import ON_CPUS, Cluster, Job, Submitted, free_ports, running_cluster
 
 from pipeline.checkpoint import latest_step
 from pipeline.errors import UserError
 from pipeline.faults import restart
+from support.launching import PATIENCE, REPOSITORY
+from support.runs import step_rows
+from support.slurm_cluster import ON_CPUS, Cluster, Job, Submitted, free_ports, running_cluster
 
 on_slurm = pytest.mark.slurm
 TOY_TRAIN = Path(__file__).with_name("toy_train.py")

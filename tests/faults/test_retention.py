@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import evaluation_rows
 
-from faults.ranks import train
 from pipeline.checkpoint import saved_steps
+from support.ranks import train
+from support.runs import evaluation_rows
 
 pytestmark = pytest.mark.multiprocess
 

@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import step_rows
 
 from faults.history import loss_difference
-from faults.ranks import Job, train
 from pipeline.checkpoint import latest_step
+from support.ranks import Job, train
+from support.runs import step_rows
 
 pytestmark = [pytest.mark.soak, pytest.mark.multiprocess, pytest.mark.timeout(7200)]
 

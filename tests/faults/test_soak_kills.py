@@ -6,11 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import step_rows
 
 from faults.history import Start, assert_each_image_once, distance, loss_difference, same_files, what_the_weights_saw
 from faults.killing import Ordeal, random_moment
-from faults.ranks import seed_from_environment, train
+from support.ranks import seed_from_environment, train
+from support.runs import step_rows
 
 pytestmark = [pytest.mark.soak, pytest.mark.multiprocess, pytest.mark.timeout(7200)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from faults.ranks import SMALL_MODEL, Job, is_saving, seed_from_environment
 from pipeline.checkpoint import latest_step
+from support.ranks import SMALL_MODEL, Job, is_saving, seed_from_environment
 
 pytestmark = [pytest.mark.soak, pytest.mark.multiprocess, pytest.mark.timeout(7200)]
 

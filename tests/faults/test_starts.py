@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import step_rows
 
-from faults.ranks import SMALL_MODEL, Job, train
 from pipeline.checkpoint import latest_step, saved_steps
 from pipeline.errors import PREEMPTED
+from support.ranks import SMALL_MODEL, Job, train
+from support.runs import step_rows
 
 pytestmark = pytest.mark.multiprocess
 

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment, run_module, step_rows
+
+from support.launching import REPOSITORY, clean_environment, run_module
+from support.runs import step_rows
 
 pytestmark = pytest.mark.multiprocess
 

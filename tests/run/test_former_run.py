@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, evaluation_rows, run_module, step_rows
+
+from support.launching import REPOSITORY, run_module
+from support.runs import evaluation_rows, step_rows
 
 FORMER = REPOSITORY / "tests" / "golden" / "former_run"
 

@@ -1,0 +1,72 @@
+"""A shard set that was damaged is named when it is opened and when it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.errors import UserError
+
+
+def test_opening_a_damaged_set_names_the_file_and_the_numbers(copied_shards: Path) -> None:
+    """Guards against training on half a data set, and against the crash that a truncated tar gives three libraries down."""
+    tar, idx, samples = (copied_shards / name for name in ("train-000001.tar", "train-000001.idx", "train-samples.npy"))
+    whole = tar.read_bytes()
+
+    tar.write_bytes(whole[:1000])
+    with pytest.raises(UserError, match=rf"train-000001.tar has 1000 bytes, {len(whole)} needed by manifest.json"):
+        ShardSet(copied_shards, "train")
+    tar.unlink()
+    with pytest.raises(UserError, match="train-000001.tar is missing"):
+        ShardSet(copied_shards, "train")
+    tar.write_bytes(whole)
+
+    index = idx.read_bytes()
+    idx.unlink()
+    with pytest.raises(UserError, match="train-000001.idx is missing, .* rebuild it with wds2idx"):
+        ShardSet(copied_shards, "train")
+    idx.write_bytes(index)
+
+    content = samples.read_bytes()
+    samples.write_bytes(content[:40])
+    with pytest.raises(UserError, match="train-samples.npy is damaged"):
+        ShardSet(copied_shards, "train")
+    samples.write_bytes(content)
+
+    with pytest.raises(UserError, match=r"has the splits \['train', 'val'\], 'test' needed"):
+        ShardSet(copied_shards, "test")
+    with pytest.raises(UserError, match="does not exist"):
+        ShardSet(copied_shards / "nowhere", "train")
+    (copied_shards / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="manifest.json is damaged"):
+        ShardSet(copied_shards, "train")
+    (copied_shards / "manifest.json").unlink()
+    with pytest.raises(UserError, match="manifest.json is missing"):
+        ShardSet(copied_shards, "train")
+
+
+def test_a_tar_truncated_after_opening_is_an_error_not_a_crash(copied_shards: Path) -> None:
+    """Guards against SIGBUS, which is how a process dies that has mapped a file that shrinks."""
+    shards = ShardSet(copied_shards, "train")
+    (copied_shards / "train-000000.tar").write_bytes(b"x" * 2000)
+    index = np.flatnonzero(shards.samples["shard"] == 0)[-1]
+    with pytest.raises(DamagedSample, match=r"train-000000.tar: sample 000000-000399 is cut off: 0 of its \d+ bytes are there"):
+        shards.read_jpegs([index])
+
+
+def test_a_damaged_sample_is_named_as_in_the_source(copied_shards: Path, digits_images: Path) -> None:
+    """Guards against a bad image that its owner cannot find: a key says nothing outside of the shards."""
+    shards = ShardSet(copied_shards, "val")
+    row = shards.samples[5]
+    with open(copied_shards / "val-000000.tar", "r+b") as tar:
+        tar.seek(int(row["offset"]) + int(row["bytes"]) - 1)
+        tar.write(b"x")
+    with pytest.raises(
+        DamagedSample, match=r"sample 000000-000005 was changed .*\(it was \d/\d+.JPEG in the source\)"
+    ) as error:
+        shards.read(5)
+    name = str(error.value).rpartition("it was ")[2].partition(" ")[0]
+    assert (digits_images / "val" / name).stat().st_size == row["bytes"]

@@ -1,0 +1,180 @@
+"""What the environment says of the processes: what is malformed, missing or unreachable is one sentence."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+
+from pipeline.distributed.rendezvous import _host_store, _is_loopback, _listen, _reach_store, connect
+from pipeline.distributed.world import _refuse_unusable_gpu, _slurm_granted_gpus, init_world
+from pipeline.errors import RANK_LOST, NotConnected, UserError, run_command
+from support.launching import REPOSITORY, clean_environment
+
+PAIR = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+    "PERVIT_JOB_SECRET": "0" * 64,
+}
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Without a trace of a job; ``init_world`` may write into it."""
+    others = (
+        "LOCAL_WORLD_SIZE",
+        "SLURM_CPUS_PER_TASK",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_STEP_GPUS",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+    )
+    for name in (*PAIR, *STEP, *others):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    yield monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (ALONE | {"RANK": "²"}, "RANK is '²'"),
+        (ALONE | {"RANK": "0" * 5000}, "RANK is '0"),
+        (ALONE | {"SLURM_CPUS_PER_TASK": "abc"}, "SLURM_CPUS_PER_TASK is 'abc'"),
+        (ALONE | {"SLURM_CPUS_PER_TASK": "0"}, "SLURM_CPUS_PER_TASK is '0'"),
+        (ALONE | {"SLURM_STEP_TASKS_PER_NODE": "8(y2"}, r"SLURM_STEP_TASKS_PER_NODE is '8\(y2', counts such as"),
+        (ALONE | {"SLURM_STEP_TASKS_PER_NODE": "2,,2"}, "SLURM_STEP_TASKS_PER_NODE is '2,,2'"),
+        (STEP | {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "-1"}, "SLURM_STEP_NUM_TASKS is '-1'"),
+        (PAIR | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set, but 2 processes need it"),
+        (PAIR | {"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
+    ],
+)
+def test_a_malformed_variable_is_named(given: dict[str, str], named: str, environment: pytest.MonkeyPatch) -> None:
+    """Guards against a traceback, or a silent guess, when a variable of the launcher or of Slurm is no number."""
+    for name, value in given.items():
+        environment.setenv(name, value)
+    with pytest.raises(UserError, match=named) as error:
+        init_world(patience=1)
+    assert "\n" not in str(error.value) and ": " in str(error.value)
+
+
+def test_who_cannot_be_reached_is_named(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against PyTorch's C++ traceback, an endless wait, and a job that is not requeued, where processes do not meet."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        for name, value in (PAIR | {"MASTER_PORT": str(port)}).items():
+            environment.setenv(name, value)
+        taken.listen()
+        for address in ("127.0.0.1", "localhost", socket.gethostname()):
+            environment.setenv("MASTER_ADDR", address)
+            with pytest.raises(NotConnected, match=rf"rank 0 cannot listen at .*:{port} \(Address already in use\)"):
+                _host_store(2, timedelta(seconds=1))
+        environment.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(
+        NotConnected, match=rf"rank 1 found nobody at .* 127.0.0.1:{port} for 0 s \(Connection refused\), rank 0 needed"
+    ):
+        _reach_store(1, patience=0.3)
+    for address in ("no-such-host.invalid", "a" * 70 + ".invalid", "not a name"):
+        environment.setenv("MASTER_ADDR", address)
+        environment.setattr("pipeline.distributed.rendezvous._NAME_PATIENCE", 0)
+        with pytest.raises(NotConnected, match="MASTER_ADDR is '.*', which cannot be found"):
+            _reach_store(1, patience=0.3)
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: _reach_store(1, patience=0.3))
+    assert end.value.code == RANK_LOST and capsys.readouterr().err.startswith("error: MASTER_ADDR")
+
+
+def test_rank_0_waits_for_the_others_and_says_who_is_missing(environment: pytest.MonkeyPatch) -> None:
+    """Guards against "wait timeout after 1000ms, keys: /0//cpu//0/1" when a process did not start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in (PAIR | {"MASTER_PORT": port, "PERVIT_JOB_SECRET": secrets.token_hex(32)}).items():
+        environment.setenv(name, value)
+    with pytest.raises(NotConnected, match="rank 0 has waited in vain for rank 1, all 2 processes needed"):
+        connect("gloo", 0, 2, torch.device("cpu"), timedelta(seconds=1))
+    environment.delenv("PERVIT_JOB_SECRET")
+    with pytest.raises(UserError, match="PERVIT_JOB_SECRET is not set, but several processes need one secret"):
+        connect("gloo", 0, 2, torch.device("cpu"), timedelta(seconds=1))
+
+
+def test_loopback_is_what_is_written_not_what_a_name_resolves_to() -> None:
+    """Guards against a store that other nodes cannot reach because a node knows its own name as 127.0.1.1."""
+    assert all(map(_is_loopback, ("127.0.0.1", "127.0.1.2", "::1", "localhost")))
+    assert not any(map(_is_loopback, (socket.gethostname(), "10.0.0.1", "0.0.0.0", "node1", "localhost.example.org", "")))
+
+
+def test_the_store_listens_where_it_is_needed() -> None:
+    """Guards against a store of one machine that strangers reach, and against one between nodes that its own ranks do not."""
+    for address, addresses in (
+        ("127.0.0.1", {"127.0.0.1"}),
+        ("localhost", {"127.0.0.1", "::1"}),
+        (socket.gethostname(), {"::", "0.0.0.0"}),
+    ):
+        with _listen(address, 0) as listener:
+            assert listener.getsockname()[0] in addresses
+
+
+def test_gpus_are_those_of_the_step(environment: pytest.MonkeyPatch) -> None:
+    """Guards against a note about GPUs that nobody was given: sbatch --exclusive fills SLURM_JOB_GPUS whatever was asked for."""
+    environment.setenv("SLURM_JOB_GPUS", "0,1,2,3")
+    environment.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert not _slurm_granted_gpus()
+    environment.setenv("SLURM_STEP_GPUS", "0,1")
+    environment.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert _slurm_granted_gpus()
+    environment.setenv("CUDA_VISIBLE_DEVICES", "")  # the user's wish for the CPU
+    assert not _slurm_granted_gpus()
+
+
+def test_a_cpu_build_beside_a_driver_is_mended_without_deleting(environment: pytest.MonkeyPatch) -> None:
+    """Guards against advice to run make clean, which removes more than the virtual environment."""
+    environment.setenv("CUDA_VISIBLE_DEVICES", "0")
+    environment.setattr("os.path.exists", lambda path: True)
+    with pytest.raises(UserError, match="install the CUDA build with `make install HAS_GPU=1`"):
+        _refuse_unusable_gpu()
+
+
+def test_warnings_as_errors_end_nothing() -> None:
+    """Guards against a traceback from the middle of an import of PyTorch where PYTHONWARNINGS=error is set."""
+    program = "import pipeline, warnings; warnings.warn('x', DeprecationWarning)"
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True
+    )
+    assert result.returncode == 0 and "DeprecationWarning: x" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        ImportError("libtorch.so: failed to map segment from shared object"),
+    ],
+)
+def test_no_memory_is_a_sentence(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a traceback of PyTorch when ulimit -v, a job's limit or the GPU is too small."""
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        run_command(fail)
+    assert end.value.code == 1
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("error: there is not enough memory (") and "train.micro_batch_size" in sentence

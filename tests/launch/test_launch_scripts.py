@@ -1,0 +1,268 @@
+"""What the scripts of ``launch/`` say and which Python they take, without Slurm and without a training."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.launching import PATIENCE, REPOSITORY, clean_environment
+
+SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.slurm")) + ["demo.sh", "local.sh", "local_cluster.sh"]
+NOTE = "import json, os, sys\nwith open('note', 'w') as file:\n    json.dump({'arguments': sys.argv[1:], **os.environ}, file)\n"
+
+
+def launch(script: str | Path, *words: str, cwd: Path = REPOSITORY, **variables: str) -> subprocess.CompletedProcess:
+    command = ["bash", str(REPOSITORY / "launch" / script), *words]
+    return subprocess.run(
+        command, cwd=cwd, env=clean_environment(**variables), capture_output=True, text=True, timeout=PATIENCE
+    )
+
+
+def the_sentence(result: subprocess.CompletedProcess) -> str:
+    assert (result.returncode, result.stdout) == (2, ""), result
+    (sentence,) = result.stderr.splitlines()
+    return sentence
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help(script: str, word: str) -> None:
+    """Guards against a question that is answered as a mistake, or that starts something."""
+    result = launch(script, word)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(re.findall(rf"^  .*launch/{script}\b", result.stdout, re.MULTILINE)) >= 2, "two examples"
+    assert "#SBATCH" not in re.sub(r"the #SBATCH lines", "", result.stdout) and "set -" not in result.stdout
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_of_what_is_sourced(word: str) -> None:
+    """Guards against the same of the part that the job scripts share, whose own examples are theirs."""
+    result = launch("train_job.sh", word)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("launch/train_job.sh CONFIG") and "launch/train.slurm" in result.stdout
+    assert "fail()" not in result.stdout
+
+
+def test_the_demo_takes_no_words() -> None:
+    """Guards against minutes of training after a mistyped option."""
+    assert the_sentence(launch("demo.sh", "--hepl")).startswith("error: found '--hepl', no words are needed")
+
+
+@pytest.mark.parametrize("module", ["toyy", "package", "package.toyy", "no_package.toy", "toy.py", "./toy.py", "package/toy"])
+def test_no_such_module(module: str, tmp_path: Path) -> None:
+    """Guards against "No module named ..." in Python's words, once for every rank."""
+    (tmp_path / "package").mkdir()
+    for name in ("toy.py", "package/__init__.py", "package/toy.py"):
+        (tmp_path / name).write_text(NOTE)
+    sentence = the_sentence(launch("local.sh", "2", "--", module, cwd=tmp_path))
+    assert sentence.startswith(f"error: found '{module}', which is no program for 'python -m' in {tmp_path}, ")
+
+
+def test_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
+    """Guards against a module that is there and is called missing, for what it imports is."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import packages_of_others\n")
+    (tmp_path / "package" / "toy.py").touch()
+    result = launch("local.sh", "1", "--", "package.toy", cwd=tmp_path)
+    assert result.returncode == 1 and "No module named 'packages_of_others'" in result.stderr, result
+
+
+def test_no_temporary_folder(tmp_path: Path) -> None:
+    """Guards against files of the ranks at the root of the disk, where an unchecked mktemp once put them."""
+    sentence = the_sentence(launch("local.sh", "2", "--", "toy", cwd=tmp_path, TMPDIR=str(tmp_path / "missing")))
+    assert sentence.startswith(f"error: no folder can be made in {tmp_path}/missing, ") and "set TMPDIR" in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("SLURM_RESTART_COUNT", "x"), ("SLURM_CPUS_PER_TASK", "abc"), ("SLURM_JOB_ID", "-1")]
+)
+def test_not_slurms_environment(name: str, value: str) -> None:
+    """Guards against arithmetic in bash's words, and a job that is requeued for a mistake in its environment."""
+    variables = {"SLURM_JOB_ID": "7", "PERVIT_ROOT": str(REPOSITORY), name: value}
+    sentence = the_sentence(launch("train.slurm", "configs/demo.yaml", **variables))
+    assert sentence == f"error: {name} is '{value}', a whole number is needed; it is Slurm's to set, so unset it."
+
+
+@pytest.mark.parametrize("config", ["configs/convit_s.yaml", "convit_s", "convit_s.yaml", "ablations/pervit_table5_lrn"])
+def test_a_job_takes_what_the_training_takes_for_a_config(config: str) -> None:
+    """Guards against a config's name that works on one machine and is refused by the job script."""
+    sentence = the_sentence(launch("train.slurm", config, PERVIT_ROOT=str(REPOSITORY)))
+    assert sentence.startswith("error: no Slurm job was found"), "the check that follows"
+
+
+@pytest.mark.parametrize("words", [[], ["convit_z"], ["train.epochs=1"]])
+def test_a_job_without_a_config(words: list[str]) -> None:
+    """Guards against a mistake that every task of the job answers, or bash."""
+    sentence = the_sentence(launch("train.slurm", *words, PERVIT_ROOT=str(REPOSITORY)))
+    assert (
+        sentence.startswith(f"error: found '{''.join(words)}', the file of a config is needed")
+        and "a name in configs/" in sentence
+    )
+
+
+# ---- what a job script gives to the training ---------------------------------------------------
+
+
+NOTES = (
+    "import json, sys\n"
+    "with open('notes', 'a') as file:\n    print(json.dumps([__spec__.name, *sys.argv[1:]]), file=file)\n"
+    "sys.exit({code})\n"
+)
+SCONTROL = """case "$*" in
+  "show hostnames"*) echo node1 ;;
+  "show job"*) echo "JobId=7 JobState=RUNNING Restarts=0 Requeue=1" ;;
+  *) echo "$*" >> requeued ;;
+esac"""
+
+
+def submit(root: Path, *words: str, **variables: str) -> list[list[str]]:
+    """What a job of one task starts, each with its words: a training that is preempted, and the question whether it may go on.
+
+    In Slurm's place are a ``srun`` that runs the command here and a ``scontrol`` that agrees; test_slurm.py has the real ones.
+    """
+    (root / "pipeline" / "faults").mkdir(parents=True)
+    for name, text in (
+        ("__init__", ""),
+        ("train", NOTES.format(code=75)),
+        ("faults/__init__", ""),
+        ("faults/restart", NOTES.format(code=0)),
+    ):
+        (root / "pipeline" / f"{name}.py").write_text(text)
+    bin_folder = root / "slurm"
+    bin_folder.mkdir()
+    for name, text in (("srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'), ("scontrol", SCONTROL)):
+        (bin_folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (bin_folder / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "name"}
+    path = f"{bin_folder}:{clean_environment()['PATH']}"
+    result = launch(root / "launch" / words[0], *words[1:], cwd=root, **{**slurm, "PATH": path, **variables})
+    assert result.returncode == 75, result
+    return [json.loads(line) for line in (root / "notes").read_text().splitlines()]
+
+
+ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "4"}
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "folders"),
+    [
+        ("train.slurm", {}, []),
+        ("train.slurm", {"PERVIT_OUTPUT": "/a b/%a"}, ["output_dir=/a b/%a"]),
+        ("train.slurm", {"PERVIT_OUTPUT": "/a b/%a", **ARRAY}, ["output_dir=/a b/4"]),
+        ("train.slurm", {"PERVIT_OUTPUT": "", "PERVIT_DATA": "/d %a", **ARRAY}, ["data.path=/d %a"]),
+        ("pervit_s.slurm", {}, ["data.path=data/imagenet", "output_dir=runs/name"]),
+        ("pervit_s.slurm", ARRAY, ["data.path=data/imagenet", "output_dir=runs/name_4"]),
+        ("pervit_s.slurm", {"PERVIT_OUTPUT": "/a b", "PERVIT_DATA": "/d"}, ["data.path=/d", "output_dir=/a b"]),
+    ],
+)
+def test_the_folders_of_a_job(script: str, variables: dict, folders: list[str], repository: Path) -> None:
+    """Guards against PERVIT_OUTPUT that is ignored, split at a space, stronger than the command line, or another after a requeue."""
+    config = [] if script != "train.slurm" else ["launch/train_job.sh"]  # any file: the note does not read it
+    words = ["--config", *(config or ["configs/pervit_s.yaml"]), *folders, "seed=1"]
+    asked = submit(repository, script, *config, "seed=1", **variables)
+    assert asked == [["pipeline.train", *words], ["pipeline.faults.restart", "--exit-code", "75", *words]]
+    assert (repository / "requeued").read_text() == f"requeue {'5_4' if 'SLURM_ARRAY_JOB_ID' in variables else '7'}\n"
+
+
+# ---- which Python -----------------------------------------------------------------------------
+
+
+def write_python(folder: Path, command: str, name: str = "python") -> Path:
+    """A ``python``, or another command, that is a shell script."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{command}\n")
+    (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A copy of the scripts, with a ``.venv`` that leaves its mark in the environment."""
+    root = tmp_path / "a repository"
+    shutil.copytree(REPOSITORY / "launch", root / "launch")
+    (root / "note.py").write_text(NOTE)
+    write_python(root / ".venv" / "bin", f'export MARK=venv; exec "{sys.executable}" "$@"')
+    return root
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> str:
+    """A PATH whose python has the standard library alone, as a system's."""
+    folder = write_python(tmp_path / "bare", f'exec "{sys.executable}" -I -S "$@"')
+    return f"{folder}:/usr/bin:/bin"
+
+
+def run_note(repository: Path, **variables: str) -> dict:
+    result = launch(repository / "launch" / "local.sh", "1", "--", "note", "a b", cwd=repository, **variables)
+    assert result.returncode == 0, result.stderr
+    return json.loads((repository / "note").read_text())
+
+
+def test_without_activate(repository: Path, bare: str) -> None:
+    """Guards against "No module named 'torch'" beside a .venv that has it."""
+    note = run_note(repository, PATH=bare)
+    assert (note["MARK"], note["arguments"]) == ("venv", ["a b"])
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="the tests' python is in no environment")
+def test_the_active_environment_wins(repository: Path) -> None:
+    """Guards against a .venv that takes the place of the environment that was activated."""
+    assert "MARK" not in run_note(repository)
+
+
+def test_named_environment(repository: Path, tmp_path: Path, bare: str) -> None:
+    """Guards against PERVIT_VENV that is ignored, or wrong in silence."""
+    write_python(tmp_path / "other" / "bin", f'export MARK=other; exec "{sys.executable}" "$@"')
+    assert run_note(repository, PATH=bare, PERVIT_VENV=str(tmp_path / "other"))["MARK"] == "other"
+    assert "has no bin/python" in the_sentence(launch("local.sh", "1", "--", "note", PERVIT_VENV=str(tmp_path)))
+
+
+def test_nothing_installed(repository: Path, bare: str) -> None:
+    """Guards against a traceback about a missing module, once for every rank."""
+    shutil.rmtree(repository / ".venv")
+    sentence = the_sentence(launch(repository / "launch" / "local.sh", "2", "--", "note", PATH=bare))
+    assert "has no PyTorch or no DeepSpeed" in sentence and "make install" in sentence
+
+
+def test_no_secret(repository: Path) -> None:
+    """Guards against ranks that start without the secret by which they know each other's messages."""
+    shutil.rmtree(repository / ".venv")
+    broken = write_python(repository / ".venv" / "bin", f'case "$*" in *secrets*) exit 1 ;; esac; exec "{sys.executable}" "$@"')
+    result = launch(repository / "launch" / "local.sh", "1", "--", "note", cwd=repository, PERVIT_VENV=str(broken.parent))
+    assert "random numbers are needed" in the_sentence(result)
+    assert not (repository / "note").exists()
+
+
+# ---- the job script, up to srun ---------------------------------------------------------------
+
+
+def start_job(repository: Path, *first_on_path: Path, nodes: int) -> subprocess.CompletedProcess:
+    """``train.slurm`` as a job of so many nodes, with an ``srun`` that leaves its environment in a file."""
+    slurm = write_python(repository.parent / "slurm", f'exec "{sys.executable}" "{repository}/note.py" "$@"', "srun")
+    write_python(slurm, "echo node1; echo node2", "scontrol")
+    names = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NNODES": str(nodes), "SLURM_JOB_NODELIST": f"node[1-{nodes}]"}
+    path = ":".join(map(str, [*first_on_path, slurm, Path(sys.executable).parent, "/usr/bin", "/bin"]))
+    return launch(repository / "launch" / "train.slurm", "note.py", cwd=repository, PATH=path, **names)
+
+
+@pytest.mark.parametrize(("nodes", "address"), [(1, "127.0.0.1"), (2, "node1")])
+def test_where_the_tasks_of_a_job_meet(nodes: int, address: str, repository: Path) -> None:
+    """Guards against a job on one node that other machines can reach, and one on several whose nodes cannot reach each other."""
+    result = start_job(repository, nodes=nodes)
+    note = json.loads((repository / "note").read_text())
+    assert (result.returncode, note["MASTER_ADDR"]) == (0, address), result.stderr
+    assert f"meeting at {address}:20007" in result.stdout
+    assert re.fullmatch("[0-9a-f]{64}", note["PERVIT_JOB_SECRET"])
+
+
+def test_a_job_without_a_secret(repository: Path, tmp_path: Path) -> None:
+    """Guards against tasks that start without the secret by which they know each other's messages."""
+    broken = write_python(tmp_path / "broken", f'case "$*" in *secrets*) exit 1 ;; esac; exec "{sys.executable}" "$@"')
+    assert "random numbers are needed" in the_sentence(start_job(repository, broken, nodes=1))
+    assert not (repository / "note").exists()

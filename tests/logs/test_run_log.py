@@ -1,0 +1,240 @@
+"""The log survives resumes, and when it cannot be written the run ends with one sentence, in every process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pipeline.logs.console import duration
+from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.runs import step_rows
+
+# One process of two that logs steps as training does. The scenario is code that may use run_dir, log, world and steps().
+PROCESS = """
+import os, shutil, subprocess, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from pipeline.logs.bad_sample_report import BadSampleReport
+from pipeline.config import config_from_dict
+from pipeline.distributed.world import World
+from pipeline.errors import run_command
+from pipeline.logs.run_files import write_run_files
+from pipeline.logs.run_log import RunLog, StepRecord
+
+folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+meeting = f"file://{folder}/meeting"
+dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+world = World(rank, size, torch.device("cpu"), 1)
+run_dir = Path(folder) / "run"
+config = config_from_dict(
+    {"output_dir": str(run_dir), "train": {"precision": "fp32", "global_batch_size": 2, "micro_batch_size": 1}, "log": {"every_steps": 5},
+     "checkpoint": {"retry_seconds": float(sys.argv[5])}},
+    "a test",
+)
+
+def record(step, **more):
+    return StepRecord(step, step / 10, 2 * step, 0.1, torch.tensor(1.0 + step + rank), 0.5, 0.0, **more)
+
+def steps(log, first, last, **more):
+    for step in range(first, last + 1):
+        log.step(record(step, **more))
+
+def main():
+    run_dir.mkdir(exist_ok=True)
+    scenario = sys.argv[4]
+    exec(scenario, globals())
+    print("went on", flush=True)
+    dist.destroy_process_group()  # with gloo still at work the interpreter may abort at its end
+
+run_command(main)
+"""
+
+START = "log = RunLog(config, world, 0, 100, 1.0); steps(log, 1, 5)\n"
+MOUNT = "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'none', run_dir], check=True)\n"
+
+
+def run(
+    folder: Path, scenario: str, processes: int = 1, mounts: bool = False, retry_seconds: float = 0
+) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each process."""
+    command = [*(["unshare", "--mount"] if mounts else []), sys.executable, "-c", PROCESS, str(folder)]
+    (folder / "meeting").unlink(missing_ok=True)
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(processes), scenario, str(retry_seconds)],
+            env=clean_environment(PYTHONPATH=str(REPOSITORY)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    ended = []
+    for process in started:
+        out, err = process.communicate(timeout=PATIENCE)
+        ended.append((process.returncode, out, err))
+    return ended
+
+
+def error_of(ended: tuple[int, str, str]) -> str:
+    """The one line of a process that stopped with a sentence."""
+    code, out, err = ended
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(lines) == 1 and "went on" not in out and "Traceback" not in err, f"{code}\n{out}\n{err}"
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("shutil.rmtree(run_dir / 'tensorboard')", "run/tensorboard/events.out.tfevents."),
+        ("next((run_dir / 'tensorboard').iterdir()).unlink()", "run/tensorboard/events.out.tfevents."),
+        ("(run_dir / 'metrics.jsonl').unlink()", "run/metrics.jsonl"),
+    ],
+    ids=["TensorBoard's folder", "event file", "metrics"],
+)
+def test_what_was_removed_under_the_run_stops_it_in_every_process(fault: str, named: str, tmp_path: Path) -> None:
+    """Guards against rows that are lost without a word (as TensorBoard's own writer loses those of a removed file), a thread's traceback,
+    and processes that wait for the main one."""
+    scenario = START + f"if rank == 0: {fault}\nworld.barrier()\nsteps(log, 6, 9)\nprint('not yet')\nsteps(log, 10, 10)"
+    for ended in run(tmp_path, scenario, processes=2 if "rmtree" in fault else 1):
+        sentence = error_of(ended)
+        assert named in sentence and "was removed while the run went on: restore it and start again" in sentence
+        assert "not yet" in ended[1]  # at the next writing, not before: no step waits for the disk
+
+
+def test_a_full_disk_and_a_read_only_one_stop_the_run_with_whole_files(tmp_path: Path) -> None:
+    """Guards against half a row, and against "No space left on device" without a word on where and how much is free."""
+    if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    fill = """
+filler = open(run_dir / "filler", "wb", buffering=0)
+try:
+    while filler.write(bytes(4096)): pass
+except OSError: pass
+"""
+    # Rows enough to need another page of the full disk; what became of the file is to be seen outside the mount.
+    write = (
+        "try:\n    for step in range(6, 60): steps(log, step, step)\nfinally: shutil.copy(run_dir / 'metrics.jsonl', folder)\n"
+    )
+    (ended,) = run(tmp_path, MOUNT + START + fill + write, mounts=True)
+    sentence = error_of(ended)
+    assert (
+        "cannot be written: its disk is full (0.0 MB free, No space left on device): free some space and start again"
+        in sentence
+    )
+    rows = step_rows(tmp_path)
+    assert len(rows) % 5 == 0 and [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+
+    later = "steps(log, 6, 59); print('still refused'); filler.truncate(0); steps(log, 60, 60)\n"
+    copy = "shutil.copy(run_dir / 'metrics.jsonl', folder)\n"
+    (ended,) = run(tmp_path, MOUNT + START + fill + later + copy, mounts=True, retry_seconds=300)
+    assert "still refused" in ended[1] and "Until then it is tried again, for 300 s" in ended[2]
+    assert [row["step"] for row in step_rows(tmp_path)] == list(range(1, 61))
+
+    read_only = "subprocess.run(['mount', '-o', 'remount,ro', run_dir], check=True)\n"
+    log = "try: RunLog(config, world, 0, 100, 1.0)\nexcept ValueError as error: print(error)\n"
+    (ended,) = run(
+        tmp_path, MOUNT + read_only + log + "write_run_files(config, world, 1, 'precision fp32: a test')", mounts=True
+    )
+    assert "run/metrics.jsonl cannot be written (Read-only file system): see to its permissions" in ended[1]
+    assert "run/config.yaml cannot be written (Read-only file system)" in error_of(ended)
+
+
+def test_a_resumed_log_has_each_step_once(tmp_path: Path) -> None:
+    """Guards against steps that are listed twice after a kill, against a half-written row that ends the next start, and against
+    one damaged row that takes all later ones with it."""
+    first = "write_run_files(config, world, 1, 'precision fp32: a test')\n" + START + "steps(log, 6, 10); log.close()"
+    assert run(tmp_path, first)[0][0] == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(lines[0] + '{"step": 99' + "\n" + "".join(lines[1:]) + '{"step": 11, "los')
+    (tmp_path / "run" / ".metrics.jsonl.123.tmp").write_text("left by a killed run")
+    second = "os.environ.update(SLURM_JOB_ID='19', SLURM_ARRAY_JOB_ID='17', SLURM_ARRAY_TASK_ID='2')\n"
+    second += "write_run_files(config, world, 8, 'precision fp32: a test')\nlog = RunLog(config, world, 7, 100, 1.0); steps(log, 8, 12); log.flush(to_disk=True)\n"
+    damaged = "shutil.copy(run_dir / 'environment.json', folder); (run_dir / 'environment.json').write_text('[{')\n"
+    sentence = error_of(run(tmp_path, second + damaged + "write_run_files(config, world, 8, 'precision fp32: a test')")[0])
+    assert "environment.json is damaged" in sentence and "move it away" in sentence
+    starts = json.loads((tmp_path / "environment.json").read_text())
+    assert [start["first_step"] for start in starts] == [1, 8]
+    assert [start["slurm"] for start in starts] == [{}, {"job": "17_2", "SLURM_JOB_ID": "19"}]  # squeue shows no 19
+    assert [row["step"] for row in step_rows(tmp_path / "run")] == list(range(1, 13))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
+    assert [event.value for event in events.Scalars("train/loss")] == [2.0 + step - 1 for step in range(1, 13)]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "tensorboard",
+    ]
+
+
+def test_bad_samples_are_named_once_and_counted_on_over_a_resume(tmp_path: Path) -> None:
+    """Guards against a limit on bad samples that each restart sets back, and against the same warnings at every start."""
+    scenario = """
+report = BadSampleReport(world, {3: "sample 3 is bad"})
+log = RunLog(config, world, 0, 100, 1.0, report)
+steps(log, 1, 4)
+log.step(record(5, bad_samples={3: "sample 3 is bad", 7 + rank: f"sample {7 + rank} is bad"}, replaced=2))
+assert log.bad_samples is report and report.state() == {n: f"sample {n} is bad" for n in (3, 7, 8)}, report.state()
+empty = BadSampleReport(world)
+assert RunLog(config, world, 5, 100, 1.0, empty).bad_samples is empty
+"""
+    ended = run(tmp_path, scenario, processes=2)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert [(row["bad_samples"], row["replaced"]) for row in step_rows(tmp_path / "run")] == [(3, 0)] * 4 + [(3, 4)]
+    warnings = [line for _, _, err in ended for line in err.splitlines() if line.startswith("warning: ")]
+    assert warnings == ["warning: sample 7 is bad", "warning: sample 8 is bad"]
+
+
+def test_a_terminal_shows_the_history_and_may_vanish(tmp_path: Path) -> None:
+    """Guards against a progress bar that replaces all that was said, and against a run that ends because nobody reads it any more."""
+    scenario = """
+from pipeline.logs import console
+console.outlive_the_terminal()
+log = RunLog(config, world, 0, 100, 1.0)
+steps(log, 1, 10)
+while not (Path(folder) / "gone").exists(): time.sleep(0.05)
+steps(log, 11, 15)
+print("to stdout"); print("to stderr", file=sys.stderr, flush=True)
+log.close()
+"""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+    command = [sys.executable, "-c", PROCESS, str(tmp_path), "0", "1", scenario, "0"]
+    environment = clean_environment(PYTHONPATH=str(REPOSITORY))
+    process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    while b"step 10/100" not in shown:
+        shown += os.read(ours, 4096)  # raises when the process has ended
+    os.close(ours)  # what is written to the terminal from now on is refused with EIO
+    (tmp_path / "gone").touch()
+    assert process.wait(timeout=PATIENCE) == 0
+    assert [row["step"] for row in step_rows(tmp_path / "run")] == list(range(1, 16))
+
+    text = shown.decode()
+    assert "training:" in text and "/100 [" in text, "no progress bar"
+    line = r"\r?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 5/100 epoch 0.50 loss 6.0000 .* images/s .*, \d+ s left\r\n"
+    assert re.search(line, text), text
+
+
+def test_durations() -> None:
+    """Guards against "0 h 60 min left"."""
+    assert [duration(s) for s in (0, 29, 60, 3599, 3600, 4300, 86399, 86400, 183_000)] == [
+        "0 s", "29 s", "1 min", "1 h 0 min", "1 h 0 min", "1 h 12 min", "1 d 0 h", "1 d 0 h", "2 d 3 h",
+    ]  # fmt: skip

@@ -1,0 +1,43 @@
+"""Checkpoints of a few numbers, written without a training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint import CheckpointManifest, RunState, step_folder
+from pipeline.checkpoint.manifest import MANIFEST
+from pipeline.checkpoint.parts import stretch_key, write_part
+from pipeline.config import Config
+
+STATE = RunState(
+    step=4,
+    samples=64,
+    optimizer_step=4,
+    skipped_steps=0,
+    config=Config().model_dump(mode="json"),
+    config_hash="0" * 64,
+    classes=["a", "b"],
+    data={"samples": 100, "fingerprint": "f"},
+    world_size=1,
+    zero_stage=1,
+)
+
+
+def save(folder: Path, parts: list[dict[str, Tensor]], shapes: dict[str, list[int]], step: int = 4) -> CheckpointManifest:
+    """A checkpoint of given parts."""
+    folder.mkdir(parents=True)
+    records = [write_part(folder / f"part-{i:05d}.safetensors", tensors) for i, tensors in enumerate(parts)]
+    manifest = CheckpointManifest(replace(STATE, step=step), shapes, records)
+    (folder / MANIFEST).write_text(manifest.to_text())
+    return manifest
+
+
+def save_small(run: Path, step: int, value: float = 0.0) -> Path:
+    """A checkpoint with one parameter, under its name in a run folder."""
+    folder = step_folder(run, step)
+    save(folder, [{stretch_key("weight", "w", 0): torch.full((3,), value)}], {"w": [3]}, step)
+    return folder

@@ -1,0 +1,231 @@
+"""Check every command of README.md and docs/: each line of their ```bash blocks.
+
+    python tests/support/doc_commands.py          modules, options, config keys, switches and batch sizes are parsed, nothing runs
+    python tests/support/doc_commands.py --run    and what needs one machine runs, small, on the digits, in a temporary folder
+
+What cannot run there is listed with what it needs: Slurm, an installation, or somebody who ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import patch
+
+from pipeline.config import accumulation_steps, load_config, section_from_dict
+from pipeline.errors import UserError
+
+REPOSITORY = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
+SBATCH = {"account", "array", "cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks-per-node", "output", "partition"}
+NEEDS = {
+    **dict.fromkeys(("sbatch", "eval"), "a Slurm cluster"),
+    **dict.fromkeys(("make", "pip", "uv", "source"), "an installation"),
+    **dict.fromkeys(("tail", "tensorboard"), "somebody who ends it"),
+}
+# A run of seconds, whatever the config; a key that the command states keeps its value.
+SMALL = "model.num_classes=10 model.image_size=32 train.global_batch_size=16 train.micro_batch_size=8 train.max_steps=2"
+SMALL += " data.num_threads=1 checkpoint.every_steps=1"
+STARTED = ("pervit_t", "pervit_m", "convit_b")  # runs that commands take as there
+STANDS_FOR = {"/path/to/imagenet": "demo/images", "folder/of/images": "demo/images/val"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a document; a line with ``&&`` has several."""
+
+    place: str  # file:line
+    words: tuple[str, ...]
+
+
+class _Parsed(BaseException):
+    """Carries the arguments out of a command, past whatever it catches."""
+
+
+def find_commands(document: str) -> Iterator[Command]:
+    """Every command of the ```bash blocks, in order."""
+    text = (REPOSITORY / document).read_text()
+    for block in re.finditer(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        first = text[: block.start(1)].count("\n") + 1
+        lines = block[1].replace("\\\n", "\0").split("\n")  # a continued line is one
+        for number, line in enumerate(lines):
+            place = f"{document}:{first + number + ''.join(lines[:number]).count(chr(0))}"
+            words = shlex.split(line.replace("\0", " "), comments=True)
+            for part in " ".join(map(shlex.quote, words)).split("'&&'"):
+                if part.strip():
+                    yield Command(place, tuple(shlex.split(part)))
+
+
+def entry_points() -> dict[str, tuple[str, str]]:
+    """Installed name -> (module of ``python -m``, ``module:function``), from pyproject.toml."""
+    found = re.findall(r'^(pervit-[\w-]+) = "([\w.]+:\w+)"', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
+    special = {"pervit-train": "pipeline.train"}  # whose command line is read in another module
+    return {name: (special.get(name, target.partition(":")[0].removesuffix(".__main__")), target) for name, target in found}
+
+
+def check(words: tuple[str, ...]) -> None:
+    """See that a command would be accepted, as far as that shows without running it.
+
+    Raises:
+        ValueError: it would not (a :class:`UserError` is one).
+    """
+    words = words[next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :]  # variables come first
+    program, *rest = words
+    if program == "python" or program in entry_points():
+        module = rest[1] if program == "python" else entry_points()[program][0]
+        _check_module(module, rest[2:] if program == "python" else rest)
+    elif words[:2] == ("bash", "launch/local.sh"):
+        if rest[2] != "--":
+            raise ValueError(f"{rest[2]!r} in place of -- after the number of processes")
+        _check_module(rest[3], rest[4:], processes=int(rest[1]))
+    elif program == "sbatch":
+        _check_sbatch(rest)
+    elif program == "make":
+        made = subprocess.run(["make", "--dry-run", *rest], cwd=REPOSITORY, capture_output=True, text=True)
+        if made.returncode:
+            raise ValueError(made.stderr.strip())
+    elif program in ("pip", "uv"):
+        extras = set(re.findall(r"\w+", "".join(re.findall(r"\[([\w,]+)\]", " ".join(rest)))))
+        declared = re.findall(r"^(\w+) = \[", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
+        if extras - set(declared):
+            raise ValueError(f"no extra {extras - set(declared)} in pyproject.toml")
+    elif program == "eval":
+        script = REPOSITORY / re.findall(r"launch/\S+", rest[0])[0]
+        subprocess.run(["bash", "-n", script], check=True)
+    elif program not in NEEDS:
+        raise ValueError(f"{program} is not known here: add it to tests/support/doc_commands.py")
+
+
+def _check_module(module: str, arguments: list[str], processes: int = 1) -> None:
+    target = dict(entry_points().values()).get(module)
+    if target is None:
+        raise ValueError(f"{module} is no command of pyproject.toml")
+    options = _parse(target, arguments)
+    if module == "pipeline.train":
+        config = load_config(options.config, options.overrides)
+        accumulation_steps(config.train, processes, config.augment.unit)
+        from pipeline.models import model_entry  # takes seconds
+
+        section_from_dict(model_entry(config.model.name).switches, config.model.switches, key="model.switches")
+
+
+def _parse(target: str, arguments: list[str]) -> argparse.Namespace:
+    """What a command's own parser makes of the arguments; the command ends there."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def leave(parser: argparse.ArgumentParser) -> None:
+        raise _Parsed(parse_args(parser, arguments))
+
+    module, function = target.split(":")
+    said = io.StringIO()
+    with patch.object(argparse.ArgumentParser, "parse_args", leave), redirect_stderr(said):
+        try:
+            getattr(import_module(module), function)()
+        except _Parsed as parsed:
+            return parsed.args[0]
+        except SystemExit:
+            pass
+    raise ValueError(said.getvalue().strip().rpartition("\n")[2] or f"{target} took no arguments")
+
+
+def _check_sbatch(words: list[str]) -> None:
+    position = next(i for i, word in enumerate(words) if not word.startswith("--"))
+    options = dict(word.removeprefix("--").split("=", 1) for word in words[:position])
+    if unknown := options.keys() - SBATCH:
+        raise ValueError(f"unknown options of sbatch: {unknown}")
+    script, arguments = Path(words[position]), [word.replace("%a", "0") for word in words[position + 1 :]]
+    size = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", (REPOSITORY / script).read_text(), re.MULTILINE)) | options
+    if script.stem == "shard_imagenet":
+        _check_module("data_prep.shard_imagenet", arguments)
+    else:
+        config = arguments.pop(0) if script.stem == "train" else f"configs/{script.stem}.yaml"
+        processes = int(size["nodes"]) * int(size["ntasks-per-node"])
+        _check_module("pipeline.train", ["--config", config, *arguments], processes)
+
+
+def runnable(words: tuple[str, ...]) -> list[str]:
+    """The command for the temporary folder: the same, with small sizes, at most two processes and data that are there."""
+    words = tuple(STANDS_FOR.get(word, word) for word in words)
+    if words[0] in entry_points():
+        words = ("python", "-m", entry_points()[words[0]][0], *words[1:])
+    if words[0] == "bash":
+        words = (*words[:2], str(min(2, int(words[2]))), *words[3:])
+    if "pipeline.train" in words:
+        stated = {word.partition("=")[0] for word in words}
+        words += tuple(word for word in SMALL.split() if word.partition("=")[0] not in stated)
+    if "export" in words:
+        words += ("--force",)  # two pages show the same export
+    return list(words)
+
+
+def prepare(folder: Path) -> None:
+    """A copy of the repository with a few digits as every data set and a run of two steps for each of ``STARTED``."""
+    files = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split("\n")
+    for name in filter(None, files):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
+    run("python -m data_prep.make_demo_dataset --output all".split(), folder)
+    for split, count in (("train", 8), ("val", 2)):
+        for digit in range(10):
+            for image in sorted((folder / "all" / split / str(digit)).iterdir())[:count]:
+                (folder / "demo" / "images" / split / str(digit)).mkdir(parents=True, exist_ok=True)
+                shutil.copy(image, folder / "demo" / "images" / split / str(digit))
+    for digit, name in enumerate(("cat", "dog")):
+        shutil.copytree(folder / "all" / "train" / str(digit), folder / "photos" / name)
+    run("python -m data_prep.shard_imagenet --source demo/images --output demo/shards".split(), folder)
+    (folder / "data").mkdir()
+    (folder / "data" / "cifar10").symlink_to("../demo/shards")  # data/imagenet is written by the README's own command
+    for name in STARTED:
+        command = ("python", "-m", "pipeline.train", "--config", f"configs/{name}.yaml", "data.path=demo/shards")
+        if wrong := run(runnable(command), folder):
+            raise RuntimeError(wrong)
+
+
+def run(words: list[str], folder: Path) -> str:
+    """Run a command; what it said last if it failed, else nothing."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=3600)
+    return f"exit code {done.returncode}: {done.stderr.strip()[-400:]}" if done.returncode else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="also run what can run on one machine")
+    execute = parser.parse_args().run
+    failures = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if execute:
+            prepare(folder)
+        for command in (command for document in DOCUMENTS for command in find_commands(document)):
+            started = time.monotonic()
+            try:
+                check(command.words)
+                need = next((NEEDS[word] for word in command.words if word in NEEDS), None)
+                wrong = run(runnable(command.words), folder) if execute and not need else ""
+                verdict = (
+                    f"parsed; needs {need}" if need else f"ran, {time.monotonic() - started:.0f} s" if execute else "parsed"
+                )
+            except (UserError, ValueError, OSError, subprocess.SubprocessError) as error:
+                wrong = str(error)
+            failures += bool(wrong)
+            print(f"{command.place:22} {'WRONG: ' + wrong if wrong else verdict:32} {shlex.join(command.words)}", flush=True)
+    print(f"{failures} of the commands are wrong")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
