@@ -1,4 +1,4 @@
-# `make` lists the targets. demo, test and soak install first when needed.
+# `make` lists the targets. All but clean install first when needed.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -27,7 +27,7 @@ endif
 STAMP  := $(VENV)/.installed-$(BUILD)
 OTHERS := $(filter-out %-$(BUILD),$(STAMPS))
 
-.PHONY: help install demo test soak clean
+.PHONY: help install demo lint test coverage soak clean
 help:     ## list the targets
 	@sed -n 's/^\([a-z]*\): .*## /make \1\t/p' Makefile
 
@@ -47,12 +47,12 @@ ifeq ($(BUILD),cpu)
 endif
 ifeq ($(BUILD),cuda12)
 	$(BIN)/pip install --quiet --constraint constraints.txt --extra-index-url $(CU12_INDEX) "$(TORCH)+cu126"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test,cuda12]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint,cuda12]'
 	@# Both builds of DALI install the same files. The one for CUDA 13, which the package requires, is removed.
 	$(BIN)/pip uninstall --quiet --yes $(DALI_BUILDS)
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt nvidia-dali-cuda120
 else
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint]'
 endif
 	rm -f $(VENV)/.began*
 	touch $@
@@ -60,13 +60,27 @@ endif
 demo: install   ## train and evaluate on handwritten digits, in a few minutes
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash launch/demo.sh
 
+lint: install   ## ruff, mypy and the rules of import, as in pyproject.toml
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
 test: install   ## all tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests
+
+# `make coverage TESTS=tests/test_files.py` runs a part of the tests.
+TESTS ?= tests
+coverage: install   ## how much of the code the tests run, in the processes that they start too; slower than test
+	$(BIN)/coverage erase
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/coverage run -m pytest $(TESTS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 # It prints the tables of benchmarks/RESULTS.md.
 soak: install   ## fault tests with random kills, 40 minutes or more
 	PERVIT_SOAK=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s -m soak tests/faults
 
 clean:    ## remove generated files; runs/, data/ and logs stay
-	rm -rf $(VENV) demo build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) demo build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage .coverage.*
 	find pipeline data_prep tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -267,8 +267,8 @@ def _check_class_balance(task: ShardCheck, labels: list[int | None], findings: F
     most = n * share + _SIGMAS * (np.sqrt(n * share) + 1)  # (classes,)
     if (counts > most).any():
         worst = int(np.argmax(counts - most))
-        found = f"{counts[worst]} of {n} samples are {task.classes[worst]}"
-        findings.add("class balance", found, f"about {n * share[worst]:.0f}, a random draw")
+        too_many = f"{counts[worst]} of {n} samples are {task.classes[worst]}"
+        findings.add("class balance", too_many, f"about {n * share[worst]:.0f}, a random draw")
 
 
 def _check_index(task: ShardCheck, samples: list[Sample]) -> list[Finding]:

@@ -7,11 +7,11 @@ the process that writes the manifest does not read the tars again, even after in
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import zipfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -80,7 +80,7 @@ def write_shard(task: ShardTask) -> list[dict]:
     reencoded: list[dict] = []
     digests: list[str] = []
 
-    def write_tar(file: io.BufferedWriter) -> None:
+    def write_tar(file: BinaryIO) -> None:
         tar = TarWriter(file)
         for number in range(len(task.source)):
             original = task.source.read(number)

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -41,7 +41,9 @@ class Stopped(Exception):
 _progress: Progress | None = None  # of this worker process
 
 
-def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int, bar: tqdm) -> Iterator[Result]:
+def run_tasks(
+    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int, bar: tqdm
+) -> Generator[Result, None, None]:
     """Yield ``function(task)`` for each task, in order of completion. Close the generator to stop the workers early.
 
     Args:
@@ -126,6 +128,7 @@ def _start_worker(progress: Progress) -> None:
     global _progress
     _progress = progress
     parent = parent_process()
+    assert parent  # this is a worker
 
     def die_with_parent() -> None:  # even if the parent was killed, where the pool's workers would wait for tasks forever
         connection.wait([parent.sentinel])

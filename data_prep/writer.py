@@ -29,7 +29,7 @@ from data_prep.workers import run_tasks
 from pipeline.data.image_checks import ImageRules
 from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, file_sha256, shard_name
 from pipeline.errors import UserError
-from pipeline.files import remove_leftovers, replace_file
+from pipeline.files import remove_leftovers, replace_file, replace_text
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _write_missing(
     check_space_for_shards(
         job.folder, needed_bytes(job.source, job.rules), written, estimate=job.rules.resize_short_side is not None
     )
-    rejected = [line for number in numbers if finished[number] for line in finished[number].rejected]
+    rejected = [line for number in numbers if (shard := finished[number]) for line in shard.rejected]
     missing = [number for number in numbers if not finished[number]]
     if len(missing) < len(numbers):
         kept = counted(len(numbers) - len(missing), f"finished {job.split} shard")
@@ -205,8 +205,8 @@ def _write_lists(job: ShardJob, shards: list[FinishedShard]) -> None:
                 f"{path} is damaged, a JSON object with a split on each line needed: remove it and run the same command again."
             ) from None
         both = sorted(kept + new, key=lambda line: line["split"])  # stable: keeps the order of the shards within a split
-        content = "".join(json.dumps(line) + "\n" for line in both).encode()
+        content = "".join(json.dumps(line) + "\n" for line in both)
         if content:
-            replace_file(path, lambda file, content=content: file.write(content))
+            replace_text(path, content)
         else:
             path.unlink(missing_ok=True)

@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> None:
 
     loader = evaluation_loader(images, config, world)
     result = evaluate(forward, loader, world)
+    assert result is not None  # nothing gives the pass up
     loader.close()
     if "nonfinite" in result:
         raise UserError(

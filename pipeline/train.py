@@ -122,6 +122,7 @@ def training_step(run: Run) -> Batch:
         engine.backward(spread_nonfinite(loss))
         grad_norm = optimizer_step(engine)
         seen.append(MicroBatch(batch.request, loss.detach()))
+    assert grad_norm is not None  # the last micro-batch completes the step
     taken = math.isfinite(grad_norm)  # the same on all processes
     run.batchnorm.end(taken)
     if not taken:
@@ -165,7 +166,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
         "the best accuracy so far": improved,
         "an evaluation that the last checkpoint says is due": made_up_for,
         "the end of the schedule": run.step == run.schedule.last_step,
-        "checkpoint.every_steps": bool(every) and run.step % every == 0,
+        "checkpoint.every_steps": every is not None and run.step % every == 0,
     }
     if any(reasons.values()):
         run.heartbeat.at(run.step, "saving")
@@ -186,11 +187,14 @@ def evaluate_run(run: Run) -> dict[str, dict[str, float]] | None:
         return run.tell().stop != 0
 
     run.engine.eval()
-    results = {"model": evaluate(run.engine, run.val_loader, run.world, stopped)}
-    if run.ema and results["model"]:
-        with run.ema.applied():
-            results["ema"] = evaluate(run.engine, run.val_loader, run.world, stopped)
-    return results if all(results.values()) else None
+    own = evaluate(run.engine, run.val_loader, run.world, stopped)
+    if own is None:
+        return None
+    if not run.ema:
+        return {"model": own}
+    with run.ema.applied():
+        average = evaluate(run.engine, run.val_loader, run.world, stopped)
+    return None if average is None else {"model": own, "ema": average}
 
 
 def note_results(run: Run, results: dict[str, dict[str, float]]) -> bool:

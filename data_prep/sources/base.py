@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -66,6 +66,9 @@ class Entry(NamedTuple):
     place: int = 0  # source-specific position, such as an offset or a row; unused where the name suffices
 
 
+AnyListed = TypeVar("AnyListed", bound="ListedSource")
+
+
 class ListedSource(ABC):
     """A source that lists all images when it is opened, sorted by class index, then by name.
 
@@ -111,11 +114,12 @@ class ListedSource(ABC):
     def _bytes(self, sample: int) -> bytes:
         """The encoded image."""
 
-    def select(self, samples: Sequence[int] | np.ndarray) -> ListedSource:
+    def select(self: AnyListed, samples: Sequence[int] | np.ndarray) -> AnyListed:
         chosen = np.asarray(samples, dtype=np.int64)  # (m,)
         selection = copy.copy(self)
         selection._names = [self._names[sample] for sample in chosen]
-        selection.labels, selection._sizes, selection._places = (c[chosen] for c in (self.labels, self._sizes, self._places))
+        selection.labels, selection._sizes = self.labels[chosen], self._sizes[chosen]
+        selection._places = self._places[chosen]
         return selection
 
     def fingerprint(self) -> str:

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy._core import multiarray  # its old name, numpy.core, is what the pickles say
@@ -129,7 +130,7 @@ class _ArraysOnly(pickle._Unpickler):  # pure Python: a memo index in a crafted 
         ("numpy", "dtype"): np.dtype,
     }
 
-    def find_class(self, module: str, name: str):
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._ALLOWED:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not a plain value or array")
         return self._ALLOWED[module, name]

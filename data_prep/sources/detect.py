@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ ACCEPTED = (
 class _Found:
     """A detected source: a function that opens each split, and the splits to open by default."""
 
-    openers: dict[str, Callable[[], Source]]
+    openers: Mapping[str, Callable[[], Source]]
     default: tuple[str, ...]
 
 
@@ -80,7 +80,7 @@ def _find_file(location: Path) -> _Found:
     raise UserError(f"source {location} is a file of an unknown format: pass --source with {ACCEPTED}.")
 
 
-def _all(openers: dict[str, Callable[[], Source]]) -> _Found:
+def _all(openers: Mapping[str, Callable[[], Source]]) -> _Found:
     return _Found(openers, tuple(openers))
 
 

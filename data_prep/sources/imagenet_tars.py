@@ -14,6 +14,7 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -21,6 +22,9 @@ from data_prep.sources.base import Entry, ListedSource, is_image, refuse_duplica
 from data_prep.sources.devkit import Devkit
 from pipeline.errors import UserError
 from pipeline.files import open_regular
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer  # known to type checkers only
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
@@ -197,10 +201,11 @@ class _Part(io.RawIOBase):
         self._position = min(position, self._size)  # positions past the end are all alike
         return self._position
 
-    def readinto(self, buffer: bytearray) -> int:
-        wanted = max(0, min(len(buffer), self._size - self._position))
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer)
+        wanted = max(0, min(len(view), self._size - self._position))
         data = os.pread(self._descriptor, wanted, self._start + self._position)
-        buffer[: len(data)] = data
+        view[: len(data)] = data
         self._position += len(data)
         return len(data)
 

@@ -36,7 +36,9 @@ def read_tar_gz(path: Path, key: Callable[[str], str | None], what: str, remedy:
                     raise tarfile.ReadError(f"{member.name} has {member.size} bytes, {_LARGEST_MEMBER} at most")
                 name = key(member.name)
                 if name is not None and member.isfile() and not member.issparse():
-                    found[name] = archive.extractfile(member).read()
+                    content = archive.extractfile(member)
+                    assert content  # a file has some
+                    found[name] = content.read()
     except Exception as error:  # gzip, zlib and tarfile raise various exceptions
         if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno is not None:
             raise

@@ -127,7 +127,8 @@ def main() -> int | None:
     command.add_argument("--force", action="store_true", help="replace an existing file")
     args = parser.parse_args()
     if args.command == "inspect":
-        return inspect(args.path, args.step)
+        inspect(args.path, args.step)
+        return None
     if args.command == "verify":
         return verify(args.path, args.step)
     from pipeline.checkpoint.export import export

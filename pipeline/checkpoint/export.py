@@ -8,10 +8,10 @@ from pipeline.checkpoint.folder import RunState
 from pipeline.checkpoint.weights import read_weights
 from pipeline.config import config_from_dict
 from pipeline.errors import UserError, check_writable
-from pipeline.models.weights.exported import SUFFIX, Description, write_exported
+from pipeline.models.weights.exported import SUFFIX, Description, Kind, Names, write_exported
 
 
-def export(run_dir: Path, output: Path, step: int | str | None, kind: str | None, names: str, force: bool) -> Description:
+def export(run_dir: Path, output: Path, step: int | str | None, kind: Kind | None, names: Names, force: bool) -> Description:
     """Export the weights of a checkpoint to one file.
 
     Args:
@@ -40,7 +40,7 @@ def export(run_dir: Path, output: Path, step: int | str | None, kind: str | None
     return description
 
 
-def describe(state: RunState, kind: str, names: str) -> Description:
+def describe(state: RunState, kind: Kind, names: Names) -> Description:
     """The metadata of an export of this checkpoint."""
     config = config_from_dict(state.config, source="the checkpoint")
     return Description(
@@ -52,7 +52,7 @@ def describe(state: RunState, kind: str, names: str) -> Description:
         mean=list(config.data.mean),
         std=list(config.data.std),
         eval_crop=config.data.eval_crop,
-        precision=config.train.precision,
+        precision=config.train.precision,  # type: ignore[arg-type]  # never auto: a run's start settles it
         step=state.step,
         weights=kind,
         names=names,

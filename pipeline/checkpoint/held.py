@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.optim.ema import WeightAverage
+from pipeline.optim.engine import Engine
 
 WEIGHT, EMA = "weight", "ema"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,7 +42,7 @@ class Held:
         return Held(self.quantity, self.name, self.start + first, self.values[first:end], False) if first < end else None
 
 
-def held(engine, ema: WeightAverage | None) -> Iterator[Held]:
+def held(engine: Engine, ema: WeightAverage | None) -> Iterator[Held]:
     """All slices of weights, AdamW's moments and averaged weights on this rank.
 
     Moments exist after the first optimizer step, or after :func:`create_moments`.
@@ -56,7 +57,7 @@ def held(engine, ema: WeightAverage | None) -> Iterator[Held]:
         yield from slices(engine, name, parameter, averages.get(name))
 
 
-def create_moments(engine, optimizer_step: int) -> None:
+def create_moments(engine: Engine, optimizer_step: int) -> None:
     """Create AdamW's state before the first step, filled with zeros, so that a checkpoint can be loaded into it."""
     if optimizer_step == 0:
         return
@@ -66,13 +67,13 @@ def create_moments(engine, optimizer_step: int) -> None:
         optimizer.state[tensor] = {"step": step, **{moment: torch.zeros_like(tensor) for moment in MOMENTS}}
 
 
-def optimizer_step_count(engine) -> int:
+def optimizer_step_count(engine: Engine) -> int:
     """The number of steps AdamW has taken."""
     optimizer, flat = _optimizer_and_tensors(engine)
     return next((int(optimizer.state[tensor]["step"]) for tensor in flat if tensor in optimizer.state), 0)
 
 
-def _optimizer_and_tensors(engine) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+def _optimizer_and_tensors(engine: Engine) -> tuple[torch.optim.Optimizer, list[Tensor]]:
     """PyTorch's optimizer and the tensors that it updates: parameters, or flat shards of many parameters."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
@@ -81,7 +82,7 @@ def _optimizer_and_tensors(engine) -> tuple[torch.optim.Optimizer, list[Tensor]]
     return optimizer.optimizer, list(flat)
 
 
-def _replicated(engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
+def _replicated(engine: Engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
     """ZeRO 0: every rank holds everything."""
     yield Held(WEIGHT, name, 0, parameter.data.view(-1), replicated=True)
     for moment in MOMENTS:
@@ -91,7 +92,7 @@ def _replicated(engine, name: str, parameter: nn.Parameter, average: Tensor | No
         yield Held(EMA, name, 0, average.view(-1), replicated=True)
 
 
-def _optimizer_sharded(engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
+def _optimizer_sharded(engine: Engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
     """ZeRO 1 and 2: all weights, but master weights and moments only of a slice, inside flat shards of many parameters."""
     yield Held(WEIGHT, name, 0, parameter.data.view(-1), replicated=True)
     if average is not None:
@@ -108,14 +109,15 @@ def _optimizer_sharded(engine, name: str, parameter: nn.Parameter, average: Tens
             yield Held(moment, name, start, state[moment].narrow(0, place.start, place.numel), replicated=False)
 
 
-def _all_sharded(engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
+def _all_sharded(engine: Engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
     """ZeRO 3: one slice of each parameter, all of equal length, so that the last ones are padded."""
-    size = parameter.ds_tensor.ds_numel
+    shard, whole = parameter.ds_tensor, parameter.ds_numel  # type: ignore[attr-defined]  # set by DeepSpeed
+    size = shard.ds_numel
     start = size * torch.distributed.get_rank()
-    count = max(0, min(size, parameter.ds_numel - start))
+    count = max(0, min(size, whole - start))
     if count == 0:
         return
-    yield Held(WEIGHT, name, start, parameter.ds_tensor.data[:count], replicated=False)
+    yield Held(WEIGHT, name, start, shard.data[:count], replicated=False)
     if average is not None:
         yield Held(EMA, name, start, average[:count], replicated=False)
     if not parameter.requires_grad:

@@ -14,6 +14,7 @@ from pipeline.checkpoint.trained import read_trained
 from pipeline.data.augment.crop import eval_geometry
 from pipeline.data.cpu_transform import Normalization, resize_and_crop
 from pipeline.models.common.base import VisionModel
+from pipeline.models.weights.exported import Kind
 
 
 class EvalTransform:
@@ -38,7 +39,7 @@ class EvalTransform:
         if not isinstance(image, Image.Image):
             raise TypeError(f"the transform takes a PIL image, not {type(image).__name__}: open a file with PIL.Image.open.")
         pixels = np.array(image.convert("RGB"))  # (h, w, 3)
-        geometry = eval_geometry(pixels.shape[:1], pixels.shape[1:2], self.image_size, self.eval_crop)
+        geometry = eval_geometry(np.array(pixels.shape[:1]), np.array(pixels.shape[1:2]), self.image_size, self.eval_crop)
         (top, left), (height, width) = geometry.start[0], geometry.shape[0]
         window = torch.from_numpy(pixels[top : top + height, left : left + width])
         output = np.empty((3, self.image_size, self.image_size), dtype=np.float32)
@@ -47,7 +48,7 @@ class EvalTransform:
 
 
 def load(
-    source: Path | str, step: int | str | None = None, weights: str | None = None
+    source: Path | str, step: int | str | None = None, weights: Kind | None = None
 ) -> tuple[VisionModel, EvalTransform, list[str]]:
     """Load a trained model for inference::
 

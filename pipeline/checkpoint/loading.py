@@ -21,6 +21,7 @@ from pipeline.distributed.agreement import raise_on_all
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.optim.ema import WeightAverage
+from pipeline.optim.engine import Engine
 
 _log = logging.getLogger(__name__)
 _NAMED = 3  # gaps listed in a message
@@ -62,7 +63,9 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
     Raises:
         UserError: on every rank: another version wrote it, or a file cannot be read now, which need not mean damage.
     """
-    text = problem = refusal = None
+    text: str | None = None
+    problem: str | None = None
+    refusal: UserError | None = None
     if world.is_main:
         try:
             text = CheckpointManifest.read(folder).to_text()
@@ -101,7 +104,7 @@ def _unreadable(error: OSError) -> UserError:
 
 
 @torch.no_grad()
-def load(engine, verified: Verified, ema: WeightAverage | None, world: World) -> None:
+def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: World) -> None:
     """Load a checkpoint into an engine, at any ZeRO stage and world size. Collective.
 
     Args:
@@ -128,7 +131,7 @@ def load(engine, verified: Verified, ema: WeightAverage | None, world: World) ->
     engine.empty_partition_cache()
 
 
-def _read(engine, verified: Verified, ema: WeightAverage | None) -> None:
+def _read(engine: Engine, verified: Verified, ema: WeightAverage | None) -> None:
     state = verified.state
     parts = Parts(verified.folder, [record.name for record in verified.manifest.files])
     create_moments(engine, state.optimizer_step)

@@ -233,7 +233,7 @@ def _validated(values: dict[str, Any], source: str) -> CheckpointManifest:
 
 def _of_type(kind: type[_Kind], values: Any, source: str, place: tuple[str, ...] = ()) -> _Kind:
     try:
-        return _adapter(kind).validate_python(values)
+        return _adapter(kind).validate_python(values)  # type: ignore[arg-type]  # a class is hashable, its objects need not be
     except ValidationError as error:
         problem = error.errors()[0]
         where = _dotted((*place, *problem["loc"]))

@@ -29,7 +29,7 @@ def read_manifests(run_dir: Path) -> dict[int, CheckpointManifest | UserError]:
 def table(run_dir: Path, manifests: dict[int, CheckpointManifest | UserError]) -> str:
     """One line per checkpoint, then the other folders beside them."""
     reasons = _reasons_to_keep(manifests)
-    rows = [_COLUMNS]
+    rows: list[tuple[str, ...]] = [_COLUMNS]
     damaged = []
     for step, manifest in manifests.items():
         if isinstance(manifest, UserError):

@@ -49,7 +49,7 @@ def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    blocks = (len(text).to_bytes(8, "little"), text, *map(_bytes, tensors.values()))
+    blocks: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text, *map(_bytes, tensors.values())]
     try:
         with open(path, "wb") as file:
             record = _write_blocks(file, path.name, blocks)
@@ -73,7 +73,7 @@ def _write_blocks(file: BinaryIO, name: str, blocks: Iterable[bytes | memoryview
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # NumPy has no bfloat16
+    return tensor.reshape(-1).view(torch.uint8).numpy().data  # NumPy has no bfloat16
 
 
 class Parts:

@@ -25,6 +25,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import check_space, disk_reason, replace_text, sync_folder
 from pipeline.optim.ema import WeightAverage
+from pipeline.optim.engine import Engine
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts, doubling: at most ~15 in the default retry_seconds
@@ -94,7 +95,7 @@ class Saver:
         """Whether this rank has given up writing."""
         return (self._saving is not None and self._saving.error is not None) or self._publish_error is not None
 
-    def save(self, engine, ema: WeightAverage | None, state: RunState) -> None:
+    def save(self, engine: Engine, ema: WeightAverage | None, state: RunState) -> None:
         """Start a save between two steps; an earlier one is completed first. Collective."""
         began = time.perf_counter()
         self.finish()
@@ -156,6 +157,7 @@ class Saver:
 
     def _complete(self) -> None:
         saving, self._saving = self._saving, None
+        assert saving and saving.record  # it is written everywhere
         records = [FileRecord(**fields) for fields in self._world.gather(asdict(saving.record))]
         if self._world.is_main:
             manifest = CheckpointManifest(saving.state, saving.shapes, records)

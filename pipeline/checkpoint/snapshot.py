@@ -9,11 +9,12 @@ from pipeline.checkpoint.held import held
 from pipeline.checkpoint.parts import BUFFER, slice_key
 from pipeline.distributed.world import World
 from pipeline.optim.ema import WeightAverage
+from pipeline.optim.engine import Engine
 
 _ALIGNMENT = 16  # bytes per tensor start, a multiple of every element size: views need it
 
 
-def saved_tensors(engine, ema: WeightAverage | None, world: World) -> dict[str, Tensor]:
+def saved_tensors(engine: Engine, ema: WeightAverage | None, world: World) -> dict[str, Tensor]:
     """The live tensors that this rank saves: its share of weights, moments and averages; on rank 0 also buffers."""
     tensors = {}
     for piece in held(engine, ema):

@@ -14,7 +14,7 @@ from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
-from pipeline.models.weights.exported import SUFFIX, read_exported
+from pipeline.models.weights.exported import SUFFIX, Kind, read_exported
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Trained:
     config: Config
     classes: list[str]  # class names by output index
     step: int
-    kind: str  # "model" or "ema"
+    kind: Kind
     weights: dict[str, Tensor]
 
     def build_model(self, switches: Mapping[str, Any] | None = None) -> VisionModel:
@@ -43,7 +43,7 @@ class Trained:
         return model.eval()
 
 
-def read_trained(source: Path, step: int | str | None = None, kind: str | None = None) -> Trained:
+def read_trained(source: Path, step: int | str | None = None, kind: Kind | None = None) -> Trained:
     """Read a trained model.
 
     Args:

@@ -15,7 +15,7 @@ from pipeline.checkpoint.held import EMA, WEIGHT
 from pipeline.checkpoint.parts import BUFFER, Parts
 from pipeline.checkpoint.whole import Seen, find_all_damage
 from pipeline.errors import UserError
-from pipeline.models.weights.exported import SUFFIX, read_tensors
+from pipeline.models.weights.exported import SUFFIX, Kind, read_tensors
 from pipeline.models.weights.transfer import check_finite
 
 
@@ -26,18 +26,18 @@ class SavedWeights:
     state: RunState
     model: dict[str, Tensor]
     ema: dict[str, Tensor] | None
-    default: str = "model"  # "model" or "ema", when none is asked for; see read_weights
+    default: Kind = "model"  # when none is asked for; see read_weights
 
-    def choose(self, kind: str | None = None) -> dict[str, Tensor]:
+    def choose(self, kind: Kind | None = None) -> dict[str, Tensor]:
         """The weights of ``kind``, ``model`` or ``ema``; None: the default.
 
         Raises:
             UserError: the run kept no average, or the weights are not finite.
         """
         kind = kind or self.default
-        if kind == "ema" and self.ema is None:
-            raise UserError("the checkpoint has no ema weights: choose the model's, or train with train.ema_decay.")
         chosen = self.ema if kind == "ema" else self.model
+        if chosen is None:
+            raise UserError("the checkpoint has no ema weights: choose the model's, or train with train.ema_decay.")
         check_finite(chosen, source=f"the checkpoint of step {self.state.step}")
         return chosen
 
@@ -83,7 +83,7 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
 
     ema = whole(EMA) if parts.names(EMA) else None
     best = manifest.state.best if step == BEST else None
-    default = best["weights"] if best and best["step"] == found else "model" if ema is None else "ema"
+    default: Kind = best["weights"] if best and best["step"] == found else "model" if ema is None else "ema"
     return SavedWeights(manifest.state, whole(WEIGHT), ema, default)
 
 
@@ -109,7 +109,7 @@ def read_initial_weights(source: Path) -> InitialWeights:
         return InitialWeights(weights, its.classes, f"{its.weights} weights of step {its.step}")
     try:
         with torch.serialization.safe_globals([Namespace]):  # the papers' checkpoints hold their command line so
-            saved = torch.load(source, map_location="cpu", weights_only=True)
+            loaded = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling damaged bytes can raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
@@ -118,7 +118,7 @@ def read_initial_weights(source: Path) -> InitialWeights:
             f"train.init_from {source} cannot be read ({reason}): pass a file that torch.save or safetensors wrote, with a state "
             f"dict alone."
         ) from None
-    weights = saved.get("model", saved.get("state_dict", saved)) if isinstance(saved, dict) else saved
-    if not isinstance(weights, dict) or not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+    found = loaded.get("model", loaded.get("state_dict", loaded)) if isinstance(loaded, dict) else loaded
+    if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         raise UserError(f"train.init_from {source} holds no state dict, names with tensors needed: pass another file.")
-    return InitialWeights(weights, None, f"{len(weights)} tensors")
+    return InitialWeights(found, None, f"{len(found)} tensors")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import yaml
+from pydantic.fields import FieldInfo
 
 from pipeline.config.sections import Config, Section
 
@@ -22,6 +23,14 @@ def flatten(config: Config) -> dict[str, Any]:
     return flat
 
 
+def section_fields(name: str) -> dict[str, FieldInfo]:
+    """The keys of a section, of the top level for an empty name; none for what is no section."""
+    if not name:
+        return Config.model_fields
+    annotation = Config.model_fields[name].annotation if name in Config.model_fields else None
+    return annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, Section) else {}
+
+
 def markdown_table(beginnings: tuple[str, ...] = ("",)) -> str:
     """Markdown table of keys, defaults and meanings, as ``python -m pipeline.config`` prints it.
 
@@ -34,9 +43,8 @@ def markdown_table(beginnings: tuple[str, ...] = ("",)) -> str:
         if not key.startswith(beginnings):
             continue
         section, _, name = key.rpartition(".")
-        fields = (Config.model_fields[section].annotation if section else Config).model_fields
         shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
-        lines.append(f"| `{key}` | `{shown}` | {fields[name].description} |")
+        lines.append(f"| `{key}` | `{shown}` | {section_fields(section)[name].description} |")
     return "\n".join(lines)
 
 

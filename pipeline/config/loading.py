@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from pipeline.config.problems import Layer, describe, section_fields
+from pipeline.config.describe import section_fields
+from pipeline.config.problems import Layer, describe
 from pipeline.config.recipes import find_recipe, shipped_recipes
 from pipeline.config.sections import Config, Section
 from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import parse_value, shown
 from pipeline.errors import UserError
 
+AnySection = TypeVar("AnySection", bound=Section)
+
 _DEEPEST = 3  # parts of the longest dotted key: model.switches.NAME
 
 
-def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file with its bases, apply ``dotted.key=value`` overrides, validate.
 
     The value of an override is parsed as YAML, except for string keys, which take it literally, so that
@@ -62,7 +65,7 @@ def _validate(layers: list[Layer]) -> Config:
         raise UserError(describe(error, layers)) from None
 
 
-def section_from_dict(section: type[Section], values: Mapping[str, Any], key: str) -> Section:
+def section_from_dict(section: type[AnySection], values: Mapping[str, Any], key: str) -> AnySection:
     """Validate a section outside the :class:`Config` tree, such as a model family's switches.
 
     Args:

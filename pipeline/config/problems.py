@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from pipeline.config.describe import flatten
+from pipeline.config.describe import flatten, section_fields
 from pipeline.config.sections import Config, Section
 from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import shown
@@ -52,7 +52,7 @@ def describe(error: ValidationError, layers: list[Layer]) -> str:
     return f"{_source(loc, message, layers)}: {_complaint(problem, key, message, _missing(error, loc))}"
 
 
-def _message(problem: dict) -> str:
+def _message(problem: ErrorDetails) -> str:
     text = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return text if len(text) <= _LONG else text[:_LONG] + "..."
 
@@ -72,7 +72,7 @@ def _source(loc: tuple, message: str, layers: list[Layer]) -> str:
     return next(setting, layers[-1] if loc else layers[0]).label
 
 
-def _complaint(problem: dict, key: str, message: str, missing: int) -> str:
+def _complaint(problem: ErrorDetails, key: str, message: str, missing: int) -> str:
     kind, found = problem["type"], problem["input"]
     if kind == "extra_forbidden":
         return unknown_key(key, found)
@@ -91,14 +91,6 @@ def _complaint(problem: dict, key: str, message: str, missing: int) -> str:
     if kind == "value_error" and isinstance(found, dict | Section):
         return f"{key + ': ' if key else ''}{message}: correct it."
     return f"{key} is {shown(found)} ({type(found).__name__}), but the value {message}: correct it."
-
-
-def section_fields(name: str) -> dict[str, FieldInfo]:
-    """The fields of a section, or of the top level for an empty name; empty for any other name."""
-    if not name:
-        return Config.model_fields
-    annotation = Config.model_fields[name].annotation if name in Config.model_fields else None
-    return annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, Section) else {}
 
 
 def _as_list(key: str, found: Any) -> str:

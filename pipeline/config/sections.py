@@ -6,7 +6,7 @@ import math
 import unicodedata
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 # Sanity bounds: far above any recipe, far below overflow or exhausted memory. A typo (an extra zero, the wrong unit) is an
 # error message instead of a run that hangs.
@@ -54,9 +54,9 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_booleans_for_numbers(cls, value: Any, info) -> Any:
+    def _no_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         # pydantic would coerce `true` to 1. Its coercion of strings is wanted: YAML 1.1 reads 5e-4 as one.
-        annotation = str(cls.model_fields[info.field_name].annotation)
+        annotation = str(cls.model_fields[str(info.field_name)].annotation)
         parts = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(part, bool) for part in parts) and "bool" not in annotation and "Any" not in annotation:
             raise ValueError("Input should be a number or a string, not a boolean")

@@ -49,7 +49,7 @@ class _StrictLoader(yaml.SafeLoader):
         self._refuse_depth(self.flow_level)
         super().fetch_flow_collection_start(TokenClass)
 
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._refuse_depth(self._depth)
         self._depth += 1
         node = super().compose_node(parent, index)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import nvidia.dali.fn as fn
 import nvidia.dali.types as types
 from nvidia.dali import Pipeline, pipeline_def
+from nvidia.dali.data_node import DataNode
 
 from pipeline.data.augment import randaugment_dali
 from pipeline.data.augment.randaugment import fill_color
@@ -52,7 +53,7 @@ def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: 
     """
 
     @pipeline_def(batch_size=batch_size, num_threads=num_threads, device_id=None, prefetch_queue_depth=prefetch)
-    def graph():
+    def graph() -> DataNode:
         jpegs, start, shape = fn.external_source(source=source, num_outputs=3, batch=True, dtype=_WINDOW_TYPES, ndim=[1, 1, 1])
         return _decode_window(jpegs, start, shape, device="cpu")
 
@@ -94,7 +95,7 @@ def full_graph(
         prefetch_queue_depth=prefetch,
         enable_conditionals=True,
     )
-    def graph():
+    def graph() -> DataNode:
         jpegs, start, shape, resize, crop_y, crop_x, flip, *ops = fn.external_source(
             source=source,
             num_outputs=7 + len(op_types),
@@ -107,7 +108,7 @@ def full_graph(
         images = fn.crop(images, crop=(image_size, image_size), crop_pos_y=crop_y, crop_pos_x=crop_x)
         images = fn.flip(images, horizontal=flip)
         if rand_augment_ops:
-            images = randaugment_dali.augment(images, *ops, rand_augment_ops, image_size, fill_color(mean))
+            images = randaugment_dali.augment(images, ops[0], ops[1], ops[2], rand_augment_ops, image_size, fill_color(mean))
         return fn.crop_mirror_normalize(
             images,
             mean=[255 * value for value in mean],
@@ -119,7 +120,7 @@ def full_graph(
     return _built(graph())
 
 
-def _decode_window(jpegs, start, shape, device: str):
+def _decode_window(jpegs: DataNode, start: DataNode, shape: DataNode, device: str) -> DataNode:
     # EXIF orientation is ignored, as in Pillow and thus in the papers' pipelines.
     return fn.decoders.image_slice(
         jpegs, device=device, output_type=types.RGB, start=start, shape=shape, axis_names="HW", adjust_orientation=False

@@ -32,7 +32,7 @@ class Decoder:
         self._reader_error: BaseException | None = None
         self._in_dali: deque[Encoded] = deque()  # fed but not returned; DALI preserves their order
         self._repeat: deque[Encoded] = deque()  # to be fed to the next pipeline after a failure
-        self._pipeline: Pipeline | None = self._build()
+        self._pipeline: Pipeline = self._build()
 
     def next(self) -> tuple[Encoded, TensorListCPU | TensorListGPU]:
         """The next batch. If DALI fails to decode it, it is decoded again with the bad samples replaced.
@@ -63,7 +63,7 @@ class Decoder:
 
     def _start_anew(self) -> None:
         """Build a new pipeline and feed it the batches of the failed one, which DALI cannot reuse."""
-        self._pipeline = None  # freed first: two sets of decoder buffers may not fit into GPU memory
+        del self._pipeline  # freed first: two sets of decoder buffers may not fit into GPU memory
         again = [self._reader.read(encoded.number) for encoded in self._in_dali]
         self._repeat = deque([*again, *self._repeat])
         self._in_dali.clear()

@@ -83,7 +83,7 @@ def prepare_image(data: bytes, rules: ImageRules) -> StoredImage:
     too_large = rules.resize_short_side is not None and (
         frame is None or min(frame.width, frame.height) > rules.resize_short_side
     )
-    if reason is None and not too_large:
+    if frame is not None and reason is None and not too_large:
         if rules.decode:
             check_decodes(data)
         return StoredImage(data, frame.width, frame.height)

@@ -79,8 +79,8 @@ class ImageFolder:
             image = self._look(index)
             with self._lock:
                 self._coming[index] = image
-            sound = isinstance(image, StoredImage)
-            row["label"], row["width"], row["height"] = self._labels[index], *((image.width, image.height) if sound else (1, 1))
+            width, height = (image.width, image.height) if isinstance(image, StoredImage) else (1, 1)
+            row["label"], row["width"], row["height"] = self._labels[index], width, height
         return rows
 
     def key(self, index: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from pipeline.data.cpu_transform import Finisher
 from pipeline.data.decoder import Decoder
 from pipeline.data.plan import BatchRequest, Plan
 from pipeline.data.reader import Ahead, Reader
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Batch:
     replaced: int  # substitutes for bad samples
 
 
-class Loader:
+class Loader(Generic[AnyPlan]):
     """An infinite iterator over batches ``start``, ``start + 1``, ... of a plan.
 
     Its only state is the number of the next batch: a loader started at batch i yields exactly what another one yields after i
@@ -54,14 +57,15 @@ class Loader:
         bad: the samples found bad so far.
     """
 
-    def __init__(self, plan: Plan, config: DataConfig, device: torch.device, cpu_threads: int = 1, start: int = 0) -> None:
+    def __init__(self, plan: AnyPlan, config: DataConfig, device: torch.device, cpu_threads: int = 1, start: int = 0) -> None:
         self.plan = plan
         self.device = device
         self.bad = BadSamples(plan.shards, config.max_bad_samples, left_out=not plan.substitutes_count)
         threads = config.num_threads or cpu_threads
         self._reader = Reader(plan, self.bad, start, config.read_ahead)
         self._decoder = Decoder(self._reader, config, device, threads)
-        self._finisher = self._finished = None
+        self._finisher: Finisher | None = None
+        self._finished: Ahead[Batch] | None = None
         if device.type == "cpu":
             self._finisher = Finisher(plan.batch_size, plan.image_size, config.mean, config.std, threads)
             self._finished = Ahead(lambda _: self._make(), start, config.prefetch, 1, "finish")
@@ -95,7 +99,8 @@ class Loader:
         encoded, output = self._decoder.next()
         request = encoded.request
         if self._finisher:
-            images = self._finisher.finish([torch.from_dlpack(image) for image in output], request)
+            decoded = [torch.from_dlpack(image) for image in output]  # type: ignore[union-attr]  # not in DALI's stub
+            images = self._finisher.finish(decoded, request)
         else:
             images = torch.from_dlpack(output.as_tensor())
         if request.erasing is not None:
@@ -105,8 +110,9 @@ class Loader:
         if request.mixing is not None:
             mix_(images, request.mixing)
             other_labels, weight = mixed_labels(labels, request.mixing)
-        tensors = (to_device(values, self.device) for values in (labels, other_labels, weight, request.valid))
-        return Batch(images, *tensors, request, encoded.replaced)
+        arrays = (labels, other_labels, weight, request.valid)
+        own, other, share, valid = (to_device(values, self.device) for values in arrays)
+        return Batch(images, own, other, share, valid, request, encoded.replaced)
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:

@@ -180,7 +180,8 @@ _SPLIT_VALUES = {
 _SOURCE_VALUES = {
     "fingerprint": _Needed(lambda value: isinstance(value, str), "a string"),
     "subset": _Needed(
-        lambda value: value is None or type(value) in (int, float) and 0 < value <= 1, "a share above 0 and at most 1"
+        lambda value: value is None or isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1,
+        "a share above 0 and at most 1",
     ),
 }
 

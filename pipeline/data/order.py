@@ -33,7 +33,7 @@ class Blocks:
 
 def sample_at(
     position: np.ndarray,
-    epoch: np.ndarray,
+    epoch: np.ndarray | int,
     size: int,
     seed: int,
     stream: Stream = Stream.SAMPLE_ORDER,

@@ -49,8 +49,10 @@ class Samples(Protocol):
     """
 
     folder: Path
-    samples: Any
     classes: list[str]
+
+    @property
+    def samples(self) -> Any: ...
 
     def __len__(self) -> int: ...
 

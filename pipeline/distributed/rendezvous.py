@@ -52,11 +52,11 @@ def connect(backend: str, rank: int, size: int, device: torch.device, timeout: t
         _stay_on_loopback()
     store = _host_store(size, timeout) if rank == 0 else _reach_store(rank, timeout.total_seconds())
     # Eager initialization, as DeepSpeed does: NCCL connects now, not in the first step.
-    binding = {"device_id": device} if device.type == "cuda" else {}
+    binding = device if device.type == "cuda" else None
     try:
         store.set(f"{_ARRIVED}/{rank}", "")
         prefixed = dist.PrefixStore("default_pg", store)  # as PyTorch would name it
-        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeout, **binding)
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeout, device_id=binding)
         prove_membership(secret, rank, size, device)
     except RuntimeError as error:  # all that PyTorch raises; UserError is none
         raise NotConnected(_why(error, store, rank, size)) from None
@@ -116,7 +116,7 @@ def _host_store(size: int, timeout: timedelta) -> dist.TCPStore:
         listener = _listen(address, port)
     except OSError as error:
         raise NotConnected(
-            f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {address}:{port} ({os.strerror(error.errno)}): start again, or set MASTER_PORT to a free port."
+            f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {address}:{port} ({os.strerror(error.errno or 0)}): start again, or set MASTER_PORT to a free port."
         ) from None
     return dist.TCPStore(
         address, port, size, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -167,11 +168,12 @@ def _slurm_tasks_per_node() -> int | None:
     if not text:
         return None
     parts = [re.fullmatch(r"([1-9][0-9]{0,5})(\(x[0-9]+\))?", part) for part in text.split(",")]
-    if None in parts:
+    counts = [int(part[1]) for part in parts if part]
+    if len(counts) < len(parts):
         raise UserError(
             f"the environment variable SLURM_STEP_TASKS_PER_NODE is {text!r}, counts such as '8(x2)' or '3,2' needed: start with srun, or unset it."
         )
-    return max(int(part[1]) for part in parts)
+    return max(counts)
 
 
 def _connect(backend: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -189,7 +191,7 @@ def _connect(backend: str, rank: int, size: int, device: torch.device, timeout: 
 
 
 @contextlib.contextmanager
-def quiet_deepspeed():
+def quiet_deepspeed() -> Iterator[None]:
     """Hide DeepSpeed's info messages; warnings and errors still appear."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     yield

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -55,7 +55,7 @@ class Heartbeat:
     def __init__(self, world: World, config: DistributedConfig) -> None:
         self._rank, self._size, self._config = world.rank, world.size, config
         self._secret = job_secret() if world.size > 1 else b""
-        self._identity = {"rank": world.rank, "host": printable(socket.gethostname(), 255), "pid": os.getpid()}
+        self._identity: dict[str, Any] = {"rank": world.rank, "host": printable(socket.gethostname(), 255), "pid": os.getpid()}
         self._place = (0, "starting", 0)  # step, doing, calls in this step; replaced as a whole: no lock needed
         self._end = (Status.RUNNING, "", RANK_LOST)  # status, error message, exit code for the other ranks
         self._first = Sign(0, os.environ.get("MASTER_ADDR", "unknown"))  # last heartbeat of rank 0
@@ -228,11 +228,12 @@ class Heartbeat:
         self._announce(verdict)
         if self._end[0] is Status.ENDED:
             return
-        if self._rank in self._verdict.hanging:
+        verdict = self._verdict or verdict  # the first one
+        if self._rank in verdict.hanging:
             faulthandler.dump_traceback(file=2, all_threads=True)
-        elif self._verdict.hanging or self._rank != 0:
+        elif verdict.hanging or self._rank != 0:
             time.sleep(BEAT)  # a launcher shows the first rank to exit: let it be the one with the traceback, or rank 0
-        os._exit(self._verdict.exit_code)
+        os._exit(verdict.exit_code)
 
 
 def is_collective_error(error: BaseException) -> bool:

@@ -62,7 +62,7 @@ class Notices:
         for key, note in zip(keys, (verdict, *signs), strict=True):
             if self._own.get(key, note) != note:
                 self._name(key, note)
-                self._store.set(key, self._own[key])
+                self._store.set(key, self._own[key])  # type: ignore[arg-type]  # it takes bytes too
         last_word = _parse(Verdict, unseal(self._secret, _LAST_WORD, _VERDICT, verdict))
         return [self._read_sign(rank, note) for rank, note in zip(ranks, signs, strict=True)], last_word
 

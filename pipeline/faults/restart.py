@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 from pipeline.checkpoint import latest_step
 from pipeline.command_line import command_parser
 from pipeline.config import load_config
+from pipeline.distributed.slurm_job import job_name
 from pipeline.errors import PREEMPTED, RANK_LOST, UserError
 from pipeline.files import replace_text
 
@@ -97,16 +97,6 @@ def reason(exit_code: int) -> str:
         return f"a process was ended by {signal.Signals(exit_code - 128).name}"  # as shells and srun count it
     except ValueError:
         return "a process failed"
-
-
-def job_name(environment: Mapping[str, str]) -> str | None:
-    """The job id for ``scontrol``; None outside of a job.
-
-    In a job array ARRAY_TASK: the id of one of its tasks equals the id of the whole array.
-    """
-    if "SLURM_ARRAY_JOB_ID" in environment:
-        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
-    return environment.get("SLURM_JOB_ID")
 
 
 def _earlier_restarts() -> int:

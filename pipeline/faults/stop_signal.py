@@ -35,7 +35,7 @@ class StopSignal:
         for number, handler in self._former.items():
             signal.signal(number, signal.SIG_IGN if self.received else handler)
 
-    def _note(self, number: int, _frame) -> None:
+    def _note(self, number: int, _frame: object) -> None:
         self.received = number
         parent = str(os.getppid())
         if os.environ.get(LAUNCHER, parent) != parent:

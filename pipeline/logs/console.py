@@ -12,8 +12,12 @@ import os
 import sys
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer  # known to type checkers only
 
 
 class ConsoleHandler(logging.Handler):
@@ -65,7 +69,7 @@ def outlive_the_terminal() -> None:
 
 
 class _LossyFile(io.FileIO):
-    def write(self, data: memoryview) -> int | None:
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError:  # EIO: the terminal was closed; EPIPE: the reader has exited; ENOSPC: may pass

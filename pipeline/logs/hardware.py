@@ -98,5 +98,7 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
         return torch.cuda.memory_allocated(device) / 2**30, torch.cuda.max_memory_allocated(device) / 2**30
     # Not getrusage's ru_maxrss: that starts from the parent's resident set at the time of the fork.
     status = Path("/proc/self/status").read_text()
-    peak_kib = int(re.search(r"VmHWM:\s*(\d+)", status)[1])
+    high_water = re.search(r"VmHWM:\s*(\d+)", status)
+    assert high_water  # Linux has this line
+    peak_kib = int(high_water[1])
     return psutil.Process().memory_info().rss / 2**30, peak_kib / 2**20

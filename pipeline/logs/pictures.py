@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
 from pipeline.data.loader import Batch
+from pipeline.models.pervit.phi_model import PhiModel
 
 IMAGES, PHI = "train/images", "weights/peripheral_attention"  # names in TensorBoard; "weights" sorts after the curves
 
@@ -62,12 +64,12 @@ def peripheral_maps(model: nn.Module, image_size: int) -> Tensor | None:
     Returns:
         (layers, heads, rows, columns) in [0, 1], on the CPU; or None.
     """
-    if not hasattr(model, "log_phi"):
+    if not isinstance(model, PhiModel):
         return None
     rows, columns = model.token_grid(torch.empty(1, 3, image_size, image_size, device="meta"))
     centre = rows // 2 * columns + columns // 2
-    log_phi = model.log_phi((rows, columns))
-    if log_phi[0] is None:  # ablated
+    log_phi = [layer for layer in model.log_phi((rows, columns)) if layer is not None]
+    if not log_phi:  # ablated
         return None
     maps = torch.stack([layer[:, centre] for layer in log_phi]).exp().float().cpu()  # (layers, heads, N)
     return maps.unflatten(2, (rows, columns))
@@ -94,7 +96,7 @@ def map_grid(maps: Tensor) -> Tensor:
 
 
 def _sheet(
-    tiles: list[np.ndarray], columns: int, below: list[str] = (), left: list[str] = (), above: list[str] = ()
+    tiles: list[np.ndarray], columns: int, below: Sequence[str] = (), left: Sequence[str] = (), above: Sequence[str] = ()
 ) -> Image.Image:
     """Lay out tiles (h, w, 3) of one size in rows, with text below each tile, left of each row and above each column."""
     height, width, _ = tiles[0].shape
@@ -125,12 +127,12 @@ def _write(sheet: Image.Image, corner: tuple[int, int], text: str, width: int) -
         ImageDraw.Draw(sheet).text((corner[0], corner[1] + number * _LINE), line, fill="black", font=_font())
 
 
-def _width(lines: list[str]) -> int:
+def _width(lines: Sequence[str]) -> int:
     return max(round(_font().getlength(line)) for line in lines)
 
 
 @functools.cache
-def _font() -> ImageFont.FreeTypeFont:
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(_TEXT)
 
 

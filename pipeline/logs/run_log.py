@@ -149,8 +149,8 @@ class RunLog:
 
     def _note_rows(self, records: list[StepRecord]) -> None:
         """Turn records into rows, which the next flush writes. Collective."""
-        losses = self._world.sum(torch.stack([r.loss.detach().double() for r in records])) / self._world.size
-        losses = losses.tolist()  # synchronizes with the device
+        means = self._world.sum(torch.stack([r.loss.detach().double() for r in records])) / self._world.size
+        losses = means.tolist()  # synchronizes with the device
         replaced = self._count_bad_samples(records)
         norms = [float(r.grad_norm) for r in records]
         if self._world.is_main:
@@ -265,6 +265,7 @@ class RunLog:
 
     def _time_left(self, step: int) -> str:
         """Extrapolated from this start, evaluations and checkpoints included, without its first step, which is slow."""
+        assert self._pace  # from the first step on
         first, began = self._pace
         if not first < step < self._total_steps:
             return ""

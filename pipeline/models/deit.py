@@ -9,12 +9,15 @@ There is no separate distilled model: hard distillation supervises the class tok
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.models.common.base import Switches, linear_drop_path, scales_of_block
 from pipeline.models.common.layers import init_linear
+from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import (
     LAYER_NORM_EPS,
@@ -81,7 +84,7 @@ class DeiT(PhiModel):
         self.position_embedding = PositionEmbedding(image_size, 1, width, switches.mask_position_embedding)
         self.patch_embedding = PatchEmbedding(width)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
-        self.blocks = nn.ModuleList(
+        self.blocks = ModuleList(
             Block(width, SelfAttention(width, layout.heads, qkv_bias=True), layout.mlp_ratio) for _ in range(layout.depth)
         )
         if switches.peripheral_position:
@@ -135,30 +138,30 @@ _PLUS = "ConViT (ICML 2021), Table 1"
 
 
 @register("DeiT Tiny, 3 heads", paper=_PAPER, switches=DeiTSwitches, paper_params_m=6, paper_gmacs=1, paper_top1=72.2)
-def deit_t(**options) -> DeiT:
+def deit_t(**options: Any) -> DeiT:
     return DeiT(ViTLayout(3, 192), **options)
 
 
 @register("DeiT Small, 6 heads", paper=_PAPER, switches=DeiTSwitches, paper_params_m=22, paper_gmacs=4.3, paper_top1=79.8)
-def deit_s(**options) -> DeiT:
+def deit_s(**options: Any) -> DeiT:
     return DeiT(ViTLayout(6, 384), **options)
 
 
 @register("DeiT Base, 12 heads", paper=_PAPER, switches=DeiTSwitches, paper_params_m=86, paper_gmacs=17, paper_top1=81.8)
-def deit_b(**options) -> DeiT:
+def deit_b(**options: Any) -> DeiT:
     return DeiT(ViTLayout(12, 768), **options)
 
 
 @register("DeiT Tiny+, 4 heads", paper=_PLUS, switches=DeiTSwitches, paper_params_m=10, paper_gmacs=2, paper_top1=75.9)
-def deit_ti_plus(**options) -> DeiT:
+def deit_ti_plus(**options: Any) -> DeiT:
     return DeiT(ViTLayout(4, 256), **options)
 
 
 @register("DeiT Small+, 9 heads", paper=_PLUS, switches=DeiTSwitches, paper_params_m=48, paper_gmacs=10, paper_top1=79.0)
-def deit_s_plus(**options) -> DeiT:
+def deit_s_plus(**options: Any) -> DeiT:
     return DeiT(ViTLayout(9, 576), **options)
 
 
 @register("DeiT Base+, 16 heads", paper=_PLUS, switches=DeiTSwitches, paper_params_m=152, paper_gmacs=30, paper_top1=77.5)
-def deit_b_plus(**options) -> DeiT:
+def deit_b_plus(**options: Any) -> DeiT:
     return DeiT(ViTLayout(16, 1024), **options)

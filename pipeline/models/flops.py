@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.registry import create_model, model_entry
 
 # Operators without matrix products. An operator that neither fvcore nor this list knows makes the count fail.
@@ -75,7 +76,7 @@ def count(
         name=name,
         image_size=image_size,
         params=sum(p.numel() for p in model.parameters()),
-        params_phi=sum(p.numel() for p in model.phi_parameters()) if hasattr(model, "phi_parameters") else 0,
+        params_phi=sum(p.numel() for p in model.phi_parameters()) if isinstance(model, PhiModel) else 0,
         gmacs_modules=modules / 1e9,
         gmacs=per_image / 1e9,
         gmacs_phi=(with_phi - per_image) / 1e9,
@@ -121,7 +122,7 @@ MODULE_CONVENTION = {
 }
 
 
-def _macs(model: nn.Module, image: torch.Tensor, handlers: dict[str, Callable] = MappingProxyType({})) -> float:
+def _macs(model: nn.Module, image: torch.Tensor, handlers: Mapping[str, Callable] = MappingProxyType({})) -> float:
     """Multiply-accumulates of one forward pass.
 
     Raises:

@@ -7,15 +7,15 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from pipeline.models.common.base import Switches, VisionModel
 
-    from pipeline.models.common.base import Switches
+Builder = TypeVar("Builder", bound="Callable[..., VisionModel]")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ModelEntry:
     """A registered model and its paper's figures."""
 
     name: str
-    build: Callable[..., nn.Module]
+    build: Callable[..., VisionModel]
     description: str
     paper: str  # with the table
     paper_params_m: float | None  # millions; None, here and below: not in the paper
@@ -46,7 +46,7 @@ _MODULE_OF = {name: module for module, names in _FAMILIES.items() for name in na
 _registered: dict[str, ModelEntry] = {}
 
 
-def register(description: str, **paper) -> Callable:
+def register(description: str, **paper: Any) -> Callable[[Builder], Builder]:
     """Decorator: register a builder function under its own name.
 
     Args:
@@ -54,7 +54,7 @@ def register(description: str, **paper) -> Callable:
         paper: further fields of :class:`ModelEntry`.
     """
 
-    def add(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def add(build: Builder) -> Builder:
         _registered[build.__name__] = ModelEntry(build.__name__, build, description, **paper)
         return build
 
@@ -98,7 +98,7 @@ def create_model(
     drop_path: float = 0.0,
     activation_checkpointing: bool = False,
     switches: Mapping[str, Any] = MappingProxyType({}),
-) -> nn.Module:
+) -> VisionModel:
     """Build a randomly initialized model; draws from PyTorch's default generator.
 
     Args:
@@ -110,7 +110,7 @@ def create_model(
         switches: ablation switches by name (fields of the family's ``Switches`` class); the others keep the paper's setting.
 
     Returns:
-        A :class:`~pipeline.models.common.base.VisionModel`, (B, 3, H, W) -> (B, num_classes).
+        The model, (B, 3, H, W) -> (B, num_classes).
 
     Raises:
         UserError: unknown name or switch, or an image size that the model does not support.

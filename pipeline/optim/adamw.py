@@ -16,8 +16,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
     The learning rate is a placeholder: :func:`learning_rate` gives it before every step.
     """
-    exempt = model.no_weight_decay()
-    decayed, plain = [], []
+    exempt = model.no_weight_decay()  # type: ignore[operator]  # every VisionModel has it; this package knows no models
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (decayed if parameter.ndim > 1 and name not in exempt else plain).append(parameter)

@@ -54,13 +54,27 @@ class StepStatistics:
             self._world.sum(mean).div_(self._world.size)
             parts = iter(mean.split([len(buffer) for pair in self._buffers() for buffer in pair]))
         for norm, kept, momentum in zip(self._norms, self._running, self._momentum):
-            for buffer, before in zip((norm.running_mean, norm.running_var), kept):
+            assert momentum is not None  # it is with a cumulative average, which no model has
+            for buffer, before in zip(_statistics(norm), kept[:2]):
                 buffer.copy_(before.lerp_(next(parts), momentum) if taken else before)
-            norm.num_batches_tracked.copy_(kept[2] + taken)
+            _batches(norm).copy_(kept[2] + taken)
             norm.momentum = momentum
 
     def _buffers(self) -> list[tuple[Tensor, Tensor]]:
-        return [(norm.running_mean, norm.running_var) for norm in self._norms]
+        return [_statistics(norm) for norm in self._norms]
 
     def _copies(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [(norm.running_mean.clone(), norm.running_var.clone(), norm.num_batches_tracked.clone()) for norm in self._norms]
+        pairs = [(_statistics(norm), _batches(norm)) for norm in self._norms]
+        return [(mean.clone(), variance.clone(), batches.clone()) for (mean, variance), batches in pairs]
+
+
+def _statistics(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """Running mean and variance, (channels,) each."""
+    assert norm.running_mean is not None and norm.running_var is not None  # with track_running_stats
+    return norm.running_mean, norm.running_var
+
+
+def _batches(norm: _BatchNorm) -> Tensor:
+    """How many batches the norm has seen, ()."""
+    assert norm.num_batches_tracked is not None  # with track_running_stats
+    return norm.num_batches_tracked

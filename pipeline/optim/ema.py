@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from pipeline.optim.engine import Engine
+
 
 class WeightAverage:
     """``average = decay * average + (1 - decay) * weights`` after every step (Polyak & Juditsky, 1992).
@@ -22,7 +24,7 @@ class WeightAverage:
         averages: by parameter name, each with the shape of this rank's share of the parameter.
     """
 
-    def __init__(self, engine, decay: float) -> None:
+    def __init__(self, engine: Engine, decay: float) -> None:
         self.decay = decay
         self._engine = engine
         self.averages = {name: weight.clone() for name, weight in self._held()}

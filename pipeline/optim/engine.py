@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,53 @@ from torch import Tensor, nn
 from pipeline.config import Config, accumulation_steps
 from pipeline.distributed.world import World, quiet_deepspeed
 from pipeline.optim.adamw import build_optimizer
+
+Model = TypeVar("Model", bound=nn.Module)
+WrappedModel = TypeVar("WrappedModel", bound=nn.Module, covariant=True)
+
+
+class Engine(Protocol[WrappedModel]):
+    """What is used of ``deepspeed.DeepSpeedEngine``, which has no types: the whole dependence on DeepSpeed's interface.
+
+    Parameters under ZeRO-3 have more attributes (``ds_tensor``, ``ds_shape``); :mod:`pipeline.checkpoint.held` reads those, and
+    the flat shards of the optimizer.
+    """
+
+    @property
+    def module(self) -> WrappedModel:
+        """The model itself."""
+
+    @property
+    def optimizer(self) -> Any:
+        """PyTorch's optimizer under ZeRO 0, else DeepSpeed's around it, another class for each stage."""
+
+    def __call__(self, images: Tensor, noise: Tensor | None = ...) -> Tensor:
+        """The model's forward pass, with autocast where the config says so."""
+
+    def backward(self, loss: Tensor) -> Any:
+        """Accumulate the gradients of a micro-batch and reduce them over ranks. Collective."""
+
+    def step(self) -> None:
+        """End a micro-batch; after the last one of a step, take the step. Collective."""
+
+    def zero_grad(self) -> None: ...
+
+    def train(self, mode: bool = ...) -> Any: ...
+
+    def eval(self) -> Any: ...
+
+    def gradient_accumulation_steps(self) -> int: ...
+
+    def is_gradient_accumulation_boundary(self) -> bool: ...
+
+    def was_step_applied(self) -> bool: ...
+
+    def get_global_grad_norm(self) -> float | Tensor | None: ...
+
+    def zero_optimization_stage(self) -> int: ...
+
+    def empty_partition_cache(self) -> None:
+        """ZeRO-3: release gathered parameters."""
 
 
 def deepspeed_config(config: Config, world_size: int) -> dict:
@@ -40,29 +88,29 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
     }
 
 
-def build_engine(model: nn.Module, config: Config, world: World):
+def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
     """Wrap the model for training. Collective.
 
     Returns:
-        ``deepspeed.DeepSpeedEngine``, sharded over the ranks as ``train.zero_stage`` says.
+        The engine, sharded over the ranks as ``train.zero_stage`` says.
     """
     with quiet_deepspeed():
         import deepspeed
 
         model.to(world.device)
-        engine, *_ = deepspeed.initialize(
+        engine: Engine[Model] = deepspeed.initialize(
             model=model, optimizer=build_optimizer(model, config.optim), config=deepspeed_config(config, world.size)
-        )
+        )[0]
     return engine
 
 
-def set_learning_rate(engine, lr: float) -> None:
+def set_learning_rate(engine: Engine, lr: float) -> None:
     """Set the learning rate of the next step."""
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
 
 
-def optimizer_step(engine) -> float | Tensor | None:
+def optimizer_step(engine: Engine) -> float | Tensor | None:
     """Step the optimizer if this micro-batch completes an accumulation; a non-finite gradient skips the step. Collective.
 
     Returns:
@@ -81,7 +129,7 @@ def optimizer_step(engine) -> float | Tensor | None:
     return norm
 
 
-def _replicated_grad_norm(engine) -> Tensor:
+def _replicated_grad_norm(engine: Engine) -> Tensor:
     """Without ZeRO, DeepSpeed reports no norm, but every rank holds all of the averaged gradients."""
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
     return torch.nn.utils.get_total_norm(gradients)

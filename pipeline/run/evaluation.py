@@ -23,7 +23,7 @@ from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.models.weights.transfer import first_difference
 
 
-def evaluation_loader(shards: ShardSet | ImageFolder, config: Config, world: World) -> Loader:
+def evaluation_loader(shards: ShardSet | ImageFolder, config: Config, world: World) -> Loader[EvalPlan]:
     """This rank's batches for :func:`evaluate`, pass after pass."""
     plan = EvalPlan(
         shards=shards,
@@ -38,7 +38,7 @@ def evaluation_loader(shards: ShardSet | ImageFolder, config: Config, world: Wor
 
 @torch.no_grad()
 def evaluate(
-    forward: Callable[[Tensor], Tensor], loader: Loader, world: World, stop: Callable[[], bool] | None = None
+    forward: Callable[[Tensor], Tensor], loader: Loader[EvalPlan], world: World, stop: Callable[[], bool] | None = None
 ) -> dict[str, float] | None:
     """Evaluate one pass over the set. Collective.
 

@@ -16,8 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.distributed.slurm_job import job_name
 from pipeline.errors import UserError
-from pipeline.faults.restart import job_name
 from pipeline.files import disk_reason, lock_bytes, write_error
 
 LOCK = ".lock"

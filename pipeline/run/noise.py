@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.data.loader import Batch, to_device
+from pipeline.models.common.base import VisionModel
 from pipeline.philox import Stream, uniforms
 
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
 
 
-def sample_noise(model: nn.Module, batch: Batch, seed: int) -> Tensor | None:
+def sample_noise(model: VisionModel, batch: Batch, seed: int) -> Tensor | None:
     """The uniform numbers that the model may draw for each image (stochastic depth), a function of its place in the stream.
 
     Returns:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline import checkpoint
 from pipeline.checkpoint.whole import Verified
@@ -28,9 +27,10 @@ from pipeline.logs.run_files import write_run_files
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
 from pipeline.models import create_model, flops, load_pretrained
+from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.ema import WeightAverage
-from pipeline.optim.engine import build_engine
+from pipeline.optim.engine import Engine, build_engine
 from pipeline.run.evaluation import check_classes, check_same_classes, evaluation_loader
 from pipeline.run.folder import check_same_data, check_same_run, open_run_folder
 from pipeline.run.precision import Precision, choose_precision, with_precision
@@ -59,6 +59,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
         if before and before.step >= schedule.last_step and not before.evaluation_due:
             if world.is_main:
                 console.say(f"{config.output_dir} is complete at step {before.step}: nothing to train.")
+            if lock:
                 lock.release()
             return None
         _say(
@@ -129,7 +130,7 @@ def find_start(config: Config, world: World, train_set: ShardSet) -> Verified | 
 class _Learner:
     """What is trained, and what it costs."""
 
-    engine: Any  # deepspeed.DeepSpeedEngine
+    engine: Engine[VisionModel]
     ema: WeightAverage | None
     teacher: Callable[[Tensor], Tensor] | None
     cost: flops.FlopRow
@@ -158,7 +159,7 @@ def _build_learner(config: Config, world: World, classes: list[str], verified: V
     return _Learner(engine, ema, teacher, flops.FlopRow(**counted), first_maps)
 
 
-def build_model(config: Config, world: World, classes: list[str], fresh: bool) -> nn.Module:
+def build_model(config: Config, world: World, classes: list[str], fresh: bool) -> VisionModel:
     """The run's model with its first weights: from the seed, or ``train.init_from`` (not when a checkpoint follows).
 
     Args:
@@ -187,7 +188,7 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
     return model
 
 
-def training_loader(shards: ShardSet, config: Config, world: World, first_step: int) -> Loader:
+def training_loader(shards: ShardSet, config: Config, world: World, first_step: int) -> Loader[TrainPlan]:
     """This process's micro-batches from the first one of step ``first_step`` on."""
     plan = TrainPlan(
         shards=shards,

@@ -15,6 +15,7 @@ from pipeline import checkpoint
 from pipeline.checkpoint.held import optimizer_step_count
 from pipeline.config import Config
 from pipeline.data.loader import Loader
+from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.agreement import Agreed, Agreement
 from pipeline.distributed.world import World
@@ -22,8 +23,10 @@ from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
+from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.ema import WeightAverage
+from pipeline.optim.engine import Engine
 from pipeline.run.folder import config_hash
 from pipeline.run.lock import RunLock
 from pipeline.run.progress import Schedule
@@ -40,12 +43,12 @@ class Run:
     lock: RunLock | None  # held by rank 0
     schedule: Schedule
     train_set: ShardSet
-    engine: Any  # deepspeed.DeepSpeedEngine
+    engine: Engine[VisionModel]
     batchnorm: StepStatistics
     ema: WeightAverage | None
     teacher: Callable[[Tensor], Tensor] | None
-    loader: Loader
-    val_loader: Loader
+    loader: Loader[TrainPlan]
+    val_loader: Loader[EvalPlan]
     agreement: Agreement
     saver: checkpoint.Saver
     log: RunLog

@@ -58,6 +58,7 @@ def load_teacher(config: Config, device: torch.device, classes: list[str] | None
     Raises:
         UserError: there is no such model, or it has other classes or another image size.
     """
+    assert config.train.teacher
     source = Path(config.train.teacher)
     trained = read_trained(source)
     for key in ("num_classes", "image_size"):

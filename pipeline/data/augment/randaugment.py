@@ -61,7 +61,8 @@ class Ops:
 
 def fill_color(mean: tuple[float, float, float]) -> tuple[int, int, int]:
     """Colour outside the image after geometric operations: the data's mean per RGB channel, scaled from [0, 1] to 255."""
-    return tuple(min(255, max(0, round(255 * value))) for value in mean)
+    red, green, blue = (min(255, max(0, round(255 * value))) for value in mean)
+    return red, green, blue
 
 
 def draw_ops(uniforms: np.ndarray, settings: RandAugment, image_size: int) -> Ops:

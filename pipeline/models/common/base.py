@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class VisionModel(nn.Module):
     reference_switches: frozenset[str] = frozenset()
     head_names: tuple[str, ...] = ("head.",)
     leading_tokens: int = 0
+    drop_path_rates: Tensor  # (branches,), a buffer
 
     def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool, switches: Switches) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ class VisionModel(nn.Module):
             noise = torch.rand(batch, rates.numel(), device=rates.device)
         return drop_path_scales(rates, noise)
 
-    def run_block(self, block: nn.Module, *arguments) -> Tensor:
+    def run_block(self, block: nn.Module, *arguments: Any) -> Tensor:
         """``block(*arguments)``, under activation checkpointing if it is on.
 
         Not for blocks with BatchNorm: recomputation would update its running statistics twice.

@@ -8,7 +8,7 @@ differ, this follows the code, so that ``load_reference_state_dict`` can load th
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, model_validator
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeline.config import Positive, section_from_dict
 from pipeline.models.common.base import Switches, VisionModel, linear_drop_path, scales_of_block
 from pipeline.models.common.layers import init_linear
+from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.vit import (
     LAYER_NORM_EPS,
     REFERENCE_NAMES,
@@ -95,6 +96,7 @@ class ConViT(VisionModel):
         ("blocks.*.attn.gating_param", "blocks.*.attn.gating"),
         ("blocks.*.attn.pos_proj.", "blocks.*.attn.position_projection."),
     )
+    switches: ConViTSwitches
     reference_switches = frozenset(ConViTSwitches.model_fields) - {"positional_gating"}
 
     def __init__(
@@ -113,7 +115,7 @@ class ConViT(VisionModel):
         self.position_embedding = PositionEmbedding(image_size, 0, width, switches.mask_position_embedding)
         self.patch_embedding = PatchEmbedding(width)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
-        self.blocks = nn.ModuleList(_block(layout, switches, layer) for layer in range(layout.depth))
+        self.blocks = ModuleList(_block(layout, switches, layer) for layer in range(layout.depth))
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.head = nn.Linear(width, num_classes)
         nn.init.trunc_normal_(self.class_token, std=0.02)
@@ -136,8 +138,8 @@ class ConViT(VisionModel):
         """
         masks = {"mask_content_layers": content_layers, "mask_position_layers": position_layers}
         self.switches = section_from_dict(ConViTSwitches, self.switches.model_dump() | masks, key="model.switches")
-        if self.switches.positional_gating:
-            for layer, block in enumerate(self.blocks[: self.gpsa_layers]):
+        for layer, block in enumerate(self.blocks[: self.gpsa_layers]):
+            if isinstance(block.attn, GatedPositionalSelfAttention):
                 block.attn.test_gate = 1.0 if layer < content_layers else 0.0 if layer < position_layers else None
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -168,14 +170,15 @@ class ConViT(VisionModel):
 def _block(layout: ViTLayout, switches: ConViTSwitches, layer: int) -> Block:
     if layer >= switches.gpsa_layers:
         return Block(layout.width, SelfAttention(layout.width, layout.heads, qkv_bias=False), layout.mlp_ratio)
-    attention = GatedPositionalSelfAttention if switches.positional_gating else PositionalSelfAttention
-    block = Block(layout.width, attention(layout.width, layout.heads), layout.mlp_ratio)
+    kind = GatedPositionalSelfAttention if switches.positional_gating else PositionalSelfAttention
+    attention = kind(layout.width, layout.heads)
+    block = Block(layout.width, attention, layout.mlp_ratio)
     if switches.conv_init:
-        block.attn.init_convolution(switches.locality_strength)
-    if not switches.train_gating:
-        nn.init.zeros_(block.attn.gating).requires_grad_(False)
+        attention.init_convolution(switches.locality_strength)
+    if isinstance(attention, GatedPositionalSelfAttention) and not switches.train_gating:
+        nn.init.zeros_(attention.gating).requires_grad_(False)
     if not switches.train_gpsa:
-        block.attn.requires_grad_(False)
+        attention.requires_grad_(False)
     return block
 
 
@@ -183,30 +186,30 @@ _PAPER = "ConViT (ICML 2021), Table 1"
 
 
 @register("ConViT Tiny, 4 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=6, paper_gmacs=1, paper_top1=73.1)
-def convit_ti(**options) -> ConViT:
+def convit_ti(**options: Any) -> ConViT:
     return ConViT(ViTLayout(4, 192), **options)
 
 
 @register("ConViT Tiny+, 4 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=10, paper_gmacs=2, paper_top1=76.7)
-def convit_ti_plus(**options) -> ConViT:
+def convit_ti_plus(**options: Any) -> ConViT:
     return ConViT(ViTLayout(4, 256), **options)
 
 
 @register("ConViT Small, 9 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=27, paper_gmacs=5.4, paper_top1=81.3)
-def convit_s(**options) -> ConViT:
+def convit_s(**options: Any) -> ConViT:
     return ConViT(ViTLayout(9, 432), **options)
 
 
 @register("ConViT Small+, 9 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=48, paper_gmacs=10, paper_top1=82.2)
-def convit_s_plus(**options) -> ConViT:
+def convit_s_plus(**options: Any) -> ConViT:
     return ConViT(ViTLayout(9, 576), **options)
 
 
 @register("ConViT Base, 16 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=86, paper_gmacs=17, paper_top1=82.4)
-def convit_b(**options) -> ConViT:
+def convit_b(**options: Any) -> ConViT:
     return ConViT(ViTLayout(16, 768), **options)
 
 
 @register("ConViT Base+, 16 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=152, paper_gmacs=30, paper_top1=82.5)
-def convit_b_plus(**options) -> ConViT:
+def convit_b_plus(**options: Any) -> ConViT:
     return ConViT(ViTLayout(16, 1024), **options)

@@ -85,11 +85,11 @@ class GatingUnit(nn.Module):
         self.split, self.combine, self.mixes_first_half = switches.split, switches.combine, code.mixes_first_half
         self.norm = nn.LayerNorm(part, eps=code.norm_eps) if switches.normalises else nn.Identity()
         if switches.mixing == "ggqpe":
-            self.mixing = GaussianMap(window, groups, switches.covariance, switches.learned_centers)
+            self.mixing: GaussianMap | LearnedMap = GaussianMap(window, groups, switches.covariance, switches.learned_centers)
         else:
             token_weights, relative_table = switches.mixing in ("sgu", "lrpe_m"), switches.mixing != "sgu"
             self.mixing = LearnedMap(window, groups, token_weights, relative_table)
-        self.bias = None
+        self.bias: nn.Parameter | None = None
         if switches.token_bias:
             # Shapes of the published weights. gMLP's bias of 1 initializes the gate as the identity.
             start = torch.ones(window**2) if switches.mixing == "sgu" else torch.zeros(1, window**2, 1)

@@ -7,13 +7,14 @@ Probes of every block: ``position`` and, with ``mixing: ggqpe``, ``covariance`` 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import PositiveInt, model_validator
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
+from pipeline.models.common.module_list import ModuleList
 from pipeline.models.gated_mlp.gating import GMLP_CODE, GROUPED, LAYER_NORM_EPS, GatedBlock, GatingSwitches
 from pipeline.models.registry import register
 
@@ -88,7 +89,7 @@ class GMLP(VisionModel):
         self.image_size = image_size
         self.stem = nn.Conv2d(3, width, PATCH, stride=PATCH)
         window = image_size // PATCH
-        self.blocks = nn.ModuleList(GatedBlock(width, ratio, window, groups, switches, GMLP_CODE) for _ in range(depth))
+        self.blocks = ModuleList(GatedBlock(width, ratio, window, groups, switches, GMLP_CODE) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.head = nn.Linear(width, num_classes)
         self._init_weights()
@@ -101,7 +102,8 @@ class GMLP(VisionModel):
                 nn.init.normal_(linear.bias, std=1e-6)
         fan_in = 3 * PATCH * PATCH
         nn.init.trunc_normal_(self.stem.weight, std=fan_in**-0.5)  # LeCun initialization
-        nn.init.zeros_(self.stem.bias)
+        if self.stem.bias is not None:
+            nn.init.zeros_(self.stem.bias)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -140,5 +142,5 @@ class GMLP(VisionModel):
     paper_gmacs=4.5,
     paper_top1=79.6,
 )
-def gmlp_s(**options) -> GMLP:
+def gmlp_s(**options: Any) -> GMLP:
     return GMLP(256, 30, 6, **options)

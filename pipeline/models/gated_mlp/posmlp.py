@@ -8,7 +8,7 @@ A four-stage pyramid of gated blocks on windows. Where paper and published code 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel, linear_drop_path
 from pipeline.models.common.layers import drop_path_scales
+from pipeline.models.common.module_list import ModuleList
 from pipeline.models.gated_mlp.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBlock, GatingSwitches
 from pipeline.models.gated_mlp.posmlp_layers import (
     STEM_STRIDE,
@@ -71,7 +72,7 @@ class Stage(nn.Module):
     def __init__(self, merging: nn.Module, blocks: list[GatedBlock], window: int) -> None:
         super().__init__()
         self.merging = merging
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = ModuleList(blocks)
         self.window = window
 
 
@@ -114,6 +115,7 @@ class PosMLP(VisionModel):
         UserError: ``image_size``, windows or groups do not fit.
     """
 
+    switches: PosMLPSwitches
     reference_switches = frozenset(
         {"mixing", "covariance", "norm", "groups", "windows", "shift_windows", "block_dropout", "head_dropout"}
     )
@@ -143,7 +145,7 @@ class PosMLP(VisionModel):
         side = image_size // STEM_STRIDE
         self.absolute_position = AbsolutePosition(side, width) if switches.absolute_position else nn.Identity()
         merging = ConvMerging if switches.patch_merging == "convolution" else LinearMerging
-        self.stages = nn.ModuleList(
+        self.stages = ModuleList(
             Stage(
                 merging(widths[i - 1]) if i else nn.Identity(),
                 [
@@ -284,15 +286,15 @@ _PAPER = "PosMLP (ACM MM 2022), Table 2"
 
 
 @register("PosMLP Tiny, width 96", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=21, paper_gmacs=5.2, paper_top1=82.1)
-def posmlp_t(**options) -> PosMLP:
+def posmlp_t(**options: Any) -> PosMLP:
     return PosMLP(96, **options)
 
 
 @register("PosMLP Small, width 128", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=37, paper_gmacs=8.7, paper_top1=83.0)
-def posmlp_s(**options) -> PosMLP:
+def posmlp_s(**options: Any) -> PosMLP:
     return PosMLP(128, **options)
 
 
 @register("PosMLP Base, width 192", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=82, paper_gmacs=18.6, paper_top1=83.6)
-def posmlp_b(**options) -> PosMLP:
+def posmlp_b(**options: Any) -> PosMLP:
     return PosMLP(192, **options)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.errors import UserError
+from pipeline.models.common.module_list import ModuleList
 from pipeline.models.gated_mlp.gating import LAYER_NORM_EPS
 
 STEM_STRIDE = 4  # pixels per token of the first stage
@@ -22,7 +23,7 @@ class ConvStem(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.convolutions = nn.ModuleList(
+        self.convolutions = ModuleList(
             [
                 nn.Conv2d(3, width // 2, 3, stride=2, padding=1),
                 nn.Conv2d(width // 2, width, 3, stride=2, padding=1),

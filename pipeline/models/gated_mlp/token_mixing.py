@@ -9,7 +9,7 @@ depends on parameters only, not on the image, and is computed once per layer and
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +70,9 @@ class LearnedMap(nn.Module):
         self.window = window
         self.weight = nn.Parameter(torch.empty(window**2, window**2)) if token_weights else None  # (N, N)
         self.table = nn.Parameter(torch.empty((2 * window - 1) ** 2, groups)) if relative_table else None
-        if token_weights:
+        if self.weight is not None:
             nn.init.trunc_normal_(self.weight, std=TOKEN_WEIGHT_STD)
-        if relative_table:
+        if self.table is not None:
             nn.init.trunc_normal_(self.table, std=TABLE_STD)
 
     def forward(self, connected: Tensor | None = None) -> Tensor:
@@ -84,12 +84,12 @@ class LearnedMap(nn.Module):
         Returns:
             (groups, N, N), or (windows, groups, N, N) with ``connected``; 0 for pairs that may not mix.
         """
-        parts = []
+        parts: list[Tensor] = []
         if self.weight is not None:
             parts.append(self.weight[None])  # (1, N, N)
         if self.table is not None:
             parts.append(self.table[relative_index(self.window, self.table.device)].permute(2, 0, 1))  # (groups, N, N)
-        mixing = sum(parts)
+        mixing = cast(Tensor, sum(parts))  # a sum of no parts would be 0; with one part it is a copy
         if connected is not None:
             mixing = mixing * connected[:, None]  # (windows, groups, N, N)
         probe("position", lambda: mixing)

@@ -12,7 +12,7 @@ weights; each such place says so.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +21,7 @@ from pipeline.config import PositiveInt
 from pipeline.errors import UserError
 from pipeline.models.common.base import Switches, VisionModel, scale_branch
 from pipeline.models.common.layers import MLP, init_linear
+from pipeline.models.common.module_list import ModuleList
 from pipeline.models.lsat.grouped_attention import GroupedAttention
 from pipeline.models.lsat.shifts import SHIFTS_32, SHIFTS_224, PositionEmbedding, ShiftEmbedding, ShiftSet
 from pipeline.models.registry import register
@@ -110,7 +111,7 @@ class Level(nn.Module):
         super().__init__()
         self.position = position
         self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = ModuleList(blocks)
         self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
 
 
@@ -162,7 +163,7 @@ class LSAT(VisionModel):
         self.image_size, self.stride = image_size, layout.stride
         self.embedding = _build_embedding(layout, switches)
         variants = len(self.embedding.shift_set.shifts)
-        self.levels = nn.ModuleList(_build_level(layout, i, image_size, variants, switches) for i in range(len(layout.widths)))
+        self.levels = ModuleList(_build_level(layout, i, image_size, variants, switches) for i in range(len(layout.widths)))
         self.downsamplings = nn.ModuleList(Downsampling(*layout.widths[i : i + 2]) for i in range(len(layout.widths) - 1))
         self.norm = nn.LayerNorm(layout.widths[-1], eps=LAYER_NORM_EPS)
         self.head = nn.Linear(layout.widths[-1], num_classes)
@@ -214,8 +215,8 @@ def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbeddi
     convolutions = len(shifts.shifts)
     if switches.shift_by == "translation":
         shifts, convolutions = shifts.by_translation(), 1
-    options = dict(kernel_size=layout.kernel, stride=layout.stride, padding=layout.padding)
-    return ShiftEmbedding(shifts, [nn.Conv2d(3, layout.widths[0], **options) for _ in range(convolutions)])
+    width, shape = layout.widths[0], (layout.kernel, layout.stride, layout.padding)
+    return ShiftEmbedding(shifts, [nn.Conv2d(3, width, *shape) for _ in range(convolutions)])
 
 
 def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int, switches: LSATSwitches) -> Level:
@@ -242,7 +243,8 @@ def _init_weights(module: nn.Module) -> None:
     init_linear(module)
     if isinstance(module, nn.Conv2d):
         nn.init.trunc_normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 def _check_size(size: int, layout: LSATLayout) -> None:
@@ -273,27 +275,27 @@ _CIFAR = dict(
 
 
 @register("LSAT Tiny, 224 pixels, 10 shifts", paper_params_m=9.9, paper_gmacs=3.1, paper_top1=76.0, **_IMAGENET)
-def lsat_t_224(**options) -> LSAT:
+def lsat_t_224(**options: Any) -> LSAT:
     # Table 2 says kernel 7 without padding; the published code's kernel 9 gives the 9.9 M parameters of Table 4.
     return LSAT(_layout_224((192,) * 4, (4,) * 4, (2, 4, 4, 4), kernel=9, stride=7, padding=1), **options)
 
 
 @register("LSAT Small, 224 pixels, 10 shifts", paper_params_m=22.0, paper_gmacs=7.6, paper_top1=82.2, **_IMAGENET)
-def lsat_s_224(**options) -> LSAT:
+def lsat_s_224(**options: Any) -> LSAT:
     return LSAT(_layout_224((64, 192, 384), (2, 6, 12), (2, 2, 10), kernel=4, stride=4, padding=0), **options)
 
 
 # The paper's parameter counts at 32 pixels are for other head layouts: see LSATSwitches.kv_heads and heads.
 @register("LSAT Tiny, 32 pixels, 18 shifts", paper_params_m=10.2, paper_top1=97.0, **_CIFAR)
-def lsat_t_32(**options) -> LSAT:
+def lsat_t_32(**options: Any) -> LSAT:
     return LSAT(_layout_32(192, 4, (2, 4, 4, 4)), **options)
 
 
 @register("LSAT Small, 32 pixels, 18 shifts", paper_params_m=36.2, paper_top1=97.64, **_CIFAR)
-def lsat_s_32(**options) -> LSAT:
+def lsat_s_32(**options: Any) -> LSAT:
     return LSAT(_layout_32(384, 6, (2, 4, 4, 4)), **options)
 
 
 @register("LSAT Base, 32 pixels, 18 shifts", paper_params_m=115.8, paper_top1=97.75, **_CIFAR)
-def lsat_b_32(**options) -> LSAT:
+def lsat_b_32(**options: Any) -> LSAT:
     return LSAT(_layout_32(768, 12, (3, 3, 3, 3)), **options)

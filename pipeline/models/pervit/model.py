@@ -7,12 +7,14 @@ weights; each such place says so.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import linear_drop_path, scale_branch, scales_of_block
 from pipeline.models.common.layers import MLP, init_linear
+from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.vit import PositionEmbedding
 from pipeline.models.pervit.attention import PeripheralAttention, StaticAttention
 from pipeline.models.pervit.phi_model import PhiModel
@@ -46,7 +48,7 @@ class PerViTLayout:
                 raise UserError(
                     f"model.switches.widths has {width}, but a width must be a multiple of the {self.heads} heads: set it to {near}."
                 )
-        return replace(self, widths=tuple(widths), stem_widths=(*self.stem_widths[:-1], widths[0]))
+        return replace(self, widths=widths, stem_widths=(*self.stem_widths[:-1], widths[0]))
 
 
 class ConvStem(nn.Module):
@@ -85,7 +87,7 @@ class Block(nn.Module):
         heads, depth = layout.heads, sum(layout.depths)
         self.cpe = nn.Conv2d(width, width, 3, padding=1, groups=width) if switches.cpe else nn.Identity()
         self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        if switches.phi_p:
+        if switches.phi_design:
             self.position = PeripheralPosition(
                 heads, layer, depth, switches.phi_design
             )  # called by PhiModel, once per forward pass
@@ -141,6 +143,7 @@ class PerViT(PhiModel):
         ("blocks.*.conv.proj.", "blocks.*.cpe."),
         ("blocks.*.res_path.", "blocks.*.residual."),
     )
+    blocks: ModuleList[Block]
     reference_switches = frozenset({"widths", "phi_p_init", "phi_p_frozen"})
 
     def __init__(
@@ -163,9 +166,9 @@ class PerViT(PhiModel):
         self.stem = ConvStem(layout.stem_widths) if switches.conv_stem else nn.Conv2d(3, widths[0], STEM_STRIDE, STEM_STRIDE)
         if switches.position_embedding:
             self.position_embedding = PositionEmbedding(image_size, extra_tokens=0, width=widths[0], masked_at_test=False)
-        if switches.phi_p:
+        if switches.phi_design:
             self.add_phi_inputs(layout.heads, image_size // STEM_STRIDE, switches.phi_design)
-        self.blocks = nn.ModuleList(Block(widths[i], widths[min(i + 1, depth - 1)], layout, i, switches) for i in range(depth))
+        self.blocks = ModuleList(Block(widths[i], widths[min(i + 1, depth - 1)], layout, i, switches) for i in range(depth))
         self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
         self.head = nn.Linear(widths[-1], num_classes)
         # Residual linears, stem and CPE keep PyTorch's own initialization, as in the authors' code.
@@ -224,12 +227,12 @@ _PAPER = "Peripheral Vision Transformer (NeurIPS 2022), Supplement Table S5"
 
 
 @register("PerViT Tiny, 4 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=7.6, paper_gmacs=1.6, paper_top1=78.8)
-def pervit_t(**options) -> PerViT:
+def pervit_t(**options: Any) -> PerViT:
     return PerViT(PerViTLayout(4, (128, 192, 224, 280), (48, 64, 96, 128)), **options)
 
 
 @register("PerViT Small, 8 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=21.3, paper_gmacs=4.4, paper_top1=82.1)
-def pervit_s(**options) -> PerViT:
+def pervit_s(**options: Any) -> PerViT:
     # The supplement says 262 for the stem's last width; the published code has 272, the width of the first stage.
     return PerViT(PerViTLayout(8, (272, 320, 368, 464), (64, 128, 192, 272)), **options)
 
@@ -237,5 +240,5 @@ def pervit_s(**options) -> PerViT:
 @register(
     "PerViT Medium, 12 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=43.7, paper_gmacs=9.0, paper_top1=82.9
 )
-def pervit_m(**options) -> PerViT:
+def pervit_m(**options: Any) -> PerViT:
     return PerViT(PerViTLayout(12, (312, 468, 540, 684), (64, 192, 256, 312)), **options)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import Switches, VisionModel
+from pipeline.models.common.module_list import ModuleList
 from pipeline.models.pervit.position import DistanceScales, LearnedVectors, PhiDesign, position_distances
 
 
@@ -19,12 +21,12 @@ class PhiModel(VisionModel):
     from :meth:`log_phi`.
     """
 
-    blocks: Sequence[nn.Module]
+    blocks: ModuleList[Any]
 
     def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool, switches: Switches) -> None:
         super().__init__(drop_path_rates, activation_checkpointing, switches)
         self.phi_design: PhiDesign | None = None
-        self._phi_cache: tuple[tuple, list[Tensor]] | None = None
+        self._phi_cache: tuple[tuple, list[Tensor | None]] | None = None
         self.register_load_state_dict_post_hook(lambda module, _: module._forget_phi())
 
     def add_phi_inputs(self, heads: int, side: int, design: PhiDesign) -> None:
@@ -45,6 +47,10 @@ class PhiModel(VisionModel):
             self.position_vectors = LearnedVectors(4 * heads, (side, side), design.border)
         self.distance_scales = DistanceScales(4 * heads, design.init)
 
+    def token_grid(self, images: Tensor) -> tuple[int, int]:
+        """(rows, columns) of tokens that images (B, 3, H, W) give."""
+        raise NotImplementedError
+
     def log_phi(self, grid: tuple[int, int]) -> list[Tensor | None]:
         """log Φp of every layer for a grid of (rows, columns) tokens.
 
@@ -60,19 +66,19 @@ class PhiModel(VisionModel):
             key = (grid, tuple(p._version for p in self.phi_parameters()))
             if self._phi_cache is not None and self._phi_cache[0] == key:
                 return self._phi_cache[1]
-        distance = self._distances(grid)
+        distance = self._distances(grid, self.phi_design)
         scale, offset = self.distance_scales()
-        maps = [block.position(distance, scale, offset) for block in self.blocks]
+        maps: list[Tensor | None] = [block.position(distance, scale, offset) for block in self.blocks]
         if cacheable:
             self._phi_cache = (key, maps)
         return maps
 
-    def _distances(self, grid: tuple[int, int]) -> Tensor:
-        if self.phi_design.distance == "learned":
+    def _distances(self, grid: tuple[int, int], design: PhiDesign) -> Tensor:
+        if design.distance == "learned":
             return self.position_vectors(grid)
         # Device and dtype come from a buffer: under ZeRO-3, accessing a parameter here would gather it.
         like = self.drop_path_rates
-        return position_distances(*grid, like.device, like.dtype, self.phi_design.border)
+        return position_distances(*grid, like.device, like.dtype, design.border)
 
     def phi_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of Φp in all layers."""
@@ -92,7 +98,7 @@ class PhiModel(VisionModel):
         self._forget_phi()
         return super().train(mode)
 
-    def _apply(self, *args, **kwargs) -> PhiModel:  # .to(), .half(), ...
+    def _apply(self, *args: Any, **kwargs: Any) -> PhiModel:  # .to(), .half(), ...
         self._forget_phi()
         return super()._apply(*args, **kwargs)
 

@@ -143,7 +143,11 @@ class FirstProjection(nn.Conv2d):
     (N, out, H', W') with a 1x1 kernel.
     """
 
-    def forward(self, distance: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    bias: nn.Parameter  # never None here
+
+    def forward(  # type: ignore[override]  # the input is the map with its scales
+        self, distance: Tensor, scale: Tensor, offset: Tensor
+    ) -> Tensor:
         if distance.shape[1] == 1:
             kernel = torch.einsum("oiyx,i->oyx", self.weight, scale)[:, None]  # (out, 1, k, k)
         else:
@@ -191,7 +195,8 @@ class PeripheralPosition(nn.Module):
         for module in self.children():
             if isinstance(module, nn.Conv2d):
                 nn.init.constant_(module.weight, 0.02)  # Supplement Eq. 3: c2
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
         last = self.norm2 if self.layers == 2 else self.norm1
         nn.init.constant_(last.bias, _between(*NORM_BIAS, layer, depth))
         nn.init.constant_(last.weight, _between(*NORM_WEIGHT, layer, depth))

@@ -24,6 +24,8 @@ from pipeline.models.weights.transfer import check_finite
 
 SUFFIX = ".safetensors"
 _DESCRIPTION = "description"  # key in the file's metadata, a JSON string because safetensors allows strings only
+Kind = Literal["model", "ema"]  # ema: the averaged weights
+Names = Literal["ours", "authors"]  # authors: those of the published code
 _PER_CHANNEL = Field(min_length=3, max_length=3)
 
 
@@ -43,8 +45,8 @@ class Description:
     eval_crop: Annotated[float, Field(ge=0.1, le=1)]  # the short side is resized to image_size / eval_crop, then cropped
     precision: Literal["bf16", "fp32"]  # of the training
     step: Count  # optimizer step of the checkpoint
-    weights: Literal["model", "ema"]  # ema: exponential moving average
-    names: Literal["ours", "authors"]  # parameter names; authors: those of the published code
+    weights: Kind  # ema: exponential moving average
+    names: Names  # parameter names; authors: those of the published code
 
 
 _CHECKED = TypeAdapter(Description)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.errors import UserError
+from pipeline.models.common.base import VisionModel
 
 NamePairs = Sequence[tuple[str, str]]
 
 
-def load_reference_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
+def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tensor]) -> VisionModel:
     """Load a state dict of the authors' published code: rename its keys, then load strictly.
 
     Args:
@@ -52,7 +53,7 @@ def load_reference_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]
     return model
 
 
-def reference_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def reference_state_dict(model: VisionModel) -> dict[str, Tensor]:
     """The model's weights under the names of the authors' code; :func:`load_reference_state_dict` reads them back.
 
     Args:
@@ -76,7 +77,7 @@ def reference_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {theirs: own[name] for theirs, name in authors_names(model).items()} | model.reference_tables()
 
 
-def authors_names(model: nn.Module) -> dict[str, str]:
+def authors_names(model: VisionModel) -> dict[str, str]:
     """Authors' name -> our name of each weight, by the name pairs alone: also for switches that the authors' code lacks."""
     pairs = [(own, authors) for authors, own in model.reference_names]
     return {_renamed(name, pairs): name for name in model.state_dict()}

@@ -50,7 +50,7 @@ def load_pretrained(
     # The naming that fits better, so that an error lists the file's differences and not all of its names.
     naming = theirs if len(given ^ theirs.keys()) < len(given ^ ours.keys()) else ours
     missing, unknown = sorted(naming.keys() - given), sorted(given - naming.keys())
-    others = first_difference(their_classes, classes) if None not in (their_classes, classes) else None
+    others = None if their_classes is None or classes is None else first_difference(their_classes, classes)
     notes, misfits, loaded, keeps_head = [], [], {}, True
     for its_name in sorted(naming.keys() & given):
         name = naming[its_name]
