@@ -23,10 +23,10 @@ from torch.nn import functional as F
 
 from pipeline import checkpoint
 from pipeline.checkpoint.held import optimizer_step_count
+from pipeline.command_line import run_command
 from pipeline.config import Config, load_config
 from pipeline.distributed.agreement import Agreement
 from pipeline.distributed.world import World, disconnect, init_world
-from pipeline.errors import run_command
 from pipeline.models import create_model
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import build_engine, optimizer_step

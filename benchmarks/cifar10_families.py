@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from pipeline.errors import run_command
+from pipeline.command_line import run_command
 from pipeline.flops import count
 
 MODELS = ["pervit_t", "deit_t", "convit_ti", "lsat_t_224", "posmlp_t"]

@@ -27,7 +27,9 @@ from loader_report import Goal, Row, print_report, write_json
 from loader_settings import Settings, StoredImages, Unavailable
 from tqdm import tqdm
 
-from pipeline.errors import UserError, check_writable, run_command
+from pipeline.command_line import run_command
+from pipeline.errors import UserError
+from pipeline.files import check_writable
 
 QUEUE = 8  # upper bound of the batches that a contestant prefetches
 

@@ -22,13 +22,13 @@ import numpy as np
 import psutil
 import torch
 
+from pipeline.command_line import run_command
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.loader import Loader
 from pipeline.data.manifest import ShardManifest, file_sha256
 from pipeline.data.order import Blocks, block_sample_at, sample_at
 from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
-from pipeline.errors import run_command
 
 BATCH, ROUNDS = 128, 9
 

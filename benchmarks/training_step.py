@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
+from pipeline.command_line import run_command
 from pipeline.config import Config, load_config
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
-from pipeline.errors import run_command
 from pipeline.models import create_model
 from pipeline.run.loss import mixed_cross_entropy
 from pipeline.run.noise import sample_noise

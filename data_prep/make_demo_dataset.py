@@ -16,8 +16,8 @@ import os
 import shutil
 from pathlib import Path
 
-from pipeline.command_line import command_parser
-from pipeline.errors import UserError, run_command
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
 
 SIDE = 64  # pixels
 TRAIN_SHARE = 0.8

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep import MAX_REJECTED, SPLITS, counted
-from pipeline.command_line import command_parser
-from pipeline.errors import UserError, run_command
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
 
 if TYPE_CHECKING:  # imported lazily at run time, so that --help and the workers start fast
     from data_prep.sources import Source

@@ -17,8 +17,8 @@ import os
 from pathlib import Path
 
 from data_prep import counted
-from pipeline.command_line import command_parser
-from pipeline.errors import UserError, run_command
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
 
 
 def main() -> int:

@@ -1,11 +1,19 @@
-"""A command's help, in the name that it was called by: ``pervit-train`` or ``python -m pipeline.train``."""
+"""How a command reads its arguments, and how it ends: a mistake of the user is one sentence, not a traceback."""
 
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import re
+import select
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn, TextIO
+
+from pipeline.errors import USER_ERROR, UserError
 
 
 def command_parser(module: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
@@ -39,3 +47,64 @@ def _typed(module: str) -> str:
     if called.suffix == ".py" and sys.modules["__main__"].__spec__ is None:  # a file: python data_prep/shard_imagenet.py
         return f"python {called}"
     return f"python -m {module}"
+
+
+def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    distributed = sys.modules.get("torch.distributed")  # lacks the function while it is being imported
+    if distributed and getattr(distributed, "is_initialized", bool)():
+        # With collectives pending the interpreter would crash during its shutdown, with another exit code.
+        os._exit(code)
+    sys.exit(code)
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether an allocation failed: in Python, for a thread, in PyTorch on CPU or GPU, or while loading a library."""
+    if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    said = ("allocate memory", "out of memory", "failed to map segment", "start new thread")
+    return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in said)
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose reader has exited."""
+    poll = select.poll()
+    poll.register(stream, 0)  # POLLERR is always reported
+    return any(state & select.POLLERR for _, state in poll.poll(0))
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Run a command's ``main`` and exit: a :class:`UserError` or an ``OSError`` of the file system becomes one line on stderr."""
+    try:
+        code = main()
+    except UserError as error:
+        _fail(f"error: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        _fail("stopped; the same command goes on from what is saved", 130)
+    except ModuleNotFoundError as error:
+        if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):
+            _fail(traceback.format_exc(), 1)
+        _fail(
+            f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment with this project's "
+            f"packages (`source .venv/bin/activate`; `make install` in the repository makes it)."
+        )
+    except (MemoryError, OSError, RuntimeError, ImportError) as error:
+        if _lacks_memory(error):
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            _fail(
+                f"error: there is not enough memory ({reason}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
+                1,  # not USER_ERROR: another start may find more memory
+            )
+        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):  # as in `... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
+            sys.exit(1)
+        if not isinstance(error, OSError) or error.filename is None and error.errno is None:
+            _fail(traceback.format_exc(), 1)  # not an error of the file system
+        _fail(
+            f"error: {error.filename or 'writing a file'}: {error.strerror}: check the path, its permissions and the free space."
+        )
+    except Exception:
+        _fail(traceback.format_exc(), 1)
+    sys.exit(code or 0)

@@ -1,15 +1,6 @@
-"""User errors and exit codes: a command reports a mistake in one sentence, without a traceback."""
+"""User errors, each one sentence, and the exit codes of all commands."""
 
 from __future__ import annotations
-
-import errno
-import os
-import select
-import sys
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import NoReturn, TextIO
 
 # Exit codes of every command; 75 and 76 ask the job script for a restart.
 USER_ERROR = 2  # a mistake that a restart cannot fix
@@ -39,78 +30,3 @@ class NotConnected(UserError):
     """The ranks did not find each other. Another start may succeed, so the job may be requeued."""
 
     exit_code = RANK_LOST
-
-
-def check_writable(path: Path) -> None:
-    """Check, before the work begins, that its result can be written to ``path``.
-
-    Raises:
-        UserError: it is a folder, or its folder does not exist or cannot be written.
-    """
-    if path.is_dir():
-        raise UserError(f"{path} is a folder, the name of a file needed: add one.")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(
-            f"{path}: the folder {path.absolute().parent} does not exist or cannot be written: create it or choose another."
-        )
-
-
-def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
-    print(message, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    distributed = sys.modules.get("torch.distributed")  # lacks the function while it is being imported
-    if distributed and getattr(distributed, "is_initialized", bool)():
-        # With collectives pending the interpreter would crash during its shutdown, with another exit code.
-        os._exit(code)
-    sys.exit(code)
-
-
-def _lacks_memory(error: Exception) -> bool:
-    """Whether an allocation failed: in Python, for a thread, in PyTorch on CPU or GPU, or while loading a library."""
-    if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    said = ("allocate memory", "out of memory", "failed to map segment", "start new thread")
-    return isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in said)
-
-
-def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream is a pipe whose reader has exited."""
-    poll = select.poll()
-    poll.register(stream, 0)  # POLLERR is always reported
-    return any(state & select.POLLERR for _, state in poll.poll(0))
-
-
-def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command's ``main`` and exit: a :class:`UserError` or an ``OSError`` of the file system becomes one line on stderr."""
-    try:
-        code = main()
-    except UserError as error:
-        _fail(f"error: {error}", error.exit_code)
-    except KeyboardInterrupt:
-        _fail("stopped; the same command goes on from what is saved", 130)
-    except ModuleNotFoundError as error:
-        if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):
-            _fail(traceback.format_exc(), 1)
-        _fail(
-            f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment with this project's "
-            f"packages (`source .venv/bin/activate`; `make install` in the repository makes it)."
-        )
-    except (MemoryError, OSError, RuntimeError, ImportError) as error:
-        if _lacks_memory(error):
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            _fail(
-                f"error: there is not enough memory ({reason}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
-                1,  # not USER_ERROR: another start may find more memory
-            )
-        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):  # as in `... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
-            sys.exit(1)
-        if not isinstance(error, OSError) or error.filename is None and error.errno is None:
-            _fail(traceback.format_exc(), 1)  # not an error of the file system
-        _fail(
-            f"error: {error.filename or 'writing a file'}: {error.strerror}: check the path, its permissions and the free space."
-        )
-    except Exception:
-        _fail(traceback.format_exc(), 1)
-    sys.exit(code or 0)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.folder import parse_step
-from pipeline.command_line import command_parser
-from pipeline.errors import UserError, check_writable, run_command
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
+from pipeline.files import check_writable
 
 if TYPE_CHECKING:
     import torch

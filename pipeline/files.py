@@ -72,6 +72,20 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
+def check_writable(path: Path) -> None:
+    """Check, before the work begins, that its result can be written to ``path``.
+
+    Raises:
+        UserError: it is a folder, or its folder does not exist or cannot be written.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, the name of a file needed: add one.")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(
+            f"{path}: the folder {path.absolute().parent} does not exist or cannot be written: create it or choose another."
+        )
+
+
 def sync_folder(folder: Path) -> None:
     """Sync a directory: without it, a renamed file may have its old name after a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

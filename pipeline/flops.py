@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeline import models
-from pipeline.command_line import command_parser
-from pipeline.errors import check_writable, run_command
+from pipeline.command_line import command_parser, run_command
+from pipeline.files import check_writable
 
 if TYPE_CHECKING:
     from pipeline.models.flops import FlopRow

@@ -14,8 +14,8 @@ from pathlib import Path
 from pipeline.checkpoint.folder import find_checkpoint, locate, parse_step, saved_steps, step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.whole import find_damage
-from pipeline.command_line import command_parser
-from pipeline.errors import UserError, run_command
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
 
 _EXAMPLES = {
     "inspect": "inspect runs/pervit_t\n  {} inspect runs/pervit_t --step best",

@@ -7,7 +7,8 @@ from pathlib import Path
 from pipeline.checkpoint.folder import RunState
 from pipeline.checkpoint.weights import read_weights
 from pipeline.config import config_from_dict
-from pipeline.errors import UserError, check_writable
+from pipeline.errors import UserError
+from pipeline.files import check_writable
 from pipeline.models.weights.exported import SUFFIX, Description, Kind, Names, write_exported
 
 

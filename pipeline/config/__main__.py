@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from pipeline.command_line import command_parser
+from pipeline.command_line import command_parser, run_command
 from pipeline.config import flatten, markdown_table, shipped_recipes
 from pipeline.config.describe import markdown_page
 from pipeline.config.sections import Config
-from pipeline.errors import UserError, run_command
+from pipeline.errors import UserError
 
 
 def main() -> None:

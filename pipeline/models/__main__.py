@@ -13,8 +13,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pipeline import models
-from pipeline.command_line import command_parser
-from pipeline.errors import run_command
+from pipeline.command_line import command_parser, run_command
 
 if TYPE_CHECKING:
     from pipeline.models.registry import ModelEntry

@@ -6,8 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.command_line import command_parser
-from pipeline.errors import run_command
+from pipeline.command_line import command_parser, run_command
 
 _TRAIN = """Train a model, or resume a run that was stopped: the same command, on any number of processes.
 

@@ -12,9 +12,10 @@ from datetime import timedelta
 import pytest
 import torch
 
+from pipeline.command_line import run_command
 from pipeline.distributed.rendezvous import _host_store, _is_loopback, _listen, _reach_store, connect
 from pipeline.distributed.world import _refuse_unusable_gpu, _slurm_granted_gpus, init_world
-from pipeline.errors import RANK_LOST, NotConnected, UserError, run_command
+from pipeline.errors import RANK_LOST, NotConnected, UserError
 from support.launching import REPOSITORY, clean_environment
 
 PAIR = {

@@ -18,11 +18,12 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # before the i
 import deepspeed  # noqa: E402, F401  here, so that processes forked from one that imported this module have it ready
 import torch  # noqa: E402
 
+from pipeline.command_line import run_command  # noqa: E402
 from pipeline.config import DistributedConfig  # noqa: E402
 from pipeline.distributed.rendezvous import store_client  # noqa: E402
 from pipeline.distributed.signing import job_secret  # noqa: E402
 from pipeline.distributed.world import World, disconnect, init_world  # noqa: E402
-from pipeline.errors import UserError, run_command  # noqa: E402
+from pipeline.errors import UserError  # noqa: E402
 from pipeline.faults.heartbeat import Heartbeat  # noqa: E402
 from pipeline.faults.lost_ranks import Sign  # noqa: E402
 from pipeline.faults.notices import Notices  # noqa: E402

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.config import config_from_dict
 from pipeline.distributed.world import World
-from pipeline.errors import run_command
+from pipeline.command_line import run_command
 from pipeline.logs.run_files import write_run_files
 from pipeline.logs.run_log import RunLog, StepRecord
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from pipeline.config import Config
 from pipeline.distributed.world import World
-from pipeline.errors import run_command
+from pipeline.command_line import run_command
 from pipeline.run.folder import open_run_folder
 folder, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60))

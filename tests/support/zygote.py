@@ -79,7 +79,7 @@ def _become(request: dict, stdout: int, stderr: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["environment"])
     sys.argv = [request["module"], *request["arguments"]]
-    from pipeline.errors import run_command
+    from pipeline.command_line import run_command
     from pipeline.run.command import train_main
 
     module = request["module"]
