@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import shutil
@@ -171,12 +172,13 @@ def test_files_that_cannot_be_opened_for_want_of_descriptors_are_no_bad_samples(
     """Guards against good images that are replaced because this process has too many files open."""
     opened = ShardSet(shards, "train")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+    gc.collect()  # closes forgotten files, whose numbers would be free again below the limit
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
     try:
         with pytest.raises(UserError, match="Too many open files: raise `ulimit -n`"):
-            for _ in range(10):  # a few free numbers may lie below the limit
-                opened._descriptors.clear()
-                opened.read(0)
+            opened.read(0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
