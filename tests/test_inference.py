@@ -211,12 +211,16 @@ def test_a_head_is_kept_only_for_the_same_classes(run: Path, exported: Path, tmp
         out = capsys.readouterr().out
         assert "head.weight starts anew: other classes (10 and 10, first different at index 0: '0' and '9')" in out
         assert torch.nn.functional.cosine_similarity(fresh.flatten(), ema.flatten(), dim=0) < 0.5
+        assert "init_from: the head is kept: its classes are the same\n" in out
+        assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d init_from: ", line) for line in out.splitlines())
     assert torch.equal(head_after(plain, run, digits), read_weights(run).model["head.weight"])
     out = capsys.readouterr().out
     assert "the head is taken over, though train.init_from" in out and "does not say what its outputs are for" in out
     export(run, tmp_path / "theirs.safetensors", step=None, kind=None, names="authors", force=False)
-    with pytest.raises(UserError, match="theirs.safetensors has the names of the authors' code"):
-        head_after(tmp_path / "theirs.safetensors", run, digits)
+        assert "kept" not in out
+    assert torch.equal(head_after(tmp_path / "theirs.safetensors", run, digits), ema)
+    out = capsys.readouterr().out
+    assert "init_from: they have the names of the authors' code\n" in out and "the head is kept" in out
     for path in (tmp_path / "nowhere", tmp_path):  # a run that goes on does not look at what it began with
         config = read_trained(run).config
         train = config.train.model_copy(update={"init_from": str(path)})
@@ -227,7 +231,8 @@ def test_another_image_size_resamples_the_positions() -> None:
     """Guards against a DeiT that cannot be fine-tuned at another size, or whose class token is blended in."""
     small, large = (create_model("deit_t", 2, size) for size in (32, 64))
     said = load_pretrained(large, small.state_dict(), "x.pt", ["a", "b"], ["a", "b"])
-    assert said == ["position_embedding.weight is resampled from (1, 5, 192) to (1, 17, 192)"]
+    resampled, kept = said
+    assert resampled == "position_embedding.weight is resampled from (1, 5, 192) to (1, 17, 192)" and "head is kept" in kept
     before, after = (model.state_dict()["position_embedding.weight"] for model in (small, large))
     assert torch.equal(after[:, :1], before[:, :1]) and torch.equal(large.class_token, small.class_token)
 
