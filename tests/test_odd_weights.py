@@ -18,6 +18,7 @@ from pipeline.distributed import World
 from pipeline.errors import UserError
 from pipeline.models import create_model, load, load_exported, reference_state_dict
 from pipeline.models.exported import Description, read_exported, write_exported
+from pipeline.models.transfer import check_finite
 from pipeline.run import build_model
 from pipeline.trained import read_trained
 
@@ -154,6 +155,23 @@ def test_objects_beside_the_weights_are_one_sentence(tmp_path: Path) -> None:
         UserError, match=r"cannot be read \(it also holds a fractions.Fraction, which could run code\): .* alone\.$"
     ):
         read_initial_weights(tmp_path / "weights.pth")
+
+
+def test_a_file_that_changes_while_it_is_loaded(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a model half of one file and half of another, from a file that is mapped, or the end by SIGBUS."""
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(exported.read_bytes())
+
+    def change_then_check(*arguments: object, **options: object) -> None:
+        with open(file, "r+b") as opened:
+            opened.seek(file.stat().st_size // 2)
+            opened.write(bytes(file.stat().st_size // 2))
+        check_finite(*arguments, **options)
+
+    monkeypatch.setattr("pipeline.models.exported.check_finite", change_then_check)
+    found, expected = load(file)[0].state_dict(), load_file(exported)
+    assert file.read_bytes() != exported.read_bytes()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def test_weights_that_are_not_finite_are_refused(exported: Path, tmp_path: Path) -> None:
