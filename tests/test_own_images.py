@@ -50,7 +50,9 @@ def test_a_share_of_each_class_is_held_out(tmp_path: Path) -> None:
 
 def test_the_same_images_as_train_and_val_are_warned_of(tmp_path: Path) -> None:
     """Guards against an accuracy on the training images, which a user gets who follows an error message one split at a time."""
-    arguments = ["--source", tree(tmp_path / "images", {"cat": 3, "dog": 3}), "--output", tmp_path / "shards", "--workers", 1]
+    source = tree(tmp_path / "images", {"cat": 3, "dog": 3})
+    (source / "cat" / "broken.jpg").write_bytes(b"no image")  # left out of both splits
+    arguments = ["--source", source, "--output", tmp_path / "shards", "--workers", 1, "--max-rejected", 1]
     assert "--val-share 0.1 would take it" in run_script(SHARDER, *arguments).stdout
     with pytest.raises(UserError, match="'val' needed: shard again into an empty folder with --val-share 0.1, or other images"):
         ShardSet(tmp_path / "shards", "val")
