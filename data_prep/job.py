@@ -172,16 +172,6 @@ def _compare_with_other_split(source: Source, folder: Path, split: str) -> None:
             refuse_untaught_classes(f"{source.path} and the {name} split in {folder}", train, val)
 
 
-def split_of_same_images(source: Source, folder: Path, split: str) -> str | None:
-    """The other split of a shard set, if it was written from the same images."""
-    if not (folder / MANIFEST).exists():
-        return None
-    for name, info in Manifest.read(folder).splits.items():
-        if name != split and info.samples == len(source) and info.source["fingerprint"] == source.fingerprint():
-            return name
-    return None
-
-
 def _class_list(source: Source, folder: Path) -> list[str]:
     """The classes in index order: those of the shard set if it exists, so that its splits agree."""
     if not (folder / MANIFEST).exists():

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # imported where they are used: --help is there at once, and 
     from data_prep.sources import Source
     from data_prep.writer import Share
     from pipeline.data.image_checks import ImageRules
+    from pipeline.data.manifest import SplitInfo
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
-    from data_prep.job import split_of_same_images
+    from data_prep.split_classes import same_images
     from data_prep.workers import stop_like_ctrl_c
     from data_prep.writer import write_shards
 
@@ -88,12 +89,9 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
                 f"{source.path}: {counted(source.ignored, 'other file')} not of the form class/*.JPEG, *.jpg or *.png: left out"
             )
     for split, source in sources.items():
-        if same := split_of_same_images(source, Path(args.output), split):
-            print(
-                f"warning: {args.output}: the {split} split has the images of its {same} split: what is measured on them says nothing"
-            )
-            print("         about new ones; --val-share 0.1 sets some aside, into an empty --output folder")
         started, before = time.monotonic(), _splits_in(args.output)
+        if odd := same_images(before, split, source.fingerprint()):
+            print(f"warning: {args.output}: {odd}; --val-share 0.1 sets some aside, into an empty --output folder")
         info = write_shards(
             source, args.output, split, args.samples_per_shard, args.workers, args.seed, rules, args.max_rejected, share, print
         )
@@ -115,11 +113,11 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
         )
 
 
-def _splits_in(folder: str) -> set[str]:
+def _splits_in(folder: str) -> dict[str, SplitInfo]:
     """The splits that a folder's manifest lists."""
     from pipeline.data.manifest import MANIFEST, Manifest
 
-    return set(Manifest.read(Path(folder)).splits) if Path(folder, MANIFEST).exists() else set()
+    return Manifest.read(Path(folder)).splits if Path(folder, MANIFEST).exists() else {}
 
 
 def _open_sources(args: argparse.Namespace) -> dict[str, Source]:

@@ -4,7 +4,7 @@
 
 Compares sizes, checksums, members and their order, indexes, labels and the sample table with each other and with
 DIR/manifest.json, and sees whether each shard is a fair sample of all classes. --decode also decodes every image. Ends with 0
-and a line when all is well, with 1 and a table of what is wrong otherwise.
+and a line when all is well, and a warning where val has the images of train; with 1 and a table of what is wrong otherwise.
 
 Examples:
     python data_prep/verify_shards.py data/imagenet
@@ -30,10 +30,14 @@ def main() -> int:
     if args.workers < 1:
         raise UserError(f"--workers is {args.workers}, at least 1 needed: pass a positive number.")
     from data_prep.set_checks import print_table, verify  # now, not at the top: --help is there at once
+    from data_prep.split_classes import same_images
     from pipeline.data.manifest import Manifest
 
     manifest = Manifest.read(args.folder)
     findings = verify(args.folder, manifest, args.workers, args.decode)
+    val = manifest.splits.get("val")
+    if odd := same_images(manifest.splits, "val", val.source["fingerprint"]) if val else "":
+        print(f"warning: {args.folder}: {odd}; shard again with --val-share 0.1, into an empty folder")
     if findings:
         print_table(findings)
         return 1
@@ -41,7 +45,9 @@ def main() -> int:
         f"{split} {counted(info.samples, 'image')} in {counted(len(info.shards), 'shard')}"
         for split, info in manifest.splits.items()
     )
-    print(f"{args.folder}: all is well ({counts}{', every image decoded' if args.decode else ''})")
+    print(
+        f"{args.folder}: {'every file is whole' if odd else 'all is well'} ({counts}{', every image decoded' if args.decode else ''})"
+    )
     return 0
 
 

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
     if "nonfinite" in result:
         raise UserError(
             f"{args.checkpoint} gives scores that are not finite for {result['nonfinite']} of {result['count']} images in {precision.name}, "
-            f"so it has no accuracy: try --precision fp32, or a checkpoint of an earlier --step."
+            f"so it has no accuracy: {'' if precision.name == 'fp32' else 'try --precision fp32, or '}take a checkpoint of an earlier --step."
         )
     if world.is_main:
         row = {
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
             "checkpoint": str(args.checkpoint),
             "step": trained.step,
             "data": str(images.folder),
-            "split": args.split,
+            "split": images.split,
             "weights": trained.kind,
             "precision": precision.name,
             "switches": config.model.switches,
@@ -150,11 +150,12 @@ def table(row: dict, why_precision: str) -> str:
     """The result as text: what was evaluated on what, then the figures."""
     switches = ", ".join(f"{name}={value}" for name, value in row["switches"].items())
     left_out = f", {row['left_out']} left out" if row["left_out"] else ""
+    split = f" ({row['split']})" if row["split"] else ""  # a plain folder is none
     lines = {
         "model": row["model"] + (f" ({switches})" if switches else ""),
         "weights": f"{row['weights']}, step {row['step']} of {row['checkpoint']}",
         "precision": f"{row['precision']}, {why_precision}",
-        "images": f"{row['count']:,} of {row['data']} ({row['split']}){left_out}",
+        "images": f"{row['count']:,} of {row['data']}{split}{left_out}",
         "top-1": f"{row['top1']:6.2f} %   {row['correct1']:,} right",
         "top-5": f"{row['top5']:6.2f} %   {row['correct5']:,} right",
         "loss": f"{row['loss']:8.4f}",

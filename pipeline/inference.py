@@ -48,7 +48,8 @@ def load(
     """A trained model, ready to be used::
 
         model, transform, classes = load("pervit_t.safetensors")
-        scores = model(transform(Image.open("cat.jpg"))[None])[0]  # (classes,)
+        with torch.inference_mode():
+            scores = model(transform(Image.open("cat.jpg"))[None])[0]  # (classes,)
 
     Args:
         source: a file that ``python -m pipeline.checkpoint export`` wrote, a run folder, or one of its checkpoints.

@@ -269,14 +269,10 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
     if config.train.init_from and fresh:
         source = f"train.init_from {config.train.init_from}"
         initial = checkpoint.read_initial_weights(Path(config.train.init_from))
-        if initial.names != "ours":
-            raise UserError(
-                f"{source} has the names of the authors' code, this project's needed: export it without --names authors."
-            )
         said = load_pretrained(model, initial.weights, source, initial.classes, classes)
         if world.is_main:
             for sentence in (f"{initial.what} of {config.train.init_from}", *said):
-                print(f"init_from: {sentence}", flush=True)
+                console.say(f"init_from: {sentence}")
     return model
 
 

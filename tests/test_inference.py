@@ -31,6 +31,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation import evaluate, evaluation_loader
 from pipeline.inference import EvalTransform
 from pipeline.models import create_model, load, load_pretrained
+from pipeline.models.exported import read_tensors, write_exported
 from pipeline.run import build_model
 from pipeline.trained import read_trained
 
@@ -107,12 +108,14 @@ def test_a_folder_of_images_evaluates_as_its_shards(
     alone, done = result_of("--checkpoint", exported, "--data", photos, "--batch-size", 4, tmp=tmp_path)
     for image in ("2/broken.jpg cannot be used: not an image", "5/cut.jpg cannot be used: a JPEG that is cut off"):
         assert done.stderr.count(image) == 1 and "takes its place" not in done.stderr
-    assert alone["count"] == 15 and alone["left_out"] == 2 and "2 left out" in done.stdout
+    assert alone["count"] == 15 and alone["left_out"] == 2 and f"15 of {photos}, 2 left out\n" in done.stdout
+    assert alone["split"] is None, "a plain folder is no split"
     (tmp_path / "tree").mkdir()
     shutil.copytree(photos, tmp_path / "tree" / "val")
     both, _ = result_of("--checkpoint", run, "--data", tmp_path / "tree", "--batch-size", 3, tmp=tmp_path, processes=2)
     assert [alone[key] for key in ("correct1", "correct5", "count")] == [both[key] for key in ("correct1", "correct5", "count")]
     assert alone["loss"] == pytest.approx(both["loss"], abs=1e-5) and both["weights"] == alone["weights"] == "ema"
+    assert both["split"] == "val"
 
 
 def test_folders_that_are_no_class_are_refused(photos: Path, tmp_path: Path) -> None:
@@ -169,7 +172,9 @@ def test_the_readmes_five_lines(exported: Path, photos: Path, tmp_path: Path, mo
     shutil.copy(photos / "2" / "a.jpg", tmp_path / "cat.jpg")
     monkeypatch.chdir(tmp_path)
     printed: list = []
-    exec(block, {"print": lambda *values: printed.append(values)})
+    names = {"print": lambda *values: printed.append(values)}
+    exec(block, names)
+    assert not names["scores"].requires_grad, "gradients would keep the memory of every layer"
     assert printed[0][0] in [*"0123456789"] and 0.1 <= printed[0][1] <= 1
 
 
@@ -206,17 +211,21 @@ def test_a_head_is_kept_only_for_the_same_classes(run: Path, exported: Path, tmp
         kept = head_after(source, run, digits)
         out = capsys.readouterr().out
         assert f"init_from: ema weights of step {step} of {source}\n" in out and "anew" not in out
+        assert "init_from: the head is kept: its classes are the same\n" in out
+        assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d init_from: ", line) for line in out.splitlines())
         assert torch.equal(kept, ema) == (step == 2)
         fresh = head_after(source, run, digits[::-1])
         out = capsys.readouterr().out
         assert "head.weight starts anew: other classes (10 and 10, first different at index 0: '0' and '9')" in out
+        assert "kept" not in out
         assert torch.nn.functional.cosine_similarity(fresh.flatten(), ema.flatten(), dim=0) < 0.5
     assert torch.equal(head_after(plain, run, digits), read_weights(run).model["head.weight"])
     out = capsys.readouterr().out
     assert "the head is taken over, though train.init_from" in out and "does not say what its outputs are for" in out
     export(run, tmp_path / "theirs.safetensors", step=None, kind=None, names="authors", force=False)
-    with pytest.raises(UserError, match="theirs.safetensors has the names of the authors' code"):
-        head_after(tmp_path / "theirs.safetensors", run, digits)
+    assert torch.equal(head_after(tmp_path / "theirs.safetensors", run, digits), ema)
+    out = capsys.readouterr().out
+    assert "init_from: they have the names of the authors' code\n" in out and "the head is kept" in out
     for path in (tmp_path / "nowhere", tmp_path):  # a run that goes on does not look at what it began with
         config = read_trained(run).config
         train = config.train.model_copy(update={"init_from": str(path)})
@@ -227,7 +236,8 @@ def test_another_image_size_resamples_the_positions() -> None:
     """Guards against a DeiT that cannot be fine-tuned at another size, or whose class token is blended in."""
     small, large = (create_model("deit_t", 2, size) for size in (32, 64))
     said = load_pretrained(large, small.state_dict(), "x.pt", ["a", "b"], ["a", "b"])
-    assert said == ["position_embedding.weight is resampled from (1, 5, 192) to (1, 17, 192)"]
+    resampled, kept = said
+    assert resampled == "position_embedding.weight is resampled from (1, 5, 192) to (1, 17, 192)" and "head is kept" in kept
     before, after = (model.state_dict()["position_embedding.weight"] for model in (small, large))
     assert torch.equal(after[:, :1], before[:, :1]) and torch.equal(large.class_token, small.class_token)
 
@@ -265,6 +275,19 @@ def test_scores_that_are_not_finite_are_no_accuracy(run: Path, photos: Path) -> 
         dist.destroy_process_group()
         loader.close()
     assert result["nonfinite"] == 1 and result["count"] == 15 and result["correct1"] == 4
+
+
+def test_an_evaluation_without_finite_scores_ends_with_a_sentence(exported: Path, photos: Path, tmp_path: Path) -> None:
+    """Guards against a table, or a JSON file, with an accuracy of scores that are not finite."""
+    weights, (_, its) = load_file(exported), read_tensors(exported)
+    weights["head.weight"].fill_(3e38)  # finite, but not what it is multiplied with
+    write_exported(tmp_path / "large.safetensors", weights, its)
+    arguments = ("--checkpoint", tmp_path / "large.safetensors", "--data", photos, "--json", tmp_path / "result.json")
+    for precision, remedy in (("fp32", ""), ("bf16", "try --precision fp32, or ")):
+        done = run_forked("pipeline.evaluate", *arguments, "--precision", precision, check=False)
+        assert done.returncode == 2 and done.stdout == "" and not (tmp_path / "result.json").exists()
+        what = f"large.safetensors gives scores that are not finite for 15 of 15 images in {precision}, so it has no accuracy"
+        assert f"{what}: {remedy}take a checkpoint of an earlier --step.\n" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import struct
+from argparse import Namespace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.checkpoint import read_initial_weights
 from pipeline.config import config_from_dict
 from pipeline.distributed import World
 from pipeline.errors import UserError
-from pipeline.models import create_model, load, load_exported
+from pipeline.models import create_model, load, load_exported, reference_state_dict
 from pipeline.models.exported import Description, read_exported, write_exported
+from pipeline.models.transfer import check_finite
 from pipeline.run import build_model
 from pipeline.trained import read_trained
 
@@ -119,6 +123,55 @@ def test_odd_weights_are_one_sentence(wrong: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         build_model(config, WORLD, [*"0123456789"], fresh=True)
     assert "weights.pt" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["names alone", "PerViT's checkpoint", "timm's checkpoint"])
+def test_the_authors_files_are_taken(form: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Guards against published weights that the run refuses for their names, or for the command line that lies beside them."""
+    theirs = create_model("pervit_t", 10, 32, switches=SWITCHES)
+    weights = reference_state_dict(theirs)
+    around = {"epoch": 3, "args": Namespace(lr=5e-4, device="cuda")}
+    forms = {
+        "names alone": weights,
+        "PerViT's checkpoint": {"model": weights, "optimizer": {"state": {}}, **around},
+        "timm's checkpoint": {"state_dict": weights, "arch": "pervit", **around},
+    }
+    file = tmp_path / "weights.pth"
+    torch.save(forms[form], file)
+    config = config_from_dict(
+        {"model": {"num_classes": 10, "image_size": 32, "switches": SWITCHES}, "seed": 1, "train": {"init_from": str(file)}},
+        source="",
+    )
+    ours = build_model(config, WORLD, [*"0123456789"], fresh=True).state_dict()
+    assert all(torch.equal(value, ours[name]) for name, value in theirs.state_dict().items())
+    said = capsys.readouterr().out
+    assert "init_from: they have the names of the authors' code\n" in said and "see that they are your classes" in said
+
+
+def test_objects_beside_the_weights_are_one_sentence(tmp_path: Path) -> None:
+    """Guards against PyTorch's advice to load a file in a way that runs what is in it."""
+    torch.save({"model": {"w": torch.zeros(1)}, "metric": Fraction(1, 2)}, tmp_path / "weights.pth")
+    with pytest.raises(
+        UserError, match=r"cannot be read \(it also holds a fractions.Fraction, which could run code\): .* alone\.$"
+    ):
+        read_initial_weights(tmp_path / "weights.pth")
+
+
+def test_a_file_that_changes_while_it_is_loaded(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a model half of one file and half of another, from a file that is mapped, or the end by SIGBUS."""
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(exported.read_bytes())
+
+    def change_then_check(*arguments: object, **options: object) -> None:
+        with open(file, "r+b") as opened:
+            opened.seek(file.stat().st_size // 2)
+            opened.write(bytes(file.stat().st_size // 2))
+        check_finite(*arguments, **options)
+
+    monkeypatch.setattr("pipeline.models.exported.check_finite", change_then_check)
+    found, expected = load(file)[0].state_dict(), load_file(exported)
+    assert file.read_bytes() != exported.read_bytes()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def test_weights_that_are_not_finite_are_refused(exported: Path, tmp_path: Path) -> None:

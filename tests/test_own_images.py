@@ -50,11 +50,17 @@ def test_a_share_of_each_class_is_held_out(tmp_path: Path) -> None:
 
 def test_the_same_images_as_train_and_val_are_warned_of(tmp_path: Path) -> None:
     """Guards against an accuracy on the training images, which a user gets who follows an error message one split at a time."""
-    arguments = ["--source", tree(tmp_path / "images", {"cat": 3, "dog": 3}), "--output", tmp_path / "shards", "--workers", 1]
+    source = tree(tmp_path / "images", {"cat": 3, "dog": 3})
+    (source / "cat" / "broken.jpg").write_bytes(b"no image")  # left out of both splits
+    arguments = ["--source", source, "--output", tmp_path / "shards", "--workers", 1, "--max-rejected", 1]
     assert "--val-share 0.1 would take it" in run_script(SHARDER, *arguments).stdout
     with pytest.raises(UserError, match="'val' needed: shard again into an empty folder with --val-share 0.1, or other images"):
         ShardSet(tmp_path / "shards", "val")
-    assert "the val split has the images of its train split" in run_script(SHARDER, *arguments, "--split", "val").stdout
+    warning = "the val split has the images of its train split: what is measured on them says nothing about new ones"
+    assert warning in run_script(SHARDER, *arguments, "--split", "val").stdout
+    said = run_script(VERIFIER, tmp_path / "shards", "--workers", 1).stdout  # ends with 0: the files are as they were written
+    assert f"warning: {tmp_path / 'shards'}: {warning}; " in said and "every file is whole (train 6 images" in said
+    assert "all is well" not in said
 
 
 def test_a_plain_folder_becomes_both_splits(tmp_path: Path) -> None:
@@ -68,7 +74,8 @@ def test_a_plain_folder_becomes_both_splits(tmp_path: Path) -> None:
     assert "in 1 shard," in said and "1 shards" not in said
     again = run_script(SHARDER, *arguments, "--val-share", 0.2).stdout
     assert again.count("is already there, nothing was written") == 2 and "encoded anew" not in again
-    assert "train 16 images in 1 shard, val 4 images in 1 shard" in run_script(VERIFIER, tmp_path / "shards").stdout
+    verified = run_script(VERIFIER, tmp_path / "shards").stdout
+    assert "train 16 images in 1 shard, val 4 images in 1 shard" in verified and "warning" not in verified
     has_both = ["--source", tree(tmp_path / "both", {"train/x": 2, "val/x": 1}), "--output", tmp_path / "other"]
     assert "drop --val-share" in run_script(SHARDER, *has_both, "--val-share", 0.2, check=False).stderr
     alone = run_script(SHARDER, "--source", source, "--output", tmp_path / "alone", "--workers", 1).stdout

@@ -10,7 +10,14 @@ from test_deit import published_weights
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.models import create_model, list_models, load_reference_state_dict, model_entry, reference_state_dict
+from pipeline.models import (
+    create_model,
+    list_models,
+    load_pretrained,
+    load_reference_state_dict,
+    model_entry,
+    reference_state_dict,
+)
 from pipeline.models.posmlp import PosMLP, PosMLPSwitches
 
 
@@ -75,6 +82,36 @@ def assert_round_trip(name: str, **options) -> None:
 def test_every_model_reads_back_what_it_wrote(name: str) -> None:
     """Guards against names that lead to another layer on the way back, in variants without golden vectors too."""
     assert_round_trip(name)
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "deit_t"])
+def test_fine_tuning_takes_the_authors_names(name: str) -> None:
+    """Guards against a family whose published weights load_reference_state_dict takes and fine-tuning does not."""
+    source, target = marked(on_meta(name)), on_meta(name).to_empty(device="cpu")
+    said = load_pretrained(target, reference_state_dict(source), "x.pth", ["a"], ["a"])
+    assert said == ["they have the names of the authors' code", "the head is kept: its classes are the same"]
+    loaded = target.state_dict()
+    assert not [key for key, value in source.state_dict().items() if (value != loaded[key]).any()]
+
+
+def test_fine_tuning_from_the_authors_takes_other_classes_and_another_size() -> None:
+    """Guards against a head of other classes or a table of another size that is taken, or refused, for its name is the authors'."""
+    source, target = (create_model("deit_t", classes, size) for classes, size in ((2, 32), (3, 64)))
+    fresh = target.state_dict()["head.weight"].clone()
+    said = load_pretrained(target, reference_state_dict(source), "x.pth", None, ["a", "b", "c"])
+    assert said[0] == "they have the names of the authors' code" and "the head is taken over" not in " ".join(said)
+    assert "head.weight starts anew: (2, 192) there, (3, 192) needed" in said and torch.equal(target.head.weight, fresh)
+    assert "position_embedding.weight is resampled from (1, 5, 192) to (1, 17, 192)" in said
+
+
+def test_what_fits_neither_names_says_which_is_nearer() -> None:
+    """Guards against a list of all names in a file of which one is wrong, and against advice that leaves out either way."""
+    weights = reference_state_dict(create_model("deit_t", 2, 32))
+    weights["cls"] = weights.pop("cls_token")
+    with pytest.raises(UserError, match="x.pth does not fit DeiT under the names of the authors' code: 1 missing") as error:
+        load_pretrained(create_model("deit_t", 2, 32), weights, "x.pth")
+    assert "1 missing (cls_token), 1 unknown (cls), 0 of another shape" in str(error.value)
+    assert "which may have this project's names or the names of the authors' code" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,10 +46,9 @@ class SavedWeights:
 class InitialWeights:
     """What a fine-tuning begins with."""
 
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor]  # under our names or the authors'
     classes: list[str] | None  # what the outputs are for, by index; None: not known
     what: str  # in words: which weights of which step
-    names: str = "ours"  # or "authors": those of the published code
 
 
 def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
@@ -91,7 +92,7 @@ def read_initial_weights(source: Path) -> InitialWeights:
 
     Args:
         source: a run folder or one of its checkpoints, or a file with a state dict: one that ``export`` wrote, another
-            safetensors file, or what ``torch.save`` wrote.
+            safetensors file, or what ``torch.save`` wrote, where a training checkpoint has it as ``model`` or ``state_dict``.
 
     Raises:
         UserError: there is no such thing, it cannot be read, or it is something else.
@@ -105,15 +106,19 @@ def read_initial_weights(source: Path) -> InitialWeights:
         weights, its = read_tensors(source)
         if its is None:
             return InitialWeights(weights, None, f"{len(weights)} tensors")
-        return InitialWeights(weights, its.classes, f"{its.weights} weights of step {its.step}", its.names)
+        return InitialWeights(weights, its.classes, f"{its.weights} weights of step {its.step}")
     try:
-        saved = torch.load(source, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([Namespace]):  # in the papers' checkpoints: their command line, plain values
+            saved = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling damaged bytes raises anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+            reason = f"it also holds a {foreign[1]}, which could run code"
         raise UserError(
-            f"train.init_from {source} cannot be read ({reason}): pass a file that torch.save or safetensors wrote."
+            f"train.init_from {source} cannot be read ({reason}): pass a file that torch.save or safetensors wrote, with a state "
+            f"dict alone."
         ) from None
-    weights = saved.get("model", saved) if isinstance(saved, dict) else saved
+    weights = saved.get("model", saved.get("state_dict", saved)) if isinstance(saved, dict) else saved
     if not isinstance(weights, dict) or not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"train.init_from {source} holds no state dict, names with tensors needed: pass another file.")
     return InitialWeights(weights, None, f"{len(weights)} tensors")

@@ -177,7 +177,7 @@ class AugmentConfig(Section):
 
 class TrainConfig(Section):
     init_from: Text | None = None
-    """Fine-tuning: a run folder, or a file with a state dict, whose weights the run begins with; null: fresh weights."""
+    """Fine-tuning: a run folder, or a file with a state dict (ours or the authors'), whose weights the run begins with; null: fresh weights."""
     teacher: Text | None = None
     """Hard distillation (DeiT, Eq. 3): folder of a finished run whose model's decisions are a second label; null: none."""
     epochs: Epochs = 300

@@ -31,6 +31,7 @@ class ImageFolder:
         classes: names in index order. Those that have no folder have no images.
 
     Attributes:
+        split: None where the split has no folder of its own.
         samples: as of a shard set: ``samples[indices]`` has width, height and label of each.
         classes: class names in index order.
 
@@ -39,8 +40,8 @@ class ImageFolder:
     """
 
     def __init__(self, folder: Path, split: str, classes: Sequence[str]) -> None:
-        self.folder = folder / split if (folder / split).is_dir() else folder
-        self.split, self.classes = split, list(classes)
+        self.split = split if (folder / split).is_dir() else None
+        self.folder, self.classes = folder / (self.split or ""), list(classes)
         if not self.folder.is_dir():
             raise UserError(
                 f"--data {folder} is no folder: pass a folder with shards, or one with a folder of images per class."

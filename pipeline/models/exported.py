@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from pipeline.config.sections import MAX_SIDE, Count, Deviation, Mean
 from pipeline.errors import UserError
-from pipeline.files import replace_file
+from pipeline.files import open_regular, replace_file
 from pipeline.models.base import VisionModel
 from pipeline.models.reference import load_reference_state_dict, reference_state_dict
 from pipeline.models.registry import create_model
@@ -79,13 +80,15 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
         UserError: the file is missing or damaged, or so is its description.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        with open(open_regular(path), "rb") as file:
+            data = file.read()  # not mapped: weights would follow a file that is changed, and one that is cut kills the process
+        weights = load(data)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: pass a file that `python -m pipeline.checkpoint export` wrote.") from None
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:  # the last two: numbers of a type unknown to PyTorch
         raise UserError(f"{path} cannot be read ({error}): export it again.") from None
+    (size,) = struct.unpack("<Q", data[:8])
+    metadata = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
     return weights, _described(path, metadata[_DESCRIPTION]) if _DESCRIPTION in metadata else None
 
 

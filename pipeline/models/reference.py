@@ -72,8 +72,14 @@ def reference_state_dict(model: nn.Module) -> dict[str, Tensor]:
             f"model.switches.{switch} is {setting!r}, for which the authors' code has no parameters that this {type(model).__name__} "
             f"could be exported as: export it under this project's own names (model.state_dict())."
         )
+    own = model.state_dict()
+    return {theirs: own[name] for theirs, name in authors_names(model).items()} | model.reference_tables()
+
+
+def authors_names(model: nn.Module) -> dict[str, str]:
+    """The authors' name of each of the model's weights -> our name; of an ablation that they do not have, as if they had."""
     pairs = [(own, authors) for authors, own in model.reference_names]
-    return {_renamed(name, pairs): value for name, value in model.state_dict().items()} | model.reference_tables()
+    return {_renamed(name, pairs): name for name in model.state_dict()}
 
 
 def _renamed(name: str, pairs: NamePairs) -> str:

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from pipeline.errors import UserError
 from pipeline.models.base import VisionModel
+from pipeline.models.reference import authors_names
 
 _SHOWN = 5  # names in a message
+_WHOSE = ("this project's names", "the names of the authors' code")
 _MOST_TOKENS = 2**18  # of a grid that is resampled
 
 
@@ -26,33 +28,38 @@ def load_pretrained(
     """Load weights that were trained for perhaps other classes and another image size.
 
     The head is taken over only if its outputs mean the same: the same class names in the same order. Where one side has no
-    names, the same number of them is enough.
+    names, the same number of them is enough. The names of the weights may be ours or those of the authors' published code.
 
     Args:
         model: from ``create_model``; keeps its fresh head where the classes differ.
-        weights: a state dict of the same model.
+        weights: a state dict of the same model, its names all ours or all the authors'.
         source: where it is from, for errors.
         their_classes: what the outputs of ``weights`` are for, by index; None: not known.
         classes: what those of ``model`` are for; None: not known.
 
     Returns:
-        A sentence for each thing that was not simply copied.
+        A sentence on the head, and one for each thing that was not simply copied.
 
     Raises:
         UserError: names, shapes or types differ otherwise, with both sides' differences; or values are not finite.
     """
     own = model.state_dict()
     _check_is_state_dict(weights, source)
-    missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    given = weights.keys() - model.reference_tables().keys()
+    ours, theirs = {name: name for name in own}, authors_names(model)
+    # Whichever fits better, so that an error lists what is wrong with the file, not all names in it.
+    naming = theirs if len(given ^ theirs.keys()) < len(given ^ ours.keys()) else ours
+    missing, unknown = sorted(naming.keys() - given), sorted(given - naming.keys())
     others = first_difference(their_classes, classes) if None not in (their_classes, classes) else None
-    said, misfits, loaded = [], [], {}
-    for name in sorted(own.keys() & weights.keys()):
-        value, target = weights[name], own[name]
+    said, misfits, loaded, keeps_head = [], [], {}, True
+    for its_name in sorted(naming.keys() & given):
+        name = naming[its_name]
+        value, target = weights[its_name], own[name]
         is_head = name.startswith(model.head_names)
         if value.is_floating_point() != target.is_floating_point():
-            misfits.append(f"{name} {value.dtype} instead of {target.dtype}")
+            misfits.append(f"{its_name} {value.dtype} instead of {target.dtype}")
         elif is_head and (others or value.shape != target.shape):
-            loaded[name] = target
+            loaded[name], keeps_head = target, False
             why = f"{tuple(value.shape)} there, {tuple(target.shape)} needed" if value.shape != target.shape else others
             said.append(f"{name} starts anew: {why}")
         elif value.shape == target.shape:
@@ -61,21 +68,23 @@ def load_pretrained(
             loaded[name] = resample_positions(value, target.shape, model.leading_tokens)
             said.append(f"{name} is resampled from {tuple(value.shape)} to {tuple(target.shape)}")
         else:
-            misfits.append(f"{name} {tuple(value.shape)} instead of {tuple(target.shape)}")
+            misfits.append(f"{its_name} {tuple(value.shape)} instead of {tuple(target.shape)}")
     if missing or unknown or misfits:
         raise UserError(
-            f"{source} does not fit {type(model).__name__}: {_listed(missing, 'missing')}, {_listed(unknown, 'unknown')}, "
-            f"{_listed(misfits, 'of another shape')}, 0 of each needed: set model.name and model.switches to those of these weights."
+            f"{source} does not fit {type(model).__name__} under {_WHOSE[naming is theirs]}: {_listed(missing, 'missing')}, "
+            f"{_listed(unknown, 'unknown')}, {_listed(misfits, 'of another shape')}, 0 of each needed: set model.name and "
+            f"model.switches to those of these weights, which may have {_WHOSE[False]} or {_WHOSE[True]}."
         )
     check_finite(loaded, source)
     model.load_state_dict(loaded, strict=True)
-    head = [name for name in own if name.startswith(model.head_names)]
-    if their_classes is None and all(weights[name].shape == own[name].shape for name in head):
+    if keeps_head and their_classes is None:
         said.append(
             f"the head is taken over, though {source} does not say what its outputs are for: see that they are your classes, "
             f"in the same order"
         )
-    return said
+    elif keeps_head:
+        said.append("the head is kept: its classes are the same")
+    return [f"they have {_WHOSE[True]}", *said] if naming is theirs else said
 
 
 def first_difference(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
