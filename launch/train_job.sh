@@ -8,7 +8,8 @@
 #   srun's exit code   what happened                                   what follows
 #   0                  the last epoch is done                          the job is COMPLETED
 #   2                  a mistake that a restart does not mend          the job is FAILED
-#   75                 a signal (the time limit is near); it saved     requeue
+#   75                 a signal (the time limit is near); what was     requeue
+#                      trained is saved
 #   any other          a crash, a killed or lost process               requeue, as pipeline.faults.restart allows
 #
 # srun's code is the highest among the tasks, so they must end by themselves: a SIGTERM from srun when
