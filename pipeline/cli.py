@@ -16,7 +16,8 @@ _TRAIN = """Train a model, or go on with a run that was stopped: the same comman
 The first is one process; the second is one for each of a machine's 8 GPUs; on a cluster: sbatch launch/train.slurm configs/pervit_t.yaml.
 """
 _KEYS = """python -m pipeline.config lists all keys with their defaults; python -m pipeline.models lists the models, and with a
-model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any of the processes: all save what they have trained and end with exit code 75."""
+model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any of the processes: all save what they have trained and end with exit
+code 75."""
 
 
 def train_main() -> int:

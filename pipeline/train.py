@@ -68,7 +68,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
     stop = stop or StopSignal()
     accumulation_steps(config.train, world.size, config.augment.unit)  # all see it: nobody needs to hear it from another
     with Heartbeat(world, config.distributed) as heartbeat:
-        if any(world.gather(stop.received)):  # since the libraries were loaded; what would be built is of no use
+        if any(world.gather(stop.received)):  # it came while the libraries were loading: what would be built is of no use
             if world.is_main:
                 console.say(_STOPPED_EARLY)
             return PREEMPTED
@@ -76,7 +76,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
         if run is None:
             return 0
         with run:
-            stopping = stopped_early = run.agreement.ask(stop.received != 0)
+            stopping = stopped_early = run.agreement.ask(stop.received != 0)  # it came while the run was built
             if run.evaluation_due and not stopping:
                 stopping = complete_step(run, stopping=False)
             while run.step < run.schedule.last_step and not stopping:
