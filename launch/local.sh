@@ -8,7 +8,7 @@
 #
 # Rank 0 has the terminal. The other ranks are silent; the one that fails first shows its errors.
 # When a rank fails the others are ended and its exit code is returned; Ctrl-C ends them all. SIGTERM,
-# SIGUSR1 and SIGHUP (the terminal was closed) are passed on: a training saves a checkpoint and ends with exit
+# SIGUSR1 and SIGHUP (the terminal was closed) are passed on: a training saves what it has trained and ends with exit
 # code 75. A minute after SIGTERM or SIGHUP, or at a SIGTERM after it, all are ended. With nohup the training
 # outlives the terminal. If this launcher is killed its ranks get SIGTERM.
 set -uo pipefail
@@ -74,10 +74,6 @@ terminate() {
 }
 hang_up() { [ -n "$timer" ] || end_soon HUP 129; }   # the shell and the system each send one: a second is no second wish
 trap '[ -z "$timer" ] || kill "$timer"; rm -rf "$errors"' EXIT
-trap 'end_all; exit 130' INT
-trap hang_up HUP
-trap terminate TERM
-trap 'pass_on USR1' USR1
 
 export WORLD_SIZE=$ranks LOCAL_WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1
 MASTER_PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
@@ -100,6 +96,11 @@ if str(os.getppid()) != os.environ["PERVIT_LAUNCHER_PID"]:
     sys.exit(143)                          # it was too late
 os.execvp("python", ["python", "-u", "-m", *sys.argv[1:]])
 '
+# Not before: until a rank is there to hear a signal, the launcher itself ends by it.
+trap 'end_all; exit 130' INT
+trap hang_up HUP
+trap terminate TERM
+trap 'pass_on USR1' USR1
 for ((rank = 0; rank < ranks; rank++)); do
   export RANK=$rank LOCAL_RANK=$rank
   if [ "$rank" = 0 ]; then
@@ -133,7 +134,7 @@ while [ "${#pids[@]}" != 0 ]; do
       fi
     fi
     end_all
-    if [ "$rank" != 0 ] && [ "$code" != 75 ]; then   # 75: a checkpoint was saved, all is well
+    if [ "$rank" != 0 ] && [ "$code" != 75 ]; then   # 75: what was trained is saved, all is well
       echo "rank $rank failed with exit code $code:" >&2
       cat "$errors/$rank" >&2
     fi

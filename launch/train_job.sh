@@ -8,7 +8,8 @@
 #   srun's exit code   what happened                                   what follows
 #   0                  the last epoch is done                          the job is COMPLETED
 #   2                  a mistake that a restart does not mend          the job is FAILED
-#   75                 a signal (the time limit is near); it saved     requeue
+#   75                 a signal (the time limit is near); what was     requeue
+#                      trained is saved
 #   any other          a crash, a killed or lost process               requeue, as pipeline.faults.restart allows
 #
 # srun's code is the highest among the tasks, so they must end by themselves: a SIGTERM from srun when
@@ -64,7 +65,12 @@ python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_
 # The tasks meet at the first node. The port follows from the job id, which differs among the tasks of an
 # array too, so that jobs which share a node do not meet each other, and from the restart count, so that
 # a requeued job does not meet a task of its earlier life. It stays below 32768, where ports for outgoing connections begin.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Tasks that are all on one node meet at its loopback address, which no other machine reaches.
+if [ "${SLURM_NNODES:-}" = 1 ]; then
+  MASTER_ADDR=127.0.0.1
+else
+  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+fi
 MASTER_PORT=$((20000 + (SLURM_JOB_ID + 1000 * ${SLURM_RESTART_COUNT:-0}) % 10000))
 export MASTER_ADDR MASTER_PORT
 PERVIT_JOB_SECRET=$(python -c 'import secrets; print(secrets.token_hex(32))') && export PERVIT_JOB_SECRET

@@ -16,7 +16,8 @@ _TRAIN = """Train a model, or go on with a run that was stopped: the same comman
 The first is one process; the second is one for each of a machine's 8 GPUs; on a cluster: sbatch launch/train.slurm configs/pervit_t.yaml.
 """
 _KEYS = """python -m pipeline.config lists all keys with their defaults; python -m pipeline.models lists the models, and with a
-model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any of the processes: all save a checkpoint and end with exit code 75."""
+model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any of the processes: all save what they have trained and end with exit
+code 75."""
 
 
 def train_main() -> int:
@@ -31,12 +32,13 @@ def train_main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=100")
     args = parser.parse_args()
 
-    from pipeline.config import load_config
     from pipeline.faults.stop_signal import StopSignal
-    from pipeline.logs import console
 
-    console.outlive_the_terminal()
     with StopSignal() as stop:  # from the beginning: to start takes a while
+        from pipeline.config import load_config
+        from pipeline.logs import console
+
+        console.outlive_the_terminal()
         config = load_config(args.config, args.overrides)
         if console.is_first_process():
             console.say(f"{config.model.name} into {config.output_dir}: loading PyTorch, DeepSpeed and DALI")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 USER_ERROR = 2  # exit codes of every command: a mistake that a restart does not mend,
-PREEMPTED = 75  # stopped by a signal, with a checkpoint: start me again (sysexits.h: a temporary failure),
+PREEMPTED = 75  # stopped by a signal, all that was trained is saved: start me again (sysexits.h: a temporary failure),
 RANK_LOST = 76  # another process died or hangs: start us again
 
 

@@ -146,13 +146,11 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
                 console.say(f"{config.output_dir} is complete at step {before.step}: nothing to train.")
                 lock.release()
             return None
-        if world.is_main:  # to build the engine takes a while
-            console.say(
-                f"data: {train_set.folder}: {len(train_set):,} training and {len(val_set):,} validation images, {len(train_set.classes)} classes"
-            )
-            console.say(
-                f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}"
-            )
+        _say(
+            world,
+            f"data: {train_set.folder}: {len(train_set):,} training and {len(val_set):,} validation images, {len(train_set.classes)} classes",
+        )
+        _say(world, f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
         precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)
         config = with_precision(config, precision.name)
         return _build_run(config, precision, world, stop, heartbeat, lock, schedule, train_set, val_set, start)
@@ -191,6 +189,7 @@ def _build_run(
 ) -> Run:
     before = start.state if start else None
     folder, step = Path(config.output_dir), before.step if before else 0
+    _say(world, f"building {config.model.name}")
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
     counted = world.gather(asdict(flops.count(*count)) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
     cost = flops.FlopRow(**counted)
@@ -202,11 +201,13 @@ def _build_run(
     teacher = None
     if config.train.teacher:  # a run that was begun keeps its teacher
         teacher = load_teacher(config, world.device, None if before else train_set.classes)
+    _say(world, f"building the optimizer and DeepSpeed's engine, ZeRO stage {config.train.zero_stage}")
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if start:
         checkpoint.load(engine, start, ema, world)
 
+    _say(world, "opening the loaders and the log")
     write_run_files(config, world, step + 1, str(precision))  # only now: a start that was refused does not change them
     flops_per_image = cost.training_flops_per_image(config.train.micro_batch_size)
     known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
@@ -290,6 +291,12 @@ def training_loader(shards: ShardSet, config: Config, world: World, first_step: 
         augment=config.augment,
     )
     return Loader(plan, config.data, world.device, world.cpu_threads, start=first_step * plan.batches_per_step)
+
+
+def _say(world: World, text: str) -> None:
+    """What is being done: a start takes seconds, on a busy disk minutes."""
+    if world.is_main:
+        console.say(text)
 
 
 def _introduce(run: Run, precision: Precision, cost: flops.FlopRow, before: checkpoint.RunState | None) -> None:

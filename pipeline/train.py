@@ -3,8 +3,8 @@
     python -m pipeline.train --config configs/pervit_t.yaml [dotted.key=value ...]
 
 The same command continues a run that was stopped, on any number of processes. Several processes: ``launch/local.sh`` on one
-machine, ``sbatch launch/train.slurm configs/pervit_t.yaml`` on a cluster. SIGTERM, SIGUSR1 or SIGHUP to any of them: all save a
-checkpoint and end with exit code 75.
+machine, ``sbatch launch/train.slurm configs/pervit_t.yaml`` on a cluster. SIGTERM, SIGUSR1 or SIGHUP to any of them: all save what
+they have trained and end with exit code 75.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from pipeline.evaluation import evaluate
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.nonfinite import MicroBatch, skip_or_stop
 from pipeline.faults.stop_signal import StopSignal
-from pipeline.logs import pictures
+from pipeline.logs import console, pictures
 from pipeline.logs.run_log import StepRecord
 from pipeline.optim import learning_rate
 from pipeline.philox import Stream, uniforms
 from pipeline.run import Run, patience, start_run
 
+_STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
 
 
@@ -59,7 +60,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
         stop: where a wish to end the run shows.
 
     Returns:
-        The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint.
+        The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint if a step was taken.
 
     Raises:
         UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
@@ -67,11 +68,15 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
     stop = stop or StopSignal()
     accumulation_steps(config.train, world.size, config.augment.unit)  # all see it: nobody needs to hear it from another
     with Heartbeat(world, config.distributed) as heartbeat:
+        if any(world.gather(stop.received)):  # it came while the libraries were loading: what would be built is of no use
+            if world.is_main:
+                console.say(_STOPPED_EARLY)
+            return PREEMPTED
         run = start_run(config, world, stop, heartbeat)
         if run is None:
             return 0
         with run:
-            stopping = run.agreement.ask(stop.received != 0)  # it may have come while the run was starting: nothing new to save
+            stopping = stopped_early = run.agreement.ask(stop.received != 0)  # it came while the run was built
             if run.evaluation_due and not stopping:
                 stopping = complete_step(run, stopping=False)
             while run.step < run.schedule.last_step and not stopping:
@@ -83,7 +88,9 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
                     run.log.image(pictures.IMAGES, grid, run.step)
                 stopping = complete_step(run, agreed.stop != 0 and run.step < run.schedule.last_step)
             run.saver.finish()
-            if stopping:
+            if stopped_early:
+                run.log.say(_STOPPED_EARLY)
+            elif stopping:
                 run.log.say(f"stopped by a signal at step {run.step}: the same command goes on from here")
             else:
                 run.log.say(

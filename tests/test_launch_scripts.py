@@ -58,11 +58,11 @@ def test_not_slurms_environment(name: str, value: str) -> None:
 # ---- which Python -----------------------------------------------------------------------------
 
 
-def write_python(folder: Path, command: str) -> Path:
-    """A ``python`` that is a shell script."""
-    folder.mkdir(parents=True)
-    (folder / "python").write_text(f"#!/bin/sh\n{command}\n")
-    (folder / "python").chmod(0o755)
+def write_python(folder: Path, command: str, name: str = "python") -> Path:
+    """A ``python``, or another command, that is a shell script."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{command}\n")
+    (folder / name).chmod(0o755)
     return folder
 
 
@@ -121,4 +121,33 @@ def test_no_secret(repository: Path) -> None:
     broken = write_python(repository / ".venv" / "bin", f'case "$*" in *secrets*) exit 1 ;; esac; exec "{sys.executable}" "$@"')
     result = launch(repository / "launch" / "local.sh", "1", "--", "note", cwd=repository, PERVIT_VENV=str(broken.parent))
     assert "random numbers are needed" in the_sentence(result)
+    assert not (repository / "note").exists()
+
+
+# ---- the job script, up to srun ---------------------------------------------------------------
+
+
+def start_job(repository: Path, *first_on_path: Path, nodes: int) -> subprocess.CompletedProcess:
+    """``train.slurm`` as a job of so many nodes, with an ``srun`` that leaves its environment in a file."""
+    slurm = write_python(repository.parent / "slurm", f'exec "{sys.executable}" "{repository}/note.py" "$@"', "srun")
+    write_python(slurm, "echo node1; echo node2", "scontrol")
+    names = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NNODES": str(nodes), "SLURM_JOB_NODELIST": f"node[1-{nodes}]"}
+    path = ":".join(map(str, [*first_on_path, slurm, Path(sys.executable).parent, "/usr/bin", "/bin"]))
+    return launch(repository / "launch" / "train.slurm", "note.py", cwd=repository, PATH=path, **names)
+
+
+@pytest.mark.parametrize(("nodes", "address"), [(1, "127.0.0.1"), (2, "node1")])
+def test_where_the_tasks_of_a_job_meet(nodes: int, address: str, repository: Path) -> None:
+    """Guards against a job on one node that other machines can reach, and one on several whose nodes cannot reach each other."""
+    result = start_job(repository, nodes=nodes)
+    note = json.loads((repository / "note").read_text())
+    assert (result.returncode, note["MASTER_ADDR"]) == (0, address), result.stderr
+    assert f"meeting at {address}:20007" in result.stdout
+    assert re.fullmatch("[0-9a-f]{64}", note["PERVIT_JOB_SECRET"])
+
+
+def test_a_job_without_a_secret(repository: Path, tmp_path: Path) -> None:
+    """Guards against tasks that start without the secret by which they know each other's messages."""
+    broken = write_python(tmp_path / "broken", f'case "$*" in *secrets*) exit 1 ;; esac; exec "{sys.executable}" "$@"')
+    assert "random numbers are needed" in the_sentence(start_job(repository, broken, nodes=1))
     assert not (repository / "note").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import random
@@ -115,6 +116,27 @@ def test_tasks_find_each_other(cluster: Cluster, toy_repository: Path, tmp_path:
             "output_dir=runs/pervit_m",
             *words,
         ]
+
+
+def test_a_job_on_one_node_listens_on_loopback_alone(cluster: Cluster, tmp_path: Path) -> None:
+    """Guards against a store or a connection that other machines reach although none of them takes part."""
+    root = tmp_path / "repository"
+    for name in ("launch", "pipeline"):
+        shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "pipeline" / "train.py").write_text(
+        "import json, psutil\n"
+        "from pipeline.distributed import disconnect, init_world\n"
+        "world = init_world()\n"
+        "found = psutil.Process().net_connections('inet')\n"
+        "addresses = [each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN]\n"
+        "print(json.dumps(world.gather(addresses)), flush=True)\n"
+        "disconnect()\n"
+    )
+    job = cluster.job(tmp_path, "--nodes=1", "--ntasks-per-node=2", *ON_CPUS, "launch/pervit_t.slurm", cwd=root)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+    store, other = json.loads(re.search(r"^0: (\[\[.*)$", job.log, re.MULTILINE)[1])
+    assert len(store) > len(other) > 0, "the store and gloo"
+    assert {address for address in store + other if not ipaddress.ip_address(address).is_loopback} == set()
 
 
 @pytest.mark.parametrize("script", ["pervit_t.slurm", "pervit_s.slurm", "pervit_m.slurm", "train.slurm"])
