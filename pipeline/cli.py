@@ -37,9 +37,11 @@ def train_main() -> int:
     with StopSignal() as stop:  # from the beginning: to start takes a while
         from pipeline.config import load_config
         from pipeline.logs import console
+        from pipeline.models.registry import check_name
 
         console.outlive_the_terminal()
         config = load_config(args.config, args.overrides)
+        check_name(config.model.name)
         if console.is_first_process():
             console.say(f"{config.model.name} into {config.output_dir}: loading PyTorch, DeepSpeed and DALI")
         from pipeline.train import connect_and_train

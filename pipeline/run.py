@@ -305,6 +305,12 @@ def _introduce(run: Run, precision: Precision, cost: flops.FlopRow, before: chec
     run.log.say(str(precision))
     if precision.warning:
         run.log.say(f"warning: {precision.warning}")
+    whole, images = config.train.global_batch_size, len(run.train_set)
+    if whole > images and not before:  # a run that was begun keeps its batch
+        run.log.say(
+            f"warning: train.global_batch_size is {whole:,}, but the train split has only {images:,} images, so that each step takes some of "
+            f"them more than once: set it to {images:,} at most"
+        )
     if config.optim.warmup_epochs >= schedule.epochs:
         run.log.say(
             f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import UserError
+from pipeline.faults.restart import job_name
 from pipeline.files import disk_reason, write_error
 
 LOCK = ".lock"
@@ -150,7 +151,7 @@ def _about_me() -> dict:
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "slurm_job": job_name(os.environ),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 

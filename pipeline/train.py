@@ -37,7 +37,7 @@ from pipeline.logs import console, pictures
 from pipeline.logs.run_log import StepRecord
 from pipeline.optim import learning_rate
 from pipeline.philox import Stream, uniforms
-from pipeline.run import Run, patience, start_run
+from pipeline.run import Run, build_model, patience, start_run
 
 _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
@@ -66,7 +66,10 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
         UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
     """
     stop = stop or StopSignal()
-    accumulation_steps(config.train, world.size, config.augment.unit)  # all see it: nobody needs to hear it from another
+    # What all processes see, so that nobody needs to hear it from another: the batch's arithmetic, the model's switches and size.
+    accumulation_steps(config.train, world.size, config.augment.unit)
+    with torch.device("meta"):  # costs no memory
+        build_model(config, world, [], fresh=False)
     with Heartbeat(world, config.distributed) as heartbeat:
         if any(world.gather(stop.received)):  # it came while the libraries were loading: what would be built is of no use
             if world.is_main:

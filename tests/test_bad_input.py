@@ -34,18 +34,20 @@ def damaged(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         ("data.path={truncated}", ["train-000002.tar has", "needed by manifest.json", "shard again"]),
         ("model.num_classes=1000", ["model.num_classes is 1000", "has 10 classes", "set model.num_classes=10"]),
         ("model.image_size=100", ["model.image_size is 100", "multiple of 16", "set it to 96"]),
+        ("model.switches.conv_stm=false", ["model.switches: unknown switch 'conv_stm'", "did you mean 'conv_stem'?"]),
         ("model.name=pervit_x", ["model.name is 'pervit_x'", "pervit_m, pervit_s, pervit_t"]),
         ("output_dir=/proc/nothing", ["output_dir /proc/nothing cannot be created", "choose another output_dir"]),
     ],
 )
 def test_training_says_what_is_wrong(override: str, expected: list[str], small_run: Path, damaged: dict[str, Path]) -> None:
-    """Guards against a traceback from three libraries down."""
+    """Guards against a traceback from three libraries down, and against a run that is said to begin, or a folder made, for nothing."""
     result = run_module("pipeline.train", "--config", small_run, override.format(**damaged), check=False)
     assert result.returncode == 2
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
     for part in expected:
         assert part in lines[0]
+    assert "a new run" not in result.stdout and not (small_run.parent / "run").exists()
 
 
 @pytest.mark.parametrize(

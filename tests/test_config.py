@@ -10,7 +10,17 @@ import pytest
 import yaml
 from conftest import PATIENCE, clean_environment
 
-from pipeline.config import TrainConfig, accumulation_steps, config_from_dict, config_to_yaml, load_config, markdown_table
+from pipeline.config import (
+    Config,
+    TrainConfig,
+    accumulation_steps,
+    config_from_dict,
+    config_to_yaml,
+    flatten,
+    load_config,
+    markdown_table,
+)
+from pipeline.config.suggestions import ALIASES
 from pipeline.errors import UserError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -40,6 +50,17 @@ def test_recipe_of_table_s6() -> None:
         ("train.epoch=3", "unknown key 'train.epoch': did you mean 'train.epochs'?"),
         ("epochs=3", "did you mean 'train.epochs'?"),
         ("nonsense.key=3", "unknown key 'nonsense'"),
+        ("train.lr=1e-3", "unknown key 'train.lr': did you mean 'optim.lr'?"),
+        ("data.epochs=3", "unknown key 'data.epochs': did you mean 'train.epochs'?"),
+        ("train.seed=3", "did you mean 'seed'?"),
+        ("train.weight_deca=0", "did you mean 'optim.weight_decay'?"),
+        ("train.learning_rate=1e-3", "did you mean 'optim.lr'?"),
+        ("optimizer.wd=0", "unknown key 'optimizer': did you mean 'optim.weight_decay'?"),
+        ("batch-size=64", "did you mean 'train.global_batch_size' or 'train.micro_batch_size'?"),
+        ("train.every_steps=3", "did you mean 'log.every_steps' or 'checkpoint.every_steps'?"),
+        ("eval.every_steps=3", "did you mean 'eval.every_epochs', 'log.every_steps' or 'checkpoint.every_steps'?"),
+        ("optimm=3", "did you mean 'optim'?"),
+        ("model.depth=3", "unknown key 'model.depth': remove it; README.md lists the keys."),
         ("train.epochs=many", "train.epochs is 'many' (str)"),
         ("train.max_steps=3.5", "train.max_steps is 3.5 (float)"),
         ("train.zero_stage=4", "train.zero_stage is 4"),
@@ -65,6 +86,13 @@ def test_a_wrong_key_or_value_is_one_sentence_that_names_it(override: str, expec
         load_config(CONFIGS[0].parent / "pervit_m.yaml", [override])
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_what_other_projects_call_a_key_leads_to_one_that_exists() -> None:
+    """Guards against advice to set a key that was renamed, and against a name for another key that has become one itself."""
+    keys = flatten(Config())
+    assert {key for meant in ALIASES.values() for key in meant} <= set(keys)
+    assert not set(ALIASES) & {key for key in keys if "." not in key}
 
 
 def test_a_key_given_twice_is_refused_and_a_section_as_value_is_merged(tmp_path: Path) -> None:

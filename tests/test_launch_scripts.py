@@ -55,6 +55,23 @@ def test_not_slurms_environment(name: str, value: str) -> None:
     assert sentence == f"error: {name} is '{value}', a whole number is needed; it is Slurm's to set, so unset it."
 
 
+@pytest.mark.parametrize("config", ["configs/convit_s.yaml", "convit_s", "convit_s.yaml", "ablations/pervit_table5_lrn"])
+def test_a_job_takes_what_the_training_takes_for_a_config(config: str) -> None:
+    """Guards against a config's name that works on one machine and is refused by the job script."""
+    sentence = the_sentence(launch("train.slurm", config, PERVIT_ROOT=str(REPOSITORY)))
+    assert sentence.startswith("error: no Slurm job was found"), "the check that follows"
+
+
+@pytest.mark.parametrize("words", [[], ["convit_z"], ["train.epochs=1"]])
+def test_a_job_without_a_config(words: list[str]) -> None:
+    """Guards against a mistake that every task of the job answers, or bash."""
+    sentence = the_sentence(launch("train.slurm", *words, PERVIT_ROOT=str(REPOSITORY)))
+    assert (
+        sentence.startswith(f"error: found '{''.join(words)}', the file of a config is needed")
+        and "a name in configs/" in sentence
+    )
+
+
 # ---- which Python -----------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from conftest import run_module
 
-from pipeline.models import list_models, model_entry
+from pipeline.models import list_models, model_entry, registry
 
 
 def test_the_list_names_every_model_with_its_paper_and_size() -> None:
@@ -15,6 +15,12 @@ def test_the_list_names_every_model_with_its_paper_and_size() -> None:
         assert model_entry(line.split()[0]).paper in line
     (tiny,) = (line for line in lines if line.startswith("pervit_t "))
     assert "7,591,000" in tiny and "(7.6M)" in tiny and "Supplement Table S5" in tiny
+
+
+def test_the_names_that_are_known_without_pytorch_are_those_that_are_registered() -> None:
+    """Guards against a family written in such a way that its models are refused before it is asked."""
+    model_entry("pervit_t")  # imports the families
+    assert sorted(registry._registered) == sorted(registry._names_in_families())
 
 
 def test_a_model_names_its_switches() -> None:

@@ -93,6 +93,14 @@ def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -
     assert str(error.value).endswith("), 1 run per folder possible: wait for it, stop it, or choose another output_dir.")
 
 
+def test_a_task_of_a_job_array_is_named_as_slurm_names_it(tmp_path: Path) -> None:
+    """Guards against a holder that `scancel` takes for the whole array, or that `squeue` does not list."""
+    process = holder(tmp_path, SLURM_JOB_ID="19", SLURM_ARRAY_JOB_ID="17", SLURM_ARRAY_TASK_ID="2")
+    with pytest.raises(UserError, match=r" \(Slurm job 17_2, since 20"):
+        RunLock.take(tmp_path)
+    end(process)
+
+
 def test_a_refused_run_does_not_free_the_folder_for_a_third(tmp_path: Path) -> None:
     """Guards against a refusal that closes the file and so drops, or overwrites, the holder's claim."""
     process = holder(tmp_path)

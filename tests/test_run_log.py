@@ -162,12 +162,14 @@ def test_a_resumed_log_has_each_step_once(tmp_path: Path) -> None:
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text(lines[0] + '{"step": 99' + "\n" + "".join(lines[1:]) + '{"step": 11, "los')
     (tmp_path / "run" / ".metrics.jsonl.123.tmp").write_text("left by a killed run")
-    second = "write_run_files(config, world, 8, 'precision fp32: a test')\nlog = RunLog(config, world, 7, 100, 1.0); steps(log, 8, 12); log.flush(to_disk=True)\n"
+    second = "os.environ.update(SLURM_JOB_ID='19', SLURM_ARRAY_JOB_ID='17', SLURM_ARRAY_TASK_ID='2')\n"
+    second += "write_run_files(config, world, 8, 'precision fp32: a test')\nlog = RunLog(config, world, 7, 100, 1.0); steps(log, 8, 12); log.flush(to_disk=True)\n"
     damaged = "shutil.copy(run_dir / 'environment.json', folder); (run_dir / 'environment.json').write_text('[{')\n"
     sentence = error_of(run(tmp_path, second + damaged + "write_run_files(config, world, 8, 'precision fp32: a test')")[0])
     assert "environment.json is damaged" in sentence and "move it away" in sentence
     starts = json.loads((tmp_path / "environment.json").read_text())
     assert [start["first_step"] for start in starts] == [1, 8]
+    assert [start["slurm"] for start in starts] == [{}, {"job": "17_2", "SLURM_JOB_ID": "19"}]  # squeue shows no 19
     assert [row["step"] for row in step_rows(tmp_path / "run")] == list(range(1, 13))
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))

@@ -54,9 +54,13 @@ def test_help_needs_none_of_the_heavy_imports(module: str) -> None:
 
 def test_a_mistake_in_the_config_and_the_first_line_come_before_the_heavy_imports() -> None:
     """Guards against a minute, on a busy machine, in which nothing shows whether the training has begun."""
-    wrong = run_python("-X", "importtime", "-m", "pipeline.train", "--config", "configs/demo.yaml", "train.epoch=1")
-    assert wrong.returncode == 2 and "did you mean 'train.epochs'" in wrong.stderr
-    assert "| torch\n" not in wrong.stderr and "pydantic\n" in wrong.stderr
+    for override, hint in (
+        ("train.epoch=1", "did you mean 'train.epochs'?"),
+        ("model.name=pervit_x", "did you mean 'pervit_t'?"),
+    ):
+        wrong = run_python("-X", "importtime", "-m", "pipeline.train", "--config", "configs/demo.yaml", override)
+        assert wrong.returncode == 2 and hint in wrong.stderr and wrong.stdout == ""
+        assert "| torch\n" not in wrong.stderr and "pydantic\n" in wrong.stderr
 
     block = "import sys; sys.modules['torch'] = None; from pipeline.cli import train_command; train_command()"
     begun = run_python("-c", block, "--config", "configs/demo.yaml")

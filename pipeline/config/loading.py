@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from pipeline.config.problems import Layer, describe, section_fields, unknown_key
+from pipeline.config.problems import Layer, describe, section_fields
 from pipeline.config.recipes import find_recipe
 from pipeline.config.sections import Config, Section
+from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import parse_value, shown
 from pipeline.errors import UserError
 
@@ -117,7 +118,7 @@ def _override(text: str) -> dict:
         raise UserError(f"override {shown(text)} is not of the form dotted.key=value: write for example train.epochs=100.")
     names = key.split(".")
     if len(names) > _DEEPEST:
-        raise UserError(f"override {shown(text)}: {unknown_key(key, names[-1])}")
+        raise UserError(f"override {shown(text)}: {unknown_key(key)}")
     try:
         tree = _value_of(key, value)
     except ValueError as error:

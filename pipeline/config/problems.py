@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline.config.describe import flatten
 from pipeline.config.sections import Config, Section
+from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import shown
 
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
@@ -75,7 +75,7 @@ def _source(loc: tuple, message: str, layers: list[Layer]) -> str:
 def _complaint(problem: dict, key: str, message: str, missing: int) -> str:
     kind, found = problem["type"], problem["input"]
     if kind == "extra_forbidden":
-        return unknown_key(key, str(problem["loc"][-1]))
+        return unknown_key(key, found)
     if kind == "missing":
         return f"{key} has {len(found)} values, {'one' if missing == 1 else missing} more needed: add {'it' if missing == 1 else 'them'}."
     if kind == "too_long" and isinstance(found, list | tuple):
@@ -91,21 +91,6 @@ def _complaint(problem: dict, key: str, message: str, missing: int) -> str:
     if kind == "value_error" and isinstance(found, dict | Section):
         return f"{key + ': ' if key else ''}{message}: correct it."
     return f"{key} is {shown(found)} ({type(found).__name__}), but the value {message}: correct it."
-
-
-def unknown_key(key: str, name: str) -> str:
-    """That there is no such key, and which was probably meant.
-
-    Args:
-        key: with its section, as far as it is known.
-        name: its last part: a key may only lack its section.
-    """
-    known = [*flatten(Config()), *(name for name in Config.model_fields if section_fields(name))]
-    leaf = {each.rpartition(".")[2]: each for each in known}
-    close = [] if len(key) > _LONG else difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    close = close or ([] if len(name) > _LONG else difflib.get_close_matches(name, leaf, n=1, cutoff=0.7))
-    remedy = f"did you mean {leaf.get(close[0], close[0])!r}?" if close else "remove it; README.md lists the keys."
-    return f"unknown key {shown(key)}: {remedy}"
 
 
 def section_fields(name: str) -> dict[str, FieldInfo]:

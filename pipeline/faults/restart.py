@@ -100,11 +100,15 @@ def reason(exit_code: int) -> str:
         return "a process failed"
 
 
-def job_name(environment: Mapping[str, str]) -> str:
-    """The name under which ``scontrol`` knows this job alone: one task of a job array has the array's number as its own."""
+def job_name(environment: Mapping[str, str]) -> str | None:
+    """The name under which ``scontrol`` knows this job alone: one task of a job array has the array's number as its own.
+
+    Returns:
+        Slurm's number, ARRAY_TASK in a job array; None outside of a job.
+    """
     if "SLURM_ARRAY_JOB_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
-    return environment.get("SLURM_JOB_ID", "none")
+    return environment.get("SLURM_JOB_ID")
 
 
 def _earlier_restarts() -> int:
@@ -126,7 +130,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, type=Path, help="the training's")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the training's")
     args = parser.parse_args()
-    job = job_name(os.environ)
+    job = job_name(os.environ) or "none"
     ended = f"{reason(args.exit_code)} (exit code {args.exit_code})"
     try:
         config = load_config(args.config, args.overrides)

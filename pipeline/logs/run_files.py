@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pipeline.agreement import do_in_main
 from pipeline.config import Config, config_to_yaml
 from pipeline.distributed import World
 from pipeline.errors import UserError
+from pipeline.faults.restart import job_name
 from pipeline.files import remove_leftovers, replace_text, write_error
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
@@ -78,8 +80,15 @@ def _environment(world: World) -> dict:
         "git_commit": _git_commit(),
         "world_size": world.size,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else platform.processor() or "cpu",
-        "slurm": {name: os.environ[name] for name in _SLURM if name in os.environ},
+        "slurm": _slurm(os.environ),
     }
+
+
+def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """``job`` is what squeue and scontrol call it, ARRAY_TASK in a job array; the rest as Slurm has it. Empty outside of a job."""
+    job = job_name(environment)
+    told = {name: environment[name] for name in _SLURM if name in environment}
+    return {"job": job, **told} if job else told
 
 
 def _git_commit() -> str | None:

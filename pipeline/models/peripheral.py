@@ -47,6 +47,9 @@ class PhiDesign:
         return self.layers if self.neighbours else 0
 
 
+PUBLISHED = PhiDesign()
+
+
 @lru_cache(maxsize=8)
 def position_distances(height: int, width: int, device: torch.device, dtype: torch.dtype, border: int = 2) -> Tensor:
     """Euclidean distance from every query to every key, with real distances beyond the border.
@@ -165,7 +168,7 @@ class PeripheralPosition(nn.Module):
         design: the network.
     """
 
-    def __init__(self, heads: int, layer: int, depth: int, design: PhiDesign = PhiDesign()) -> None:
+    def __init__(self, heads: int, layer: int, depth: int, design: PhiDesign = PUBLISHED) -> None:
         super().__init__()
         self.layers = design.layers
         channels, kernel = 4 * heads, 3 if design.neighbours else 1

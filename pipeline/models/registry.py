@@ -1,19 +1,24 @@
-"""Names of the models, who published them, and how to build one."""
+"""Names of the models, who published them, and how to build one. The names are known without PyTorch."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
-from pipeline.models.base import Switches
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pipeline.models.base import Switches
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,13 @@ class ModelEntry:
     paper_params_m: float | None  # millions; None, here and below: the paper does not say
     paper_gmacs: float | None  # 1e9 multiply-accumulates at the paper's image size
     paper_top1: float | None  # percent, on the paper's data set
+    switches: type[Switches]  # the family's ablations
     image_size: int = 224  # that the paper's figures are for
     num_classes: int = 1000
-    switches: type[Switches] = Switches  # the family's ablations
 
 
 _FAMILIES = ("convit", "deit", "gmlp", "lsat", "pervit", "posmlp")  # modules beside this one; each registers its models
+_REGISTERED = re.compile(r"^@register\(.*?^def (\w+)\(", re.DOTALL | re.MULTILINE)
 _registered: dict[str, ModelEntry] = {}
 
 
@@ -54,7 +60,27 @@ def register(description: str, **paper) -> Callable:
 
 def list_models() -> list[str]:
     """Names that :func:`create_model` knows, sorted."""
-    return sorted(_registry())
+    return sorted({*_names_in_families(), *_registered})
+
+
+@cache
+def _names_in_families() -> tuple[str, ...]:
+    """What the families will register, read from their sources: to import them, and with them PyTorch, takes seconds."""
+    sources = (Path(__file__).with_name(f"{family}.py").read_text(encoding="utf-8") for family in _FAMILIES)
+    return tuple(name for source in sources for name in _REGISTERED.findall(source))
+
+
+def check_name(name: str) -> None:
+    """See that there is a model of that name, without importing any.
+
+    Raises:
+        UserError: unknown name.
+    """
+    known = list_models()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise UserError(f"model.name is {name!r}{hint}, but it must be one of: {', '.join(known)}.")
 
 
 def model_entry(name: str) -> ModelEntry:
@@ -63,12 +89,8 @@ def model_entry(name: str) -> ModelEntry:
     Raises:
         UserError: unknown name.
     """
-    known = _registry()
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise UserError(f"model.name is {name!r}{hint}, but it must be one of: {', '.join(list_models())}.")
-    return known[name]
+    check_name(name)
+    return _registry()[name]
 
 
 def create_model(
