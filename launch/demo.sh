@@ -11,9 +11,9 @@ result=$(mktemp)
 trap 'rm -f "$result"' EXIT
 
 echo "== 1/4 images: scikit-learn's handwritten digits as JPEG files"
-python data_prep/make_demo_dataset.py --output demo/images
+python -m data_prep.make_demo_dataset --output demo/images
 echo "== 2/4 shards: WebDataset tars with indexes"
-python data_prep/shard_imagenet.py --source demo/images --output demo/shards --samples-per-shard 400
+python -m data_prep.shard_imagenet --source demo/images --output demo/shards --samples-per-shard 400
 echo "== 3/4 training: PerViT-T, DALI and DeepSpeed, $processes processes (log: runs/demo/metrics.jsonl)"
 # The demo's batch of 64 is 32 images for each of 2 processes, or 2 x 32 accumulated on one.
 bash launch/local.sh "$processes" -- pipeline.train --config configs/demo.yaml

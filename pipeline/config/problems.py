@@ -104,7 +104,9 @@ def unknown_key(key: str, name: str) -> str:
     leaf = {each.rpartition(".")[2]: each for each in known}
     close = [] if len(key) > _LONG else difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     close = close or ([] if len(name) > _LONG else difflib.get_close_matches(name, leaf, n=1, cutoff=0.7))
-    remedy = f"did you mean {leaf.get(close[0], close[0])!r}?" if close else "remove it; README.md lists the keys."
+    remedy = (
+        f"did you mean {leaf.get(close[0], close[0])!r}?" if close else "remove it; `python -m pipeline.config` lists the keys."
+    )
     return f"unknown key {shown(key)}: {remedy}"
 
 
