@@ -1,7 +1,17 @@
 #!/bin/bash
-# make demo: from nothing to a trained, evaluated PerViT-T on this machine, in a few minutes.
-# Every step is the command a real run uses; a second call finds each step done.
+# bash launch/demo.sh     what `make demo` runs: from nothing to a trained, evaluated PerViT-T on this machine, in a few minutes
+#
+#   source .venv/bin/activate && bash launch/demo.sh
+#   CUDA_VISIBLE_DEVICES= bash launch/demo.sh              # on the CPU of a machine with GPUs
+#
+# Every step is the command a real run uses; a second call finds each step done. It writes demo/ and runs/demo/.
 set -euo pipefail
+
+case "${1:-} $#" in
+  "-h "* | "--help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;;
+  " 0") ;;
+  *) echo "error: found '$*', no words are needed; for another model or data set: bash launch/local.sh --help" >&2; exit 2 ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Two processes where there are two GPUs, or without a GPU two cores.
