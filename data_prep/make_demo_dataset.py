@@ -1,22 +1,22 @@
 """Write a small real data set that needs no download: scikit-learn's handwritten digits as JPEG files.
 
-    python data_prep/make_demo_dataset.py --output DIR
+    python -m data_prep.make_demo_dataset --output DIR
 
 1,797 digits of 43 writers (UCI, "Optical Recognition of Handwritten Digits"), 10 classes, 8x8 grey levels enlarged to
 64x64, split 80/20 within each class: DIR/train/<digit>/*.JPEG and DIR/val/<digit>/*.JPEG.
 
 Examples:
-    python data_prep/make_demo_dataset.py --output demo/images
-    python data_prep/make_demo_dataset.py --output /tmp/digits
+    python -m data_prep.make_demo_dataset --output demo/images
+    python -m data_prep.make_demo_dataset --output /tmp/digits
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 from pathlib import Path
 
+from pipeline.command_line import command_parser
 from pipeline.errors import UserError, run_command
 
 SIDE = 64  # pixels
@@ -25,7 +25,7 @@ MAX_GREY = 16  # the data set's grey levels go from 0 to 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("data_prep.make_demo_dataset", __doc__)
     parser.add_argument("--output", required=True, help="folder for the images; left as it is when it exists")
     output = Path(parser.parse_args().output)
     if output.exists():
@@ -66,7 +66,7 @@ def write_digits(folder: Path) -> dict[str, int]:
 
 
 def command() -> None:
-    """``python data_prep/make_demo_dataset.py``."""
+    """``python -m data_prep.make_demo_dataset``."""
     run_command(main)
 
 

@@ -1,6 +1,6 @@
 """Write images into WebDataset shards.
 
-    python data_prep/shard_imagenet.py --source IMAGES --output DIR [--split train|val] [--subset FRACTION]
+    python -m data_prep.shard_imagenet --source IMAGES --output DIR [--split train|val] [--subset FRACTION]
 
 IMAGES is one of these; nothing is unpacked. Images may be .JPEG, .jpg or .png.
     a folder of train/<class>/*.JPEG and val/<class>/*.JPEG, or of <class>/*.JPEG for one split;
@@ -15,8 +15,8 @@ an unfinished one is finished. Every image is decoded once: DIR/reencoded.jsonl 
 form, DIR/rejected.jsonl those that were left out.
 
 Examples:
-    python data_prep/shard_imagenet.py --source /data/imagenet --output data/imagenet --workers 16
-    python data_prep/shard_imagenet.py --source my_photos --output data/my_photos --val-share 0.1
+    python -m data_prep.shard_imagenet --source /data/imagenet --output data/imagenet --workers 16
+    python -m data_prep.shard_imagenet --source my_photos --output data/my_photos --val-share 0.1
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep import MAX_REJECTED, SPLITS, counted
+from pipeline.command_line import command_parser
 from pipeline.errors import UserError, run_command
 
 if TYPE_CHECKING:  # imported where they are used: --help is there at once, and so are the workers
@@ -38,7 +39,7 @@ if TYPE_CHECKING:  # imported where they are used: --help is there at once, and 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("data_prep.shard_imagenet", __doc__)
     parser.add_argument("--source", required=True, help="images, in one of the forms above")
     parser.add_argument("--output", required=True, help="folder for the shards")
     parser.add_argument("--split", choices=SPLITS, help="default: every split that the source has")
@@ -199,7 +200,7 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
 
 
 def command() -> None:
-    """``python data_prep/shard_imagenet.py``."""
+    """``python -m data_prep.shard_imagenet``."""
     run_command(main)
 
 

@@ -1,28 +1,28 @@
 """Check a shard set from end to end, for instance after it was copied.
 
-    python data_prep/verify_shards.py DIR [--decode] [--workers N]
+    python -m data_prep.verify_shards DIR [--decode] [--workers N]
 
 Compares sizes, checksums, members and their order, indexes, labels and the sample table with each other and with
 DIR/manifest.json, and sees whether each shard is a fair sample of all classes. --decode also decodes every image. Ends with 0
 and a line when all is well, and a warning where val has the images of train; with 1 and a table of what is wrong otherwise.
 
 Examples:
-    python data_prep/verify_shards.py data/imagenet
-    python data_prep/verify_shards.py data/imagenet --decode --workers 16
+    python -m data_prep.verify_shards data/imagenet
+    python -m data_prep.verify_shards data/imagenet --decode --workers 16
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
 from data_prep import counted
+from pipeline.command_line import command_parser
 from pipeline.errors import UserError, run_command
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("data_prep.verify_shards", __doc__)
     parser.add_argument("folder", type=Path, help="the shard set: the folder that holds manifest.json")
     parser.add_argument("--decode", action="store_true", help="decode every image")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def command() -> None:
-    """``python data_prep/verify_shards.py``."""
+    """``python -m data_prep.verify_shards``."""
     run_command(main)
 
 

@@ -1,7 +1,17 @@
 #!/bin/bash
-# make demo: from nothing to a trained, evaluated PerViT-T on this machine, in a few minutes.
-# Every step is the command a real run uses; a second call finds each step done.
+# bash launch/demo.sh     what `make demo` runs: from nothing to a trained, evaluated PerViT-T on this machine, in a few minutes
+#
+#   source .venv/bin/activate && bash launch/demo.sh
+#   CUDA_VISIBLE_DEVICES= bash launch/demo.sh              # on the CPU of a machine with GPUs
+#
+# Every step is the command a real run uses; a second call finds each step done. It writes demo/ and runs/demo/.
 set -euo pipefail
+
+case "${1:-} $#" in
+  "-h "* | "--help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;;
+  " 0") ;;
+  *) echo "error: found '$*', no words are needed; for another model or data set: bash launch/local.sh --help" >&2; exit 2 ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Two processes where there are two GPUs, or without a GPU two cores.
@@ -11,9 +21,9 @@ result=$(mktemp)
 trap 'rm -f "$result"' EXIT
 
 echo "== 1/4 images: scikit-learn's handwritten digits as JPEG files"
-python data_prep/make_demo_dataset.py --output demo/images
+python -m data_prep.make_demo_dataset --output demo/images
 echo "== 2/4 shards: WebDataset tars with indexes"
-python data_prep/shard_imagenet.py --source demo/images --output demo/shards --samples-per-shard 400
+python -m data_prep.shard_imagenet --source demo/images --output demo/shards --samples-per-shard 400
 echo "== 3/4 training: PerViT-T, DALI and DeepSpeed, $processes processes (log: runs/demo/metrics.jsonl)"
 # The demo's batch of 64 is 32 images for each of 2 processes, or 2 x 32 accumulated on one.
 bash launch/local.sh "$processes" -- pipeline.train --config configs/demo.yaml

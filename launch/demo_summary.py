@@ -37,7 +37,7 @@ def summary(result: dict, run_dir: Path, seconds: int, processes: int) -> str:
         "look at curves, images and position maps": ".venv/bin/tensorboard --logdir runs",
         "train another model, the same way": "source .venv/bin/activate && bash launch/local.sh 2 -- pipeline.train "
         "--config configs/demo.yaml model.name=deit_t output_dir=runs/demo_deit",
-        "your own images: a folder FOLDER/<class>/*.jpg, a tenth of which is set aside for evaluation": "source .venv/bin/activate && python data_prep/shard_imagenet.py "
+        "your own images: a folder FOLDER/<class>/*.jpg, a tenth of which is set aside for evaluation": "source .venv/bin/activate && python -m data_prep.shard_imagenet "
         "--source FOLDER --val-share 0.1 --output data/mine",
     }
     table = [f"  {name:<10}{value}" for name, value in rows.items()]

@@ -75,6 +75,21 @@ terminate() {
 hang_up() { [ -n "$timer" ] || end_soon HUP 129; }   # the shell and the system each send one: a second is no second wish
 trap '[ -z "$timer" ] || kill "$timer"; rm -rf "$errors"' EXIT
 
+# Once, where each rank would say it in Python's words. Other errors of a package that is there are the ranks' to show.
+python -c 'import importlib.util, sys
+name = sys.argv[1]
+try:
+    found = None if name.startswith(".") else importlib.util.find_spec(name)
+    if found and found.submodule_search_locations is not None:
+        found = importlib.util.find_spec(f"{name}.__main__")
+except ModuleNotFoundError as error:
+    found = not f"{name}.".startswith(f"{error.name}.")
+except Exception:
+    found = True
+sys.exit(not found)' "$1" ||
+  fail "found '$1', which is no program for 'python -m' in $PWD, the name of a module is needed, such as pipeline.train or" \
+    "pipeline.evaluate; correct it, or go to the folder that it is in."
+
 export WORLD_SIZE=$ranks LOCAL_WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1
 MASTER_PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 export MASTER_PORT

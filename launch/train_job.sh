@@ -31,6 +31,8 @@
 #
 # Two tasks with one folder: the second is refused while the first one trains.
 
+case ${1:-} in -h | --help) sed -n '1,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;; esac
+
 fail() { echo "error: $*" >&2; exit 2; }
 
 [ -n "${SLURM_JOB_ID:-}" ] ||

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from pipeline.command_line import command_parser
 from pipeline.errors import run_command
 
 _TRAIN = """Train a model, or go on with a run that was stopped: the same command, on any number of processes.
 
-  python -m pipeline.train --config configs/pervit_t.yaml data.path=SHARD_DIR output_dir=runs/pervit_t
-  bash launch/local.sh 8 -- pipeline.train --config configs/pervit_t.yaml model.switches.conv_stem=false output_dir=runs/no_stem
+  python -m pipeline.train --config pervit_t data.path=SHARD_DIR output_dir=runs/pervit_t
+  bash launch/local.sh 8 -- pipeline.train --config pervit_t model.switches.conv_stem=false output_dir=runs/no_stem
 
 The first is one process; the second is one for each of a machine's 8 GPUs; on a cluster: sbatch launch/train.slurm configs/pervit_t.yaml.
+The folder launch/ is in the repository, not in an installed package.
 """
 _KEYS = """python -m pipeline.config lists all keys with their defaults; python -m pipeline.models lists the models, and with a
 model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any of the processes: all save what they have trained and end with exit
@@ -22,13 +23,8 @@ code 75."""
 
 def train_main() -> int:
     """Read the command line and the config, then import the training and run it; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.train",
-        description=_TRAIN,
-        epilog=_KEYS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", required=True, type=Path, help="a file, or the name of one of configs/: pervit_t")
+    parser = command_parser("pipeline.train", _TRAIN, _KEYS)
+    parser.add_argument("--config", required=True, type=Path, help="a file, or a name of those that come along: pervit_t")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=100")
     args = parser.parse_args()
 

@@ -72,7 +72,7 @@ def init_world(patience: float = 1800) -> World:
         if not os.environ.get(name):
             if world_size > 1:
                 raise UserError(
-                    f"{name} is not set, but {world_size} processes need it to find each other: start with launch/local.sh or sbatch."
+                    f"{name} is not set, but {world_size} processes need it to find each other: start with the repository's launch/local.sh or sbatch."
                 )
             os.environ[name] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}[name]
     _integer("MASTER_PORT", 0, 65535)
@@ -123,9 +123,9 @@ def _slurm_granted_gpus() -> bool:
 def _refuse_unusable_gpu() -> None:
     """A GPU beside a PyTorch that cannot use it is a mistake in the installation, not a wish to train on the CPU."""
     if os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        remedy = "install the CUDA build with `make install HAS_GPU=1`"
+        remedy = "install the CUDA build with `make install HAS_GPU=1` in the repository"
         if torch.version.cuda:
-            remedy = f"see nvidia-smi, CUDA {torch.version.cuda} needed there: a new driver, or `make install CUDA=12` for an old one"
+            remedy = f"see nvidia-smi, CUDA {torch.version.cuda} needed there: a new driver, or `make install CUDA=12` in the repository for an old one"
         raise UserError(
             f"this machine has an NVIDIA driver, but PyTorch {torch.__version__} finds no GPU: {remedy}, "
             f"or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU."
@@ -136,7 +136,7 @@ def _integer(name: str, low: int, high: int = 2**31) -> int:
     text = os.environ[name]
     if not re.fullmatch("[0-9]{1,10}", text) or not low <= int(text) <= high:
         raise UserError(
-            f"the environment variable {name} is {text!r}, a whole number from {low} to {high} needed: start with launch/local.sh or sbatch."
+            f"the environment variable {name} is {text!r}, a whole number from {low} to {high} needed: start with the repository's launch/local.sh or sbatch."
         )
     return int(text)
 
@@ -147,14 +147,14 @@ def _read_environment() -> None:
         missing = [name for name in _FROM_SRUN.values() if name not in os.environ]
         if missing:
             raise UserError(
-                f"RANK is set but {missing[0]} is not, all of RANK, WORLD_SIZE and LOCAL_RANK needed: start with launch/local.sh or sbatch."
+                f"RANK is set but {missing[0]} is not, all of RANK, WORLD_SIZE and LOCAL_RANK needed: start with the repository's launch/local.sh or sbatch."
             )
     elif "SLURM_STEP_ID" in os.environ and all(name in os.environ for name in _FROM_SRUN):
         for slurm_name, name in _FROM_SRUN.items():
             os.environ[name] = str(_integer(slurm_name, 0))
     elif os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set, both needed: start with launch/local.sh or sbatch."
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set, both needed: start with the repository's launch/local.sh or sbatch."
         )
     else:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")

@@ -85,7 +85,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
             _fail(traceback.format_exc(), 1)
         _fail(
             f"error: {sys.executable} has no package {error.name!r}: use the Python of the environment that has this project's "
-            f"packages (`source .venv/bin/activate`; `make install` makes it)."
+            f"packages (`source .venv/bin/activate`; `make install` in the repository makes it)."
         )
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if _lacks_memory(error):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.folder import parse_step
+from pipeline.command_line import command_parser
 from pipeline.errors import UserError, check_writable, run_command
 
 if TYPE_CHECKING:
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("pipeline.evaluate", __doc__)
     add = parser.add_argument
     what, where = "a run folder, one of its checkpoints, or an exported file", "CLASS/*.JPEG or SPLIT/CLASS/*.JPEG"
     add("--checkpoint", required=True, type=Path, metavar="PATH", help=what)

@@ -32,7 +32,7 @@ def gather_json(value: object, size: int, device: torch.device) -> list:
         if not 1 <= length <= LARGEST:
             raise UserError(
                 f"rank {rank} announces a message of {length} bytes, 1 to {LARGEST} needed: start again, and if it happens again see "
-                f"docs/security.md, somebody else may be writing to this port."
+                f"the repository's docs/security.md, somebody else may be writing to this port."
             )
     padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
     padded[: len(own)] = own.to(device)
@@ -49,7 +49,7 @@ def _read(text: bytes, rank: int) -> object:
         return json.loads(text.decode("ascii"))  # json.dumps writes nothing else
     except (ValueError, RecursionError):
         raise UserError(
-            f"rank {rank} sent {text[:20]!r}..., JSON needed: all processes must run the same version; if they do, see docs/security.md, "
+            f"rank {rank} sent {text[:20]!r}..., JSON needed: all processes must run the same version; if they do, see the repository's docs/security.md, "
             f"somebody else may be writing to this port."
         ) from None
 

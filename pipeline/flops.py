@@ -10,7 +10,6 @@ position encoding Φp, which depends on weights alone: a training step pays it o
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -21,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline import models
+from pipeline.command_line import command_parser
 from pipeline.errors import check_writable, run_command
 
 if TYPE_CHECKING:  # what takes seconds to import is imported where it is used: --help does not wait for it
@@ -183,10 +183,8 @@ convolution runs over 4 x heads maps that are one distance map times a number; o
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.flops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all that python -m pipeline.models lists")
+    parser = command_parser("pipeline.flops", __doc__)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all of them")
     parser.add_argument("--image-size", type=int, help="pixels (default: each model's own, which its paper's figures are for)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()

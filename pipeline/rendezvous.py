@@ -82,7 +82,7 @@ def prove_membership(secret: bytes, rank: int, size: int, device: torch.device) 
         if not is_signed(proof, secret, _PURPOSE, str(other), str(drawn)):
             raise UserError(
                 f"the process that came as rank {other} does not know the secret of this job, which all of its processes need: start them with "
-                f"one launcher, and if you did, see docs/security.md, a stranger can reach this port."
+                f"one launcher, and if you did, see the repository's docs/security.md, a stranger can reach this port."
             )
 
 
@@ -161,7 +161,7 @@ def _resolve(address: str, port: int) -> tuple:
                 reason = getattr(error, "strerror", None) or error
                 raise NotConnected(
                     f"MASTER_ADDR is {address!r}, which cannot be found ({reason}), a host name or address of rank 0's node needed: "
-                    f"start with launch/local.sh or sbatch, or correct it."
+                    f"start with the repository's launch/local.sh or sbatch, or correct it."
                 ) from None
             time.sleep(1)
 

@@ -143,7 +143,7 @@ def _check_accepted_names(config: Config) -> None:
     for name in config.checkpoint.accept:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {close[0]!r}?" if close else "remove it; README.md lists the keys."
+            remedy = f"did you mean {close[0]!r}?" if close else "remove it; `python -m pipeline.config` lists the keys."
             raise UserError(f"checkpoint.accept names {name!r}, a key, a section or `{_DATA}` needed: {remedy}")
 
 

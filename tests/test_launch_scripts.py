@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE, REPOSITORY, clean_environment
 
-SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.slurm")) + ["local.sh", "local_cluster.sh"]
+SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.slurm")) + ["demo.sh", "local.sh", "local_cluster.sh"]
 NOTE = "import json, os, sys\nwith open('note', 'w') as file:\n    json.dump({'arguments': sys.argv[1:], **os.environ}, file)\n"
 
 
@@ -37,6 +37,39 @@ def test_help(script: str, word: str) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     assert len(re.findall(rf"^  .*launch/{script}\b", result.stdout, re.MULTILINE)) >= 2, "two examples"
     assert "#SBATCH" not in re.sub(r"the #SBATCH lines", "", result.stdout) and "set -" not in result.stdout
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_of_what_is_sourced(word: str) -> None:
+    """Guards against the same of the part that the job scripts share, whose own examples are theirs."""
+    result = launch("train_job.sh", word)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("launch/train_job.sh CONFIG") and "launch/train.slurm" in result.stdout
+    assert "fail()" not in result.stdout
+
+
+def test_the_demo_takes_no_words() -> None:
+    """Guards against minutes of training after a mistyped option."""
+    assert the_sentence(launch("demo.sh", "--hepl")).startswith("error: found '--hepl', no words are needed")
+
+
+@pytest.mark.parametrize("module", ["toyy", "package", "package.toyy", "no_package.toy", "toy.py", "./toy.py", "package/toy"])
+def test_no_such_module(module: str, tmp_path: Path) -> None:
+    """Guards against "No module named ..." in Python's words, once for every rank."""
+    (tmp_path / "package").mkdir()
+    for name in ("toy.py", "package/__init__.py", "package/toy.py"):
+        (tmp_path / name).write_text(NOTE)
+    sentence = the_sentence(launch("local.sh", "2", "--", module, cwd=tmp_path))
+    assert sentence.startswith(f"error: found '{module}', which is no program for 'python -m' in {tmp_path}, ")
+
+
+def test_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
+    """Guards against a module that is there and is called missing, for what it imports is."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import packages_of_others\n")
+    (tmp_path / "package" / "toy.py").touch()
+    result = launch("local.sh", "1", "--", "package.toy", cwd=tmp_path)
+    assert result.returncode == 1 and "No module named 'packages_of_others'" in result.stderr, result
 
 
 def test_no_temporary_folder(tmp_path: Path) -> None:
@@ -70,6 +103,70 @@ def test_a_job_without_a_config(words: list[str]) -> None:
         sentence.startswith(f"error: found '{''.join(words)}', the file of a config is needed")
         and "a name in configs/" in sentence
     )
+
+
+# ---- what a job script gives to the training ---------------------------------------------------
+
+
+NOTES = (
+    "import json, sys\n"
+    "with open('notes', 'a') as file:\n    print(json.dumps([__spec__.name, *sys.argv[1:]]), file=file)\n"
+    "sys.exit({code})\n"
+)
+SCONTROL = """case "$*" in
+  "show hostnames"*) echo node1 ;;
+  "show job"*) echo "JobId=7 JobState=RUNNING Restarts=0 Requeue=1" ;;
+  *) echo "$*" >> requeued ;;
+esac"""
+
+
+def submit(root: Path, *words: str, **variables: str) -> list[list[str]]:
+    """What a job of one task starts, each with its words: a training that is preempted, and the question whether it may go on.
+
+    In Slurm's place are a ``srun`` that runs the command here and a ``scontrol`` that agrees; test_slurm.py has the real ones.
+    """
+    (root / "pipeline" / "faults").mkdir(parents=True)
+    for name, text in (
+        ("__init__", ""),
+        ("train", NOTES.format(code=75)),
+        ("faults/__init__", ""),
+        ("faults/restart", NOTES.format(code=0)),
+    ):
+        (root / "pipeline" / f"{name}.py").write_text(text)
+    bin_folder = root / "slurm"
+    bin_folder.mkdir()
+    for name, text in (("srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'), ("scontrol", SCONTROL)):
+        (bin_folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (bin_folder / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "name"}
+    path = f"{bin_folder}:{clean_environment()['PATH']}"
+    result = launch(root / "launch" / words[0], *words[1:], cwd=root, **{**slurm, "PATH": path, **variables})
+    assert result.returncode == 75, result
+    return [json.loads(line) for line in (root / "notes").read_text().splitlines()]
+
+
+ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "4"}
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "folders"),
+    [
+        ("train.slurm", {}, []),
+        ("train.slurm", {"PERVIT_OUTPUT": "/a b/%a"}, ["output_dir=/a b/%a"]),
+        ("train.slurm", {"PERVIT_OUTPUT": "/a b/%a", **ARRAY}, ["output_dir=/a b/4"]),
+        ("train.slurm", {"PERVIT_OUTPUT": "", "PERVIT_DATA": "/d %a", **ARRAY}, ["data.path=/d %a"]),
+        ("pervit_s.slurm", {}, ["data.path=data/imagenet", "output_dir=runs/name"]),
+        ("pervit_s.slurm", ARRAY, ["data.path=data/imagenet", "output_dir=runs/name_4"]),
+        ("pervit_s.slurm", {"PERVIT_OUTPUT": "/a b", "PERVIT_DATA": "/d"}, ["data.path=/d", "output_dir=/a b"]),
+    ],
+)
+def test_the_folders_of_a_job(script: str, variables: dict, folders: list[str], repository: Path) -> None:
+    """Guards against PERVIT_OUTPUT that is ignored, split at a space, stronger than the command line, or another after a requeue."""
+    config = [] if script != "train.slurm" else ["launch/train_job.sh"]  # any file: the note does not read it
+    words = ["--config", *(config or ["configs/pervit_s.yaml"]), *folders, "seed=1"]
+    asked = submit(repository, script, *config, "seed=1", **variables)
+    assert asked == [["pipeline.train", *words], ["pipeline.faults.restart", "--exit-code", "75", *words]]
+    assert (repository / "requeued").read_text() == f"requeue {'5_4' if 'SLURM_ARRAY_JOB_ID' in variables else '7'}\n"
 
 
 # ---- which Python -----------------------------------------------------------------------------

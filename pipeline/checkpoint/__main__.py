@@ -9,12 +9,12 @@ A run is meant by its output_dir, or by the folder of one of its checkpoints. ``
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from pipeline.checkpoint.folder import find_checkpoint, locate, parse_step, saved_steps, step_folder
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.whole import find_damage
+from pipeline.command_line import command_parser
 from pipeline.errors import UserError, run_command
 
 _EXAMPLES = {
@@ -95,9 +95,7 @@ def verify_one(folder: Path) -> list[str]:
 
 
 def main() -> int | None:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("pipeline.checkpoint", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (
         ("inspect", "show what is there"),

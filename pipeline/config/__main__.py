@@ -7,18 +7,16 @@ python -m pipeline.config --recipes       the configs that --config takes by nam
 
 from __future__ import annotations
 
-import argparse
 from typing import NoReturn
 
+from pipeline.command_line import command_parser
 from pipeline.config import flatten, markdown_table, shipped_recipes
 from pipeline.config.sections import Config
 from pipeline.errors import UserError, run_command
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.config", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("pipeline.config", __doc__)
     parser.add_argument("beginnings", nargs="*", metavar="KEY", help="a key, or how some begin; default: all")
     parser.add_argument("--recipes", action="store_true", help="list configs in place of keys")
     args = parser.parse_args()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from pipeline.config.problems import Layer, describe, section_fields
-from pipeline.config.recipes import find_recipe
+from pipeline.config.recipes import find_recipe, shipped_recipes
 from pipeline.config.sections import Config, Section
 from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import parse_value, shown
@@ -100,7 +100,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
         tree = {}
     if not isinstance(tree, dict):
         raise UserError(
-            f"config file {path} holds a {type(tree).__name__}, keys with values needed: see configs/pervit_t.yaml."
+            f"config file {path} holds a {type(tree).__name__}, keys with values needed: see {shipped_recipes() / 'pervit_t.yaml'}."
         )
     base = tree.pop("base", None)
     layer = Layer(f"config {path}", tree)

@@ -19,7 +19,7 @@ from pipeline.files import open_regular, replace_text
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 REJECTED, REENCODED = "rejected.jsonl", "reencoded.jsonl"
-SHARDER = "python data_prep/shard_imagenet.py --source IMAGES --output DIR"
+SHARDER = "python -m data_prep.shard_imagenet --source IMAGES --output DIR"
 
 SAMPLE_DTYPE = np.dtype(
     [
@@ -90,7 +90,7 @@ class Manifest:
             if unfinished:
                 raise UserError(
                     f"{path} is missing because the sharding of {unfinished} into this folder was not finished: "
-                    f"give the same shard_imagenet.py command again, it goes on with the shards that are missing."
+                    f"give the same sharding command again, it goes on with the shards that are missing."
                 )
             raise UserError(f"{path} is missing, one manifest per shard set needed: write the shards with {SHARDER}.")
         try:

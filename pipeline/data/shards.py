@@ -227,7 +227,7 @@ def _advice(folder: Path, split: str) -> str:
     if split not in ("train", "val"):
         return f"take one of these; other images with labels are sharded into a folder of their own, {SHARDER} --split val"
     if in_progress_file(folder, split).exists():
-        return "its sharding was not finished, give the same shard_imagenet.py command again"
+        return "its sharding was not finished, give the same sharding command again"
     if split == "val":
         return f"shard again into an empty folder with --val-share 0.1, or other images than train's with {SHARDER} --split val"
     return f"run {SHARDER} --split {split}"

@@ -86,7 +86,7 @@ class Notices:
         found = printable(note[: 4 * _SHOWN].decode(errors="replace"), _SHOWN) if note else "nothing"
         sentence = (
             f"warning: {key} in the job's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} was changed by somebody who is not of "
-            f"this job (found: {found}), a note signed now by its own process needed: it is ignored; see docs/security.md for how to keep "
+            f"this job (found: {found}), a note signed now by its own process needed: it is ignored; see the repository's docs/security.md for how to keep "
             f"strangers from that port."
         )
         with suppress(OSError):  # the terminal may be gone

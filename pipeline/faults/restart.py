@@ -1,7 +1,7 @@
 """May a run that was stopped start again? The job script asks before it requeues its job.
 
-    python -m pipeline.faults.restart --exit-code 75 --config configs/pervit_t.yaml
-    python -m pipeline.faults.restart --exit-code 137 --config configs/pervit_t.yaml output_dir=runs/other
+    python -m pipeline.faults.restart --exit-code 75 --config pervit_t
+    python -m pipeline.faults.restart --exit-code 137 --config pervit_t output_dir=runs/other
 
 Exit code 0: yes, and the restart is written down in ``restarts.json`` of the run folder. Exit code 1: no, for the reason that
 is printed. A run whose last three restarts all began at the checkpoint that is still the newest one makes no progress: what stops
@@ -10,7 +10,6 @@ it, a fourth restart would not mend.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from pipeline.checkpoint import latest_step
+from pipeline.command_line import command_parser
 from pipeline.config import load_config
 from pipeline.errors import PREEMPTED, RANK_LOST, UserError
 from pipeline.files import replace_text
@@ -125,7 +125,7 @@ def _place(step: int | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("pipeline.faults.restart", __doc__)
     parser.add_argument("--exit-code", required=True, type=int, help="that the training ended with")
     parser.add_argument("--config", required=True, type=Path, help="the training's")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the training's")

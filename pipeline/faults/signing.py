@@ -30,7 +30,7 @@ def job_secret() -> bytes:
         found = "not set" if text is None else f"{len(text)} characters that are no such number"
         raise UserError(
             f"{SECRET} is {found}, but several processes need one secret of 64 hexadecimal digits, by which they know each other: start with "
-            f"launch/local.sh or sbatch, or set it to the output of openssl rand -hex 32 for all of them."
+            f"the repository's launch/local.sh or sbatch, or set it to the output of openssl rand -hex 32 for all of them."
         )
     return bytes.fromhex(text)
 

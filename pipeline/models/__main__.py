@@ -8,12 +8,12 @@ Multiply-accumulates are counted on request, as python -m pipeline.flops does: i
 
 from __future__ import annotations
 
-import argparse
 import json
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pipeline import models
+from pipeline.command_line import command_parser
 from pipeline.errors import run_command
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ def _in_brackets(figure: float | None, unit: str = "") -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("pipeline.models", __doc__)
     parser.add_argument("model", nargs="?", help="show this one's switches")
     parser.add_argument("--gmacs", action="store_true", help="count multiply-accumulates too (slow)")
     args = parser.parse_args()
