@@ -60,7 +60,7 @@ def test_recipe_of_table_s6() -> None:
         ("train.every_steps=3", "did you mean 'log.every_steps' or 'checkpoint.every_steps'?"),
         ("eval.every_steps=3", "did you mean 'eval.every_epochs', 'log.every_steps' or 'checkpoint.every_steps'?"),
         ("optimm=3", "did you mean 'optim'?"),
-        ("model.depth=3", "unknown key 'model.depth': remove it; README.md lists the keys."),
+        ("model.depth=3", "unknown key 'model.depth': remove it; `python -m pipeline.config` lists the keys."),
         ("train.epochs=many", "train.epochs is 'many' (str)"),
         ("train.max_steps=3.5", "train.max_steps is 3.5 (float)"),
         ("train.zero_stage=4", "train.zero_stage is 4"),

@@ -63,7 +63,9 @@ def unknown_key(key: str, inside: object = None) -> str:
     near = nearest_keys(meant) or nearest_keys(key)
     *others, last = [repr(each) for each in near] or [""]
     remedy = (
-        f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?" if near else "remove it; `python -m pipeline.config` lists the keys."
+        f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?"
+        if near
+        else "remove it; `python -m pipeline.config` lists the keys."
     )
     return f"unknown key {shown(key)}: {remedy}"
 
