@@ -2,9 +2,9 @@
 
     python -m pipeline.train --config configs/pervit_t.yaml [dotted.key=value ...]
 
-The same command continues a run that was stopped, on any number of processes. Several processes: ``launch/local.sh`` on one
-machine, ``sbatch launch/train.slurm configs/pervit_t.yaml`` on a cluster. SIGTERM, SIGUSR1 or SIGHUP to any of them: all save what
-they have trained and end with exit code 75.
+The same command resumes a run that was stopped, with any world size. Several ranks: ``launch/local.sh`` on one machine,
+``sbatch launch/train.slurm configs/pervit_t.yaml`` on a cluster. On SIGTERM, SIGUSR1 or SIGHUP to any rank, all save what they
+have trained and exit with code 75.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothi
 
 
 def connect_and_train(config: Config, stop: StopSignal) -> int:
-    """Connect the processes and :func:`train`; what ``python -m pipeline.train`` does once it knows the config."""
+    """Join the other ranks, then :func:`train`: the command once its config is loaded. Returns the exit code."""
     world = init_world(config.distributed.collective_timeout)
     code = train(config, world, stop)
     disconnect()
@@ -50,12 +50,12 @@ def connect_and_train(config: Config, stop: StopSignal) -> int:
 
 
 def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
-    """Train to the end of the schedule, from the newest whole checkpoint if there is one.
+    """Train to the end of the schedule, from the newest intact checkpoint if there is one. Collective.
 
     Args:
         config: the run.
-        world: all processes; each calls this.
-        stop: where a wish to end the run shows.
+        world: all ranks.
+        stop: tells whether this process has received a signal to stop.
 
     Returns:
         The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint if a step was taken.
@@ -64,12 +64,12 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
         UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
     """
     stop = stop or StopSignal()
-    # What all processes see, so that nobody needs to hear it from another: the batch's arithmetic, the model's switches and size.
+    # Mistakes that every rank finds by itself, before anything is built: the batch size, the model's switches and image size.
     accumulation_steps(config.train, world.size, config.augment.unit)
     with torch.device("meta"):  # costs no memory
         build_model(config, world, [], fresh=False)
     with Heartbeat(world, config.distributed) as heartbeat:
-        if any(world.gather(stop.received)):  # it came while the libraries were loading: what would be built is of no use
+        if any(world.gather(stop.received)):  # received while the libraries were loading: build nothing
             if world.is_main:
                 console.say(_STOPPED_EARLY)
             return PREEMPTED
@@ -77,7 +77,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
         if run is None:
             return 0
         with run:
-            stopping = stopped_early = run.agreement.ask(stop.received != 0)  # it came while the run was built
+            stopping = stopped_early = run.agreement.ask(stop.received != 0)  # received while the run was built
             if run.evaluation_due and not stopping:
                 stopping = complete_step(run, stopping=False)
             while run.step < run.schedule.last_step and not stopping:
@@ -101,8 +101,8 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
 
 
 def training_step(run: Run) -> Batch:
-    """One optimizer step; returns its last micro-batch."""
-    config, engine, schedule, step = run.config, run.engine, run.schedule, run.step + 1  # its number, once it is done
+    """Take one optimizer step; returns its last micro-batch."""
+    config, engine, schedule, step = run.config, run.engine, run.schedule, run.step + 1  # the step's number once it is taken
     lr = learning_rate(run.step, schedule.steps_per_epoch, schedule.epochs, config.train.global_batch_size, config.optim)
     set_learning_rate(engine, lr)
     run.batchnorm.begin()
@@ -123,7 +123,7 @@ def training_step(run: Run) -> Batch:
         grad_norm = optimizer_step(engine)
         seen.append(MicroBatch(batch.request, loss.detach()))
     assert grad_norm is not None  # the last micro-batch completes the step
-    taken = math.isfinite(grad_norm)  # the same on all processes
+    taken = math.isfinite(grad_norm)  # the same on all ranks
     run.batchnorm.end(taken)
     if not taken:
         skip_or_stop(run, step, seen)
@@ -142,13 +142,13 @@ def training_step(run: Run) -> Batch:
 
 
 def complete_step(run: Run, stopping: bool) -> bool:
-    """What follows a step: an evaluation and a checkpoint, where they are due.
+    """After a step, evaluate and save a checkpoint if they are due.
 
     Args:
-        stopping: the processes have agreed to end here: an evaluation that is due is left to the next start.
+        stopping: all ranks have agreed to stop here; an evaluation that is due is left to the next start.
 
     Returns:
-        Whether the run ends here.
+        Whether the run stops here.
     """
     every, improved = run.config.checkpoint.every_steps, False
     made_up_for = run.evaluation_due and run.step == run.first_step
@@ -177,7 +177,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
 
 
 def evaluate_run(run: Run) -> dict[str, dict[str, float]] | None:
-    """Results of the current weights, and of their average if there is one; None if a signal came in between.
+    """Evaluate the current weights, and their average if there is one; None if a signal interrupted it.
 
     Leaves the engine in eval mode.
     """
@@ -201,7 +201,7 @@ def note_results(run: Run, results: dict[str, dict[str, float]]) -> bool:
     """Log an evaluation.
 
     Returns:
-        Whether the run has never been better, so that its checkpoint is to be kept.
+        Whether this is the best accuracy so far, so that its checkpoint is kept.
     """
     where = (run.step, run.schedule.epoch(run.step), run.schedule.samples(run.step))
     run.log.evaluation(*where, results)

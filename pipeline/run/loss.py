@@ -1,4 +1,4 @@
-"""The loss of images that are mixtures of two labels, and what becomes of a loss that is not finite."""
+"""Cross entropy of images that mix two labels, and how a non-finite loss reaches all ranks."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def mixed_cross_entropy(scores: Tensor, batch: Batch, label_smoothing: float) ->
 
 
 def spread_nonfinite(loss: Tensor) -> Tensor:
-    """The loss itself; if it is not finite then its gradient is not either, which all processes notice and none has to ask for."""
+    """The loss unchanged, but a non-finite one gets a NaN gradient, which all ranks see in the gradient norm without another collective."""
     return loss * torch.where(loss.isfinite(), 1.0, torch.nan)

@@ -1,4 +1,4 @@
-"""Starting a run: what was begun is found and compared, everything is built, and the log is opened."""
+"""Start or resume a run: find its checkpoint, compare config and data with it, build everything, open the log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from pipeline.run.teacher import load_teacher
 
 
 def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbeat) -> Run | None:
-    """Start a run, or go on with it from its newest whole checkpoint. Collective.
+    """Start a run, or resume it from its newest intact checkpoint. Collective.
 
     Returns:
         None if there is nothing left to train.
@@ -205,7 +205,7 @@ def training_loader(shards: ShardSet, config: Config, world: World, first_step: 
 
 
 def _say(world: World, text: str) -> None:
-    """What is being done: a start takes seconds, on a busy disk minutes."""
+    """Log what a start is doing, which takes seconds, or minutes on a busy disk. Rank 0 only."""
     if world.is_main:
         console.say(text)
 
