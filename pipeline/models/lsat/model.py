@@ -241,10 +241,9 @@ def _grid_side(side: int, halvings: int) -> int:
 def _init_weights(module: nn.Module) -> None:
     """Truncated normal weights and zero biases of linear layers and convolutions, as in the published code."""
     init_linear(module)
-    if isinstance(module, nn.Conv2d):
+    if isinstance(module, nn.Conv2d) and module.bias is not None:  # all of them have one
         nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+        nn.init.zeros_(module.bias)
 
 
 def _check_size(size: int, layout: LSATLayout) -> None:
