@@ -226,7 +226,7 @@ def test_probes_give_both_attentions_and_their_product() -> None:
     ("switches", "message"),
     [
         ({"phi_p": False, "phi_c": False}, "needs phi_p or phi_c"),
-        ({"phi_p": False, "phi_p_init": "conv"}, "phi_p_init = 'conv' for a Φp that phi_p = false removes"),
+        ({"phi_p": False, "phi_p_init": "conv"}, "phi_p_init = 'conv', but phi_p = false removes Φp"),
         (
             {"phi_p_init": "rand"},
             r"model.switches.phi_p_init is 'rand', but the value should be 'peripheral', 'conv' or 'random'",
