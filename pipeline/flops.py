@@ -55,7 +55,7 @@ convolution runs over 4 x heads scaled copies of one distance map; ours sums the
 
 def main() -> None:
     parser = command_parser("pipeline.flops", __doc__)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all models that python -m pipeline.models lists")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all models")
     parser.add_argument("--image-size", type=int, help="in pixels (default: that of the model's paper)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()

@@ -96,14 +96,21 @@ class RunLock:
 
 def _create(run_dir: Path) -> list[Path]:
     """Create the folder and its parents; returns those that did not exist, innermost first."""
-    try:
-        missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"output_dir {run_dir} cannot be created ({disk_reason(run_dir, error)}), a writable folder needed: choose another output_dir."
-        ) from None
-    return missing
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+            run_dir.mkdir(parents=True, exist_ok=True)
+            return missing
+        except OSError as error:
+            # mkdir finds a folder that another start removes before it can see that it is one.
+            blocked = os.path.lexists(run_dir) and not run_dir.is_dir()
+            if left and isinstance(error, FileExistsError | FileNotFoundError) and not blocked:
+                continue
+            raise UserError(
+                f"output_dir {run_dir} cannot be created ({disk_reason(run_dir, error)}), a writable folder needed",
+                "choose another output_dir",
+            ) from None
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _is_there(path: Path, descriptor: int) -> bool:
