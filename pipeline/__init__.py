@@ -5,6 +5,14 @@ then ``data``, ``models`` and ``optim``, to ``config`` and ``distributed``; see 
 """
 
 import warnings
+from typing import TYPE_CHECKING
+
+from pipeline.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.inference import load as load
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, **{"checkpoint.inference": "load"})
 
 if any(action == "error" for action, *_ in warnings.filters):
     # PYTHONWARNINGS=error would end every command in the middle of an import of PyTorch or DeepSpeed, which warn of each other.

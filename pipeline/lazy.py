@@ -1,4 +1,4 @@
-"""Packages that import a module when one of its names is first asked for: PyTorch alone takes seconds, and ``--help`` needs none of it."""
+"""Lazy package imports (PEP 562): a module is loaded when one of its names is first used, so that ``--help`` need not load PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], Call
 
     Args:
         package: its ``__name__``.
-        modules: module of the package (with a leading dot: beside it) -> the names that the package has from it, separated by spaces.
+        modules: module of the package -> the names that the package has from it, separated by spaces.
 
     Returns:
         The package's ``__getattr__``, ``__dir__`` and ``__all__``.

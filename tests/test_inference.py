@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from pipeline import evaluate as evaluate_command
+from pipeline import load
 from pipeline.checkpoint import read_weights, step_folder
 from pipeline.checkpoint.export import export
 from pipeline.checkpoint.inference import EvalTransform
@@ -27,7 +28,7 @@ from pipeline.data.image_folder import ImageFolder
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.models import create_model, load, load_pretrained
+from pipeline.models import create_model, load_pretrained
 from pipeline.models.weights.exported import read_tensors, write_exported
 from pipeline.run.evaluation import evaluate, evaluation_loader
 from pipeline.run.start import build_model

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from pipeline.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.inference import load as load
     from pipeline.models.registry import create_model as create_model
     from pipeline.models.registry import list_models as list_models
     from pipeline.models.registry import model_entry as model_entry
@@ -35,6 +34,5 @@ __getattr__, __dir__, __all__ = lazy_names(
         "weights.exported": "load_exported",
         "weights.reference_names": "load_reference_state_dict reference_state_dict",
         "weights.transfer": "load_pretrained",
-        ".checkpoint.inference": "load",
     },
 )

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline import load
 from pipeline.checkpoint import read_initial_weights
 from pipeline.checkpoint.trained import read_trained
 from pipeline.config import config_from_dict
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.models import create_model, load, load_exported, reference_state_dict
+from pipeline.models import create_model, load_exported, reference_state_dict
 from pipeline.models.weights.exported import Description, read_exported, write_exported
 from pipeline.models.weights.transfer import check_finite
 from pipeline.run.start import build_model
