@@ -74,8 +74,8 @@ class ContestantProcess:
         if not answer:
             self.close()
             raise UserError(
-                f"contestant {self.name} stopped in its turn ({self._last_words()}), {batches} batches needed: fix it, or leave "
-                f"it out with --only."
+                f"contestant {self.name} stopped in its turn ({self._last_words()}), {batches} batches needed",
+                "fix it, or leave it out with --only",
             )
         return Turn(wall=float(answer), cpu=self._rest() - before)
 
@@ -97,8 +97,8 @@ class ContestantProcess:
         while time.monotonic() - since < REST:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"contestant {self.name} still computes {PATIENCE} s after its turn, rest needed to measure the others: "
-                    f"leave it out with --only."
+                    f"contestant {self.name} still computes {PATIENCE} s after its turn, rest needed to measure the others",
+                    "leave it out with --only",
                 )
             time.sleep(REST / 4)
             now = self._cpu_time()

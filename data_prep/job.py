@@ -90,8 +90,8 @@ def already_written(job: ShardJob) -> SplitInfo | None:
     difference = _difference(found.source, job.description)
     if difference:
         raise UserError(
-            f"{job.folder / MANIFEST} already holds another {job.split} set ({difference} for this source): "
-            f"pass an empty --output folder."
+            f"{job.folder / MANIFEST} already holds another {job.split} set ({difference} for this source)",
+            "pass an empty --output folder",
         )
     ShardSet(job.folder, job.split)  # raises if a file is missing or damaged
     return found
@@ -109,8 +109,8 @@ def begin(job: ShardJob) -> None:
         return
     if not job.in_progress.exists():
         raise UserError(
-            f"{job.folder} already holds {len(tars)} {job.split} shards of another data set ({min(tars)}, ...), "
-            f"0 needed: pass an empty --output folder or remove them."
+            f"{job.folder} already holds {len(tars)} {job.split} shards of another data set ({min(tars)}, ...), 0 needed",
+            "pass an empty --output folder or remove them",
         )
     try:
         difference = _difference(json.loads(job.in_progress.read_text()), job.description)
@@ -118,12 +118,12 @@ def begin(job: ShardJob) -> None:
         difference = "its description cannot be read, one by this release needed"
     if difference:
         raise UserError(
-            f"{job.folder} holds an unfinished {job.split} set of another run ({difference}): run the command that began it, "
-            f"or pass an empty --output folder."
+            f"{job.folder} holds an unfinished {job.split} set of another run ({difference})",
+            "run the command that began it, or pass an empty --output folder",
         )
     foreign = tars - {shard_name(job.split, number, "tar") for number in range(job.shards)}
     if foreign:
-        raise UserError(f"{job.folder} holds {min(foreign)}, which is not one of this set's {job.shards} shards: remove it.")
+        raise UserError(f"{job.folder} holds {min(foreign)}, which is not one of this set's {job.shards} shards", "remove it")
 
 
 def remove_traces(job: ShardJob) -> None:
@@ -147,7 +147,7 @@ def _refuse_source_folder(source: Source, folder: Path) -> None:
     images, output = Path(source.path).resolve(), folder.resolve()
     if images.is_dir() and (output == images or images in output.parents):
         raise UserError(
-            f"--output {folder} is within the source {source.path}, a folder outside of it needed: pass another one."
+            f"--output {folder} is within the source {source.path}, a folder outside of it needed", "pass another one"
         )
 
 
@@ -159,8 +159,8 @@ def refuse_untaught_classes(where: str | Path, train: set[str], val: set[str]) -
     """
     if wrong := untaught_classes(train, val):
         raise UserError(
-            f"{where}: {wrong}, 0 such classes needed, because a model cannot learn them: rename or remove them, or write one split "
-            f"with --split into a folder of its own."
+            f"{where}: {wrong}, 0 such classes needed, because a model cannot learn them",
+            "rename or remove them, or write one split with --split into a folder of its own",
         )
 
 
@@ -183,6 +183,7 @@ def _class_list(source: Source, folder: Path) -> list[str]:
     if foreign:
         raise UserError(
             f"{folder / MANIFEST} describes another data set: its {len(classes)} classes lack {len(foreign)} of the source's "
-            f"{len(source.class_names)} ({', '.join(foreign[:3])}, ...): pass an empty --output folder."
+            f"{len(source.class_names)} ({', '.join(foreign[:3])}, ...)",
+            "pass an empty --output folder",
         )
     return classes

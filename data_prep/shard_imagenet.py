@@ -68,10 +68,10 @@ def main() -> None:
     for option in ("samples_per_shard", "workers"):
         if getattr(args, option) < 1:
             raise UserError(
-                f"--{option.replace('_', '-')} is {getattr(args, option)}, at least 1 needed: pass a positive number."
+                f"--{option.replace('_', '-')} is {getattr(args, option)}, at least 1 needed", "pass a positive number"
             )
     if args.seed < 0:
-        raise UserError(f"--seed is {args.seed}, at least 0 needed: pass a non-negative number.")
+        raise UserError(f"--seed is {args.seed}, at least 0 needed", "pass a non-negative number")
 
     _write(args, rules, share)
 
@@ -92,7 +92,7 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
             )
     for split, source in sources.items():
         started, before = time.monotonic(), _splits_in(args.output)
-        if overlap := same_images(before, split, source.fingerprint()):
+        if set(before) - {split} and (overlap := same_images(before, split, source.fingerprint())):
             print(f"warning: {args.output}: {overlap}; use --val-share 0.1 and an empty --output folder to hold out images")
         info = write_shards(
             source, args.output, split, args.samples_per_shard, args.workers, args.seed, rules, args.max_rejected, share, print
@@ -130,17 +130,18 @@ def _open_sources(args: argparse.Namespace) -> dict[str, Source]:
         sources = open_sources(args.source, args.split, args.devkit)
     else:
         if not 0 < args.val_share < 1:
-            raise UserError(f"--val-share is {args.val_share:g}, above 0 and below 1 needed: pass a fraction such as 0.1.")
+            raise UserError(f"--val-share is {args.val_share:g}, above 0 and below 1 needed", "pass a fraction such as 0.1")
         sources = open_sources(args.source, None, args.devkit)
         if list(sources) != ["train"]:
             raise UserError(
                 f"--val-share is {args.val_share:g}, but {args.source} has the splits {list(sources)}, only train needed to hold "
-                f"out from: drop --val-share."
+                f"out from",
+                "drop --val-share",
             )
         both = dict(zip(SPLITS, hold_out(sources["train"], args.val_share, args.seed)))
         sources = {args.split: both[args.split]} if args.split else both
     if args.subset != 1 and "train" not in sources:
-        raise UserError(f"--subset is {args.subset}, but only {list(sources)} is written and stays complete: drop --subset.")
+        raise UserError(f"--subset is {args.subset}, but only {list(sources)} is written and stays complete", "drop --subset")
     if len(sources) > 1:
         train, val = ({sources[name].class_names[n] for n in set(sources[name].labels.tolist())} for name in SPLITS)
         refuse_untaught_classes(args.source, train, val)
@@ -187,15 +188,15 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
     from pipeline.data.image_checks import ImageRules
 
     if not 0 <= args.max_rejected <= 1:
-        raise UserError(f"--max-rejected is {args.max_rejected:g}, 0 to 1 needed: pass a fraction of the images.")
+        raise UserError(f"--max-rejected is {args.max_rejected:g}, 0 to 1 needed", "pass a fraction of the images")
     if args.resize_short_side is not None and args.resize_short_side < 1:
-        raise UserError(f"--resize-short-side is {args.resize_short_side}, at least 1 needed: pass a number of pixels.")
+        raise UserError(f"--resize-short-side is {args.resize_short_side}, at least 1 needed", "pass a number of pixels")
     if args.quality is not None and args.resize_short_side is None:
         raise UserError(
             f"--quality is {args.quality} without --resize-short-side, both needed: images of full size are stored unchanged."
         )
     if args.quality is not None and not 1 <= args.quality <= 100:
-        raise UserError(f"--quality is {args.quality}, 1 to 100 needed: pass a JPEG quality.")
+        raise UserError(f"--quality is {args.quality}, 1 to 100 needed", "pass a JPEG quality")
     if args.tasks < 1 or not 0 <= args.task < args.tasks:
         raise UserError(f"--task {args.task} --tasks {args.tasks}: a task from 0 to {max(args.tasks, 1) - 1} needed.")
     rules = ImageRules(not args.no_check, args.resize_short_side, args.quality or ImageRules.quality)

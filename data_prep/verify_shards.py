@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
     args = parser.parse_args()
     if args.workers < 1:
-        raise UserError(f"--workers is {args.workers}, at least 1 needed: pass a positive number.")
+        raise UserError(f"--workers is {args.workers}, at least 1 needed", "pass a positive number")
     from data_prep.set_checks import print_table, verify  # imported late, so that --help is fast
     from data_prep.split_classes import same_images
     from pipeline.data.manifest import ShardManifest

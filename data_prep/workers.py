@@ -64,7 +64,8 @@ def run_tasks(
     except OSError as error:
         raise UserError(
             f"semaphores for {counted(workers, 'worker process')} cannot be created in /dev/shm ({error.strerror}), a few kB there "
-            f"needed: free some space on it."
+            f"needed",
+            "free some space on it",
         ) from None
     before = bar.n
     with executor as pool:
@@ -80,8 +81,8 @@ def run_tasks(
             if not isinstance(error, (BrokenProcessPool, MemoryError)):
                 raise
             raise UserError(
-                f"a worker process was killed or ran out of memory, all {workers} needed: provide more memory or pass fewer "
-                f"--workers, then run the same command again."
+                f"a worker process was killed or ran out of memory, all {workers} needed",
+                "provide more memory or pass fewer --workers, then run the same command again",
             ) from None
 
 

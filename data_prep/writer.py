@@ -159,7 +159,8 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
     rows = np.concatenate([shard.rows for shard in shards])  # (samples,) of SAMPLE_DTYPE
     if not len(rows):
         raise UserError(
-            f"none of the {len(job.source)} {job.split} images of {job.source.path} can be stored, at least 1 needed: repair them."
+            f"none of the {len(job.source)} {job.split} images of {job.source.path} can be stored, at least 1 needed",
+            "repair them",
         )
     samples_file = job.folder / f"{job.split}-samples.npy"
     for path in (samples_file, *(job.folder / name for name in (MANIFEST, REJECTED, REENCODED))):
@@ -182,7 +183,8 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
     if manifest.classes != job.classes:
         raise UserError(
             f"{job.folder / MANIFEST} was written in the meantime with {len(manifest.classes)} classes that are not this split's "
-            f"{len(job.classes)}: shard {job.split} again, which then uses the manifest's classes."
+            f"{len(job.classes)}",
+            f"shard {job.split} again, which then uses the manifest's classes",
         )
     splits = {**manifest.splits, job.split: info}
     ShardManifest(manifest.classes, dict(sorted(splits.items()))).write(job.folder)
@@ -202,7 +204,7 @@ def _write_lists(job: ShardJob, shards: list[FinishedShard]) -> None:
             kept = [line for line in old if line["split"] != job.split]
         except (ValueError, KeyError, TypeError):
             raise UserError(
-                f"{path} is damaged, a JSON object with a split on each line needed: remove it and run the same command again."
+                f"{path} is damaged, a JSON object with a split on each line needed", "remove it and run the same command again"
             ) from None
         both = sorted(kept + new, key=lambda line: line["split"])  # stable: keeps the order of the shards within a split
         content = "".join(json.dumps(line) + "\n" for line in both)

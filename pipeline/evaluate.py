@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> None:
         model = trained.build_model(config.model.switches)
     except RuntimeError:  # PyTorch's list of parameter names would not help
         raise UserError(
-            f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}: "
-            f"leave out each --switch that adds, removes or reshapes parameters."
+            f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}",
+            "leave out each --switch that adds, removes or reshapes parameters",
         ) from None
     world = init_world()
     model.to(world.device)
@@ -103,7 +103,8 @@ def run(args: argparse.Namespace) -> None:
     if "nonfinite" in result:
         raise UserError(
             f"{args.checkpoint} gives scores that are not finite for {result['nonfinite']} of {result['count']} images in {precision.name}, "
-            f"so it has no accuracy: {'' if precision.name == 'fp32' else 'try --precision fp32, or '}take a checkpoint of an earlier --step."
+            f"so it has no accuracy",
+            f"{'' if precision.name == 'fp32' else 'try --precision fp32, or '}take a checkpoint of an earlier --step",
         )
     if world.is_main:
         row = {
@@ -145,7 +146,7 @@ def with_switches(config: Config, changes: list[str]) -> Config:
             switches[name] = parse_value(value)
         except ValueError as error:
             raise UserError(
-                f"--switch {shown(change)} is not of the form name=value ({error}): write for example mask_content_layers=10."
+                f"--switch {shown(change)} is not of the form name=value ({error})", "write for example mask_content_layers=10"
             ) from None
     return config.model_copy(update={"model": config.model.model_copy(update={"switches": switches})})
 

@@ -79,10 +79,10 @@ def check_writable(path: Path) -> None:
         UserError: it is a folder, or its folder does not exist or cannot be written.
     """
     if path.is_dir():
-        raise UserError(f"{path} is a folder, the name of a file needed: add one.")
+        raise UserError(f"{path} is a folder, the name of a file needed", "add one")
     if not os.access(path.absolute().parent, os.W_OK):
         raise UserError(
-            f"{path}: the folder {path.absolute().parent} does not exist or cannot be written: create it or choose another."
+            f"{path}: the folder {path.absolute().parent} does not exist or cannot be written", "create it or choose another"
         )
 
 
@@ -161,7 +161,9 @@ def write_error(path: Path, error: OSError) -> UserError:
             f"{path} cannot be written: its disk is full ({_free_mb(path)}, {disk_reason(path, error)}): free some space {go_on}."
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-        return UserError(f"{path} cannot be written: it, or its folder, was removed while the run went on: restore it {go_on}.")
+        return UserError(
+            f"{path} cannot be written: it, or its folder, was removed while the run went on", f"restore it {go_on}"
+        )
     return DiskRefuses(f"{path} cannot be written ({error.strerror}): see to its permissions and its file system {go_on}.")
 
 

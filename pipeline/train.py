@@ -207,7 +207,7 @@ def note_results(run: Run, results: dict[str, dict[str, float]]) -> bool:
     run.log.evaluation(*where, results)
     for weights, result in results.items():
         if "nonfinite" in result:
-            run.log.say(f"warning: {weights} scores of {result['nonfinite']} images are not finite: these count as wrong")
+            run.log.warn(f"{weights} scores of {result['nonfinite']} images are not finite: these count as wrong")
     phi = pictures.peripheral_maps(run.engine.module, run.config.model.image_size)
     if phi is not None:
         run.log.image(pictures.PHI, pictures.map_grid(phi), run.step)

@@ -186,7 +186,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(small_run: Path, tmp_path: Path
 def test_a_batch_larger_than_the_training_set_is_trained_on_and_warned_of(small_run: Path, tmp_path: Path) -> None:
     """Guards against a recipe for a million images that is run on a thousand: each step is more than an epoch, and nothing says so."""
     sizes = ["train.global_batch_size=1456", "train.micro_batch_size=208", "train.max_steps=1", "train.epochs=2"]
-    said = run_forked("pipeline.train", "--config", small_run, SMALL, *sizes).stdout
+    said = run_forked("pipeline.train", "--config", small_run, SMALL, *sizes).stderr
     assert "warning: train.global_batch_size is 1,456, but the train split has only 1,438 images" in said
     assert "set it to 1,438 at most" in said
     assert step_rows(tmp_path / "run")[0]["epoch"] > 1

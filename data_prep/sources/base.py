@@ -153,8 +153,8 @@ def read_listed(path: Path, size: int) -> bytes:
 def changed(path: str | Path, what: str) -> UserError:
     """The error for a source that changed after it was listed: the shards would mix two versions of it."""
     return UserError(
-        f"{path} {what}: the source was changed while it was sharded, an unchanged one needed: restore it and run the same "
-        f"command again, or start with an empty --output folder."
+        f"{path} {what}: the source was changed while it was sharded, an unchanged one needed",
+        "restore it and run the same command again, or start with an empty --output folder",
     )
 
 
@@ -167,7 +167,7 @@ def refuse_duplicates(path: str | Path, entries: list[Entry], remedy: str) -> No
     seen: set[str] = set()
     for entry in entries:
         if entry.name in seen:
-            raise UserError(f"{path} has 2 images named {entry.name}, 1 needed: {remedy}.")
+            raise UserError(f"{path} has 2 images named {entry.name}, 1 needed", remedy)
         seen.add(entry.name)
 
 

@@ -78,12 +78,13 @@ class Cifar(ListedSource):
             ]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"{path} does not have the content of a CIFAR archive ({error!r}), a complete one needed: {_DOWNLOAD}."
+                f"{path} does not have the content of a CIFAR archive ({error!r}), a complete one needed", _DOWNLOAD
             ) from None
         if self._pixels.shape != (len(entries), _PIXELS) or self._pixels.dtype != np.uint8:
             raise UserError(
                 f"{path} has pixels of shape {self._pixels.shape} and type {self._pixels.dtype}, ({len(entries)}, {_PIXELS}) "
-                f"of uint8 needed for its {len(entries)} labels: {_DOWNLOAD}."
+                f"of uint8 needed for its {len(entries)} labels",
+                _DOWNLOAD,
             )
         super().__init__(path, class_names, entries)
 
@@ -109,8 +110,8 @@ def _load(path: Path, split: str) -> tuple[dict, list[dict], _Layout]:
     missing = [name for name in names if name not in members]
     if missing:
         raise UserError(
-            f"{path} has no member {missing[0]}, CIFAR's archive of Python pickles needed: "
-            f"pass cifar-10-python.tar.gz or cifar-100-python.tar.gz."
+            f"{path} has no member {missing[0]}, CIFAR's archive of Python pickles needed",
+            "pass cifar-10-python.tar.gz or cifar-100-python.tar.gz",
         )
     meta, *batches = (_unpickle(members[name], f"{path}: {name}") for name in names)
     return meta, batches, layout
@@ -141,7 +142,7 @@ def _unpickle(data: bytes, name: str) -> dict:
         batch = _ArraysOnly(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:  # a damaged pickle can raise nearly any exception
         reason = str(error) or type(error).__name__
-        raise UserError(f"{name} is not a pickle of plain values and arrays ({reason}), CIFAR's needed: {_DOWNLOAD}.") from None
+        raise UserError(f"{name} is not a pickle of plain values and arrays ({reason}), CIFAR's needed", _DOWNLOAD) from None
     if not isinstance(batch, dict):
-        raise UserError(f"{name} holds a {type(batch).__name__}, a dict needed: {_DOWNLOAD}.")
+        raise UserError(f"{name} holds a {type(batch).__name__}, a dict needed", _DOWNLOAD)
     return batch

@@ -48,12 +48,13 @@ def open_sources(location: str | Path, split: str | None = None, devkit: str | P
     location = Path(location)
     imagenet = _imagenet_tars(location)
     if devkit is not None and "val" not in imagenet:
-        raise UserError(f"--devkit is {devkit}, but {location} has 0 of the 1 {VAL_TAR} that it labels: drop --devkit.")
+        raise UserError(f"--devkit is {devkit}, but {location} has 0 of the 1 {VAL_TAR} that it labels", "drop --devkit")
     found = _find_imagenet(imagenet, split, devkit) if imagenet else _find(location)
     wanted = (split,) if split else found.default
     if wanted[0] not in found.openers:
         raise UserError(
-            f"{location} has the splits {list(found.openers)}, {split!r} needed: pass --split {next(iter(found.openers))} or add it."
+            f"{location} has the splits {list(found.openers)}, {split!r} needed",
+            f"pass --split {next(iter(found.openers))} or add it",
         )
     return {name: found.openers[name]() for name in wanted}
 
@@ -63,12 +64,12 @@ def _find(location: Path) -> _Found:
     if location.is_file():
         return _find_file(location)
     if not location.is_dir():
-        raise UserError(f"source {location} does not exist: pass --source with {ACCEPTED}.")
+        raise UserError(f"source {location} does not exist", f"pass --source with {ACCEPTED}")
     annotations = annotation_files(location)
     if annotations:  # before class folders: some years of iNaturalist have a train/ too, but the labels are in the annotations
         return _all({split: partial(INaturalist, location, split) for split in annotations})
     if not class_folders(location):
-        raise UserError(f"source folder {location} holds 0 folders and no known file: pass --source with {ACCEPTED}.")
+        raise UserError(f"source folder {location} holds 0 folders and no known file", f"pass --source with {ACCEPTED}")
     return _tree(list(split_folders(location)), partial(ImageFolder, location))
 
 
@@ -77,7 +78,7 @@ def _find_file(location: Path) -> _Found:
         return _all({split: partial(Cifar, location, split) for split in SPLITS})
     if location.suffix == ".zip":
         return _tree(zip_splits(location), partial(ZipFolder, location))
-    raise UserError(f"source {location} is a file of an unknown format: pass --source with {ACCEPTED}.")
+    raise UserError(f"source {location} is a file of an unknown format", f"pass --source with {ACCEPTED}")
 
 
 def _all(openers: Mapping[str, Callable[[], Source]]) -> _Found:
@@ -99,8 +100,8 @@ def _imagenet_tars(location: Path) -> dict[str, Path]:
     if others:
         names = [path.name for path in tars.values()]
         raise UserError(
-            f"source folder {location} holds both {names[0]} and a folder {others[0]}, 1 kind needed: pass the tar itself, or "
-            f"{location / others[0]} with --split."
+            f"source folder {location} holds both {names[0]} and a folder {others[0]}, 1 kind needed",
+            f"pass the tar itself, or {location / others[0]} with --split",
         )
     return tars
 

@@ -48,7 +48,8 @@ class Devkit:
         """
         if not 1 <= number <= len(self.truth):
             raise UserError(
-                f"{self.path} has the ground truth of {len(self.truth)} images, that of ILSVRC2012_val_{number:08d}.JPEG needed: {_DOWNLOAD}."
+                f"{self.path} has the ground truth of {len(self.truth)} images, that of ILSVRC2012_val_{number:08d}.JPEG needed",
+                _DOWNLOAD,
             )
         return self.wnids[self.truth[number - 1] - 1]
 
@@ -59,11 +60,11 @@ def _read_members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
         found = read_tar_gz(path, lambda member: next(filter(member.endswith, names), None), "the devkit", _DOWNLOAD)
     except FileNotFoundError:
         raise UserError(
-            f"{path} is missing, the labels of ImageNet's val split needed: put it there or pass --devkit PATH."
+            f"{path} is missing, the labels of ImageNet's val split needed", "put it there or pass --devkit PATH"
         ) from None
     for name in names:
         if name not in found:
-            raise UserError(f"{path} has no {name}, one needed: {_DOWNLOAD}.")
+            raise UserError(f"{path} has no {name}, one needed", _DOWNLOAD)
     return found
 
 
@@ -75,13 +76,12 @@ def _wnids(data: bytes, path: Path) -> list[str]:
         synsets = np.atleast_1d(loadmat(io.BytesIO(data), squeeze_me=True)["synsets"])  # (nodes,) of structs
         classes = {int(node["ILSVRC2012_ID"]): str(node["WNID"]) for node in synsets if int(node["num_children"]) == 0}
     except Exception as error:  # SciPy's parser can raise nearly any exception on a damaged file
-        raise UserError(
-            f"{path}: {_META} cannot be read ({error!r}), the struct array 'synsets' needed: {_DOWNLOAD}."
-        ) from None
+        raise UserError(f"{path}: {_META} cannot be read ({error!r}), the struct array 'synsets' needed", _DOWNLOAD) from None
     if sorted(classes) != list(range(1, len(classes) + 1)):
         raise UserError(
             f"{path}: {_META} has {len(classes)} classes with the ids {min(classes, default=0)} to {max(classes, default=0)}, "
-            f"each of 1 to {len(classes)} once needed: {_DOWNLOAD}."
+            f"each of 1 to {len(classes)} once needed",
+            _DOWNLOAD,
         )
     return [classes[number] for number in sorted(classes)]
 
@@ -91,5 +91,5 @@ def _truth(data: bytes, classes: int, path: Path) -> list[int]:
     lines = data.decode(errors="replace").split()
     for number, line in enumerate(lines, start=1):
         if not (line.isdecimal() and 1 <= int(line) <= classes):
-            raise UserError(f"{path}: {_TRUTH} has {line!r} in line {number}, an id from 1 to {classes} needed: {_DOWNLOAD}.")
+            raise UserError(f"{path}: {_TRUTH} has {line!r} in line {number}, an id from 1 to {classes} needed", _DOWNLOAD)
     return [int(line) for line in lines]

@@ -26,8 +26,8 @@ class ImageFolder(ListedSource):
         folders = split_folders(Path(root))
         if folders and split not in folders:
             raise UserError(
-                f"source folder {root} has the splits {list(folders)}, {split!r} needed: "
-                f"pass --split {next(iter(folders))} or add {Path(root) / split}."
+                f"source folder {root} has the splits {list(folders)}, {split!r} needed",
+                f"pass --split {next(iter(folders))} or add {Path(root) / split}",
             )
         self._root = folders.get(split, Path(root))
         class_names = sorted({entry.name for folder in folders.values() or [self._root] for entry in class_folders(folder)})
@@ -41,8 +41,8 @@ class ImageFolder(ListedSource):
             ignored += len(files) - len(images)
         if not entries:
             raise UserError(
-                f"source folder {self._root} holds 0 images in {len(class_names)} class folders, at least 1 needed: "
-                f"pass a folder that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG."
+                f"source folder {self._root} holds 0 images in {len(class_names)} class folders, at least 1 needed",
+                f"pass a folder that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG",
             )
         super().__init__(root, class_names, entries, ignored)
 
@@ -58,7 +58,8 @@ def split_folders(root: Path) -> dict[str, Path]:
     """
     if not root.is_dir():
         raise UserError(
-            f"source folder {root} {'is a file' if root.exists() else 'does not exist'}: pass --source with the folder that holds the images."
+            f"source folder {root} {'is a file' if root.exists() else 'does not exist'}",
+            "pass --source with the folder that holds the images",
         )
     found: dict[str, Path] = {}
     for split, names in SPLIT_FOLDERS.items():

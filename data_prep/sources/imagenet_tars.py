@@ -44,7 +44,7 @@ class ImageNetTar(ListedSource):
         data = os.pread(_opened(self.path).fileno(), size, offset)
         if len(data) != size:
             raise UserError(
-                f"{self.path} gave {len(data)} of the {size} bytes of {self._names[sample]} at offset {offset}: {_DOWNLOAD}."
+                f"{self.path} gave {len(data)} of the {size} bytes of {self._names[sample]} at offset {offset}", _DOWNLOAD
             )
         return data
 
@@ -73,7 +73,7 @@ def train_source(path: Path, more_classes: Iterable[str] = ()) -> ImageNetTar:
             ignored += len(members) - len(images)
             bar.update(size)
     if not entries:
-        raise UserError(f"{path} holds 0 images, at least 1 needed: {_DOWNLOAD}.")
+        raise UserError(f"{path} holds 0 images, at least 1 needed", _DOWNLOAD)
     refuse_duplicates(path, entries, _DOWNLOAD)
     return ImageNetTar(path, sorted({*wnids, *more_classes}), entries, ignored)
 
@@ -97,14 +97,15 @@ def val_source(path: Path, devkit: Devkit, more_classes: Iterable[str] = ()) -> 
             continue
         if not (number and member.isfile()):
             raise UserError(
-                f"{path}: member {member.name} is not one of ILSVRC2012_val_*.JPEG: pass {VAL_TAR} as it was downloaded."
+                f"{path}: member {member.name} is not one of ILSVRC2012_val_*.JPEG", f"pass {VAL_TAR} as it was downloaded"
             )
         wnid = devkit.wnid(int(number[1]))
         entries.append(Entry(wnid, f"{wnid}/{file_name}", member.size, member.offset_data))
     numbers = {entry.name.rpartition("/")[2] for entry in entries}
     if not len(entries) == len(numbers) == len(devkit.truth):
         raise UserError(
-            f"{path} holds {len(numbers)} images, {len(devkit.truth)} needed by the ground truth of {devkit.path}: {_DOWNLOAD}."
+            f"{path} holds {len(numbers)} images, {len(devkit.truth)} needed by the ground truth of {devkit.path}",
+            _DOWNLOAD,
         )
     return ImageNetTar(path, sorted({*devkit.wnids, *more_classes}), entries)
 
@@ -128,8 +129,8 @@ def tar_split(path: Path) -> str:
     name = first.rpartition("/")[2]
     if not (_CLASS_TAR.fullmatch(name) or _VAL_NAME.fullmatch(name)):
         raise UserError(
-            f"{path} begins with {first}, a class's tar (nXXXXXXXX.tar) or ILSVRC2012_val_*.JPEG needed: "
-            f"pass {TRAIN_TAR} or {VAL_TAR}."
+            f"{path} begins with {first}, a class's tar (nXXXXXXXX.tar) or ILSVRC2012_val_*.JPEG needed",
+            f"pass {TRAIN_TAR} or {VAL_TAR}",
         )
     return "train" if _CLASS_TAR.fullmatch(name) else "val"
 
@@ -142,7 +143,7 @@ def _class_tars(path: Path) -> Iterator[tuple[str, int, int]]:
             continue
         if not (name and member.isfile()):
             raise UserError(
-                f"{path}: member {member.name} is not a class's tar (nXXXXXXXX.tar): pass {TRAIN_TAR} as it was downloaded."
+                f"{path}: member {member.name} is not a class's tar (nXXXXXXXX.tar)", f"pass {TRAIN_TAR} as it was downloaded"
             )
         yield name[1], member.offset_data, member.size
 
@@ -171,11 +172,9 @@ def _walk(path: Path, name: str, place: int, size: int) -> Iterator[tarfile.TarI
                     yield member
                 end = archive.offset
         except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # impossible values in headers
-            raise UserError(
-                f"{name} ({size} bytes) is cut off or not a tar ({error}), a whole one needed: {_DOWNLOAD}."
-            ) from None
+            raise UserError(f"{name} ({size} bytes) is cut off or not a tar ({error}), a whole one needed", _DOWNLOAD) from None
         if os.pread(file.fileno(), max(0, min(_BLOCK, size - end)), place + end) != bytes(_BLOCK):
-            raise UserError(f"{name} ({size} bytes) is cut off or damaged at byte {end}, a whole tar needed: {_DOWNLOAD}.")
+            raise UserError(f"{name} ({size} bytes) is cut off or damaged at byte {end}, a whole tar needed", _DOWNLOAD)
 
 
 class _Part(io.RawIOBase):

@@ -37,23 +37,25 @@ class INaturalist(ListedSource):
         category_of = dict(labels)
         if len(labels) != len(category_of):
             raise UserError(
-                f"{path} gives {len(labels) - len(category_of)} images two categories, one each needed: download it again."
+                f"{path} gives {len(labels) - len(category_of)} images two categories, one each needed", "download it again"
             )
         unlabelled = [row["file_name"] for row in annotations[split]["images"] if category_of.get(row["id"]) not in names]
         if unlabelled:
             raise UserError(
                 f"{path} has {len(unlabelled)} images without one of its {len(names)} categories ({unlabelled[0]}, ...), "
-                f"0 needed: download it again."
+                f"0 needed",
+                "download it again",
             )
         files = {row["file_name"]: names[category_of[row["id"]]] for row in annotations[split]["images"]}
         twice = len(annotations[split]["images"]) - len(files)
         if twice:
-            raise UserError(f"{path} lists {twice} images twice, each once needed: download it again.")
+            raise UserError(f"{path} lists {twice} images twice, each once needed", "download it again")
         missing = [name for name in files if not (self._folder / name).is_file()]
         if missing or not files:
             raise UserError(
                 f"{path} lists {len(files)} images, of which {len(missing)} are not in {folder} "
-                f"({missing[0] if missing else 'none'}, ...), 0 missing and at least 1 listed needed: unpack the images there."
+                f"({missing[0] if missing else 'none'}, ...), 0 missing and at least 1 listed needed",
+                "unpack the images there",
             )
         entries = [Entry(class_name, name, (self._folder / name).stat().st_size) for name, class_name in files.items()]
         super().__init__(folder, [names[number] for number in sorted(names)], entries)
@@ -74,8 +76,8 @@ def annotation_files(folder: Path) -> dict[str, Path]:
         files = [path for path in named if path.is_file()]
         if len(files) > 1:
             raise UserError(
-                f"{folder} has {len(files)} annotation files for {split} ({files[0].name}, {files[1].name}), 1 needed: "
-                f"move those of the other years elsewhere."
+                f"{folder} has {len(files)} annotation files for {split} ({files[0].name}, {files[1].name}), 1 needed",
+                "move those of the other years elsewhere",
             )
         if files:
             found[split] = files[0]
@@ -90,7 +92,8 @@ def _read(path: Path) -> dict[str, list[dict]]:
         tables = {table: [{key: row[key] for key in keys} for row in tree[table]] for table, keys in needed.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{path} cannot be read ({error!r}), images, annotations and categories as in iNaturalist's files needed: download it again."
+            f"{path} cannot be read ({error!r}), images, annotations and categories as in iNaturalist's files needed",
+            "download it again",
         ) from None
     for table, rows in tables.items():
         for number, row in enumerate(rows):
@@ -98,7 +101,7 @@ def _read(path: Path) -> dict[str, list[dict]]:
                 wanted = _WANTED.get(key, _NUMBER)
                 if not wanted[0](value):
                     raise UserError(
-                        f"{path}: {key} of {table} {number} is {value!r:.60}, {wanted[1]} needed: download it again."
+                        f"{path}: {key} of {table} {number} is {value!r:.60}, {wanted[1]} needed", "download it again"
                     )
     return tables
 
@@ -120,7 +123,8 @@ def _class_names(tables: list[list[dict]], path: Path) -> dict[int, str]:
     rows = {(row["id"], str(row["name"])) for table in tables for row in table}
     if len(rows) != len(names):
         raise UserError(
-            f"{path} and the other split's file give {len(rows) - len(names)} categories two names, 0 needed: take both files of one year."
+            f"{path} and the other split's file give {len(rows) - len(names)} categories two names, 0 needed",
+            "take both files of one year",
         )
     unique = len(set(names.values())) == len(names)
     return names if unique else {number: f"{name} ({number})" for number, name in names.items()}

@@ -42,5 +42,5 @@ def read_tar_gz(path: Path, key: Callable[[str], str | None], what: str, remedy:
     except Exception as error:  # gzip, zlib and tarfile raise various exceptions
         if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno is not None:
             raise
-        raise UserError(f"{path} is not a whole tar.gz ({error}), {what} needed: {remedy}.") from None
+        raise UserError(f"{path} is not a whole tar.gz ({error}), {what} needed", remedy) from None
     return found

@@ -31,7 +31,7 @@ class ZipFolder(ListedSource):
         images, others = _members(str(path))
         folders = _split_folders(images)
         if folders and split not in folders:
-            raise UserError(f"{path} has the splits {list(folders)}, {split!r} needed: pass --split {next(iter(folders))}.")
+            raise UserError(f"{path} has the splits {list(folders)}, {split!r} needed", f"pass --split {next(iter(folders))}")
         depth = 2 if folders else 1  # folders above an image: SPLIT/CLASS or CLASS
         tops = set(folders.values())
         labelled = [member for member in images if len(member[0]) == depth + 1 and (not folders or member[0][0] in tops)]
@@ -45,8 +45,8 @@ class ZipFolder(ListedSource):
         refuse_duplicates(path, entries, _REPACK)
         if not entries:
             raise UserError(
-                f"{path} holds 0 images in {len(class_names)} class folders of its {split} split, at least 1 needed: "
-                f"pass a zip of CLASS/*.JPEG or {split}/CLASS/*.JPEG."
+                f"{path} holds 0 images in {len(class_names)} class folders of its {split} split, at least 1 needed",
+                f"pass a zip of CLASS/*.JPEG or {split}/CLASS/*.JPEG",
             )
         super().__init__(path, class_names, entries, others + len(images) - len(labelled))
 
@@ -64,7 +64,7 @@ class ZipFolder(ListedSource):
         except Exception as error:  # every compression method raises its own exceptions
             if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise UserError(f"{self.path}: {name} cannot be read ({error}), a whole member needed: {_REPACK}.") from None
+            raise UserError(f"{self.path}: {name} cannot be read ({error}), a whole member needed", _REPACK) from None
 
 
 def zip_splits(path: Path) -> list[str]:
@@ -84,7 +84,7 @@ def _opened(path: str) -> zipfile.ZipFile:
     except OSError:
         raise
     except Exception as error:  # zipfile can raise nearly any exception on a malformed list of members
-        raise UserError(f"{path} is not a whole zip file ({error}), a complete one needed: {_REPACK}.") from None
+        raise UserError(f"{path} is not a whole zip file ({error}), a complete one needed", _REPACK) from None
 
 
 def _members(path: str) -> tuple[list[_Member], int]:
@@ -97,7 +97,7 @@ def _members(path: str) -> tuple[list[_Member], int]:
     infos = [(place, info) for place, info in listed if not info.is_dir() and not info.filename.startswith("__MACOSX/")]
     encrypted = sum(bool(info.flag_bits & _ENCRYPTED) for _, info in infos)
     if encrypted:
-        raise UserError(f"{path} has {encrypted} encrypted members, 0 needed: pack it again without a password.")
+        raise UserError(f"{path} has {encrypted} encrypted members, 0 needed", "pack it again without a password")
     paths = [tuple(part for part in info.filename.split("/") if part not in ("", ".")) for _, info in infos]
     images = [(parts, *info) for parts, info in zip(paths, infos) if parts and is_image(parts[-1]) and parts[0][0] != "."]
     others = len(infos) - len(images)

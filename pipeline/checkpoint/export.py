@@ -31,10 +31,10 @@ def export(run_dir: Path, output: Path, step: int | str | None, kind: Kind | Non
             cannot be written.
     """
     if output.suffix != SUFFIX:
-        raise UserError(f"--output {output} ends in {output.suffix!r}, {SUFFIX!r} needed: add it.")
+        raise UserError(f"--output {output} ends in {output.suffix!r}, {SUFFIX!r} needed", "add it")
     check_writable(output)
     if output.exists() and not force:
-        raise UserError(f"{output} exists: choose another --output, or add --force to replace it.")
+        raise UserError(f"{output} exists", "choose another --output, or add --force to replace it")
     saved = read_weights(run_dir, step)
     description = describe(saved.state, kind or saved.default, names)
     write_exported(output, saved.choose(kind), description)

@@ -97,12 +97,12 @@ def find_step(run_dir: Path, step: int | str | None = None) -> int:
     steps = saved_steps(run_dir)
     if not steps:
         raise UserError(
-            f"{run_dir} holds 0 checkpoints, 1 needed (no {FOLDER}/step-*): pass the output_dir of a run that has saved one."
+            f"{run_dir} holds 0 checkpoints, 1 needed (no {FOLDER}/step-*)", "pass the output_dir of a run that has saved one"
         )
     if step == BEST:
         return _best_step(run_dir, steps)
     if step is not None and step not in steps:
-        raise UserError(f"{run_dir} has no checkpoint of step {step}, but of {steps}: choose one of them.")
+        raise UserError(f"{run_dir} has no checkpoint of step {step}, but of {steps}", "choose one of them")
     return steps[-1] if step is None else step
 
 
@@ -122,7 +122,7 @@ def find_checkpoint(path: Path, step: int | str | None = None) -> tuple[Path, in
     run_dir, named = locate(path)
     found = find_step(run_dir, named if step is None else step)
     if named is not None and found != named:
-        raise UserError(f"{path} is of step {named}, but --step is {step}: leave one of them out.")
+        raise UserError(f"{path} is of step {named}, but --step is {step}", "leave one of them out")
     return run_dir, found
 
 
@@ -133,14 +133,15 @@ def _best_step(run_dir: Path, steps: list[int]) -> int:
         except UserError:
             continue  # a damaged one
         if best is None:
-            raise UserError(f"{run_dir} has no best checkpoint, it was not evaluated yet: choose a step of {steps}.")
+            raise UserError(f"{run_dir} has no best checkpoint, it was not evaluated yet", f"choose a step of {steps}")
         if best["step"] not in steps:
             raise UserError(
-                f"{run_dir} no longer has its best checkpoint, that of step {best['step']}, but those of {steps}: choose one of them."
+                f"{run_dir} no longer has its best checkpoint, that of step {best['step']}, but those of {steps}",
+                "choose one of them",
             )
         return best["step"]
     raise UserError(
-        f"{run_dir} has no checkpoint that says which is the best, of {steps} none can be read: choose one of them."
+        f"{run_dir} has no checkpoint that says which is the best, of {steps} none can be read", "choose one of them"
     )
 
 

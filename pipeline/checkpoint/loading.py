@@ -51,8 +51,8 @@ def newest_whole(run_dir: Path, world: World) -> Verified | None:
         damaged[step] = "; ".join(problems)
     if damaged:
         raise UserError(
-            f"{damaged[steps[-1]]}; 0 of the {len(steps)} checkpoints in {run_dir} are whole, 1 needed: restore the files, or choose "
-            f"another output_dir."
+            f"{damaged[steps[-1]]}; 0 of the {len(steps)} checkpoints in {run_dir} are whole, 1 needed",
+            "restore the files, or choose another output_dir",
         )
     return None
 
@@ -98,8 +98,8 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
 
 def _unreadable(error: OSError) -> UserError:
     return UserError(
-        f"{error.filename or 'a checkpoint'} cannot be read on {socket.gethostname()} ({error.strerror}): check its file system, then "
-        f"give the same command again."
+        f"{error.filename or 'a checkpoint'} cannot be read on {socket.gethostname()} ({error.strerror})",
+        "check its file system, then give the same command again",
     )
 
 
@@ -120,9 +120,9 @@ def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: W
     try:
         _read(engine, verified, ema)
     except (KeyError, RuntimeError) as error:  # a slice or buffer that is missing, or of another shape
-        refusal = UserError(f"{verified.folder} is of another model ({error.args[0]}): choose another output_dir.")
+        refusal = UserError(f"{verified.folder} is of another model ({error.args[0]})", "choose another output_dir")
     except (SafetensorError, OSError) as error:
-        refusal = UserError(f"{verified.folder} can no longer be read ({error}): check its file system, then start again.")
+        refusal = UserError(f"{verified.folder} can no longer be read ({error})", "check its file system, then start again")
     try:
         verified.seen.check()
     except UserError as error:

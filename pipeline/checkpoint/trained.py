@@ -57,7 +57,7 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
     if source.suffix != SUFFIX or source.is_dir():
         if source.is_file():
             raise UserError(
-                f"{source} is neither a run folder nor a {SUFFIX} file: pass a run's output_dir, or what export wrote."
+                f"{source} is neither a run folder nor a {SUFFIX} file", "pass a run's output_dir, or what export wrote"
             )
         saved = read_weights(source, step)
         config = config_from_dict(saved.state.config, source=str(source))
@@ -65,7 +65,7 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
     model, its = read_exported(source)
     for option, asked, found in (("--step", step, its.step), ("--weights", kind, its.weights)):
         if asked not in (None, found):
-            raise UserError(f"{source} has {option} {found}, not {asked}: leave the option out, or pass a run folder.")
+            raise UserError(f"{source} has {option} {found}, not {asked}", "leave the option out, or pass a run folder")
     tree = {
         "model": {key: getattr(its, key) for key in ("num_classes", "image_size", "switches")} | {"name": its.model},
         "data": {key: getattr(its, key) for key in ("mean", "std", "eval_crop")},

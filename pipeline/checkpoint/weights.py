@@ -37,7 +37,7 @@ class SavedWeights:
         kind = kind or self.default
         chosen = self.ema if kind == "ema" else self.model
         if chosen is None:
-            raise UserError("the checkpoint has no ema weights: choose the model's, or train with train.ema_decay.")
+            raise UserError("the checkpoint has no ema weights", "choose the model's, or train with train.ema_decay")
         check_finite(chosen, source=f"the checkpoint of step {self.state.step}")
         return chosen
 
@@ -69,7 +69,7 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
     manifest = CheckpointManifest.read(folder)
     seen = Seen.look(folder, manifest.files)
     if damage := find_all_damage(folder, manifest):
-        raise UserError(f"{damage[0]}: take another checkpoint (present: steps {saved_steps(run_dir)}), or restore the file.")
+        raise UserError(damage[0], f"take another checkpoint (present: steps {saved_steps(run_dir)}), or restore the file")
     parts = Parts(folder, [record.name for record in manifest.files])
     buffers = {name: parts.read_buffer(name).clone() for name in parts.names(BUFFER)}
 
@@ -101,7 +101,7 @@ def read_initial_weights(source: Path) -> InitialWeights:
         saved = read_weights(source)
         return InitialWeights(saved.choose(), saved.state.classes, f"{saved.default} weights of step {saved.state.step}")
     if not source.is_file():
-        raise UserError(f"train.init_from {source} does not exist: pass a run folder or a file with a state dict.")
+        raise UserError(f"train.init_from {source} does not exist", "pass a run folder or a file with a state dict")
     if source.suffix == SUFFIX:
         weights, its = read_tensors(source)
         if its is None:
@@ -115,10 +115,10 @@ def read_initial_weights(source: Path) -> InitialWeights:
         if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             reason = f"it also holds a {foreign[1]}, which could run code"
         raise UserError(
-            f"train.init_from {source} cannot be read ({reason}): pass a file that torch.save or safetensors wrote, with a state "
-            f"dict alone."
+            f"train.init_from {source} cannot be read ({reason})",
+            "pass a file that torch.save or safetensors wrote, with a state dict alone",
         ) from None
     found = loaded.get("model", loaded.get("state_dict", loaded)) if isinstance(loaded, dict) else loaded
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
-        raise UserError(f"train.init_from {source} holds no state dict, names with tensors needed: pass another file.")
+        raise UserError(f"train.init_from {source} holds no state dict, names with tensors needed", "pass another file")
     return InitialWeights(found, None, f"{len(found)} tensors")

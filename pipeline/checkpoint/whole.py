@@ -100,7 +100,8 @@ class Seen:
             if _marks(self.folder / name) != marks:
                 raise UserError(
                     f"{self.folder / name} was replaced or changed while the checkpoint was read, the file that was compared with its "
-                    f"checksum needed: let nothing write there and give the same command again."
+                    f"checksum needed",
+                    "let nothing write there and give the same command again",
                 )
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     beginnings = tuple(args.beginnings)
     for beginning in beginnings:
         if not any(key.startswith(beginning) for key in flatten(Config())):
-            raise UserError(f"no key begins with {beginning!r}: run the command without it to list all keys.")
+            raise UserError(f"no key begins with {beginning!r}", "run the command without it to list all keys")
     print(markdown_table(beginnings or ("",)))
 
 

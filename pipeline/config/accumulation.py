@@ -26,8 +26,8 @@ def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> in
         processes = "process" if world_size == 1 else "processes"
         raise UserError(
             f"train.global_batch_size is {global_batch}, but train.micro_batch_size {micro} x {world_size} {processes} = {per_pass} does "
-            f"not divide it ({global_batch} / {per_pass} = {global_batch / per_pass:.4g} accumulation steps, a whole number needed): "
-            f"{_remedy(global_batch, micro, world_size, unit)}."
+            f"not divide it ({global_batch} / {per_pass} = {global_batch / per_pass:.4g} accumulation steps, a whole number needed)",
+            _remedy(global_batch, micro, world_size, unit),
         )
     return steps
 

@@ -88,29 +88,30 @@ def section_from_dict(section: type[AnySection], values: Mapping[str, Any], key:
             raise UserError(f"{key}: unknown switch {shown(name)}: {hint}") from None
         message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
         where = f"{key}.{name}" if name else key
-        raise UserError(f"{where} is {shown(problem['input'])}, but the value {message}: correct it.") from None
+        raise UserError(f"{where} is {shown(problem['input'])}, but the value {message}", "correct it") from None
 
 
 def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
     """The layers of a file's bases, then its own: later layers override earlier ones."""
     if path.resolve() in seen:
-        raise UserError(f"config file {path} is its own base ({' -> '.join(p.name for p in seen)}): remove one 'base:' line.")
+        raise UserError(f"config file {path} is its own base ({' -> '.join(p.name for p in seen)})", "remove one 'base:' line")
     try:
         tree = parse_value(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is a ValueError too
-        raise UserError(f"config file {path} is not valid YAML ({error}): fix that line.") from None
+        raise UserError(f"config file {path} is not valid YAML ({error})", "fix that line") from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         raise UserError(
-            f"config file {path} holds a {type(tree).__name__}, a mapping of keys to values needed: see {shipped_recipes() / 'pervit_t.yaml'}."
+            f"config file {path} holds a {type(tree).__name__}, a mapping of keys to values needed",
+            f"see {shipped_recipes() / 'pervit_t.yaml'}",
         )
     base = tree.pop("base", None)
     layer = Layer(f"config {path}", tree)
     if base is None:
         return [layer]
     if not isinstance(base, str) or not base.isprintable():
-        raise UserError(f"config file {path} has base: {shown(base)}, a file name needed: correct it.")
+        raise UserError(f"config file {path} has base: {shown(base)}, a file name needed", "correct it")
     return [*_read_with_bases(find_recipe(base, path.parent), (*seen, path.resolve())), layer]
 
 
@@ -118,7 +119,7 @@ def _override(text: str) -> dict:
     """``dotted.key=value`` as a nested dictionary."""
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise UserError(f"override {shown(text)} is not of the form dotted.key=value: write for example train.epochs=100.")
+        raise UserError(f"override {shown(text)} is not of the form dotted.key=value", "write for example train.epochs=100")
     names = key.split(".")
     if len(names) > _DEEPEST:
         raise UserError(f"override {shown(text)}: {unknown_key(key)}")
@@ -126,7 +127,7 @@ def _override(text: str) -> dict:
         tree = _value_of(key, value)
     except ValueError as error:
         raise UserError(
-            f"override {shown(text)}: the text after the = is not a YAML value ({error}): correct it, or quote it."
+            f"override {shown(text)}: the text after the = is not a YAML value ({error})", "correct it, or quote it"
         ) from None
     for name in reversed(names):
         tree = {name: tree}

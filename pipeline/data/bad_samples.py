@@ -60,7 +60,8 @@ class BadSamples:
             if len(replacement) > self._limit:
                 self._over = UserError(
                     f"{len(replacement)} samples of {self._shards.folder} cannot be used, data.max_bad_samples allows {self._limit}; "
-                    f"the last one: {damage}: restore the files, or raise data.max_bad_samples."
+                    f"the last one: {damage}",
+                    "restore the files, or raise data.max_bad_samples",
                 )
                 raise self._over
 
@@ -76,7 +77,8 @@ class BadSamples:
             if candidate not in bad:
                 return candidate
         raise UserError(
-            f"none of the {len(self._shards)} samples of {self._shards.folder} can be used, at least 1 needed: restore the files."
+            f"none of the {len(self._shards)} samples of {self._shards.folder} can be used, at least 1 needed",
+            "restore the files",
         )
 
 

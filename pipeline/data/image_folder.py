@@ -44,7 +44,7 @@ class ImageFolder:
         self.folder, self.classes = folder / (self.split or ""), list(classes)
         if not self.folder.is_dir():
             raise UserError(
-                f"--data {folder} is no folder: pass a folder with shards, or one with a folder of images per class."
+                f"--data {folder} is no folder", "pass a folder with shards, or one with a folder of images per class"
             )
         folders = sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir() and not entry.name.startswith("."))
         number = {name: label for label, name in enumerate(self.classes)}
@@ -52,14 +52,15 @@ class ImageFolder:
         if unknown:
             raise UserError(
                 f"{self.folder} has {len(unknown)} folders that are not classes of the model ({_some(unknown)}; its {len(self.classes)} "
-                f"classes are {_some(self.classes)}): rename or remove them, or pass images of the data set that it was trained on."
+                f"classes are {_some(self.classes)})",
+                "rename or remove them, or pass images of the data set that it was trained on",
             )
         listed = [(name, file) for name in folders for file in sorted(os.listdir(self.folder / name))]
         self._files = [f"{name}/{file}" for name, file in listed if _is_image(file)]
         if not self._files:
             raise UserError(
-                f"{self.folder} holds no {MANIFEST} and 0 images in {len(folders)} class folders, at least 1 needed: pass a folder "
-                f"with shards, or one that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG."
+                f"{self.folder} holds no {MANIFEST} and 0 images in {len(folders)} class folders, at least 1 needed",
+                f"pass a folder with shards, or one that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG",
             )
         self._labels = [number[name.partition("/")[0]] for name in self._files]
         self._coming: dict[int, StoredImage | DamagedSample] = {}  # checked by __getitem__, not yet read

@@ -89,10 +89,10 @@ class ShardManifest:
             unfinished = ", ".join(name for name in ("train", "val") if in_progress_file(folder, name).exists())
             if unfinished:
                 raise UserError(
-                    f"{path} is missing because the sharding of {unfinished} into this folder was not finished: "
-                    f"run the same sharding command again, which writes the missing shards."
+                    f"{path} is missing because the sharding of {unfinished} into this folder was not finished",
+                    "run the same sharding command again, which writes the missing shards",
                 )
-            raise UserError(f"{path} is missing, one manifest per shard set needed: write the shards with {SHARDER}.")
+            raise UserError(f"{path} is missing, one manifest per shard set needed", f"write the shards with {SHARDER}")
         try:
             tree = json.loads(path.read_text())
             version = tree["version"]
@@ -104,11 +104,12 @@ class ShardManifest:
                 manifest._check()
                 return manifest
         except _Impossible as error:
-            raise UserError(f"{path} is damaged: {error}: {_RESTORE}.") from None
+            raise UserError(f"{path} is damaged: {error}", _RESTORE) from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path} is damaged ({error!r}), a whole manifest needed: {_RESTORE}.") from None
+            raise UserError(f"{path} is damaged ({error!r}), a whole manifest needed", _RESTORE) from None
         raise UserError(
-            f"{path} has format version {version}, version {FORMAT_VERSION} needed: use the release that wrote it or shard again."
+            f"{path} has format version {version}, version {FORMAT_VERSION} needed",
+            "use the release that wrote it or shard again",
         )
 
     def _check(self) -> None:

@@ -65,7 +65,8 @@ class ShardSet:
         manifest = ShardManifest.read(self.folder)
         if split not in manifest.splits:
             raise UserError(
-                f"{self.folder / MANIFEST} has the splits {sorted(manifest.splits)}, {split!r} needed: {_advice(self.folder, split)}."
+                f"{self.folder / MANIFEST} has the splits {sorted(manifest.splits)}, {split!r} needed",
+                _advice(self.folder, split),
             )
         self.classes = manifest.classes
         self.info = manifest.splits[split]
@@ -163,7 +164,7 @@ class ShardSet:
             data = os.pread(self._descriptor(shard), size, offset)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):  # too many open files: not the sample's fault
-                raise UserError(f"{self.folder}: {error.strerror}: raise `ulimit -n`, or use larger shards.") from None
+                raise UserError(f"{self.folder}: {error.strerror}", "raise `ulimit -n`, or use larger shards") from None
             raise self.damaged(index, f"cannot be read ({error.strerror})") from None
         if len(data) != size:
             raise self.damaged(index, f"is cut off: {len(data)} of its {size} bytes are there, at offset {offset}")
@@ -198,11 +199,11 @@ class ShardSet:
         try:
             found = path.stat()
         except FileNotFoundError:
-            raise UserError(f"{path} is missing, {expected} bytes needed by {MANIFEST}: {remedy}.") from None
+            raise UserError(f"{path} is missing, {expected} bytes needed by {MANIFEST}", remedy) from None
         if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{path} is not a regular file, one of {expected} bytes needed by {MANIFEST}: {remedy}.")
+            raise UserError(f"{path} is not a regular file, one of {expected} bytes needed by {MANIFEST}", remedy)
         if found.st_size != expected:
-            raise UserError(f"{path} has {found.st_size} bytes, {expected} needed by {MANIFEST}: {remedy}.")
+            raise UserError(f"{path} has {found.st_size} bytes, {expected} needed by {MANIFEST}", remedy)
 
     def _map_samples(self) -> np.ndarray:
         path, needed = self.folder / self.info.samples_file, f"{self.info.samples} samples needed by {MANIFEST}"
@@ -213,11 +214,11 @@ class ShardSet:
             samples = map_sample_table(path, self.info.samples)
             wrong = find_out_of_range(samples, [shard.bytes for shard in self.info.shards], len(self.classes))
         except FileNotFoundError:
-            raise UserError(f"{path} is missing, {needed}: {remedy}.") from None
+            raise UserError(f"{path} is missing, {needed}", remedy) from None
         except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}), {needed}: {remedy}.") from None
+            raise UserError(f"{path} is damaged ({error}), {needed}", remedy) from None
         if wrong:
-            raise UserError(f"{path} does not fit {MANIFEST}: {wrong} needed: {remedy}.")
+            raise UserError(f"{path} does not fit {MANIFEST}: {wrong} needed", remedy)
         return samples
 
 
@@ -235,7 +236,7 @@ def _advice(folder: Path, split: str) -> str:
 def _find(folder: Path, split: str) -> Path:
     """``folder``, or ``folder/split`` if the manifest is there."""
     if not folder.is_dir():
-        raise UserError(f"shard folder {folder} does not exist: set data.path to the folder that {SHARDER} wrote.")
+        raise UserError(f"shard folder {folder} does not exist", f"set data.path to the folder that {SHARDER} wrote")
     nested = folder / split
     return nested if (nested / MANIFEST).is_file() and not (folder / MANIFEST).is_file() else folder
 
@@ -246,7 +247,7 @@ def _allow_open_files(shards: int) -> None:
     needed = shards + 256  # for everything else: libraries, sockets, logs, checkpoints
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise UserError(
-            f"{shards} shards need {needed} open files, the system allows {hard}: raise `ulimit -Hn` or use larger shards."
+            f"{shards} shards need {needed} open files, the system allows {hard}", "raise `ulimit -Hn` or use larger shards"
         )
     wanted = soft + shards
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

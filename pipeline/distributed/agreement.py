@@ -82,8 +82,8 @@ class Agreement:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(
-                f"the ranks cannot connect over gloo ({reason}): set GLOO_SOCKET_IFNAME to the network interface between the nodes, "
-                f"such as eth0 (ip addr lists them)."
+                f"the ranks cannot connect over gloo ({reason})",
+                "set GLOO_SOCKET_IFNAME to the network interface between the nodes, such as eth0 (ip addr lists them)",
             ) from None
         self._work: dist.Work | None = None
         self._values = torch.zeros(3, dtype=torch.int64)  # stop, save_failed, -written: the maximum of the last is its minimum

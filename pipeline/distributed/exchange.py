@@ -33,8 +33,9 @@ def gather_json(value: object, size: int, device: torch.device) -> list:
     for rank, length in enumerate(lengths.flatten().tolist()):
         if not 1 <= length <= LARGEST:
             raise UserError(
-                f"rank {rank} announces a message of {length} bytes, 1 to {LARGEST} needed: start again, and if it happens again see "
-                f"the repository's docs/security.md, somebody else may be writing to this port."
+                f"rank {rank} announces a message of {length} bytes, 1 to {LARGEST} needed",
+                "start again, and if it happens again see "
+                "the repository's docs/security.md, somebody else may be writing to this port",
             )
     padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
     padded[: len(own)] = own.to(device)
@@ -51,8 +52,9 @@ def _read(text: bytes, rank: int) -> object:
         return json.loads(text.decode("ascii"))  # json.dumps writes nothing else
     except (ValueError, RecursionError):
         raise UserError(
-            f"rank {rank} sent {text[:20]!r}..., JSON needed: all ranks must run the same version; if they do, see the repository's docs/security.md, "
-            f"somebody else may be writing to this port."
+            f"rank {rank} sent {text[:20]!r}..., JSON needed",
+            "all ranks must run the same version; if they do, see the repository's docs/security.md, "
+            "somebody else may be writing to this port",
         ) from None
 
 

@@ -88,8 +88,9 @@ def prove_membership(secret: bytes, rank: int, size: int, device: torch.device) 
     for other, proof in enumerate(proofs):
         if not is_signed(proof, secret, _PURPOSE, str(other), str(challenge)):
             raise UserError(
-                f"the process that came as rank {other} does not know the secret of this job, which all of its processes need: start them with "
-                f"one launcher, and if you did, see the repository's docs/security.md, a stranger can reach this port."
+                f"the process that came as rank {other} does not know the secret of this job, which all of its processes need",
+                "start them with "
+                "one launcher, and if you did, see the repository's docs/security.md, a stranger can reach this port",
             )
 
 
@@ -116,7 +117,8 @@ def _host_store(size: int, timeout: timedelta) -> dist.TCPStore:
         listener = _listen(address, port)
     except OSError as error:
         raise NotConnected(
-            f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {address}:{port} ({os.strerror(error.errno or 0)}): start again, or set MASTER_PORT to a free port."
+            f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {address}:{port} ({os.strerror(error.errno or 0)})",
+            "start again, or set MASTER_PORT to a free port",
         ) from None
     return dist.TCPStore(
         address, port, size, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
@@ -151,8 +153,8 @@ def _reach_store(rank: int, timeout: float) -> dist.TCPStore:
             if time.monotonic() > deadline:
                 reason = (error.strerror or "no answer") if isinstance(error, OSError) else "no answer"
                 raise NotConnected(
-                    f"rank {rank} found nobody at MASTER_ADDR:MASTER_PORT {address}:{port} for {timeout:.0f} s ({reason}), rank 0 needed there: "
-                    f"see whether it has started (its log) and whether a firewall stands between the nodes."
+                    f"rank {rank} found nobody at MASTER_ADDR:MASTER_PORT {address}:{port} for {timeout:.0f} s ({reason}), rank 0 needed there",
+                    "see whether it has started (its log) and whether a firewall stands between the nodes",
                 ) from None
             time.sleep(0.2)  # rank 0 may still be starting; thousands of ranks may ask
 
@@ -167,8 +169,8 @@ def _resolve(address: str, port: int) -> tuple:
             if getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > deadline:
                 reason = getattr(error, "strerror", None) or error
                 raise NotConnected(
-                    f"MASTER_ADDR is {address!r}, which cannot be found ({reason}), a host name or address of rank 0's node needed: "
-                    f"start with the repository's launch/local.sh or sbatch, or correct it."
+                    f"MASTER_ADDR is {address!r}, which cannot be found ({reason}), a host name or address of rank 0's node needed",
+                    "start with the repository's launch/local.sh or sbatch, or correct it",
                 ) from None
             time.sleep(1)  # EAI_AGAIN: the name service asks for a retry
 

@@ -29,8 +29,9 @@ def job_secret() -> bytes:
     if text is None or not re.fullmatch(r"[0-9a-f]{64}", text):
         found = "not set" if text is None else f"{len(text)} characters that are no such number"
         raise UserError(
-            f"{SECRET} is {found}, but several processes need one secret of 64 hexadecimal digits, to authenticate each other: start with "
-            f"the repository's launch/local.sh or sbatch, or set it to the output of openssl rand -hex 32 for all of them."
+            f"{SECRET} is {found}, but several processes need one secret of 64 hexadecimal digits, to authenticate each other",
+            "start with "
+            "the repository's launch/local.sh or sbatch, or set it to the output of openssl rand -hex 32 for all of them",
         )
     return bytes.fromhex(text)
 

@@ -75,7 +75,8 @@ def init_world(timeout: float = DEFAULT_TIMEOUT) -> World:
         if not os.environ.get(name):
             if world_size > 1:
                 raise UserError(
-                    f"{name} is not set, but {world_size} processes need it to find each other: start with the repository's launch/local.sh or sbatch."
+                    f"{name} is not set, but {world_size} processes need it to find each other",
+                    "start with the repository's launch/local.sh or sbatch",
                 )
             os.environ[name] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}[name]
     _integer("MASTER_PORT", 0, 65535)
@@ -112,7 +113,8 @@ def _gpu_index(local_rank: int, local_size: int) -> int:
         return 0
     if local_rank >= visible:
         raise UserError(
-            f"this node runs {local_size} processes but has {visible} GPUs, one per process needed: start {visible} processes per node."
+            f"this node runs {local_size} processes but has {visible} GPUs, one per process needed",
+            f"start {visible} processes per node",
         )
     return local_rank
 
@@ -129,8 +131,8 @@ def _refuse_unusable_gpu() -> None:
         if torch.version.cuda:
             remedy = f"see nvidia-smi, CUDA {torch.version.cuda} needed there: a new driver, or `make install CUDA=12` in the repository for an old one"
         raise UserError(
-            f"this machine has an NVIDIA driver, but PyTorch {torch.__version__} finds no GPU: {remedy}, "
-            f"or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU."
+            f"this machine has an NVIDIA driver, but PyTorch {torch.__version__} finds no GPU",
+            f"{remedy}, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU",
         )
 
 
@@ -138,7 +140,8 @@ def _integer(name: str, low: int, high: int = 2**31) -> int:
     text = os.environ[name]
     if not re.fullmatch("[0-9]{1,10}", text) or not low <= int(text) <= high:
         raise UserError(
-            f"the environment variable {name} is {text!r}, a whole number from {low} to {high} needed: start with the repository's launch/local.sh or sbatch."
+            f"the environment variable {name} is {text!r}, a whole number from {low} to {high} needed",
+            "start with the repository's launch/local.sh or sbatch",
         )
     return int(text)
 
@@ -149,14 +152,16 @@ def _read_environment() -> None:
         missing = [name for name in _FROM_SRUN.values() if name not in os.environ]
         if missing:
             raise UserError(
-                f"RANK is set but {missing[0]} is not, all of RANK, WORLD_SIZE and LOCAL_RANK needed: start with the repository's launch/local.sh or sbatch."
+                f"RANK is set but {missing[0]} is not, all of RANK, WORLD_SIZE and LOCAL_RANK needed",
+                "start with the repository's launch/local.sh or sbatch",
             )
     elif "SLURM_STEP_ID" in os.environ and all(name in os.environ for name in _FROM_SRUN):
         for slurm_name, name in _FROM_SRUN.items():
             os.environ[name] = str(_integer(slurm_name, 0))
     elif os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set, both needed: start with the repository's launch/local.sh or sbatch."
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but RANK is not set, both needed",
+            "start with the repository's launch/local.sh or sbatch",
         )
     else:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -171,7 +176,8 @@ def _slurm_tasks_per_node() -> int | None:
     counts = [int(part[1]) for part in parts if part]
     if len(counts) < len(parts):
         raise UserError(
-            f"the environment variable SLURM_STEP_TASKS_PER_NODE is {text!r}, counts such as '8(x2)' or '3,2' needed: start with srun, or unset it."
+            f"the environment variable SLURM_STEP_TASKS_PER_NODE is {text!r}, counts such as '8(x2)' or '3,2' needed",
+            "start with srun, or unset it",
         )
     return max(counts)
 

@@ -58,8 +58,9 @@ def allow_restart(run_dir: Path, job: str, number: int, exit_code: int) -> Resta
     last = [each for each in restarts if each.job == job][-LIMIT:]
     if len(last) == LIMIT and all(each.step == step for each in last):
         raise UserError(
-            f"{run_dir} has made no progress: the last {LIMIT} restarts began {_place(step)} and no newer checkpoint was saved; "
-            f"find the cause in the log, then submit the same command again."
+            f"{run_dir} has made no progress",
+            f"the last {LIMIT} restarts began {_place(step)} and no newer checkpoint was saved; "
+            f"find the cause in the log, then submit the same command again",
         )
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     restart = Restart(now, job, number, exit_code, step)
@@ -78,7 +79,7 @@ def read_restarts(path: Path) -> list[Restart]:
     except FileNotFoundError:
         return []
     except (ValueError, TypeError):  # not JSON, or other keys
-        raise UserError(f"{path} is not a list of restarts, one needed to count them: remove the file.") from None
+        raise UserError(f"{path} is not a list of restarts, one needed to count them", "remove the file") from None
 
 
 def write_restarts(path: Path, restarts: list[Restart]) -> None:
@@ -103,7 +104,7 @@ def _earlier_restarts() -> int:
     text = os.environ.get("SLURM_RESTART_COUNT", "0")
     if not (text.isascii() and text.isdigit()):
         raise UserError(
-            f"the environment variable SLURM_RESTART_COUNT is {text!r}, a whole number needed: Slurm sets it, so unset it."
+            f"the environment variable SLURM_RESTART_COUNT is {text!r}, a whole number needed", "Slurm sets it, so unset it"
         )
     return int(text)
 

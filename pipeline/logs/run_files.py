@@ -67,7 +67,7 @@ def _earlier_starts(path: Path) -> list[dict]:
         return []
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path} is damaged ({reason}), a list of the run's starts needed: move it away.") from None
+        raise UserError(f"{path} is damaged ({reason}), a list of the run's starts needed", "move it away") from None
     return starts
 
 

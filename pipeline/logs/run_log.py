@@ -143,8 +143,8 @@ class RunLog:
         limit = self._config.data.max_bad_samples
         if len(self.bad_samples) > limit:
             raise UserError(
-                f"{len(self.bad_samples)} training samples cannot be used, data.max_bad_samples allows {limit}: the warnings above name "
-                f"them; restore the files, or raise data.max_bad_samples."
+                f"{len(self.bad_samples)} training samples cannot be used, data.max_bad_samples allows {limit}",
+                "the warnings above name them; restore the files, or raise data.max_bad_samples",
             )
 
     def _note_rows(self, records: list[StepRecord]) -> None:

@@ -89,8 +89,8 @@ def check_classes(config: Config, shards: ShardSet) -> None:
     """
     if config.model.num_classes != len(shards.classes):
         raise UserError(
-            f"model.num_classes is {config.model.num_classes}, but {shards.folder} has {len(shards.classes)} classes: "
-            f"set model.num_classes={len(shards.classes)} or data.path to another shard set."
+            f"model.num_classes is {config.model.num_classes}, but {shards.folder} has {len(shards.classes)} classes",
+            f"set model.num_classes={len(shards.classes)} or data.path to another shard set",
         )
 
 
@@ -101,4 +101,4 @@ def check_same_classes(shards: ShardSet | ImageFolder, classes: list[str], of: s
         UserError: they are not.
     """
     if others := first_difference(classes, shards.classes):
-        raise UserError(f"{shards.folder} and {of} have {others}: use shards of the same data set.")
+        raise UserError(f"{shards.folder} and {of} have {others}", "use shards of the same data set")

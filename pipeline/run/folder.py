@@ -107,8 +107,8 @@ def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict
     differences = ", ".join(f"{key}={_short(begun_with.get(key))} (this one has {_short(now.get(key))})" for key in keys)
     if _DATA not in config.checkpoint.accept:
         raise UserError(
-            f"{config.output_dir} was begun with another data set than {config.data.path}, one with {differences}: set data.path "
-            f"back, choose another output_dir, or accept the change with checkpoint.accept=[{_DATA}]."
+            f"{config.output_dir} was begun with another data set than {config.data.path}, one with {differences}",
+            f"set data.path back, choose another output_dir, or accept the change with checkpoint.accept=[{_DATA}]",
         )
     if world.is_main:
         _log.info(f"note: this run was begun with a data set with {differences}, which checkpoint.accept allows.")

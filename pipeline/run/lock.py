@@ -57,7 +57,7 @@ class RunLock:
                 if left and error.errno == errno.ENOENT:
                     continue  # another start, which was refused, has just removed the folder it had created
                 raise UserError(
-                    f"output_dir {run_dir} is not writable ({disk_reason(path, error)}): choose another output_dir."
+                    f"output_dir {run_dir} is not writable ({disk_reason(path, error)})", "choose another output_dir"
                 ) from None
             try:
                 _wait_for_lock(descriptor, run_dir, wait_seconds)
@@ -72,7 +72,7 @@ class RunLock:
                 os.close(descriptor)
                 raise
             return cls(path, descriptor, created)
-        raise UserError(f"{path} was removed {_ATTEMPTS} times, a folder that stays needed: choose another output_dir.")
+        raise UserError(f"{path} was removed {_ATTEMPTS} times, a folder that stays needed", "choose another output_dir")
 
     def release(self) -> None:
         """Let the next run have the folder."""
@@ -135,7 +135,8 @@ def _wait_for_lock(descriptor: int, run_dir: Path, wait_seconds: float) -> None:
 
 def _refusal(run_dir: Path, holder: str) -> UserError:
     return UserError(
-        f"{run_dir} is being trained by {holder}, 1 run per folder possible: wait for it, stop it, or choose another output_dir."
+        f"{run_dir} is being trained by {holder}, 1 run per folder possible",
+        "wait for it, stop it, or choose another output_dir",
     )
 
 

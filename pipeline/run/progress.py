@@ -61,6 +61,7 @@ def make_schedule(config: Config, train_set: ShardSet) -> Schedule:
     if schedule.last_step < 1:
         raise UserError(
             f"train.epochs is {config.train.epochs:g}, which with {images} images an epoch and train.global_batch_size "
-            f"{config.train.global_batch_size} is not one optimizer step, at least one needed: raise train.epochs."
+            f"{config.train.global_batch_size} is not one optimizer step, at least one needed",
+            "raise train.epochs",
         )
     return schedule

@@ -215,11 +215,11 @@ def _introduce(run: Run, precision: Precision, cost: flops.FlopRow, before: chec
     config, schedule, world = run.config, run.schedule, run.world
     run.log.say(str(precision))
     if precision.warning:
-        run.log.say(f"warning: {precision.warning}")
+        run.log.warn(precision.warning)
     whole, images = config.train.global_batch_size, len(run.train_set)
     if whole > images and not before:  # a run that was begun keeps its batch
-        run.log.say(
-            f"warning: train.global_batch_size is {whole:,}, but the train split has only {images:,} images, so that each step takes some of "
+        run.log.warn(
+            f"train.global_batch_size is {whole:,}, but the train split has only {images:,} images, so that each step takes some of "
             f"them more than once: set it to {images:,} at most"
         )
     if config.optim.warmup_epochs >= schedule.epochs:

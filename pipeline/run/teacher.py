@@ -38,7 +38,8 @@ def hard_distillation_loss(label_loss: Tensor, scores: Tensor, teacher_scores: T
     if scores.shape != teacher_scores.shape:
         raise UserError(
             f"the teacher gives {teacher_scores.shape[-1]} classes for each of {len(teacher_scores)} images, the model "
-            f"{scores.shape[-1]} for {len(scores)}, equal numbers needed: choose a teacher that was trained on the same classes."
+            f"{scores.shape[-1]} for {len(scores)}, equal numbers needed",
+            "choose a teacher that was trained on the same classes",
         )
     decisions = teacher_scores.argmax(dim=-1)  # (B,)
     return (1 - teacher_share) * label_loss + teacher_share * F.cross_entropy(scores.float(), decisions)
@@ -64,9 +65,9 @@ def load_teacher(config: Config, device: torch.device, classes: list[str] | None
     for key in ("num_classes", "image_size"):
         found, needed = getattr(trained.config.model, key), getattr(config.model, key)
         if found != needed:
-            raise UserError(f"train.teacher {source} has model.{key} {found}, {needed} needed: choose another teacher.")
+            raise UserError(f"train.teacher {source} has model.{key} {found}, {needed} needed", "choose another teacher")
     if classes and (others := first_difference(trained.classes, classes)):
-        raise UserError(f"train.teacher {source} knows {others}: choose a teacher that was trained on the same classes.")
+        raise UserError(f"train.teacher {source} knows {others}", "choose a teacher that was trained on the same classes")
     teacher = trained.build_model().to(device).requires_grad_(False)
 
     @torch.no_grad()

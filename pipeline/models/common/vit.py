@@ -72,7 +72,8 @@ class PositionEmbedding(nn.Module):
             (rows, columns), own = grid, self.grid
             raise UserError(
                 f"an image has {rows * PATCH} x {columns * PATCH} pixels, but the model's position embedding is for "
-                f"{own[0] * PATCH} x {own[1] * PATCH} ({own[0]} x {own[1]} patches): set model.image_size to the size of the images."
+                f"{own[0] * PATCH} x {own[1] * PATCH} ({own[0]} x {own[1]} patches)",
+                "set model.image_size to the size of the images",
             )
         if self.masked_at_test and not self.training:
             return x
@@ -173,7 +174,7 @@ def patch_grid(height: int, width: int) -> tuple[int, int]:
     for size in (height, width):
         if size % PATCH or size < PATCH:
             raise UserError(
-                f"model.image_size is {size}, but patches of {PATCH} pixels need a multiple of {PATCH} that is at least {PATCH}: "
-                f"set it to {max(1, round(size / PATCH)) * PATCH}."
+                f"model.image_size is {size}, but patches of {PATCH} pixels need a multiple of {PATCH} that is at least {PATCH}",
+                f"set it to {max(1, round(size / PATCH)) * PATCH}",
             )
     return int(height) // PATCH, int(width) // PATCH  # int: under tracing the sizes are tensors, which cannot be cache keys

@@ -77,14 +77,14 @@ class GMLP(VisionModel):
         super().__init__([drop_path] * depth, activation_checkpointing, switches)
         if image_size % PATCH or image_size < PATCH:
             raise UserError(
-                f"model.image_size is {image_size}, but gMLP's patches need a multiple of {PATCH}: "
-                f"set it to {max(1, round(image_size / PATCH)) * PATCH}."
+                f"model.image_size is {image_size}, but gMLP's patches need a multiple of {PATCH}",
+                f"set it to {max(1, round(image_size / PATCH)) * PATCH}",
             )
         groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else 1
         channels = ratio * width // 2 if switches.split else ratio * width
         if channels % groups:
             raise UserError(
-                f"model.switches.groups is {groups}, but must divide the {channels} mixed channels: set it to {GROUPS}."
+                f"model.switches.groups is {groups}, but must divide the {channels} mixed channels", f"set it to {GROUPS}"
             )
         self.image_size = image_size
         self.stem = nn.Conv2d(3, width, PATCH, stride=PATCH)
@@ -125,7 +125,8 @@ class GMLP(VisionModel):
         if height != self.image_size or width != self.image_size:
             raise UserError(
                 f"the images are {height}x{width} pixels, but this gMLP was built for {self.image_size}x{self.image_size}, as its "
-                f"token-mixing weights are tied to positions: resize the images, or set model.image_size and train from scratch."
+                f"token-mixing weights are tied to positions",
+                "resize the images, or set model.image_size and train from scratch",
             )
         scales = self.branch_scales(len(images), noise)  # (B, depth) or None
         x = self.stem(images).flatten(2).transpose(1, 2)[:, None]  # (B, 1, N, width): a single window

@@ -256,8 +256,8 @@ def _init_weights(module: nn.Module) -> None:
 def _check_size(image_size: int) -> None:
     if image_size % STRIDE or image_size < STRIDE:
         raise UserError(
-            f"model.image_size is {image_size}, but PosMLP's four stages need a multiple of {STRIDE}: "
-            f"set it to {max(1, round(image_size / STRIDE)) * STRIDE}."
+            f"model.image_size is {image_size}, but PosMLP's four stages need a multiple of {STRIDE}",
+            f"set it to {max(1, round(image_size / STRIDE)) * STRIDE}",
         )
 
 
@@ -267,8 +267,8 @@ def _check_windows(windows: list[int] | tuple[int, ...], height: int, width: int
         if height % (stride * window) or width % (stride * window):
             raise UserError(
                 f"an image of {height}x{width} pixels does not divide into the windows of stage {stage + 1}, whose side is "
-                f"{window} tokens: multiples of {stride * window} pixels are needed, so change model.image_size or "
-                f"model.switches.windows."
+                f"{window} tokens",
+                f"multiples of {stride * window} pixels are needed, so change model.image_size or model.switches.windows",
             )
 
 
@@ -277,8 +277,8 @@ def _check_groups(groups: tuple[int, ...], widths: list[int], split: bool) -> No
         channels = width * ratio // 2 if split else width * ratio
         if channels % count:
             raise UserError(
-                f"model.switches.groups is {count} for stage {stage + 1}, but must divide its {channels} mixed channels: "
-                f"set it to a power of two, for example {GROUPS[stage]}."
+                f"model.switches.groups is {count} for stage {stage + 1}, but must divide its {channels} mixed channels",
+                f"set it to a power of two, for example {GROUPS[stage]}",
             )
 
 

@@ -98,6 +98,7 @@ class AbsolutePosition(nn.Module):
         if x.shape[1:3] != self.embedding.shape[:2]:
             raise UserError(
                 f"the images give {x.shape[1]}x{x.shape[2]} tokens, but model.switches.absolute_position has an embedding for "
-                f"{self.embedding.shape[0]}x{self.embedding.shape[1]}: use images of model.image_size, or set it to false."
+                f"{self.embedding.shape[0]}x{self.embedding.shape[1]}",
+                "use images of model.image_size, or set it to false",
             )
         return x + self.embedding

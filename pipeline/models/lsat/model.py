@@ -186,8 +186,8 @@ class LSAT(VisionModel):
         for size in images.shape[-2:]:
             if size != self.image_size:
                 raise UserError(
-                    f"the images have a side of {size} pixels, but this LSAT was built with image_size={self.image_size} and "
-                    f"its position embeddings support no other: set model.image_size={size} or resize the images."
+                    f"the images have a side of {size} pixels, but this LSAT's position embeddings are for {self.image_size}",
+                    f"set model.image_size={size} or resize the images",
                 )
         scales = self.branch_scales(len(images), noise)  # (B, 2 * depth) or None
         x = self.embedding(images)  # (B, N, T, width)
@@ -223,8 +223,8 @@ def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int,
     width, heads = layout.widths[level], switches.heads or layout.heads[level]
     if width % heads:
         raise UserError(
-            f"model.switches.heads is {heads}, but level {level + 1} is {width} wide and needs a divisor of that: "
-            f"set it to {max(n for n in range(1, heads) if width % n == 0)}."
+            f"model.switches.heads is {heads}, but level {level + 1} is {width} wide and needs a divisor of that",
+            f"set it to {max(n for n in range(1, heads) if width % n == 0)}",
         )
     kv_heads = heads if (switches.kv_heads or layout.kv_heads) == "per_head" else 1
     local = level == 0 and variants > 1
@@ -250,8 +250,8 @@ def _check_size(size: int, layout: LSATLayout) -> None:
     coarsest = 2 ** (len(layout.widths) - 1)
     if size % layout.stride or size < layout.stride * coarsest:
         raise UserError(
-            f"model.image_size is {size}, but this LSAT's patch embedding needs a multiple of {layout.stride} that is at "
-            f"least {layout.stride * coarsest}: set it to {max(coarsest, round(size / layout.stride)) * layout.stride}."
+            f"model.image_size is {size}, but this LSAT needs a multiple of {layout.stride} of {layout.stride * coarsest} or more",
+            f"set it to {max(coarsest, round(size / layout.stride)) * layout.stride}",
         )
 
 

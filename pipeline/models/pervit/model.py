@@ -46,7 +46,8 @@ class PerViTLayout:
             if width % self.heads:
                 near = max(1, round(width / self.heads)) * self.heads
                 raise UserError(
-                    f"model.switches.widths has {width}, but a width must be a multiple of the {self.heads} heads: set it to {near}."
+                    f"model.switches.widths has {width}, but a width must be a multiple of the {self.heads} heads",
+                    f"set it to {near}",
                 )
         return replace(self, widths=widths, stem_widths=(*self.stem_widths[:-1], widths[0]))
 
@@ -219,7 +220,8 @@ def _check_size(height: int, width: int) -> None:
         if size % STEM_STRIDE or size < 2 * STEM_STRIDE:
             raise UserError(
                 f"model.image_size is {size}, but PerViT's stem needs a multiple of {STEM_STRIDE} that is at least "
-                f"{2 * STEM_STRIDE}: set it to {max(2, round(size / STEM_STRIDE)) * STEM_STRIDE}."
+                f"{2 * STEM_STRIDE}",
+                f"set it to {max(2, round(size / STEM_STRIDE)) * STEM_STRIDE}",
             )
 
 

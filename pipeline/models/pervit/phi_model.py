@@ -41,7 +41,7 @@ class PhiModel(VisionModel):
             UserError: a single patch, for which the coordinates cannot be normalized.
         """
         if side < 2:
-            raise UserError(f"model.image_size gives {side} x {side} patches, but Φp needs at least 2 x 2: set it to 32.")
+            raise UserError(f"model.image_size gives {side} x {side} patches, but Φp needs at least 2 x 2", "set it to 32")
         self.phi_design = design
         if design.distance == "learned":
             self.position_vectors = LearnedVectors(4 * heads, (side, side), design.border)

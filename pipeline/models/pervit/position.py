@@ -105,7 +105,8 @@ class LearnedVectors(nn.Module):
         if grid != self.grid:
             raise UserError(
                 f"the image gives {grid[0]} x {grid[1]} tokens, but model.switches.phi_p_distance=learned has vectors for "
-                f"{self.grid[0]} x {self.grid[1]}: use images of model.image_size, or phi_p_distance=euclidean."
+                f"{self.grid[0]} x {self.grid[1]}",
+                "use images of model.image_size, or phi_p_distance=euclidean",
             )
         rows, columns = grid
         queries = self.weight[:, self.border : self.border + rows, self.border : self.border + columns]

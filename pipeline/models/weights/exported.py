@@ -89,9 +89,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
             data = file.read()  # not memory-mapped: changes to the file would change the weights, truncation would raise SIGBUS
         weights = load(data)
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist: pass a file that `python -m pipeline.checkpoint export` wrote.") from None
+        raise UserError(f"{path} does not exist", "pass a file that `python -m pipeline.checkpoint export` wrote") from None
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:  # the last two: a dtype that PyTorch does not know
-        raise UserError(f"{path} cannot be read ({error}): export it again.") from None
+        raise UserError(f"{path} cannot be read ({error})", "export it again") from None
     (size,) = struct.unpack("<Q", data[:8])
     metadata = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
     return weights, _described(path, metadata[_DESCRIPTION]) if _DESCRIPTION in metadata else None
@@ -106,8 +106,8 @@ def read_exported(path: Path) -> tuple[VisionModel, Description]:
     weights, description = read_tensors(path)
     if description is None:
         raise UserError(
-            f"{path} has no description of its model, as `python -m pipeline.checkpoint export` writes it: build the "
-            f"model with create_model and load the file's {len(weights)} tensors with load_state_dict."
+            f"{path} has no description of its model, as `python -m pipeline.checkpoint export` writes it",
+            f"build the model with create_model and load the file's {len(weights)} tensors with load_state_dict",
         )
     check_finite(weights, source=str(path))
     try:
@@ -117,10 +117,10 @@ def read_exported(path: Path) -> tuple[VisionModel, Description]:
         else:
             model.load_state_dict(weights)
     except UserError as error:
-        raise UserError(f"{path} does not match its description of the model ({error}): export it again.") from None
+        raise UserError(f"{path} does not match its description of the model ({error})", "export it again") from None
     except RuntimeError as error:  # load_state_dict: the first line names the class, the others list what differs
         raise UserError(
-            f"{path} does not match {description.model} ({str(error).splitlines()[-1].strip()}): export it again."
+            f"{path} does not match {description.model} ({str(error).splitlines()[-1].strip()})", "export it again"
         ) from None
     return model.eval(), description
 
@@ -135,7 +135,7 @@ def _described(path: Path, text: str) -> Description:
         if description.num_classes == len(description.classes):
             return description
         problem = f"num_classes is {description.num_classes}, but classes has {len(description.classes)} names"
-    raise UserError(f"{path} has a damaged description of its model ({problem}): export it again.")
+    raise UserError(f"{path} has a damaged description of its model ({problem})", "export it again")
 
 
 def load_exported(path: Path | str) -> VisionModel:

@@ -33,21 +33,21 @@ def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tenso
             continue
         name = _renamed(key, pairs)
         if name in renamed:
-            raise UserError(f"reference state dict: two keys map to {name!r} (the second is {key!r}): remove one of them.")
+            raise UserError(f"reference state dict: two keys map to {name!r} (the second is {key!r})", "remove one of them")
         renamed[name] = value
     own = model.state_dict()
     missing, unknown = sorted(own.keys() - renamed.keys()), sorted(renamed.keys() - own.keys())
     if missing or unknown:
         raise UserError(
             f"reference state dict does not fit {type(model).__name__}: {len(missing)} names are missing {missing[:3]} and "
-            f"{len(unknown)} are unknown {unknown[:3]}, 0 of each needed: pass the authors' state dict of the same model "
-            f"(of a training checkpoint, its 'model' entry)."
+            f"{len(unknown)} are unknown {unknown[:3]}, 0 of each needed",
+            "pass the authors' state dict of the same model (of a training checkpoint, its 'model' entry)",
         )
     for name, value in renamed.items():
         if value.shape != own[name].shape:
             raise UserError(
-                f"reference state dict: {name} has shape {tuple(value.shape)}, the model needs {tuple(own[name].shape)}: "
-                f"create the model with the size and num_classes that the weights were trained with."
+                f"reference state dict: {name} has shape {tuple(value.shape)}, the model needs {tuple(own[name].shape)}",
+                "create the model with the size and num_classes that the weights were trained with",
             )
     model.load_state_dict(renamed, strict=True)
     return model
@@ -70,8 +70,8 @@ def reference_state_dict(model: VisionModel) -> dict[str, Tensor]:
     if switch is not None:
         setting = getattr(model.switches, switch)
         raise UserError(
-            f"model.switches.{switch} is {setting!r}, which the authors' code of {type(model).__name__} does not support: "
-            f"export the model under this project's own names (model.state_dict())."
+            f"model.switches.{switch} is {setting!r}, which the authors' code of {type(model).__name__} does not support",
+            "export the model under this project's own names (model.state_dict())",
         )
     own = model.state_dict()
     return {theirs: own[name] for theirs, name in authors_names(model).items()} | model.reference_tables()

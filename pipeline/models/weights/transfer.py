@@ -72,8 +72,8 @@ def load_pretrained(
     if missing or unknown or misfits:
         raise UserError(
             f"{source} does not fit {type(model).__name__} under {_WHOSE[naming is theirs]}: {_listed(missing, 'missing')}, "
-            f"{_listed(unknown, 'unknown')}, {_listed(misfits, 'of another shape')}, 0 of each needed: set model.name and "
-            f"model.switches to those of these weights, which may have {_WHOSE[False]} or {_WHOSE[True]}."
+            f"{_listed(unknown, 'unknown')}, {_listed(misfits, 'of another shape')}, 0 of each needed",
+            f"set model.name and model.switches to those of these weights, which may have {_WHOSE[False]} or {_WHOSE[True]}",
         )
     check_finite(loaded, source)
     model.load_state_dict(loaded, strict=True)
@@ -108,7 +108,8 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     if bad:
         raise UserError(
             f"{source} has values that are not finite in {len(bad)} of {len(weights)} tensors ({', '.join(bad[:_SHOWN])}"
-            f"{', ...' if len(bad) > _SHOWN else ''}), finite ones needed: take weights of an earlier step."
+            f"{', ...' if len(bad) > _SHOWN else ''}), finite ones needed",
+            "take weights of an earlier step",
         )
 
 
@@ -136,10 +137,10 @@ def _check_is_state_dict(weights: Mapping[str, Tensor], source: str) -> None:
     for name, value in weights.items():
         if not isinstance(name, str):
             found = f"{name!r:.40} ({type(name).__name__})"
-            raise UserError(f"{source} has a tensor named {found}, a string needed: pass a file with a state dict.")
+            raise UserError(f"{source} has a tensor named {found}, a string needed", "pass a file with a state dict")
         ordinary = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
         if not ordinary or value.is_quantized or value.is_complex():
-            raise UserError(f"{source}: {name} is not a dense tensor of real numbers: pass a file with a plain state dict.")
+            raise UserError(f"{source}: {name} is not a dense tensor of real numbers", "pass a file with a plain state dict")
 
 
 def _are_grids(shape: torch.Size, wanted: torch.Size, leading_tokens: int) -> bool:
