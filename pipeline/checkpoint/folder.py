@@ -97,7 +97,8 @@ def find_step(run_dir: Path, step: int | str | None = None) -> int:
     steps = saved_steps(run_dir)
     if not steps:
         raise UserError(
-            f"{run_dir} holds 0 checkpoints, 1 needed (no {FOLDER}/step-*)", "pass the output_dir of a run that has saved one"
+            f"{run_dir} holds 0 checkpoints, 1 needed ({f'no {FOLDER}/step-*' if run_dir.is_dir() else 'there is no such folder'})",
+            "pass the output_dir of a run that has saved one",
         )
     if step == BEST:
         return _best_step(run_dir, steps)

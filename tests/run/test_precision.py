@@ -86,7 +86,8 @@ def test_a_resumed_run_keeps_its_precision(began_with: str, small_run: Path) -> 
 
     def train(steps: int, kind: str) -> str:
         options = [f"train.max_steps={steps}", "log.every_steps=1"]
-        return run_module("pipeline.train", "--config", small_run, *options, **kinds[kind]).stdout
+        result = run_module("pipeline.train", "--config", small_run, *options, **kinds[kind])
+        return result.stdout + result.stderr
 
     first = train(1, began_with)
     assert f"precision {began_with}: train.precision=auto, this CPU " in first

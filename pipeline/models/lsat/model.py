@@ -186,7 +186,7 @@ class LSAT(VisionModel):
         for size in images.shape[-2:]:
             if size != self.image_size:
                 raise UserError(
-                    f"the images have a side of {size} pixels, but this LSAT's position embeddings are for {self.image_size}",
+                    f"the images have a side of {size} pixels, but this LSAT was built with image_size={self.image_size}",
                     f"set model.image_size={size} or resize the images",
                 )
         scales = self.branch_scales(len(images), noise)  # (B, 2 * depth) or None
@@ -250,7 +250,7 @@ def _check_size(size: int, layout: LSATLayout) -> None:
     coarsest = 2 ** (len(layout.widths) - 1)
     if size % layout.stride or size < layout.stride * coarsest:
         raise UserError(
-            f"model.image_size is {size}, but this LSAT needs a multiple of {layout.stride} of {layout.stride * coarsest} or more",
+            f"model.image_size is {size}, a multiple of {layout.stride} that is at least {layout.stride * coarsest} needed",
             f"set it to {max(coarsest, round(size / layout.stride)) * layout.stride}",
         )
 
