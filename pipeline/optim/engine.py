@@ -180,6 +180,25 @@ def set_learning_rate(engine: Engine, lr: float) -> None:
         group["lr"] = lr
 
 
+def micro_batches(engine: Engine) -> Iterator[int]:
+    """Count the micro-batches of a step from 0, while autocast keeps the weights that it has cast to bf16.
+
+    It would forget them after every forward pass, although they change with the optimizer's step only. Results are the same to
+    the bit: a copy passes its gradients on to the fp32 weight, where they are summed. Not under ZeRO 3, which would then hold
+    the whole model, nor in a recomputation on a GPU, which runs in a thread of autograd with a count of its own.
+    """
+    numbers = range(engine.gradient_accumulation_steps())
+    if engine.zero_optimization_stage() == 3:
+        yield from numbers
+        return
+    torch.autocast_increment_nesting()  # the outermost context empties the cache when it ends: be that, without casting here
+    try:
+        yield from numbers
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
 def optimizer_step(engine: Engine) -> float | Tensor | None:
     """Step the optimizer if this micro-batch completes an accumulation; a non-finite gradient skips the step. Collective.
 
