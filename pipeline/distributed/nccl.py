@@ -77,11 +77,14 @@ def _nccl_backend(group: dist.ProcessGroup) -> dist.ProcessGroupNCCL | None:
 def write_flight_record(run_folder: Path, rank: int) -> None:
     """Write which collectives this rank has begun and finished into the run folder; best effort, for a process that ends."""
     # A build with NCCL records its collectives apart from those of other backends.
-    dump = getattr(c10d, "_dump_nccl_trace", None) if torch.cuda.is_available() else None
+    names = ("_dump_nccl_trace", "_dump_fr_trace") if torch.cuda.is_available() else ("_dump_fr_trace",)
+    dump = next((getattr(c10d, name) for name in names if hasattr(c10d, name)), None)
+    if dump is None:
+        return
     # PyTorch asks CUDA for events and holds the interpreter's lock meanwhile: if the GPU hangs, only a thread in C can end this.
     faulthandler.dump_traceback_later(_RECORD_SECONDS, exit=True)
     try:
-        record = (dump or c10d._dump_fr_trace)(includeStackTraces=False)  # with them, the first takes seconds
+        record = dump(includeStackTraces=False)  # with them, the first takes seconds
     except RuntimeError:
         return
     finally:

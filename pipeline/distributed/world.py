@@ -197,9 +197,9 @@ def _connect(backend: str, rank: int, size: int, device: torch.device, timeout: 
 
         if device.type == "cpu":
             # DeepSpeed would compile a shared-memory extension that only inference uses: it takes a minute, and a build
-            # that is killed leaves a lock on which every later start hangs. There is none for GPUs, where reading this
-            # dictionary starts nvcc and gcc to see what could be compiled.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            # that is killed leaves a lock on which every later start hangs. There is none for GPUs. The dictionary is set, not
+            # read: that would start compilers in every rank to see what could be compiled.
+            deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout)  # uses the existing process group
 
 

@@ -28,7 +28,7 @@ def make_deterministic() -> None:
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False  # it may choose another algorithm in every start
     # It would fill every new tensor with NaN: for programs that read memory before they write it.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
 
 
 @contextmanager
