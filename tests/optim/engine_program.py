@@ -1,6 +1,7 @@
-"""A program for ``test_engine.py``: each rank builds engines and takes steps with them; rank 0 prints what it saw as JSON.
+"""A program for ``test_engine.py``: each rank builds engines and takes steps with them; rank 0 writes down what it saw as JSON.
 
-``engine_program STAGE...``: an engine for each stage as ``train.zero_stage``, and one with DeepSpeed's own timer left on.
+``engine_program FILE STAGE...``: an engine for each stage as ``train.zero_stage``, and one with DeepSpeed's own timer left on. On
+GPUs where there are some.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -45,14 +47,21 @@ def counting_waits() -> Iterator[list[str]]:
     """Every wait for a whole device in the block, PyTorch's own and through DeepSpeed."""
     from deepspeed.accelerator import get_accelerator
 
-    waits, accelerator, plain = [], get_accelerator(), torch.cuda.synchronize
-    torch.cuda.synchronize = lambda device=None: waits.append("torch")
-    accelerator.synchronize = lambda device=None: waits.append("deepspeed")
+    waits, accelerator, plain = [], type(get_accelerator()), torch.cuda.synchronize
+
+    def wait(accelerator: object, device: int | None = None) -> None:
+        waits.append("deepspeed")
+        through_deepspeed(accelerator, device)
+
+    def wait_for_torch(device: int | None = None) -> None:
+        waits.append("torch")
+        plain(device)
+
+    through_deepspeed, accelerator.synchronize, torch.cuda.synchronize = accelerator.synchronize, wait, wait_for_torch
     try:
         yield waits
     finally:
-        torch.cuda.synchronize = plain
-        del accelerator.synchronize
+        accelerator.synchronize, torch.cuda.synchronize = through_deepspeed, plain
 
 
 def steps(world: World, stage: int) -> dict:
@@ -79,7 +88,7 @@ def steps(world: World, stage: int) -> dict:
         for _ in range(STEPS):
             set_learning_rate(engine, 0.01)
             for _ in micro_batches(engine):
-                images = torch.randn(4, 8, generator=generator)[world.rank :: world.size]
+                images = torch.randn(4, 8, generator=generator)[world.rank :: world.size].to(world.device)
                 engine.backward(engine(images).square().mean())
                 norm = optimizer_step(engine)
             norms.append(float(norm))
@@ -95,7 +104,8 @@ def steps(world: World, stage: int) -> dict:
         },
         "own groups": len(groups),
         "groups with our timeout": sum(
-            group._get_backend(torch.device("cpu")).options._timeout == limit for group in {*groups, engine.data_parallel_group}
+            group._get_backend(torch.device(world.device.type)).options._timeout == limit
+            for group in {*groups, engine.data_parallel_group}
         ),
         "all groups": len({*groups, engine.data_parallel_group}),
     }
@@ -108,11 +118,11 @@ def with_the_timer(make: Callable[..., dict]) -> Callable[..., dict]:
 
 def main() -> int:
     world = init_world(timeout=50)
-    results = {stage: steps(world, int(stage)) for stage in sys.argv[1:]}
+    results = {stage: steps(world, int(stage)) for stage in sys.argv[2:]}
     under_test.deepspeed_config = with_the_timer(deepspeed_config)
     results["with the timer"] = steps(world, 0)
     if world.is_main:
-        print(json.dumps(results), flush=True)
+        Path(sys.argv[1]).write_text(json.dumps(results))
     disconnect()
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -17,14 +18,17 @@ from pipeline.checkpoint import read_weights
 from pipeline.config import config_from_dict
 from pipeline.optim.adamw import build_optimizer
 from pipeline.optim.engine import _wait_for_the_reduction_only, micro_batches, zero_stage
+from support.launching import REPOSITORY, run_module
 from support.ranks import SMALL_MODEL, run_forked
 
 
 @functools.cache
 def results(processes: int) -> dict[str, dict]:
     """What ``engine_program`` saw at every stage."""
-    output = run_forked("optim.engine_program", "0", "1", "2", "3", processes=processes).stdout
-    return json.loads(output.strip().splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.json"
+        run_forked("optim.engine_program", file, *"0123", processes=processes)
+        return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.multiprocess)])
@@ -114,6 +118,22 @@ def test_after_the_last_bucket_the_current_stream_waits_and_not_the_device(monke
     assert calls == ["waits for the reduction", "goes on"]
     accelerator.synchronize()
     assert calls[-1] == "waits for the device"  # elsewhere as before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.multiprocess)])
+def test_on_gpus_no_step_waits_for_the_device_and_stages_agree(processes: int, tmp_path: Path) -> None:
+    """Guards against gradients that are read before their reduction is complete, since only streams wait for each other."""
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} CUDA GPUs")
+    gpus = {"CUDA_VISIBLE_DEVICES": "0,1"[: 2 * processes - 1], "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+    run_module("optim.engine_program", tmp_path / "results.json", *"0123", processes=processes, **gpus)
+    found = json.loads((tmp_path / "results.json").read_text())
+    for stage in "0123":
+        assert found[stage]["waits"] == []
+        assert found[stage]["norms"] == pytest.approx(found["0"]["norms"], rel=1e-4)
+        assert found[stage]["all groups"] == found[stage]["groups with our timeout"]
+    assert found["with the timer"]["waits"].count("deepspeed") > STEPS
 
 
 class CountCasts(TorchDispatchMode):
