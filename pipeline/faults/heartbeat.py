@@ -4,7 +4,8 @@ Once per beat each rank writes a heartbeat with its position under its own key i
 hosts the store, reads all of them, runs the failure detector (``lost_ranks``) and writes a verdict that the others read along
 with its own heartbeat. So N ranks make about 3 N small requests per second, all name the same culprit, and only rank 0
 itself must be judged by the others: it is lost if its heartbeats stop, its store does not answer, or the connection to it
-closes. An error that NCCL's watchdog has noted (``distributed/nccl.py``) travels in the heartbeat. Messages are signed with the job's secret (``notices``); any others are ignored.
+closes. An error that NCCL's watchdog has noted (``distributed/nccl.py``) travels in the heartbeat. Messages are signed with the
+job's secret (``notices``); any others are ignored.
 
 Time from the fault to the exit of all other ranks: at most ``silence_timeout`` + 10 s (typically + 3 s); 15 s if a collective
 failed; 5 s if the rank could report its own error. If a rank hangs, ``progress_timeout`` + 10 s after the last one stopped
