@@ -132,7 +132,8 @@ def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
                 model=model, optimizer=build_optimizer(model, config.optim), config=deepspeed_config(config, world.size)
             )[0]
     engine.clip_grad_norm = config.optim.clip_grad_norm or math.inf
-    engine.enable_backward_allreduce = world.size > 1  # alone, it would copy all gradients twice
+    if world.size == 1:
+        engine.enable_backward_allreduce = False  # it would copy all gradients twice and send them nowhere
     if engine.zero_optimization_stage() in (1, 2) and world.device.type == "cuda":
         _wait_for_the_reduction_only(engine.optimizer)
     return engine
