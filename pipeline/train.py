@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 import math
 import time
+from pathlib import Path
 
 import torch
 
@@ -29,7 +30,8 @@ from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs import console, pictures
 from pipeline.logs.run_log import StepRecord
 from pipeline.optim.adamw import learning_rate
-from pipeline.optim.engine import optimizer_step, set_learning_rate
+from pipeline.optim.engine import micro_batches, optimizer_step, set_learning_rate
+from pipeline.run.determinism import make_deterministic, refusals_explained
 from pipeline.run.evaluation import evaluate
 from pipeline.run.loss import mixed_cross_entropy, spread_nonfinite
 from pipeline.run.noise import sample_noise
@@ -43,7 +45,9 @@ _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothi
 
 def connect_and_train(config: Config, stop: StopSignal) -> int:
     """Join the other ranks, then :func:`train`: the command once its config is loaded. Returns the exit code."""
-    world = init_world(config.distributed.collective_timeout)
+    if config.train.deterministic:
+        make_deterministic()
+    world = init_world(config.distributed.collective_timeout, Path(config.output_dir))
     code = train(config, world, stop)
     disconnect()
     return code
@@ -68,7 +72,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
     accumulation_steps(config.train, world.size, config.augment.unit)
     with torch.device("meta"):  # costs no memory
         build_model(config, world, [], fresh=False)
-    with Heartbeat(world, config.distributed) as heartbeat:
+    with Heartbeat(world, config.distributed, Path(config.output_dir)) as heartbeat, refusals_explained():
         if any(world.gather(stop.received)):  # received while the libraries were loading: build nothing
             if world.is_main:
                 console.say(_STOPPED_EARLY)
@@ -107,7 +111,7 @@ def training_step(run: Run) -> Batch:
     set_learning_rate(engine, lr)
     run.batchnorm.begin()
     data_seconds, replaced, seen = 0.0, 0, []
-    for number in range(engine.gradient_accumulation_steps()):
+    for number in micro_batches(engine):
         run.heartbeat.at(step, "reading data")
         started = time.perf_counter()
         batch = next(run.loader)

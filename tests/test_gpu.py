@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint import read_weights
+from pipeline.checkpoint.snapshot import HostCopies
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.loader import Loader
 from pipeline.data.plan import EvalPlan, TrainPlan
@@ -84,3 +85,18 @@ def test_training_on_a_gpu_resumes(small_run: Path, tmp_path: Path, monkeypatch:
     first, second = (read_weights(tmp_path / run).model for run in ("straight", "resumed"))
     for name, value in first.items():
         torch.testing.assert_close(second[name].float(), value.float(), rtol=1e-2, atol=1e-3)
+
+
+def test_a_snapshot_waits_for_its_stream_and_not_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a copy that is read before it is complete, and against a save that waits for the loader's work ahead."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: pytest.fail("waits for the device"))
+    tensors = {str(i): torch.zeros(1 << 22, device=GPU) for i in range(8)}
+    copies = HostCopies()
+    for value in (1.0, 2.0):
+        for tensor in tensors.values():
+            for _ in range(50):  # enough work that the copies are behind it when take() is called
+                tensor.add_(value / 50)
+        taken = copies.take(tensors)
+        for tensor in tensors.values():
+            tensor.zero_()  # the training goes on
+        assert all(copy.is_pinned() and torch.allclose(copy, torch.tensor(value)) for copy in taken.values())

@@ -56,8 +56,8 @@ class HostCopies:
             self._copies.update(_allocate(tensors))
         for name, tensor in tensors.items():
             self._copies[name].copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.synchronize()
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # the copies' own; the device would include the loader's work ahead
         return self._copies
 
 

@@ -194,7 +194,9 @@ class TrainConfig(Section):
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: autocast with fp32 master weights. fp32: single precision throughout. auto: bf16 if every device has instructions for it, else fp32; a resumed run keeps its precision."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """DeepSpeed ZeRO stage: 0 none, 1 optimizer state, 2 + gradients, 3 + parameters sharded over the ranks."""
+    """DeepSpeed ZeRO stage: 0 none, 1 optimizer state, 2 + gradients, 3 + parameters sharded over the ranks. One process runs 0."""
+    deterministic: bool = False
+    """Only algorithms that add in a fixed order, so that a run repeats bit for bit on GPUs too, and is somewhat slower."""
     activation_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, about a quarter more time."""
     label_smoothing: Fraction = 0.1

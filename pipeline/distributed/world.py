@@ -10,11 +10,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from pipeline.distributed.exchange import gather_json
+from pipeline.distributed.nccl import leave_faults_to_the_heartbeat
 from pipeline.distributed.rendezvous import connect
 from pipeline.errors import UserError
 
@@ -55,7 +57,7 @@ class World:
         return gather_json(value, self.size, self.device)
 
 
-def init_world(timeout: float = DEFAULT_TIMEOUT) -> World:
+def init_world(timeout: float = DEFAULT_TIMEOUT, run_folder: Path | None = None) -> World:
     """Find rank and world size, choose the device, initialize torch.distributed and DeepSpeed. Collective.
 
     Sources, in this order: RANK and WORLD_SIZE (``launch/local.sh``), a Slurm step (``srun``), else a single process.
@@ -63,6 +65,7 @@ def init_world(timeout: float = DEFAULT_TIMEOUT) -> World:
     Args:
         timeout: seconds that a collective may wait for a rank. A run passes ``distributed.collective_timeout``, so that the
             heartbeat names a rank that hangs before PyTorch ends those that wait for it.
+        run_folder: of a run with a heartbeat, which then ends it after a fault in place of NCCL's watchdog.
 
     Raises:
         UserError: several processes, but a variable they need is missing or malformed.
@@ -102,6 +105,8 @@ def init_world(timeout: float = DEFAULT_TIMEOUT) -> World:
             )
         device = torch.device("cpu")
         torch.set_num_threads(cpu_threads)
+    if run_folder and world_size > 1:
+        leave_faults_to_the_heartbeat(run_folder, timeout)
     _connect("nccl" if device.type == "cuda" else "gloo", rank, world_size, device, timedelta(seconds=timeout))
     return World(rank, world_size, device, cpu_threads)
 
@@ -190,9 +195,11 @@ def _connect(backend: str, rank: int, size: int, device: torch.device, timeout: 
     with quiet_deepspeed():
         import deepspeed
 
-        # DeepSpeed would compile a shared-memory extension that only inference uses: it takes a minute, and a build
-        # that is killed leaves a lock on which every later start hangs.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if device.type == "cpu":
+            # DeepSpeed would compile a shared-memory extension that only inference uses: it takes a minute, and a build
+            # that is killed leaves a lock on which every later start hangs. There is none for GPUs. The dictionary is set, not
+            # read: that would start compilers in every rank to see what could be compiled.
+            deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout)  # uses the existing process group
 
 

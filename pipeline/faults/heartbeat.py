@@ -4,7 +4,8 @@ Once per beat each rank writes a heartbeat with its position under its own key i
 hosts the store, reads all of them, runs the failure detector (``lost_ranks``) and writes a verdict that the others read along
 with its own heartbeat. So N ranks make about 3 N small requests per second, all name the same culprit, and only rank 0
 itself must be judged by the others: it is lost if its heartbeats stop, its store does not answer, or the connection to it
-closes. Messages are signed with the job's secret (``notices``); any others are ignored.
+closes. An error that NCCL's watchdog has noted (``distributed/nccl.py``) travels in the heartbeat. Messages are signed with the
+job's secret (``notices``); any others are ignored.
 
 Time from the fault to the exit of all other ranks: at most ``silence_timeout`` + 10 s (typically + 3 s); 15 s if a collective
 failed; 5 s if the rank could report its own error. If a rank hangs, ``progress_timeout`` + 10 s after the last one stopped
@@ -21,11 +22,13 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from pipeline.config import DistributedConfig
+from pipeline.distributed import nccl
 from pipeline.distributed.rendezvous import store_client
 from pipeline.distributed.signing import job_secret, printable
 from pipeline.distributed.world import World
@@ -47,13 +50,14 @@ class Heartbeat:
     Args:
         world: all ranks; each creates its Heartbeat right after ``init_world``, and calls :meth:`at` at the same places.
         config: the timeouts.
+        run_folder: gets a record of the last collectives of each rank that ends after a fault.
 
     Raises:
         UserError: several ranks without the job's secret.
     """
 
-    def __init__(self, world: World, config: DistributedConfig) -> None:
-        self._rank, self._size, self._config = world.rank, world.size, config
+    def __init__(self, world: World, config: DistributedConfig, run_folder: Path | None = None) -> None:
+        self._rank, self._size, self._config, self._run_folder = world.rank, world.size, config, run_folder
         self._secret = job_secret() if world.size > 1 else b""
         self._identity: dict[str, Any] = {"rank": world.rank, "host": printable(socket.gethostname(), 255), "pid": os.getpid()}
         self._place = (0, "starting", 0)  # step, doing, calls in this step; replaced as a whole: no lock needed
@@ -130,6 +134,8 @@ class Heartbeat:
 
     def _sign(self, beat: int) -> Sign:
         (step, doing, calls), (status, words, exit_code) = self._place, self._end
+        if status is Status.RUNNING and (reported := nccl.failure()):
+            status, words = Status.BROKEN, reported  # the main thread waits for the GPU and never learns of it
         return Sign(
             **self._identity, beat=beat, step=step, doing=doing, calls=calls, status=status, words=words, exit_code=exit_code
         )
@@ -229,6 +235,8 @@ class Heartbeat:
         if self._end[0] is Status.ENDED:
             return
         verdict = self._verdict or verdict  # the first one
+        if self._run_folder:
+            nccl.write_flight_record(self._run_folder, self._rank)
         if self._rank in verdict.hanging:
             faulthandler.dump_traceback(file=2, all_threads=True)
         elif verdict.hanging or self._rank != 0:

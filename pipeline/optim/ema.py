@@ -32,8 +32,9 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Update the average with the model's current weights."""
-        for name, weight in self._held():
-            self.averages[name].lerp_(weight, 1 - self.decay)
+        held = dict(self._held())
+        # One kernel for all tensors on a GPU, as torch.optim.swa_utils does; one call per tensor takes 1 to 2 ms of a step.
+        torch._foreach_lerp_([self.averages[name] for name in held], list(held.values()), 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import Config, accumulation_steps
 from pipeline.distributed.world import World, quiet_deepspeed
 from pipeline.optim.adamw import build_optimizer
+
+# Elements of a gradient bucket: 20 MB in fp32, large enough for the full bandwidth of NCCL and gloo, small enough that models of
+# 8 to 90 million parameters have several, whose reduction overlaps with the rest of the backward pass. DeepSpeed's default, 5e8,
+# is one bucket of 2 GB, reduced after the backward pass.
+_REDUCE_BUCKET = 5_000_000
+_GATHER_BUCKET = 50_000_000  # elements of updated weights that one all-gather collects: nothing waits for a part of them
 
 Model = TypeVar("Model", bound=nn.Module)
 WrappedModel = TypeVar("WrappedModel", bound=nn.Module, covariant=True)
@@ -22,6 +33,9 @@ class Engine(Protocol[WrappedModel]):
     Parameters under ZeRO-3 have more attributes (``ds_tensor``, ``ds_shape``); :mod:`pipeline.checkpoint.held` reads those, and
     the flat shards of the optimizer.
     """
+
+    clip_grad_norm: float  # ours, for ZeRO 0: see :func:`deepspeed_config`
+    enable_backward_allreduce: bool
 
     @property
     def module(self) -> WrappedModel:
@@ -60,19 +74,32 @@ class Engine(Protocol[WrappedModel]):
         """ZeRO-3: release gathered parameters."""
 
 
+def zero_stage(config: Config, world_size: int) -> int:
+    """The ZeRO stage that a run takes: ``train.zero_stage``, or 0 for one process, which has nobody to share with.
+
+    Stages 1 to 3 would copy every gradient into a bucket, the gradients into a flat shard, and keep the weights twice.
+    """
+    return config.train.zero_stage if world_size > 1 else 0
+
+
 def deepspeed_config(config: Config, world_size: int) -> dict:
     """DeepSpeed's config.
 
     Raises:
         UserError: the global batch size is not divisible by micro-batch size times world size.
     """
+    stage = zero_stage(config, world_size)
     return {
         "train_batch_size": config.train.global_batch_size,
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps(config.train, world_size, config.augment.unit),
-        "gradient_clipping": config.optim.clip_grad_norm or 0.0,
+        # Without ZeRO, DeepSpeed computes the norm once more and clips one parameter at a time: optimizer_step does it instead.
+        "gradient_clipping": config.optim.clip_grad_norm or 0.0 if stage else 0.0,
         "zero_optimization": {
-            "stage": config.train.zero_stage,
+            "stage": stage,
+            "overlap_comm": world_size > 1,
+            "reduce_bucket_size": _REDUCE_BUCKET,
+            "allgather_bucket_size": _GATHER_BUCKET,
             # With a threshold, small parameters stay gathered and differ in the last bit after a resume.
             "stage3_param_persistence_threshold": 0,
         },
@@ -85,6 +112,8 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
             "lower_precision_safe_modules": [],
         },
         "steps_per_print": 10**9,  # never: the run has its own log
+        # It waits for the whole device, the loader's streams too, in every forward pass and step.
+        "timers": {"throughput": {"enabled": False}},
     }
 
 
@@ -92,22 +121,83 @@ def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
     """Wrap the model for training. Collective.
 
     Returns:
-        The engine, sharded over the ranks as ``train.zero_stage`` says.
+        The engine, sharded over the ranks as :func:`zero_stage` says.
     """
     with quiet_deepspeed():
         import deepspeed
 
         model.to(world.device)
-        engine: Engine[Model] = deepspeed.initialize(
-            model=model, optimizer=build_optimizer(model, config.optim), config=deepspeed_config(config, world.size)
-        )[0]
+        with _groups_with_timeout(config.distributed.collective_timeout):
+            engine: Engine[Model] = deepspeed.initialize(
+                model=model, optimizer=build_optimizer(model, config.optim), config=deepspeed_config(config, world.size)
+            )[0]
+    engine.clip_grad_norm = config.optim.clip_grad_norm or math.inf
+    if world.size == 1:
+        engine.enable_backward_allreduce = False  # it would copy all gradients twice and send them nowhere
+    if engine.zero_optimization_stage() in (1, 2) and world.device.type == "cuda":
+        _wait_for_the_reduction_only(engine.optimizer)
     return engine
+
+
+@contextmanager
+def _groups_with_timeout(seconds: float) -> Iterator[None]:
+    """Process groups made in the block have this timeout.
+
+    DeepSpeed clones the world's group for the gradients without naming one, and PyTorch gives a group of NCCL 10 minutes then:
+    a rank that stalls would end the others long before the heartbeat names it.
+    """
+    new_group = dist.new_group
+    dist.new_group = partial(new_group, timeout=timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
+
+
+def _wait_for_the_reduction_only(optimizer: Any) -> None:
+    """With ``overlap_comm``, DeepSpeed's ZeRO 1 and 2 wait for the whole device after the last bucket, and so for the loader's
+    streams. What follows needs the reduced gradients only: the current stream waits for the reduction's.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, epilogue = get_accelerator(), optimizer.independent_gradient_partition_epilogue
+
+    def wait(device: int | None = None) -> None:
+        accelerator.current_stream().wait_stream(optimizer.reduction_stream)
+
+    def with_stream_wait() -> None:
+        accelerator.synchronize = wait  # on the instance, in front of the class's method
+        try:
+            epilogue()
+        finally:
+            del accelerator.synchronize
+
+    optimizer.independent_gradient_partition_epilogue = with_stream_wait
 
 
 def set_learning_rate(engine: Engine, lr: float) -> None:
     """Set the learning rate of the next step."""
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
+
+
+def micro_batches(engine: Engine) -> Iterator[int]:
+    """Count the micro-batches of a step from 0, while autocast keeps the weights that it has cast to bf16.
+
+    It would forget them after every forward pass, although they change with the optimizer's step only. Results are the same to
+    the bit: a copy passes its gradients on to the fp32 weight, where they are summed. Not under ZeRO 3, which would then hold
+    the whole model, nor in a recomputation on a GPU, which runs in a thread of autograd with a count of its own.
+    """
+    numbers = range(engine.gradient_accumulation_steps())
+    if engine.zero_optimization_stage() == 3:
+        yield from numbers
+        return
+    torch.autocast_increment_nesting()  # the outermost context empties the cache when it ends: be that, without casting here
+    try:
+        yield from numbers
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 def optimizer_step(engine: Engine) -> float | Tensor | None:
@@ -122,14 +212,24 @@ def optimizer_step(engine: Engine) -> float | Tensor | None:
     if engine.zero_optimization_stage():
         engine.step()  # checks the gradients of all ranks for inf and NaN itself
         return engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
-    norm = _replicated_grad_norm(engine)
+    norm = _clip_replicated(engine)
     if not math.isfinite(norm):
         engine.zero_grad()  # AdamW ignores parameters without a gradient
     engine.step()
     return norm
 
 
-def _replicated_grad_norm(engine: Engine) -> Tensor:
-    """Without ZeRO, DeepSpeed reports no norm, but every rank holds all of the averaged gradients."""
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
+def _clip_replicated(engine: Engine) -> Tensor:
+    """Without ZeRO, DeepSpeed reports no norm, but every rank holds all of the averaged gradients; clip them.
+
+    Returns:
+        (), their norm before.
+    """
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    for parameter in parameters:
+        if parameter.grad is None:  # unused in this step: its weights decay all the same, as under ZeRO
+            parameter.grad = torch.zeros_like(parameter)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if engine.clip_grad_norm < math.inf:
+        torch.nn.utils.clip_grads_with_norm_(parameters, engine.clip_grad_norm, norm)
+    return norm

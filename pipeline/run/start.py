@@ -30,7 +30,7 @@ from pipeline.models import create_model, flops, load_pretrained
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.ema import WeightAverage
-from pipeline.optim.engine import Engine, build_engine
+from pipeline.optim.engine import Engine, build_engine, zero_stage
 from pipeline.run.evaluation import check_classes, check_same_classes, evaluation_loader
 from pipeline.run.folder import check_same_data, check_same_run, open_run_folder
 from pipeline.run.precision import Precision, choose_precision, with_precision
@@ -151,7 +151,9 @@ def _build_learner(config: Config, world: World, classes: list[str], verified: V
     teacher = None
     if config.train.teacher:  # a run that was begun keeps its teacher
         teacher = load_teacher(config, world.device, classes if fresh else None)
-    _say(world, f"building the optimizer and DeepSpeed's engine, ZeRO stage {config.train.zero_stage}")
+    stage, asked = zero_stage(config, world.size), config.train.zero_stage
+    alone = f" (train.zero_stage {asked} has nothing to share out on one process)" if stage != asked else ""
+    _say(world, f"building the optimizer and DeepSpeed's engine, ZeRO stage {stage}{alone}")
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if verified:

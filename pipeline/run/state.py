@@ -84,7 +84,7 @@ class Run:
             classes=self.train_set.classes,
             data=self.train_set.identity(),
             world_size=self.world.size,
-            zero_stage=self.config.train.zero_stage,
+            zero_stage=int(self.engine.zero_optimization_stage()),
             bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.state().items()},
             best=self.best,
             evaluation_due=self.evaluation_due,

@@ -36,7 +36,7 @@ def go_round(steps: int, fault: str, victim: int, folder: Path) -> None:
     """What each rank does."""
     world = init_world()
     fault = fault if world.rank == victim else "none"
-    with Heartbeat(world, LIMITS) as heartbeat:
+    with Heartbeat(world, LIMITS, folder) as heartbeat:
         for step in range(1, steps + 1):
             heartbeat.at(step, "reading data")
             if step == FAULT_STEP and fault == "hang":

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from torch.distributed.flight_recorder.components.loader import read_dump
 
 from pipeline.config import DistributedConfig
+from pipeline.distributed.nccl import FLIGHT_RECORD
 from pipeline.errors import RANK_LOST, USER_ERROR
 from pipeline.faults.lost_ranks import Judge, Sign, Status
 from support.launching import PATIENCE, REPOSITORY, clean_environment
@@ -158,6 +160,20 @@ def test_the_hanging_one_is_named_and_shows_where(name: str, rings: dict[str, Ri
         assert "it is at step 30, reading data, while rank" in sentence and "waits at step 30, training" in sentence
         assert any("in go_round" in line for line in traceback) == (rank == ring.victim)
     assert ring.ended_at[ring.victim] == min(ring.ended_at.values())  # first: launchers show the first one's output
+
+
+@pytest.mark.parametrize("name", ["rank 1 hangs", "rank 0 killed"])
+def test_each_that_ends_after_a_fault_leaves_a_record_of_its_collectives(name: str, rings: dict[str, Ring]) -> None:
+    """Guards against a fault of which nobody can tell which rank had begun which collective."""
+    ring, begun = rings[name], {}
+    for rank in range(ring.ranks) if ring.fault == "hang" else ring.others:
+        dump = read_dump(FLIGHT_RECORD, str(ring.folder / f"{FLIGHT_RECORD}{rank}"))  # as torchfrtrace reads it
+        last = max((entry for entry in dump["entries"]), key=lambda entry: entry["record_id"])
+        assert last["profiling_name"] == "gloo:all_reduce" and last["input_sizes"] == [[1]]
+        begun[rank] = last["collective_seq_id"]
+    if ring.fault == "hang":  # the victim did not begin the one that the others wait for
+        assert {begun[rank] - begun[ring.victim] for rank in ring.others} == {1}
+    assert not list(rings["all well"].folder.glob(f"{FLIGHT_RECORD}*"))
 
 
 @pytest.mark.parametrize("name", ["rank 1 errs", "rank 0 errs"])
