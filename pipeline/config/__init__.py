@@ -2,6 +2,7 @@
 
 ================  ==================================================================
 ``sections``      every key with its type, bounds, default and description
+``bounds``        the types of values, with their bounds
 ``loading``       YAML files, their ``base:`` files and overrides -> :class:`Config`
 ``values``        strict YAML parsing
 ``problems``      validation errors as one sentence that names key and source
@@ -16,6 +17,7 @@ a wrong type or a value out of range raises ``UserError``.
 """
 
 from pipeline.config.accumulation import accumulation_steps
+from pipeline.config.bounds import Positive, PositiveInt, Section
 from pipeline.config.describe import config_to_yaml, flatten, markdown_page, markdown_table
 from pipeline.config.loading import config_from_dict, load_config, section_from_dict
 from pipeline.config.recipes import find_recipe, shipped_recipes
@@ -29,9 +31,6 @@ from pipeline.config.sections import (
     LogConfig,
     ModelConfig,
     OptimConfig,
-    Positive,
-    PositiveInt,
-    Section,
     TrainConfig,
 )
 from pipeline.config.values import parse_value

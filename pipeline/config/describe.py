@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 from pydantic.fields import FieldInfo
 
-from pipeline.config.sections import Config, Section
+from pipeline.config.bounds import Section
+from pipeline.config.sections import Config
 
 
 def config_to_yaml(config: Config) -> str:

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
+from pipeline.config.bounds import Section
 from pipeline.config.describe import section_fields
 from pipeline.config.problems import Layer, describe
 from pipeline.config.recipes import find_recipe, shipped_recipes
-from pipeline.config.sections import Config, Section
+from pipeline.config.sections import Config
 from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import parse_value, shown
 from pipeline.errors import UserError

@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from pipeline.config.bounds import Section
 from pipeline.config.describe import flatten, section_fields
-from pipeline.config.sections import Config, Section
+from pipeline.config.sections import Config
 from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import shown
 

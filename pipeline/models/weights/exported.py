@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from pipeline.config.sections import MAX_SIDE, Count, Deviation, Mean
+from pipeline.config.bounds import MAX_SIDE, Count, Deviation, Mean
 from pipeline.errors import UserError
 from pipeline.files import open_regular, replace_file
 from pipeline.models.common.base import VisionModel
