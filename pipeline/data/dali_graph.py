@@ -2,6 +2,9 @@
 
 ``full_graph`` runs the whole transform and is used on GPUs. ``decoding_graph`` ends after the decoder; on a CPU the rest is
 faster in :mod:`pipeline.data.cpu_transform`. Both take the same requests, and the test suite compares their pixels.
+
+Inputs are not copied (``no_copy``): DALI reads the NumPy arrays themselves, and holds a reference to each until the batch that
+they belong to is done. A source must never write into an array that it has returned.
 """
 
 from __future__ import annotations
@@ -70,26 +73,25 @@ def full_graph(
     batch_size: int,
     image_size: int,
     mean: tuple[float, float, float],
-    std: tuple[float, float, float],
     device_id: int | None,
     num_threads: int,
     prefetch: int,
     rand_augment_ops: int = 0,
 ) -> Pipeline:
-    """Decode, resize, crop, flip, RandAugment, normalize.
+    """Decode, resize, crop, flip, RandAugment.
 
     Args:
         source: called once per batch, ahead of time; returns :func:`full_inputs`.
         batch_size: B.
-        image_size: side of the output.
-        mean, std: per RGB channel, of pixels in [0, 1].
+        image_size: S, side of the output.
+        mean: per RGB channel, of pixels in [0, 1]: RandAugment's colour outside the image.
         device_id: CUDA device that decodes and transforms; None: the CPU.
         num_threads: CPU threads.
         prefetch: depth of DALI's prefetch queue, in batches.
         rand_augment_ops: RandAugment operations per image.
 
     Returns:
-        A built pipeline with one output: float32 (B, 3, image_size, image_size) on the device.
+        A built pipeline with one output: (B, S, S, 3) uint8 on the device.
     """
     op_types, op_dims = (_OP_TYPES, [1, 1, 3]) if rand_augment_ops else ([], [])
 
@@ -105,6 +107,7 @@ def full_graph(
             source=source,
             num_outputs=9 + len(op_types),
             batch=True,
+            no_copy=True,
             dtype=[*_WINDOW_TYPES, *_PIXEL_TYPES, *op_types],
             ndim=[1, 1, 1, 1, 2, 2, 0, 0, 0, *op_dims],
         )
@@ -116,13 +119,7 @@ def full_graph(
         images = fn.flip(images, horizontal=flip)
         if rand_augment_ops:
             images = randaugment_dali.augment(images, ops[0], ops[1], ops[2], rand_augment_ops, image_size, fill_color(mean))
-        return fn.crop_mirror_normalize(
-            images,
-            mean=[255 * value for value in mean],
-            std=[255 * value for value in std],
-            dtype=types.FLOAT,
-            output_layout="CHW",
-        )
+        return images
 
     return _built(graph())
 
