@@ -16,7 +16,9 @@
 ``cpu_transform``  resize, crop and RandAugment on the CPU
 ``normalize``     8-bit pixels to float32, on any device
 ``buffers``       reusable batch memory
+``device_stream``  the loader's CUDA stream, copies to the device, the hand-over to the consumer
 ``loader``        puts the stages together and yields batches of tensors
+``decoding_trial``  measures which of GPU and CPU should decode
 ``augment``       the augmentations
 =================  ===========================================================================
 """
