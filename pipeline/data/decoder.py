@@ -61,7 +61,7 @@ class Decoder:
 
     def close(self) -> None:
         """Free the pipeline's memory, on the GPU too. No batch may be asked for afterwards."""
-        del self._pipeline
+        vars(self).pop("_pipeline", None)  # gone already where a batch with bad samples could not be read again
         if self._whole:
             ReleaseUnusedMemory()
 
