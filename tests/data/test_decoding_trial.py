@@ -55,23 +55,25 @@ def plan_of(shards: Path, order: str = "full") -> TrainPlan:
     )
 
 
-def trial(plan: TrainPlan, turns: Turns, slow: str, chosen: list) -> TrialLoader:
+def trial(plan: TrainPlan, turns: Turns, slow: str, kept: str, measured: list) -> TrialLoader:
     def open_loader(part: TurnPlan, decode: str, bad: BadSamples) -> Loader[TurnPlan]:  # here, both decode on the CPU
         return (SlowLoader if decode == slow else Loader)(part, CONFIG, CPU, bad=bad)
 
     def choose(seconds: dict[str, float]) -> str:
-        chosen.append(seconds)
-        return min(seconds, key=lambda decode: seconds[decode])
+        measured.append(seconds)
+        return kept  # not the faster: on a machine that others use, either may be
 
     return TrialLoader(plan, turns, BadSamples(plan.shards, 0), open_loader, choose)
 
 
 @pytest.mark.parametrize("slow", ["gpu", "cpu"])
 @pytest.mark.parametrize("start", [0, 83])  # 83: in a second epoch after 7 more batches
-def test_a_trial_yields_the_stream_and_keeps_the_faster(slow: str, start: int, digits_shards: Path) -> None:
-    """Guards against batches that are lost, repeated or exchanged between two turns or at the decision, and a wrong decision."""
-    plan, turns, chosen = plan_of(digits_shards), Turns(start, settling=2, measured=2), []
-    tried, plain = trial(plan, turns, slow, chosen), Loader(plan, CONFIG, CPU, start=start)
+def test_a_trial_yields_the_stream_and_measures_both(slow: str, start: int, digits_shards: Path) -> None:
+    """Guards against batches that are lost, repeated or exchanged between two turns or at the decision, and against times that
+    are noted for the wrong loader."""
+    plan, turns, measured = plan_of(digits_shards), Turns(start, settling=2, measured=2), []
+    kept = {"gpu": "cpu", "cpu": "gpu"}[slow]
+    tried, plain = trial(plan, turns, slow, kept, measured), Loader(plan, CONFIG, CPU, start=start)
     threads = 0
     for i in range(turns.total + 3):
         expected, batch = next(plain), next(tried)
@@ -80,9 +82,9 @@ def test_a_trial_yields_the_stream_and_keeps_the_faster(slow: str, start: int, d
         for name in ("images", "labels", "other_labels", "weight"):
             assert torch.equal(getattr(batch, name), getattr(expected, name)), (name, i)
         threads = max(threads, threading.active_count())
-        assert tried.decode == ("auto" if i < turns.total else {"gpu": "cpu", "cpu": "gpu"}[slow])
-    (seconds,) = chosen
-    assert seconds[slow] > 0.05
+        assert tried.decode == ("auto" if i < turns.total else kept)
+    (seconds,) = measured
+    assert seconds[slow] > 0.05 and set(seconds) == {"gpu", "cpu"}
     assert threading.active_count() < threads, "the loader that was not kept goes on decoding"
     tried.close(), plain.close()
 
