@@ -57,8 +57,8 @@ def main() -> None:
     )
     print(f"ratio {real / synthetic:.3f}; waiting for data {statistics.median(waiting):.1%} of the time")
     if device.type == "cuda":
-        rates = {kind: [] for kind in ("gpu", "cpu")}
-        loaders = {kind: build_loader(shards, config, device, args.threads, kind) for kind in rates}
+        rates = {kind: [] for kind in ("cuda", "cpu")}
+        loaders = {kind: build_loader(shards, config, torch.device(kind, 0), args.threads) for kind in rates}
         for round_ in range(args.rounds + 1):
             for kind, each in loaders.items():
                 taken, _ = timed(lambda each=each: next(each), lambda batch: None, 4 * args.steps, device)
@@ -69,7 +69,7 @@ def main() -> None:
         )
 
 
-def build_loader(shards: ShardSet, config: Config, device: torch.device, threads: int, decode: str = "auto") -> Loader:
+def build_loader(shards: ShardSet, config: Config, device: torch.device, threads: int) -> Loader:
     """The recipe's batches in one process."""
     size, batch = config.model.image_size, config.train.micro_batch_size
     plan = TrainPlan(
@@ -83,7 +83,7 @@ def build_loader(shards: ShardSet, config: Config, device: torch.device, threads
         data=config.data,
         augment=config.augment,
     )
-    return Loader(plan, config.data.model_copy(update={"decode": decode}), device, threads)
+    return Loader(plan, config.data, torch.device("cpu") if device.type == "cpu" else device, threads)
 
 
 def build_step(config: Config, classes: int, device: torch.device) -> Callable[[Batch], None]:

@@ -25,6 +25,7 @@ from pipeline.data.bad_samples import BadSamples
 from pipeline.data.cpu_transform import Finisher
 from pipeline.data.decoder import Decoder
 from pipeline.data.device_stream import DeviceStream, upload
+from pipeline.data.device_stream import to_device as to_device  # importable from here, too
 from pipeline.data.normalize import Normalization
 from pipeline.data.plan import BatchRequest, Plan
 from pipeline.data.reader import Ahead, Encoded, Reader

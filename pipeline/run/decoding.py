@@ -14,13 +14,14 @@ from pipeline.distributed.world import World
 from pipeline.logs import console
 
 
-def choose_decoding(asked: str, begun_with: str | None, world: World) -> str:
+def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable: bool = False) -> str:
     """Settle ``data.decode`` for training, on all ranks alike without communication.
 
     Args:
         asked: "auto", "gpu" or "cpu".
         begun_with: that of the run so far, which "auto" keeps; "auto" or None while it is not known.
         world: rank 0 logs the reason.
+        repeatable: the run repeats its pixels whenever it is begun: "auto" then is the GPU, because a measurement may differ.
 
     Returns:
         "gpu", "cpu", or "auto": to be measured.
@@ -29,8 +30,10 @@ def choose_decoding(asked: str, begun_with: str | None, world: World) -> str:
         UserError: it cannot be done here.
     """
     decoding_device(asked, world.device)
-    if asked != AUTO or world.device.type == "cpu" or begun_with not in (GPU, CPU):
+    if asked != AUTO or world.device.type == "cpu":
         return asked
+    if begun_with not in (GPU, CPU):
+        return GPU if repeatable else AUTO
     if world.is_main:
         console.say(
             f"decoding on the {begun_with.upper()}, as this run has measured before: data.decode=gpu or cpu changes that"

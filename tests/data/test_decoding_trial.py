@@ -125,6 +125,7 @@ def test_a_run_keeps_what_it_has_measured() -> None:
     assert choose_decoding("auto", "cpu", there) == "cpu" and choose_decoding("auto", "gpu", there) == "gpu"
     assert choose_decoding("auto", "auto", there) == "auto" and choose_decoding("auto", None, there) == "auto"
     assert choose_decoding("gpu", "cpu", there) == "gpu" and choose_decoding("auto", "gpu", here) == "auto"
+    assert choose_decoding("auto", None, there, repeatable=True) == "gpu", "what is measured may differ from start to start"
     config = Config()
     assert config_hash(with_decoding(config, "cpu")) == config_hash(config), "a checkpoint may say what was measured"
 
