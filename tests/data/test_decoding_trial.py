@@ -13,7 +13,7 @@ import torch
 from pipeline.config import AugmentConfig, Config, DataConfig
 from pipeline.data.bad_samples import BadSamples
 from pipeline.data.decoding_trial import TrialLoader, TurnPlan, Turns
-from pipeline.data.loader import Batch, Loader
+from pipeline.data.loader import Batch, Loader, decoding_device
 from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
@@ -136,5 +136,7 @@ def test_decoding_on_a_gpu_is_refused_where_there_is_none(small_run: Path) -> No
     with pytest.raises(UserError) as error:
         choose_decoding("gpu", None, World(0, 1, CPU, 1))
     assert str(error.value) == sentence
+    with pytest.raises(UserError, match="--decode is gpu"):
+        decoding_device("gpu", CPU, "--decode")
     run = run_module("pipeline.train", "--config", small_run, "data.decode=gpu", check=False)
     assert run.returncode == 2 and f"error: {sentence}" in run.stderr, run.stderr
