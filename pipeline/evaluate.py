@@ -43,6 +43,12 @@ def main() -> None:
         default="auto",
         help="default: auto, as in training, but fp32 where bf16 would be emulated",
     )
+    add(
+        "--decode",
+        choices=("auto", "gpu", "cpu"),
+        default="auto",
+        help="where to decode the images (default: auto, a GPU if there is one)",
+    )
     add("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
     add(
         "--switch",
@@ -67,8 +73,10 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.checkpoint.trained import read_trained
     from pipeline.config import config_from_dict  # imported only now: PyTorch takes seconds, and --help must not wait for it
     from pipeline.data.image_folder import open_split
+    from pipeline.data.loader import decoding_device
     from pipeline.distributed.world import disconnect, init_world
     from pipeline.logs import console
+    from pipeline.run.decoding import with_decoding
     from pipeline.run.evaluation import check_same_classes, evaluate, evaluation_loader
     from pipeline.run.precision import autocast, choose_evaluation_precision
 
@@ -77,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     config = trained.config
     if args.batch_size is not None:
         config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
-    config = with_switches(config, args.switch)
+    config = with_decoding(with_switches(config, args.switch), args.decode)
     images = open_split(args.data, args.split, trained.classes)
     check_same_classes(images, trained.classes, of=str(args.checkpoint))
 
@@ -89,6 +97,7 @@ def run(args: argparse.Namespace) -> None:
             "leave out each --switch that adds, removes or reshapes parameters",
         ) from None
     world = init_world()
+    decoding_device(args.decode, world.device, "--decode")
     model.to(world.device)
     precision = choose_evaluation_precision(config.train.precision, args.precision, world)
 

@@ -6,44 +6,68 @@ from collections import deque
 
 import torch
 from nvidia.dali import Pipeline
-from nvidia.dali.backend import TensorListCPU, TensorListGPU
+from nvidia.dali.backend import ReleaseUnusedMemory, TensorListCPU, TensorListGPU  # type: ignore[attr-defined]  # not in its stub
+from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray
+from torch import Tensor
 
 from pipeline.config import DataConfig
 from pipeline.data import dali_graph
 from pipeline.data.bad_samples import undecodable
+from pipeline.data.device_stream import DeviceStream
 from pipeline.data.reader import Encoded, Reader
 
 
 class Decoder:
-    """Decodes the reader's batches in order, with the graph for the device.
+    """Decodes the reader's batches in order, with one of the two graphs of :mod:`pipeline.data.dali_graph`.
 
     Args:
         reader: source of encoded batches; its ``bad`` records samples that DALI cannot decode.
-        config: normalization and prefetch depth.
-        device: device of the decoded batches.
+        config: RandAugment's fill colour and the prefetch depth.
+        whole: run the whole transform, on ``device``; else decode windows, on the CPU.
+        stream: of the batches' device.
         threads: CPU threads.
     """
 
-    def __init__(self, reader: Reader, config: DataConfig, device: torch.device, threads: int) -> None:
+    def __init__(self, reader: Reader, config: DataConfig, whole: bool, stream: DeviceStream, threads: int) -> None:
         self._reader, self._plan, self._config, self._threads = reader, reader.plan, config, threads
-        self._device_id = None
-        if device.type == "cuda":
-            self._device_id = torch.cuda.current_device() if device.index is None else device.index
+        self._whole, self._stream = whole, stream
         self._reader_error: BaseException | None = None
         self._in_dali: deque[Encoded] = deque()  # fed but not returned; DALI preserves their order
         self._repeat: deque[Encoded] = deque()  # to be fed to the next pipeline after a failure
         self._pipeline: Pipeline = self._build()
 
-    def next(self) -> tuple[Encoded, TensorListCPU | TensorListGPU]:
-        """The next batch. If DALI fails to decode it, it is decoded again with the bad samples replaced.
+    def windows(self) -> tuple[Encoded, list[Tensor]]:
+        """The next batch as B decoded windows, (h, w, 3) uint8 each on the CPU. Raises as :meth:`pixels`."""
+        encoded, output = self._next()
+        return encoded, [torch.from_dlpack(window) for window in output]  # type: ignore[union-attr]  # not in DALI's stub
+
+    def pixels(self) -> tuple[Encoded, Tensor]:
+        """The next batch as (B, 3, S, S) uint8, channels_last, on the device, in the order of the current stream.
 
         Raises:
             UserError: too many bad samples.
             RuntimeError: DALI failed for another reason.
         """
+        encoded, output = self._next()
+        # Not from_dlpack, which shares the memory: DALI gives a batch's memory out again in the order of its own stream as soon
+        # as the last reference is dropped, and knows nothing of the work on PyTorch's streams that still reads it. Here run()
+        # makes our stream wait for DALI's, the copy is queued on ours, and the output is released in the order of ours, or of
+        # DALI's after that has waited for the copy, whichever holds the last reference (DALI's Buffer::free_storage).
+        dense = output.as_tensor()
+        images = torch.empty(dense.shape(), dtype=torch.uint8, device=self._stream.device)  # (B, S, S, 3)
+        return encoded, feed_ndarray(dense, images, cuda_stream=self._stream.cuda).permute(0, 3, 1, 2)
+
+    def close(self) -> None:
+        """Free the pipeline's memory, on the GPU too. No batch may be asked for afterwards."""
+        vars(self).pop("_pipeline", None)  # gone already where a batch with bad samples could not be read again
+        if self._whole:
+            ReleaseUnusedMemory()
+
+    def _next(self) -> tuple[Encoded, TensorListCPU | TensorListGPU]:
+        """The next batch. If DALI fails to decode it, it is decoded again with the bad samples replaced."""
         while True:
             try:
-                (output,) = self._pipeline.run()
+                (output,) = self._pipeline.run(self._stream.cuda if self._whole else None)
                 return self._in_dali.popleft(), output
             except RuntimeError as error:
                 if self._reader_error:
@@ -71,15 +95,14 @@ class Decoder:
 
     def _build(self) -> Pipeline:
         plan, config = self._plan, self._config
-        if self._device_id is None:
+        if not self._whole:
             return dali_graph.decoding_graph(self._feed, plan.batch_size, self._threads, config.prefetch)
         return dali_graph.full_graph(
             self._feed,
             plan.batch_size,
             plan.image_size,
             config.mean,
-            config.std,
-            self._device_id,
+            self._stream.device.index,
             self._threads,
             config.prefetch,
             plan.rand_augment_ops,
@@ -93,6 +116,6 @@ class Decoder:
             self._reader_error = error
             raise
         self._in_dali.append(encoded)
-        if self._device_id is None:
+        if not self._whole:
             return dali_graph.window_inputs(encoded.images, encoded.request)
         return dali_graph.full_inputs(encoded.images, encoded.request, self._plan.image_size)

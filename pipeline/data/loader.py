@@ -2,7 +2,11 @@
 
 ::
 
-    plan.request(i)  ->  Reader, ahead in threads  ->  Decoder (DALI)  ->  (CPU: cpu_transform)  ->  erasing, mixing  ->  Batch
+    plan.request(i)  ->  Reader, ahead in threads  ->  Decoder (DALI)  ->  (CPU: cpu_transform)  ->  normalize  ->  erasing,
+    mixing  ->  Batch
+
+All of it happens in threads of the loader's, and on a GPU on a CUDA stream of its own: the thread that trains only takes batches
+that are finished or, on the device, about to be.
 """
 
 from __future__ import annotations
@@ -16,15 +20,19 @@ import torch
 from torch import Tensor
 
 from pipeline.config import DataConfig
-from pipeline.data.augment.erasing import erase_
-from pipeline.data.augment.mixing import mix_, mixed_labels
+from pipeline.data.augment import erasing, mixing
 from pipeline.data.bad_samples import BadSamples
 from pipeline.data.cpu_transform import Finisher
 from pipeline.data.decoder import Decoder
+from pipeline.data.device_stream import DeviceStream, upload
+from pipeline.data.device_stream import to_device as to_device  # importable from here, too
+from pipeline.data.normalize import Normalization
 from pipeline.data.plan import BatchRequest, Plan
-from pipeline.data.reader import Ahead, Reader
+from pipeline.data.reader import Ahead, Encoded, Reader
+from pipeline.errors import UserError
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
+CPU, GPU, AUTO = "cpu", "gpu", "auto"  # values of data.decode
 
 
 @dataclass(frozen=True)
@@ -44,32 +52,52 @@ class Loader(Generic[AnyPlan]):
     """An infinite iterator over batches ``start``, ``start + 1``, ... of a plan.
 
     Its only state is the number of the next batch: a loader started at batch i yields exactly what another one yields after i
-    batches. The caller may keep a batch; its memory is reused once no tensor refers to it.
+    batches. The caller may keep a batch; its memory is reused once no tensor refers to it. On a GPU, batches belong to the
+    CUDA stream that is current where they are taken.
 
     Args:
         plan: determines the batches.
-        config: normalization, threads, prefetch depths, number of bad samples to tolerate.
-        device: device of the batches; a GPU also decodes.
+        config: where to decode, normalization, threads, prefetch depths, number of bad samples to tolerate.
+        device: of the batches.
         cpu_threads: default for ``config.num_threads``: this rank's share of the node's cores.
         start: number of the first batch.
+        bad: records the samples that cannot be used; by default, a record of the loader's own.
 
     Attributes:
         bad: the samples found bad so far.
+        decode: ``data.decode``, as it was given.
+
+    Raises:
+        UserError: ``data.decode`` is gpu and the device is none.
     """
 
-    def __init__(self, plan: AnyPlan, config: DataConfig, device: torch.device, cpu_threads: int = 1, start: int = 0) -> None:
-        self.plan = plan
-        self.device = device
-        self.bad = BadSamples(plan.shards, config.max_bad_samples, left_out=not plan.substitutes_count)
+    def __init__(
+        self,
+        plan: AnyPlan,
+        config: DataConfig,
+        device: torch.device,
+        cpu_threads: int = 1,
+        start: int = 0,
+        bad: BadSamples | None = None,
+    ) -> None:
+        whole = decoding_device(config.decode, device) == GPU
+        self.plan, self.decode = plan, config.decode
+        self.bad = BadSamples(plan.shards, config.max_bad_samples, left_out=not plan.substitutes_count) if bad is None else bad
         threads = config.num_threads or cpu_threads
+        self._stream = DeviceStream(device)
         self._reader = Reader(plan, self.bad, start, config.read_ahead)
-        self._decoder = Decoder(self._reader, config, device, threads)
+        self._decoder = Decoder(self._reader, config, whole, self._stream, threads)
+        self._normalization = Normalization(config.mean, config.std)
         self._finisher: Finisher | None = None
-        self._finished: Ahead[Batch] | None = None
-        if device.type == "cpu":
+        if not whole:
             self._finisher = Finisher(plan.batch_size, plan.image_size, config.mean, config.std, threads)
-            self._finished = Ahead(lambda _: self._make(), start, config.prefetch, 1, "finish")
+        self._finished = Ahead(lambda _: self._make(), start, config.prefetch, 1, "finish")
         self._error: BaseException | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the batches."""
+        return self._stream.device
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -84,38 +112,93 @@ class Loader(Generic[AnyPlan]):
         if self._error:
             raise self._error
         try:
-            return self._finished.next() if self._finished else self._make()
+            batch, done = self._finished.next()
         except BaseException as error:
             self._error = error
             raise
+        self._stream.receive((batch.images, batch.labels), done)
+        return batch
 
     def close(self) -> None:
         """Stop the threads."""
-        for part in (self._finished, self._reader, self._finisher):
+        for part in (self._finished, self._reader, self._finisher, self._decoder):
             if part:
                 part.close()
 
-    def _make(self) -> Batch:
-        encoded, output = self._decoder.next()
-        request = encoded.request
-        if self._finisher:
-            decoded = [torch.from_dlpack(image) for image in output]  # type: ignore[union-attr]  # not in DALI's stub
-            images = self._finisher.finish(decoded, request)
-        else:
-            images = torch.from_dlpack(output.as_tensor())
+    def _make(self) -> tuple[Batch, torch.cuda.Event | None]:
+        with self._stream.work():
+            encoded, images = self._images()
+            return augmented(images, encoded.request, encoded.replaced), self._stream.done()
+
+    def _images(self) -> tuple[Encoded, Tensor]:
+        """The next batch, decoded and transformed: (B, 3, S, S) float32, normalized, on the device."""
+        if not self._finisher:
+            encoded, pixels = self._decoder.pixels()
+            return encoded, self._normalization(pixels)
+        encoded, windows = self._decoder.windows()
+        if self.device.type == "cpu":  # normalized image by image, by the thread that has it in its cache
+            return encoded, self._finisher.finish(windows, encoded.request)
+        pixels = self._finisher.finish_pixels(windows, encoded.request, pin_memory=True)
+        return encoded, self._normalization(pixels.to(self.device, non_blocking=True))
+
+
+def augmented(images: Tensor, request: BatchRequest, replaced: int = 0) -> Batch:
+    """Erase and mix, in place, and add the labels.
+
+    On a CPU it goes image by image and group by group, as suits its caches; on a GPU in a few operations on the whole batch and
+    with one copy to the device. The pixels are the same; on a GPU Mixup rounds in its own way.
+
+    Args:
+        images: (B, 3, S, S) float32, normalized, on the device.
+        request: its augmentation.
+        replaced: substitutes for bad samples.
+    """
+    labels = other_labels = request.label
+    weight = np.ones(len(labels), dtype=np.float32)
+    if request.mixing is not None:
+        other_labels, weight = mixing.mixed_labels(labels, request.mixing)
+    arrays: tuple[np.ndarray, ...] = (labels, other_labels, weight, request.valid)
+    if images.device.type == "cpu":
         if request.erasing is not None:
-            erase_(images, request.erasing)
-        labels = other_labels = request.label
-        weight = np.ones(len(labels), dtype=np.float32)
+            erasing.erase_(images, request.erasing)
         if request.mixing is not None:
-            mix_(images, request.mixing)
-            other_labels, weight = mixed_labels(labels, request.mixing)
-        arrays = (labels, other_labels, weight, request.valid)
-        own, other, share, valid = (to_device(values, self.device) for values in arrays)
-        return Batch(images, own, other, share, valid, request, encoded.replaced)
+            mixing.mix_(images, request.mixing)
+        own, other, share, valid = upload(arrays, images.device)
+    else:
+        own, other, share, valid = augment_batch_(images, request, arrays)
+    return Batch(images, own, other, share, valid, request, replaced)
 
 
-def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy a small array to the device asynchronously, through pinned memory: a copy from pageable memory would synchronize."""
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+def augment_batch_(images: Tensor, request: BatchRequest, arrays: tuple[np.ndarray, ...]) -> list[Tensor]:
+    """Erase and mix as a GPU needs it, in place; returns the arrays, (B,) each, on the device of the images."""
+    rows: tuple[np.ndarray, ...] = ()
+    weights: tuple[np.ndarray, ...] = ()
+    if request.erasing is not None and request.erasing.box.any():
+        noise = erasing.erasing_noise(request.erasing, images.shape[1]).numpy()
+        rows = (noise, *erasing.erased_rows(request.erasing, images.shape))
+    if request.mixing is not None:
+        weights = mixing.mixing_weights(request.mixing, *images.shape[2:])
+    there = upload([*arrays, *rows, *weights], images.device)
+    plain, rest = there[: len(arrays)], there[len(arrays) :]
+    if rows:
+        erasing.erase_batch_(images, *rest[: len(rows)])
+    if weights:
+        mixing.mix_batch_(images, *rest[len(rows) :])
+    return plain
+
+
+def decoding_device(decode: str, device: torch.device, name: str = "data.decode") -> str:
+    """Where to decode: "gpu" or "cpu". ``auto`` is the device; :mod:`pipeline.data.decoding_trial` measures instead.
+
+    Args:
+        decode: "auto", "gpu" or "cpu".
+        device: of the batches.
+        name: of the setting, for the error.
+
+    Raises:
+        UserError: there is no GPU to decode on.
+    """
+    here = CPU if device.type == "cpu" else GPU
+    if decode == GPU and here == CPU:
+        raise UserError(f"{name} is gpu, but this process has no GPU", "set it to auto, or start where there is a GPU")
+    return here if decode == AUTO else decode

@@ -30,6 +30,7 @@ _FREE_SECTIONS = ("eval.", "checkpoint.", "log.", "distributed.")
 _FREE_KEYS = (
     "output_dir",
     "data.path",
+    "data.decode",
     "data.num_threads",
     "data.prefetch",
     "data.read_ahead",

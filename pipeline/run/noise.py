@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from pipeline.data.loader import Batch, to_device
+from pipeline.data.device_stream import to_device
+from pipeline.data.loader import Batch
 from pipeline.models.common.base import VisionModel
 from pipeline.philox import Stream, uniforms
 

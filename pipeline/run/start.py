@@ -13,8 +13,6 @@ from torch import Tensor
 from pipeline import checkpoint
 from pipeline.checkpoint.whole import Verified
 from pipeline.config import Config, accumulation_steps, config_from_dict
-from pipeline.data.loader import Loader
-from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.agreement import Agreement, do_in_main
 from pipeline.distributed.world import World
@@ -31,6 +29,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine, build_engine, zero_stage
+from pipeline.run.decoding import choose_decoding, training_loader
 from pipeline.run.evaluation import check_classes, check_same_classes, evaluation_loader
 from pipeline.run.folder import check_same_data, check_same_run, open_run_folder
 from pipeline.run.precision import Precision, choose_precision, with_precision
@@ -69,6 +68,8 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
         _say(world, f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
         precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)
         config = with_precision(config, precision.name)
+        begun_with = before.config["data"].get("decode") if before else None
+        decode = choose_decoding(config.data.decode, begun_with, world, repeatable=config.train.deterministic)
         learner = _build_learner(config, world, train_set.classes, verified)
 
         _say(world, "opening the loaders and the log")
@@ -89,7 +90,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             batchnorm=StepStatistics(learner.engine.module, world),
             ema=learner.ema,
             teacher=learner.teacher,
-            loader=training_loader(train_set, config, world, step),
+            loader=training_loader(train_set, config, decode, world, step),
             val_loader=evaluation_loader(val_set, config, world),
             agreement=agreement,
             saver=checkpoint.Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),
@@ -188,22 +189,6 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
             for sentence in (f"{initial.what} of {config.train.init_from}", *said):
                 console.say(f"init_from: {sentence}")
     return model
-
-
-def training_loader(shards: ShardSet, config: Config, world: World, first_step: int) -> Loader[TrainPlan]:
-    """This process's micro-batches from the first one of step ``first_step`` on."""
-    plan = TrainPlan(
-        shards=shards,
-        seed=config.seed,
-        image_size=config.model.image_size,
-        global_batch_size=config.train.global_batch_size,
-        batch_size=config.train.micro_batch_size,
-        rank=world.rank,
-        world_size=world.size,
-        data=config.data,
-        augment=config.augment,
-    )
-    return Loader(plan, config.data, world.device, world.cpu_threads, start=first_step * plan.batches_per_step)
 
 
 def _say(world: World, text: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from pipeline import checkpoint
 from pipeline.checkpoint.held import optimizer_step_count
 from pipeline.config import Config
+from pipeline.data.decoding_trial import TrialLoader
 from pipeline.data.loader import Loader
 from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
@@ -27,6 +28,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine
+from pipeline.run.decoding import with_decoding
 from pipeline.run.folder import config_hash
 from pipeline.run.lock import RunLock
 from pipeline.run.progress import Schedule
@@ -47,7 +49,7 @@ class Run:
     batchnorm: StepStatistics
     ema: WeightAverage | None
     teacher: Callable[[Tensor], Tensor] | None
-    loader: Loader[TrainPlan]
+    loader: Loader[TrainPlan] | TrialLoader
     val_loader: Loader[EvalPlan]
     agreement: Agreement
     saver: checkpoint.Saver
@@ -79,7 +81,7 @@ class Run:
             samples=self.schedule.samples(self.step),
             optimizer_step=optimizer_step_count(self.engine),
             skipped_steps=self.skipped_steps,
-            config=self.config.model_dump(mode="json"),
+            config=with_decoding(self.config, self.loader.decode).model_dump(mode="json"),
             config_hash=config_hash(self.config),
             classes=self.train_set.classes,
             data=self.train_set.identity(),

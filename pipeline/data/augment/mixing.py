@@ -11,6 +11,7 @@ same effect and never pairs two views of one image under repeated augmentation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -65,7 +66,7 @@ def draw_mixing(
 
 
 def mix_(images: Tensor, mixing: Mixing) -> None:
-    """Mix the images of each group, in place.
+    """Mix the images of each group, in place, group by group: on a CPU a group stays in the caches.
 
     Args:
         images: (B, 3, H, W) float32.
@@ -81,6 +82,39 @@ def mix_(images: Tensor, mixing: Mixing) -> None:
             window.copy_(window.roll(shift, 0))
 
 
+def mixing_weights(mixing: Mixing, height: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What :func:`mix_batch_` needs: Mixup and CutMix as one interpolation, whose weight depends on the pixel.
+
+    The partner's weight at a pixel is the product of that of its row and that of its column: for CutMix 1 inside the box and 0
+    outside, for Mixup the same everywhere.
+
+    Args:
+        mixing: of a batch.
+        height, width: of the images.
+
+    Returns:
+        Each image's partner, (B,) int64, and the partner's weight by row, (B, H), and by column, (B, W), float32.
+    """
+    top, left, rows, columns = mixing.box[:, :, None].transpose(1, 0, 2)  # (G, 1) each
+    y, x = np.arange(height), np.arange(width)
+    by_row = (y >= top) & (y < top + rows)  # (G, H)
+    by_column = ((x >= left) & (x < left + columns)) | mixing.blend[:, None]  # (G, W)
+    shares = np.where(mixing.blend[:, None], 1 - mixing.weight.astype(np.float64)[:, None], by_row)  # rounded once, as in mix_
+    first = mixing.group * np.arange(len(mixing.distance))[:, None]
+    each = partial(np.repeat, repeats=mixing.group, axis=0)
+    return (first + _partners(mixing)).reshape(-1), each(shares.astype(np.float32)), each(by_column.astype(np.float32))
+
+
+def mix_batch_(images: Tensor, partner: Tensor, by_row: Tensor, by_column: Tensor) -> None:
+    """:func:`mix_` for a whole batch in three operations, as a GPU needs it, in place: the same numbers.
+
+    Args:
+        images: (B, 3, H, W) float32.
+        partner, by_row, by_column: of :func:`mixing_weights`, on the images' device.
+    """
+    images.lerp_(images.index_select(0, partner), by_row[:, None, :, None] * by_column[:, None, None, :])  # exact at 0 and at 1
+
+
 def mixed_labels(labels: np.ndarray, mixing: Mixing) -> tuple[np.ndarray, np.ndarray]:
     """The second label of each image and the weight of its own.
 
@@ -91,10 +125,13 @@ def mixed_labels(labels: np.ndarray, mixing: Mixing) -> tuple[np.ndarray, np.nda
     Returns:
         Labels of the partners, (B,) int64, and weights, (B,) float32.
     """
-    place = np.arange(mixing.group)
-    partner = (place + mixing.distance[:, None]) % mixing.group  # (G, group)
-    other = np.take_along_axis(labels.reshape(-1, mixing.group), partner, axis=1)
+    other = np.take_along_axis(labels.reshape(-1, mixing.group), _partners(mixing), axis=1)
     return other.reshape(-1), np.repeat(mixing.weight, mixing.group)
+
+
+def _partners(mixing: Mixing) -> np.ndarray:
+    """Each image's partner, as a place in its group: (G, group) int64."""
+    return (np.arange(mixing.group) + mixing.distance[:, None]) % mixing.group
 
 
 def _beta(uniforms: np.ndarray, alpha: np.ndarray) -> np.ndarray:

@@ -1,0 +1,149 @@
+"""``data.decode=auto`` on a GPU: decode on the GPU and on the CPU in turns, measure what a step takes with each, keep the faster.
+
+What counts is a step of training, not the loader alone: a GPU that decodes trains less meanwhile. A loader is a pure function of
+the number of a batch, so two of them can produce the stream together, turn by turn.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pipeline.data.bad_samples import BadSamples
+from pipeline.data.loader import AUTO, CPU, GPU, Batch, Loader
+from pipeline.data.plan import BatchRequest, Plan, Samples, TrainPlan
+
+_ROUNDS = 2  # turns of each; the better one counts, so that something slow in one of them, such as an evaluation, does not
+_MEASURED = 10  # micro-batches at the end of a turn
+
+OpenLoader = Callable[["TurnPlan", str, BadSamples], Loader["TurnPlan"]]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How the batches from ``start`` on are divided: two loaders in turns, at first, and one for the rest.
+
+    Attributes:
+        start: number of the first batch.
+        settling: batches at the beginning of a turn that are not measured, because they may have been ready before.
+        measured: those after them.
+    """
+
+    start: int
+    settling: int
+    measured: int = _MEASURED
+
+    @classmethod
+    def of_steps(cls, start: int, prefetch: int, batches_per_step: int) -> Turns:
+        """Turns of whole steps. A loader holds ``prefetch`` finished batches, as many decoded ones, and those in the making."""
+        settling, measured = (
+            math.ceil(batches / batches_per_step) * batches_per_step for batches in (2 * prefetch + 2, _MEASURED)
+        )
+        return cls(start, settling, measured)
+
+    @property
+    def size(self) -> int:
+        """Batches in a turn."""
+        return self.settling + self.measured
+
+    @property
+    def total(self) -> int:
+        """Batches in all turns."""
+        return 2 * _ROUNDS * self.size
+
+    def number(self, place: int, k: int) -> int:
+        """The number of the k-th batch of the loader at ``place``, 0 or 1, that produces all batches after the last turn."""
+        turn, within = divmod(k, self.size)
+        if turn < _ROUNDS:
+            return self.start + (2 * turn + place) * self.size + within
+        return self.start + self.total + k - _ROUNDS * self.size
+
+
+@dataclass(frozen=True)
+class TurnPlan(Plan):
+    """The part of a plan that one of the two loaders produces, as if that loader were the one that is kept."""
+
+    plan: Plan
+    turns: Turns
+    place: int
+    shards: Samples = field(init=False)
+    image_size: int = field(init=False)
+    batch_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("shards", "image_size", "batch_size"):
+            object.__setattr__(self, name, getattr(self.plan, name))
+
+    @property
+    def rand_augment_ops(self) -> int:
+        return self.plan.rand_augment_ops
+
+    @property
+    def substitutes_count(self) -> bool:
+        return self.plan.substitutes_count
+
+    def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
+        return self.plan.request(self.turns.number(self.place, i), replacement)
+
+    def coming_blocks(self, i: int) -> list[tuple[int, int]]:
+        return self.plan.coming_blocks(self.turns.number(self.place, i))
+
+
+class TrialLoader:
+    """The batches of a plan as a :class:`~pipeline.data.loader.Loader` yields them, decoded here and there in turns at first.
+
+    Args:
+        plan: determines the batches.
+        turns: where to begin, and the length of a turn.
+        bad: records the samples that cannot be used.
+        open_loader: opens a loader at batch 0 of a plan, with ``data.decode`` set to "gpu" or "cpu".
+        choose: from the seconds that a batch took, by ``data.decode``, to the one to keep. Called once, in the same call of
+            :meth:`__next__` on every rank, so that it can ask the others.
+
+    Attributes:
+        decode: "auto" during the trial, then what is kept.
+    """
+
+    def __init__(
+        self, plan: TrainPlan, turns: Turns, bad: BadSamples, open_loader: OpenLoader, choose: Callable[[dict[str, float]], str]
+    ) -> None:
+        self.plan, self.bad, self.decode = plan, bad, AUTO
+        self._turns, self._choose = turns, choose
+        self._loaders = {
+            decode: open_loader(TurnPlan(plan, turns, place), decode, bad) for place, decode in enumerate((GPU, CPU))
+        }
+        self._seconds: dict[str, list[float]] = {decode: [] for decode in self._loaders}
+        self._taken, self._since = 0, 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch. Raises as :meth:`Loader.__next__`."""
+        if self.decode == AUTO:
+            loader = self._trial()
+        else:
+            (loader,) = self._loaders.values()
+        return next(loader)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        for loader in self._loaders.values():
+            loader.close()
+
+    def _trial(self) -> Loader[TurnPlan]:
+        """The loader of the next batch; notes the time. A step is over when the next batch is asked for."""
+        now, order = time.perf_counter(), list(self._loaders)
+        turn, within = divmod(self._taken, self._turns.size)
+        if within == 0 and turn:
+            self._seconds[order[(turn - 1) % 2]].append((now - self._since) / self._turns.measured)
+        if within == self._turns.settling:
+            self._since = now
+        self._taken += 1
+        if turn < 2 * _ROUNDS:
+            return self._loaders[order[turn % 2]]
+        self.decode = self._choose({decode: min(seconds) for decode, seconds in self._seconds.items()})
+        self._loaders.pop(CPU if self.decode == GPU else GPU).close()
+        return self._loaders[self.decode]

@@ -1,0 +1,104 @@
+"""The loader's work on the device: its own CUDA stream, copies in one piece, and the hand-over to the stream that trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes: any element type may begin there, and vectorized loads too
+
+
+class DeviceStream:
+    """The CUDA stream on which the loader's thread prepares batches. On a CPU there is none, and each method is trivial.
+
+    What the loader does for later batches runs beside the training on this one. Training's stream receives a batch by
+
+    1. waiting, on the device, for an event that was recorded after the last operation on the batch, and
+    2. ``record_stream``: the memory belongs to the loader's stream, in whose order PyTorch's allocator would give it out again
+       as soon as the batch is garbage. So told, the allocator also waits for what training's stream was given until then.
+
+    Args:
+        device: of the batches; ``cuda`` without an index is the current GPU of the calling thread.
+
+    Attributes:
+        device: with its index.
+        cuda: the stream; None on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.cuda = device, None
+        if device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            self.cuda = torch.cuda.Stream(self.device)
+
+    def work(self) -> AbstractContextManager:
+        """A context whose operations run on this stream, and whose tensors are allocated in its order."""
+        return torch.cuda.stream(self.cuda) if self.cuda else nullcontext()
+
+    def done(self) -> torch.cuda.Event | None:
+        """An event after all work so far."""
+        return self.cuda.record_event() if self.cuda else None
+
+    def receive(self, tensors: Iterable[Tensor], done: torch.cuda.Event | None) -> None:
+        """Let the caller's current stream use tensors that were made on this one.
+
+        Args:
+            tensors: one of each storage is enough.
+            done: recorded after they were made.
+        """
+        if done:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(done)
+            for tensor in tensors:
+                tensor.record_stream(current)
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to the device, see :func:`upload`."""
+    return upload([values], device)[0]
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy arrays to the device, asynchronously on the current stream, in one copy.
+
+    Through pinned memory: a copy from pageable memory would wait for the device. PyTorch's allocator of pinned memory keeps the
+    block until the copy is done.
+
+    Returns:
+        The tensors, which share one storage; on a CPU they share the arrays' memory.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(values) for values in arrays]
+    return unpack(pack(arrays, pin_memory=True).to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: Sequence[np.ndarray], pin_memory: bool = False) -> Tensor:
+    """The arrays' bytes, one array after the other, each aligned: (bytes,) uint8 on the CPU."""
+    begins, size = _layout(arrays)
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
+    for values, begin in zip(arrays, begins):
+        packed.numpy()[begin : begin + values.nbytes].view(values.dtype)[:] = values.reshape(-1)
+    return packed
+
+
+def unpack(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """The inverse of :func:`pack`, on any device: views of ``packed`` with the types and shapes of ``arrays``."""
+    begins, _ = _layout(arrays)
+    return [
+        packed[begin : begin + values.nbytes].view(torch.from_numpy(values[:0]).dtype).view(values.shape)
+        for values, begin in zip(arrays, begins)
+    ]
+
+
+def _layout(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
+    """Where each array begins, and the size of all, in bytes."""
+    begins, end = [], 0
+    for values in arrays:
+        begins.append(end)
+        end += math.ceil(values.nbytes / _ALIGNMENT) * _ALIGNMENT
+    return begins, end
