@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -141,6 +142,29 @@ def test_a_cancelled_job(training: Training) -> None:
     assert training.restarts() == [] and job.shown("Restarts") == "0"
     again = training.submit()
     training.assert_finished(again.end(), again)
+
+
+@on_slurm
+def test_python_in_a_container_alone(toy: Training) -> None:
+    """Guards against a job that is not requeued because the node itself has no Python to be asked whether it may."""
+    tools, container = toy.folder / "tools", toy.folder / "a container"
+    tools.mkdir()
+    for folder in ("/usr/sbin", "/usr/bin", "/bin"):
+        for tool in Path(folder).iterdir():
+            if not tool.name.startswith("python") and not (tools / tool.name).exists():
+                (tools / tool.name).symlink_to(tool)
+    container.write_text(
+        f'#!/bin/sh\nPATH="{Path(sys.executable).parent}:$PATH"; echo "in the container: $3"; [ "$1" = img ] && shift && exec "$@"\n'
+    )
+    container.chmod(0o755)
+    host = {"PATH": str(tools), "PERVIT_VENV": "", "PERVIT_SRUN": f"--comment='of a site' '{container}' img"}
+    job = toy.submit(**host)
+    job.wait("at step 5", lambda: toy.at_step(5))
+    job.signal("USR1")
+    job.wait("requeued", lambda: int(job.shown("Restarts")) == 1)
+    toy.assert_finished(job.end(), job)
+    assert [each.exit_code for each in toy.restarts()] == [75]
+    assert re.findall(r"^in the container: (.*)", job.log, re.MULTILINE) == ["-m"]
 
 
 @on_slurm
