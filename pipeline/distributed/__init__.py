@@ -6,5 +6,7 @@
 ``signing.py``    the job's secret, and HMAC signatures made with it
 ``exchange.py``   all-gather of plain data as JSON
 ``agreement.py``  collective decisions: raise, stop or publish on all ranks alike
+``driver.py``     whether the NVIDIA driver suits the builds of PyTorch and DALI
+``affinity.py``   the CPU cores beside a rank's GPU
 ================= ====================================================================
 """
