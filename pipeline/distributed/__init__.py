@@ -3,6 +3,7 @@
 ================= ====================================================================
 ``world.py``      rank, world size and device of this process; joining the others
 ``rendezvous.py`` the process group and the key-value store behind it
+``interface.py``  gloo's network interface where a host's name resolves to loopback
 ``signing.py``    the job's secret, and HMAC signatures made with it
 ``exchange.py``   all-gather of plain data as JSON
 ``agreement.py``  collective decisions: raise, stop or publish on all ranks alike
