@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from pipeline.errors import UserError
 from pipeline.faults import restart
 from support.launching import PATIENCE, REPOSITORY
 from support.runs import step_rows
-from support.slurm_cluster import ON_CPUS, Cluster, Job, Submitted, free_ports, running_cluster
+from support.slurm_cluster import ON_CPUS, Cluster, Job, Submitted, free_ports, python_in_a_container, running_cluster
 
 on_slurm = pytest.mark.slurm
 TOY_TRAIN = Path(__file__).with_name("toy_train.py")
@@ -147,24 +146,14 @@ def test_a_cancelled_job(training: Training) -> None:
 @on_slurm
 def test_python_in_a_container_alone(toy: Training) -> None:
     """Guards against a job that is not requeued because the node itself has no Python to be asked whether it may."""
-    tools, container = toy.folder / "tools", toy.folder / "a container"
-    tools.mkdir()
-    for folder in ("/usr/sbin", "/usr/bin", "/bin"):
-        for tool in Path(folder).iterdir():
-            if not tool.name.startswith("python") and not (tools / tool.name).exists():
-                (tools / tool.name).symlink_to(tool)
-    container.write_text(
-        f'#!/bin/sh\nPATH="{Path(sys.executable).parent}:$PATH"; echo "in the container: $3"; [ "$1" = img ] && shift && exec "$@"\n'
-    )
-    container.chmod(0o755)
-    host = {"PATH": str(tools), "PERVIT_VENV": "", "PERVIT_SRUN": f"--comment='of a site' '{container}' img"}
-    job = toy.submit(**host)
+    job = toy.submit(**python_in_a_container(toy.folder))
     job.wait("at step 5", lambda: toy.at_step(5))
     job.signal("USR1")
     job.wait("requeued", lambda: int(job.shown("Restarts")) == 1)
     toy.assert_finished(job.end(), job)
     assert [each.exit_code for each in toy.restarts()] == [75]
-    assert re.findall(r"^in the container: (.*)", job.log, re.MULTILINE) == ["-m"]
+    (asked,) = re.findall(r"^in the container: (.*)", job.log, re.MULTILINE)  # the trainings' own have a label
+    assert asked.startswith("python -m pipeline.faults.restart --exit-code 75 ")
 
 
 @on_slurm
