@@ -27,9 +27,9 @@ endif
 STAMP  := $(VENV)/.installed-$(BUILD)
 OTHERS := $(filter-out %-$(BUILD),$(STAMPS))
 
-.PHONY: help install demo lint test coverage soak clean
+.PHONY: help install demo lint test coverage soak gpu-check clean
 help:     ## list the targets
-	@sed -n 's/^\([a-z]*\): .*## /make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\): .*## /make \1\t/p' Makefile
 
 install: $(STAMP)   ## all packages, pinned, into .venv; HAS_GPU=1 on a login node without a GPU, CUDA=12 for old drivers
 
@@ -80,6 +80,11 @@ coverage: install   ## how much of the code the tests run, in the processes that
 # It prints the tables of benchmarks/RESULTS.md.
 soak: install   ## fault tests with random kills, 40 minutes or more
 	PERVIT_SOAK=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s -m soak tests/faults
+
+# With the Python of .venv, else with $(PYTHON): a machine without network has its own packages. docs/install.md
+GPU_OPTIONS ?= --output gpu-check.jsonl
+gpu-check:   ## on a machine with CUDA GPUs: tests and measurements, 8 minutes at most, no network
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(GPU_OPTIONS)
 
 clean:    ## remove generated files; runs/, data/ and logs stay
 	rm -rf $(VENV) demo build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage .coverage.*

@@ -30,6 +30,14 @@
 #   sbatch --array=0-2 --output=%x-%A_%a.out launch/train.slurm configs/convit_s.yaml seed=%a output_dir=runs/seed_%a
 #
 # Of two tasks with one folder, the second is refused while the first one trains.
+#
+# The CPUs of a node are divided among its tasks, unless sbatch was given --cpus-per-task.
+#
+# Where Python is in a container: PERVIT_SRUN has srun's options for it, or the command that runs it, split at spaces
+# outside of quotes. Both see the repository, the shards and the run folder under the paths that they have here:
+#
+#   PERVIT_SRUN="--container-image=/images/pervit.sqsh --container-mounts=$PWD:$PWD,/data:/data --container-workdir=$PWD"
+#   PERVIT_SRUN="apptainer exec --nv --bind /data /images/pervit.sif"
 
 case ${1:-} in -h | --help) sed -n '1,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;; esac
 
@@ -52,17 +60,29 @@ if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
   PERVIT_OUTPUT=${PERVIT_OUTPUT//[%]a/$SLURM_ARRAY_TASK_ID}
 fi
 
-# All nodes must see the virtual environment, so it is beside the code on the shared file system.
+container=()
+if [ -n "${PERVIT_SRUN:-}" ]; then
+  words=$(xargs -r printf '%s\n' <<< "$PERVIT_SRUN" 2> /dev/null) ||
+    fail "PERVIT_SRUN is '$PERVIT_SRUN', words with quotes that are closed are needed; correct it or unset it."
+  mapfile -t container <<< "$words"
+fi
+
+# All nodes must see the virtual environment, so it is beside the code on the shared file system. A container has its own
+# Python, which cannot be asked here.
 venv=${PERVIT_VENV:-.venv}
-if [ -f "$venv/bin/activate" ]; then
+if [ -n "${PERVIT_SRUN:-}" ] && [ -z "${PERVIT_VENV:-}" ]; then
+  venv=
+elif [ -f "$venv/bin/activate" ]; then
   source "$venv/bin/activate"
 elif [ -n "${PERVIT_VENV:-}" ]; then
   fail "PERVIT_VENV is '$venv', which has no bin/activate; set it to a virtual environment or unset it."
 fi
-command -v python > /dev/null ||
-  fail "no python was found in $venv or on the PATH, one with this package is needed; run: make install"
-python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, ("torch", "deepspeed"))))' ||
-  fail "$(command -v python) has no PyTorch or no DeepSpeed, a python with this package is needed; run: make install"
+if [ -z "${PERVIT_SRUN:-}" ]; then
+  command -v python > /dev/null ||
+    fail "no python was found in $venv or on the PATH, one with this package is needed; run: make install"
+  python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, ("torch", "deepspeed"))))' ||
+    fail "$(command -v python) has no PyTorch or no DeepSpeed, a python with this package is needed; run: make install"
+fi
 
 # The rendezvous is on the first node. Its port depends on the job id, which also differs among the tasks of an
 # array, so that jobs on one node do not collide, and on the restart count, so that a requeued job does not
@@ -75,17 +95,28 @@ else
 fi
 MASTER_PORT=$((20000 + (SLURM_JOB_ID + 1000 * ${SLURM_RESTART_COUNT:-0}) % 10000))
 export MASTER_ADDR MASTER_PORT
-PERVIT_JOB_SECRET=$(python -c 'import secrets; print(secrets.token_hex(32))') && export PERVIT_JOB_SECRET
+PERVIT_JOB_SECRET=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \n')
+export PERVIT_JOB_SECRET
+[[ $PERVIT_JOB_SECRET =~ ^[0-9a-f]{64}$ ]] ||
+  fail "od gave '$PERVIT_JOB_SECRET' of /dev/urandom, 32 random bytes are needed; see whether this node has both."
 
 # When a rank dies, PyTorch would print a C++ traceback on every other one, above the message that names the rank.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
+# An exclusive job has all CPUs of its nodes, which Slurm counts as "96(x2),64": each task gets its part of the smallest
+# node. A number in the #SBATCH lines would be 4 cores of one machine and 8 of another, and idle cores on most.
+extreme() { tr ',' '\n' <<< "$2" | sed 's/(.*//' | sort -n | "$1" -n 1; }
+cpus=${SLURM_CPUS_PER_TASK:-}
+if [ -z "$cpus" ]; then
+  cpus=$(($(extreme head "${SLURM_JOB_CPUS_PER_NODE:-1}") / $(extreme tail "${SLURM_TASKS_PER_NODE:-1}")))
+  [ "$cpus" -gt 0 ] || cpus=1
+fi
+
 # By default each task would start as many compute threads as the node has cores.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
-[ -n "$PERVIT_JOB_SECRET" ] || fail "$(command -v python) failed, see above, and random numbers are needed of it; run: make install"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus}
 
 echo "job $job on $SLURM_JOB_NODELIST, restarts: ${SLURM_RESTART_COUNT:-0}, number of tasks: $SLURM_NTASKS," \
-  "meeting at $MASTER_ADDR:$MASTER_PORT"
+  "CPUs for each: $cpus, meeting at $MASTER_ADDR:$MASTER_PORT"
 
 # Later overrides win, so those of the sbatch line come last.
 run=(--config "$config" ${PERVIT_DATA:+"data.path=$PERVIT_DATA"} ${PERVIT_OUTPUT:+"output_dir=$PERVIT_OUTPUT"} "$@")
@@ -99,9 +130,14 @@ trap : TERM
 #                        distributed.silence_timeout, after which they name the lost rank and exit
 #   --export=ALL         the tasks keep this environment even if sbatch was given --export=NONE
 #   --cpus-per-task      srun has ignored the batch script's setting since Slurm 22.05
+#   --distribution       neighbouring ranks on one node and one socket; Slurm's default deals them out to the sockets in turn
+#   --gpu-bind, --cpu-bind   none: a task with one visible GPU cannot copy to its neighbours' directly. Each rank takes the GPU
+#                        of its number and the cores beside it (pipeline.distributed.affinity)
+bind=()
+[ -z "${SLURM_GPUS_ON_NODE:-}" ] || bind=(--gpu-bind=none --cpu-bind=none)
 code=0
-srun --kill-on-bad-exit=0 --wait=120 --label --export=ALL --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
-  python -u -m pipeline.train "${run[@]}" || code=$?
+srun --kill-on-bad-exit=0 --wait=120 --label --export=ALL --cpus-per-task="$cpus" --distribution=block:block "${bind[@]}" \
+  "${container[@]}" python -u -m pipeline.train "${run[@]}" || code=$?
 trap '' TERM                               # inherited by the commands below: they decide whether the run goes on
 
 # ---- requeue? ----------------------------------------------------------------------------------
@@ -130,15 +166,30 @@ see_that_it_may_go_on() {
   case $shown in
     *" Requeue=0 "*)
       end "it was submitted with --no-requeue. Submit the same command again, it goes on from the newest checkpoint." ;;
-    *" JobState=RUNNING "* | *" Reason=TimeLimit "*) ;;
+    *" JobState=RUNNING "*) past_time_limit=no ;;
+    *" Reason=TimeLimit "*) past_time_limit=yes ;;
     *" Restarts=${SLURM_RESTART_COUNT:-0} "*)
       end "it was cancelled. Submit the same command again, it goes on from the newest checkpoint." ;;
     *) end "Slurm has done so already, after a failed node or by request." ;;
   esac
 }
 
+# Where only the container has a Python, the question is a step of the job, of one task. A job past its time limit starts no
+# step any more: as many restarts as the question allows without progress are allowed then, however much was saved.
+may_restart() {
+  local question=(python -m pipeline.faults.restart --exit-code "$code" "${run[@]}") restarts=${SLURM_RESTART_COUNT:-0}
+  if [ "${#container[@]}" = 0 ]; then "${question[@]}"; return; fi
+  if [ "$past_time_limit" = no ]; then
+    srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task="$cpus" --overlap --export=ALL \
+      "${container[@]}" "${question[@]}"
+    return
+  fi
+  [ "$restarts" -lt 3 ] || end "it is past its time limit after $restarts restarts. Submit the same command again."
+  echo "restart $((restarts + 1)) of job $job: past its time limit (exit code $code)"
+}
+
 see_that_it_may_go_on
-python -m pipeline.faults.restart --exit-code "$code" "${run[@]}" || exit "$code"
+may_restart || exit "$code"
 see_that_it_may_go_on                      # again: it may have been cancelled meanwhile
 ask_slurm requeue "$job" || end "scontrol refused, see above. Submit the same command again."
 exit "$code"                               # ignored: Slurm has requeued the job

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.distributed.exchange import gather_json
+from pipeline.distributed.interface import choose_gloo_interface
 from pipeline.distributed.signing import is_signed, job_secret, signature
 from pipeline.errors import NotConnected, UserError
 
@@ -48,13 +49,16 @@ def connect(backend: str, rank: int, size: int, device: torch.device, timeout: t
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     secret = job_secret()
-    if _is_loopback(os.environ["MASTER_ADDR"]):
+    on_one_machine = _is_loopback(os.environ["MASTER_ADDR"])
+    if on_one_machine:
         _stay_on_loopback()
     store = _host_store(size, timeout) if rank == 0 else _reach_store(rank, timeout.total_seconds())
     # Eager initialization, as DeepSpeed does: NCCL connects now, not in the first step.
     binding = device if device.type == "cuda" else None
     try:
         store.set(f"{_ARRIVED}/{rank}", "")
+        if not on_one_machine:
+            choose_gloo_interface(store, rank, size)
         prefixed = dist.PrefixStore("default_pg", store)  # as PyTorch would name it
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeout, device_id=binding)
         prove_membership(secret, rank, size, device)

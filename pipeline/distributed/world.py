@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pipeline.distributed.affinity import bind_near_gpu
+from pipeline.distributed.driver import gpu_is_usable
 from pipeline.distributed.exchange import gather_json
 from pipeline.distributed.nccl import leave_faults_to_the_heartbeat
 from pipeline.distributed.rendezvous import connect
@@ -92,13 +94,13 @@ def init_world(timeout: float = DEFAULT_TIMEOUT, run_folder: Path | None = None)
         local_size = _slurm_tasks_per_node() or world_size
         share = _integer("SLURM_CPUS_PER_TASK", 1) if os.environ.get("SLURM_CPUS_PER_TASK") else max(1, usable // local_size)
         cpu_threads = min(usable, share)
-    if torch.cuda.is_available():
+    if gpu_is_usable():
         device = torch.device("cuda", _gpu_index(local_rank, local_size))
+        cpu_threads = min(cpu_threads, len(bind_near_gpu(device.index, torch.cuda.device_count(), local_size)))
         torch.cuda.set_device(device)
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's index
         torch.backends.cudnn.allow_tf32 = False  # Φp needs full fp32: TF32 gives errors of up to 5 %
     else:
-        _refuse_unusable_gpu()
         if rank == 0 and _slurm_granted_gpus():
             _log.info(
                 "note: Slurm granted this task GPUs, but PyTorch finds none: running on the CPU (--gpus-per-node=0 asks for none)"
@@ -127,18 +129,6 @@ def _gpu_index(local_rank: int, local_size: int) -> int:
 def _slurm_granted_gpus() -> bool:
     """Whether this task was granted GPUs. SLURM_JOB_GPUS does not tell: under --exclusive it lists all GPUs of the node."""
     return bool(os.environ.get("SLURM_STEP_GPUS") and os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _refuse_unusable_gpu() -> None:
-    """A GPU that PyTorch cannot use is an installation error, not a request to train on the CPU."""
-    if os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        remedy = "install the CUDA build with `make install HAS_GPU=1` in the repository"
-        if torch.version.cuda:
-            remedy = f"see nvidia-smi, CUDA {torch.version.cuda} needed there: a new driver, or `make install CUDA=12` in the repository for an old one"
-        raise UserError(
-            f"this machine has an NVIDIA driver, but PyTorch {torch.__version__} finds no GPU",
-            f"{remedy}, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU",
-        )
 
 
 def _integer(name: str, low: int, high: int = 2**31) -> int:

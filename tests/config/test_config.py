@@ -69,7 +69,7 @@ def test_recipe_of_table_s6() -> None:
         ("train.global_batch_size=0", "greater than or equal to 1"),
         ("data.crop_scale=[1.0, 0.1]", "from low to high"),
         ("data.crop_scale=[0.1]", "one more needed"),
-        ("augment.mix_group=7", "mix_group 7 must divide train.micro_batch_size 64"),
+        ("augment.mix_group=7", "mix_group 7 must divide train.micro_batch_size 128"),
         ("augment={mixup: 0.8, repeats: 3, mix_group: 4}", "mix_group must be at least 2 x repeats = 6, not 4"),
         ("augment.cutmix=0.001", "must be 0, or at least 0.01"),
         ("data.order=sorted", "'full' or 'block'"),
@@ -100,8 +100,8 @@ def test_a_key_given_twice_is_refused_and_a_section_as_value_is_merged(tmp_path:
     (tmp_path / "twice.yaml").write_text("train:\n  epochs: 3\n  epochs: 4\n")
     with pytest.raises(UserError, match="the key 'epochs' is given 2 times"):
         load_config(tmp_path / "twice.yaml")
-    config = load_config(CONFIGS[0].parent / "pervit_m.yaml", ["train={epochs: 3}"])
-    assert (config.train.epochs, config.train.micro_batch_size, config.train.activation_checkpointing) == (3, 64, True)
+    config = load_config(CONFIGS[0].parent / "demo.yaml", ["train={epochs: 3}"])
+    assert (config.train.epochs, config.train.micro_batch_size, config.train.precision) == (3, 32, "fp32")
 
 
 def test_a_base_is_overlaid_and_a_cycle_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from pipeline.command_line import run_command
 from pipeline.distributed.rendezvous import _host_store, _is_loopback, _listen, _reach_store, connect
-from pipeline.distributed.world import _refuse_unusable_gpu, _slurm_granted_gpus, init_world
+from pipeline.distributed.world import _slurm_granted_gpus, init_world
 from pipeline.errors import RANK_LOST, NotConnected, UserError
 from support.launching import REPOSITORY, clean_environment
 
@@ -139,14 +139,6 @@ def test_gpus_are_those_of_the_step(environment: pytest.MonkeyPatch) -> None:
     assert _slurm_granted_gpus()
     environment.setenv("CUDA_VISIBLE_DEVICES", "")  # the user's wish for the CPU
     assert not _slurm_granted_gpus()
-
-
-def test_a_cpu_build_beside_a_driver_is_mended_without_deleting(environment: pytest.MonkeyPatch) -> None:
-    """Guards against advice to run make clean, which removes more than the virtual environment."""
-    environment.setenv("CUDA_VISIBLE_DEVICES", "0")
-    environment.setattr("os.path.exists", lambda path: True)
-    with pytest.raises(UserError, match="install the CUDA build with `make install HAS_GPU=1`"):
-        _refuse_unusable_gpu()
 
 
 def test_warnings_as_errors_end_nothing() -> None:

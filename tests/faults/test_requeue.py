@@ -21,7 +21,7 @@ from pipeline.errors import UserError
 from pipeline.faults import restart
 from support.launching import PATIENCE, REPOSITORY
 from support.runs import step_rows
-from support.slurm_cluster import ON_CPUS, Cluster, Job, Submitted, free_ports, running_cluster
+from support.slurm_cluster import ON_CPUS, Cluster, Job, Submitted, free_ports, python_in_a_container, running_cluster
 
 on_slurm = pytest.mark.slurm
 TOY_TRAIN = Path(__file__).with_name("toy_train.py")
@@ -141,6 +141,19 @@ def test_a_cancelled_job(training: Training) -> None:
     assert training.restarts() == [] and job.shown("Restarts") == "0"
     again = training.submit()
     training.assert_finished(again.end(), again)
+
+
+@on_slurm
+def test_python_in_a_container_alone(toy: Training) -> None:
+    """Guards against a job that is not requeued because the node itself has no Python to be asked whether it may."""
+    job = toy.submit(**python_in_a_container(toy.folder))
+    job.wait("at step 5", lambda: toy.at_step(5))
+    job.signal("USR1")
+    job.wait("requeued", lambda: int(job.shown("Restarts")) == 1)
+    toy.assert_finished(job.end(), job)
+    assert [each.exit_code for each in toy.restarts()] == [75]
+    (asked,) = re.findall(r"^in the container: (.*)", job.log, re.MULTILINE)  # the trainings' own have a label
+    assert asked.startswith("python -m pipeline.faults.restart --exit-code 75 ")
 
 
 @on_slurm

@@ -116,20 +116,20 @@ NOTES = (
 )
 SCONTROL = """case "$*" in
   "show hostnames"*) echo node1 ;;
-  "show job"*) echo "JobId=7 JobState=RUNNING Restarts=0 Requeue=1" ;;
+  "show job"*) echo "JobId=7 ${STATE:-JobState=RUNNING} Restarts=0 Requeue=1" ;;
   *) echo "$*" >> requeued ;;
 esac"""
 
 
-def submit(root: Path, *words: str, **variables: str) -> list[list[str]]:
-    """What a job of one task starts, each with its words: a training that is preempted, and the question whether it may go on.
+def submit(root: Path, *words: str, code: int = 75, **variables: str) -> list[list[str]]:
+    """What a job of one task starts, each with its words: a training that ends with ``code``, and the question whether it may go on.
 
     In Slurm's place are a ``srun`` that runs the command here and a ``scontrol`` that agrees; test_slurm.py has the real ones.
     """
     (root / "pipeline" / "faults").mkdir(parents=True)
     for name, text in (
         ("__init__", ""),
-        ("train", NOTES.format(code=75)),
+        ("train", NOTES.format(code=code)),
         ("faults/__init__", ""),
         ("faults/restart", NOTES.format(code=0)),
     ):
@@ -142,7 +142,7 @@ def submit(root: Path, *words: str, **variables: str) -> list[list[str]]:
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "name"}
     path = f"{bin_folder}:{clean_environment()['PATH']}"
     result = launch(root / "launch" / words[0], *words[1:], cwd=root, **{**slurm, "PATH": path, **variables})
-    assert result.returncode == 75, result
+    assert result.returncode == code, result
     return [json.loads(line) for line in (root / "notes").read_text().splitlines()]
 
 
@@ -242,13 +242,20 @@ def test_no_secret(repository: Path) -> None:
 # ---- the job script, up to srun ---------------------------------------------------------------
 
 
-def start_job(repository: Path, *first_on_path: Path, nodes: int) -> subprocess.CompletedProcess:
+def start_job(repository: Path, *first_on_path: Path, nodes: int = 1, **variables: str) -> subprocess.CompletedProcess:
     """``train.slurm`` as a job of so many nodes, with an ``srun`` that leaves its environment in a file."""
     slurm = write_python(repository.parent / "slurm", f'exec "{sys.executable}" "{repository}/note.py" "$@"', "srun")
     write_python(slurm, "echo node1; echo node2", "scontrol")
     names = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NNODES": str(nodes), "SLURM_JOB_NODELIST": f"node[1-{nodes}]"}
     path = ":".join(map(str, [*first_on_path, slurm, Path(sys.executable).parent, "/usr/bin", "/bin"]))
-    return launch(repository / "launch" / "train.slurm", "note.py", cwd=repository, PATH=path, **names)
+    return launch(repository / "launch" / "train.slurm", "note.py", cwd=repository, **{**names, "PATH": path, **variables})
+
+
+def srun_words(repository: Path, **variables: str) -> list[str]:
+    """What ``train.slurm`` gives to srun."""
+    result = start_job(repository, **variables)
+    assert result.returncode == 0, result.stderr
+    return json.loads((repository / "note").read_text())["arguments"]
 
 
 @pytest.mark.parametrize(("nodes", "address"), [(1, "127.0.0.1"), (2, "node1")])
@@ -263,6 +270,51 @@ def test_where_the_tasks_of_a_job_meet(nodes: int, address: str, repository: Pat
 
 def test_a_job_without_a_secret(repository: Path, tmp_path: Path) -> None:
     """Guards against tasks that start without the secret by which they know each other's messages."""
-    broken = write_python(tmp_path / "broken", f'case "$*" in *secrets*) exit 1 ;; esac; exec "{sys.executable}" "$@"')
-    assert "random numbers are needed" in the_sentence(start_job(repository, broken, nodes=1))
+    broken = write_python(tmp_path / "broken", "echo 00", "od")
+    assert "32 random bytes are needed" in the_sentence(start_job(repository, broken))
     assert not (repository / "note").exists()
+
+
+@pytest.mark.parametrize(
+    ("slurm", "cpus"),
+    [
+        ({"SLURM_JOB_CPUS_PER_NODE": "192(x2),128", "SLURM_TASKS_PER_NODE": "8(x3)"}, 16),
+        ({"SLURM_JOB_CPUS_PER_NODE": "96", "SLURM_TASKS_PER_NODE": "3,8(x2)"}, 12),
+        ({"SLURM_JOB_CPUS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "8"}, 1),
+        ({"SLURM_JOB_CPUS_PER_NODE": "192", "SLURM_TASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "3"}, 3),
+    ],
+)
+def test_the_tasks_share_all_cpus_of_a_node(slurm: dict[str, str], cpus: int, repository: Path) -> None:
+    """Guards against ranks with 4 cores beside idle ones, and tasks that ask for more than the smallest node has."""
+    words = srun_words(repository, **slurm)
+    assert [word for word in words if word.startswith("--cpus-per-task")] == [f"--cpus-per-task={cpus}"]
+    assert json.loads((repository / "note").read_text())["OMP_NUM_THREADS"] == str(cpus)
+    assert "--distribution=block:block" in words
+
+
+@pytest.mark.parametrize(("gpus", "bound"), [({}, []), ({"SLURM_GPUS_ON_NODE": "8"}, ["--gpu-bind=none", "--cpu-bind=none"])])
+def test_ranks_see_all_gpus(gpus: dict[str, str], bound: list[str], repository: Path) -> None:
+    """Guards against NCCL without direct copies between GPUs, and against CPU jobs that lose Slurm's own binding."""
+    assert [word for word in srun_words(repository, **gpus) if "-bind=" in word] == bound
+
+
+def test_words_for_a_container(repository: Path) -> None:
+    """Guards against a container's options that are lost or torn apart, and the host's Python in front of the container's."""
+    shutil.rmtree(repository / ".venv")
+    write_python(repository / ".venv" / "bin", "exit 1")
+    (repository / ".venv" / "bin" / "activate").write_text("PATH=$PWD/.venv/bin:$PATH; MARK=host; export MARK PATH")
+    words = srun_words(repository, PERVIT_SRUN="--container-mounts='/a b:/a',/c:/c  apptainer exec -e img.sif")
+    start = words.index("python")
+    assert words[start - 5 : start] == ["--container-mounts=/a b:/a,/c:/c", "apptainer", "exec", "-e", "img.sif"]
+    assert "MARK" not in json.loads((repository / "note").read_text())
+    sentence = the_sentence(start_job(repository, PERVIT_SRUN="--container-mounts='/a b"))
+    assert sentence.startswith("error: PERVIT_SRUN is '--container-mounts='/a b', words with quotes that are closed")
+
+
+@pytest.mark.parametrize(("restarts", "requeued"), [("2", True), ("3", False)])
+def test_a_container_that_cannot_be_asked_any_more(restarts: str, requeued: bool, repository: Path) -> None:
+    """Guards against a job that ends for good at its time limit, where Slurm starts no step, and one that goes on for ever."""
+    past = {"STATE": "JobState=COMPLETING Reason=TimeLimit", "SLURM_RESTART_COUNT": restarts, "PERVIT_SRUN": "env A=b"}
+    started = submit(repository, "train.slurm", "launch/train_job.sh", code=143, **past)
+    assert [each[0] for each in started] == ["pipeline.train"]
+    assert (repository / "requeued").exists() == requeued

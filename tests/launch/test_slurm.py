@@ -142,11 +142,13 @@ def test_a_job_on_one_node_listens_on_loopback_alone(cluster: Cluster, tmp_path:
 
 @pytest.mark.parametrize("script", ["pervit_t.slurm", "pervit_s.slurm", "pervit_m.slurm", "train.slurm"])
 def test_production_settings_are_accepted(script: str, cluster: Cluster, toy_repository: Path, tmp_path: Path) -> None:
-    """Guards against #SBATCH lines that Slurm refuses, and a job that reports success although its training failed."""
+    """Guards against #SBATCH lines and options of srun that Slurm refuses, cores that no task has, and a job that reports success
+    although its training failed."""
     words = ["launch/demo.sh"] if script == "train.slurm" else []  # any file for a config: the toy does not read it
     job = cluster.job(tmp_path, f"launch/{script}", *words, "fail", cwd=toy_repository)
     assert (job.state, job.exit_code) == ("FAILED", 2), job.log
     assert "Exited with exit code 2" in job.log
+    assert "CPUs for each: 24, " in job.log, "the node's 192 for 8 tasks"
 
 
 @pytest.mark.parametrize("variables", [{}, {"PERVIT_DATA": "/shards", "PERVIT_OUTPUT": "/a b"}])

@@ -14,7 +14,7 @@ from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
 from pipeline.data.manifest import file_sha256
 from support.launching import PATIENCE, run_script
-from support.slurm_cluster import ENDED, Cluster
+from support.slurm_cluster import ENDED, Cluster, python_in_a_container
 
 pytestmark = pytest.mark.slurm
 
@@ -31,10 +31,10 @@ def cluster() -> Iterator[Cluster]:
         started.down()
 
 
-def submit(cluster: Cluster, logs: Path, *arguments: object) -> tuple[list[str], str]:
+def submit(cluster: Cluster, logs: Path, *arguments: object, **variables: str) -> tuple[list[str], str]:
     """Run a job array to its end; returns the states of its tasks and their logs."""
     options = [f"--output={logs}/%a.out", "--cpus-per-task=1", "--time=10", "--parsable"]
-    number = cluster.run("sbatch", *options, *arguments).strip()
+    number = cluster.run("sbatch", *options, *arguments, **variables).strip()
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         states = re.findall(r"JobState=(\w+)", cluster.run("scontrol", "show", "job", number))
@@ -63,3 +63,11 @@ def test_a_mistake_is_one_sentence_in_the_log(cluster: Cluster, digits_images: P
     states, log = submit(cluster, tmp_path, "--array=0,5", SCRIPT, "--source", tmp_path / "nowhere", "--output", tmp_path / "x")
     assert states == ["FAILED"] * 2 and "Traceback" not in log
     assert "nowhere does not exist" in log and "submit with --array=FIRST-LAST" in log
+
+
+def test_python_in_a_container_alone(cluster: Cluster, digits_images: Path, tmp_path: Path) -> None:
+    """Guards against sharding that needs a Python on every node beside the container's."""
+    arguments = ["--source", digits_images, "--output", tmp_path / "shards", "--split", "val"]
+    states, log = submit(cluster, tmp_path, "--array=0", SCRIPT, *arguments, **python_in_a_container(tmp_path))
+    assert states == ["COMPLETED"], log
+    assert "in the container: python -u data_prep/shard_imagenet.py" in log and "val has 359 images" in log

@@ -183,6 +183,23 @@ class Submitted:
             self.cluster.run("scontrol", "update", f"jobid={self.number}", "StartTime=now", may_fail=True)
 
 
+def python_in_a_container(folder: Path) -> dict[str, str]:
+    """Variables for a job on nodes without Python, beside a container that has this one.
+
+    In a container runtime's place is a script that adds this Python to the PATH and says so; before it stands an option of srun.
+    """
+    tools, container = folder / "tools", folder / "a container"
+    tools.mkdir()
+    for place in ("/usr/sbin", "/usr/bin", "/bin"):
+        for tool in Path(place).iterdir():
+            if not tool.name.startswith("python") and not (tools / tool.name).exists():
+                (tools / tool.name).symlink_to(tool)
+    path = f"PATH='{Path(sys.executable).parent}':$PATH; export PATH"
+    container.write_text(f'#!/bin/sh\n[ "$1" = img ] || exit 9\nshift; {path}\necho "in the container: $*"\nexec "$@"\n')
+    container.chmod(0o755)
+    return {"PATH": str(tools), "PERVIT_VENV": "", "PERVIT_SRUN": f"--comment='of a site' '{container}' img"}
+
+
 def _host_names(process: Path) -> Path:
     """The namespace that is the node's own."""
     return (process / "ns" / "uts").readlink()

@@ -1,0 +1,128 @@
+"""What a stage is told, how it measures time, and which features the code that it measures has."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Values = dict[str, Any]
+Rows = Iterator[tuple[str, Values]]  # case, what was measured; {"skipped": reason} or {"failed": reason}
+MODELS = ("pervit_t", "pervit_s", "pervit_m")
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a stage is told.
+
+    Attributes:
+        stage: its name.
+        work: folder for its files; ``shards`` is in it after the stage ``data``.
+        miniature: the whole path in small, on a CPU.
+    """
+
+    stage: str
+    work: Path
+    miniature: bool
+
+    @property
+    def shards(self) -> Path:
+        return self.work / "shards"
+
+    @property
+    def classes(self) -> int:
+        """ImageNet's number, so that the head costs what it does there."""
+        return 10 if self.miniature else 1000
+
+    @property
+    def image_size(self) -> int:
+        return 64 if self.miniature else 224
+
+    @property
+    def batch(self) -> int:
+        """Images per process, the recipes' number."""
+        return 8 if self.miniature else 128
+
+    @property
+    def device(self) -> Any:
+        """The first GPU; in miniature the CPU."""
+        import torch
+
+        return torch.device("cpu") if self.miniature else torch.device("cuda", 0)
+
+
+def has_key(key: str) -> bool:
+    """Whether the config knows a dotted key: code from before a feature is measured without it."""
+    from pipeline.config import Config, flatten
+
+    return key in flatten(Config())
+
+
+def has_module(name: str) -> bool:
+    """Whether a module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def synchronize(device: Any) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def milliseconds(call: Callable[[], object], device: Any, repeats: int = 1) -> float:
+    """Wall time of a call, the device's work included; the mean of ``repeats`` calls in a row."""
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - began) / repeats
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]], device: Any, rounds: int, repeats: int) -> dict[str, float]:
+    """Medians in milliseconds; each round times every call once, after a round that is not counted."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(rounds + 1):
+        for name, call in calls.items():
+            value = milliseconds(call, device, repeats)
+            if round_:
+                taken[name].append(value)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+class PeakMemory:
+    """GPU memory that was allocated at most beyond what was there before, in GiB; None on a CPU."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._device, self._before = device, 0
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+
+    def gib(self) -> float | None:
+        import torch
+
+        if self._device.type != "cuda":
+            return None
+        return (torch.cuda.max_memory_allocated(self._device) - self._before) / 2**30

@@ -1,0 +1,119 @@
+"""Batches that lie in memory, in the loader's place: steps without a loader, and steps where DALI is not installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock, patch
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.common import has_module
+
+if TYPE_CHECKING:
+    from pipeline.data.loader import Batch
+
+_DALI = "nvidia.dali"
+
+
+class _Nothing(MetaPathFinder, Loader):
+    """Finds DALI and every module in it, and loads modules of mocks."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        inside = name == _DALI or name.startswith(f"{_DALI}.")
+        return ModuleSpec(name, self, is_package=True) if inside else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock(__path__=[])  # with a path, it may have modules of its own
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing to run."""
+
+
+def dali_is_there() -> bool:
+    """Whether DALI can be imported. If not, modules of mocks take its place, so that what imports it can be imported."""
+    if any(isinstance(finder, _Nothing) for finder in sys.meta_path):
+        return False
+    there = has_module(_DALI)
+    if not there:
+        if not has_module("nvidia"):  # else the CUDA libraries of PyTorch's wheels are in it
+            sys.modules["nvidia"] = MagicMock(__path__=[])
+        sys.meta_path.append(_Nothing())
+    return there
+
+
+class InMemory:
+    """Stands in for ``Loader``: real requests, and so real labels, mixing weights and noise, with one batch of random pixels."""
+
+    decode = "gpu"  # where a run's checkpoint would say that images are decoded
+
+    def __init__(self, plan: Any, device: torch.device, max_bad_samples: int, start: int = 0) -> None:
+        from pipeline.data.bad_samples import BadSamples
+
+        self.plan, self.device, self._next = plan, device, start
+        self.bad = BadSamples(plan.shards, max_bad_samples, left_out=False)
+        self._images = torch.randn(plan.batch_size, 3, plan.image_size, plan.image_size, device=device)  # (B, 3, H, W)
+
+    def __iter__(self) -> InMemory:
+        return self
+
+    def __next__(self) -> Batch:
+        from pipeline.data.augment.mixing import mixed_labels
+        from pipeline.data.loader import Batch
+
+        request = self.plan.request(self._next)
+        self._next += 1
+        labels = other_labels = request.label
+        weight = np.ones(len(labels), dtype=np.float32)
+        if request.mixing is not None:
+            other_labels, weight = mixed_labels(labels, request.mixing)
+        arrays = [self._put(each) for each in (labels, other_labels, weight, request.valid)]
+        return Batch(self._images, *arrays, request=request, replaced=0)
+
+    def _put(self, values: np.ndarray) -> torch.Tensor:
+        """On the device without a wait, as the loader does."""
+        tensor = torch.from_numpy(values)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def one_process_plan(shards: Any, config: Any) -> Any:
+    """The micro-batches of a recipe in one process."""
+    from pipeline.data.plan import TrainPlan
+
+    return TrainPlan(
+        shards=shards,
+        seed=config.seed,
+        image_size=config.model.image_size,
+        global_batch_size=config.train.global_batch_size,
+        batch_size=config.train.micro_batch_size,
+        rank=0,
+        world_size=1,
+        data=config.data,
+        augment=config.augment,
+    )
+
+
+@contextmanager
+def batches_in_memory(also_for_evaluation: bool) -> Iterator[None]:
+    """Runs that start within have :class:`InMemory` for their training loader."""
+    from pipeline.run import start
+
+    def loader(*given: Any) -> InMemory:
+        shards, config, *_, world, first_step = given  # versions differ in what is between
+        plan = one_process_plan(shards, config)
+        return InMemory(plan, world.device, config.data.max_bad_samples, first_step * plan.batches_per_step)
+
+    with ExitStack() as replaced:
+        replaced.enter_context(patch.object(start, "training_loader", loader))
+        if also_for_evaluation:
+            replaced.enter_context(patch.object(start, "evaluation_loader", MagicMock()))
+        yield
