@@ -35,6 +35,7 @@ _FREE_KEYS = (
     "data.read_ahead",
     "data.max_bad_samples",
     "train.activation_checkpointing",
+    "train.compile",
     "train.max_skipped_steps",
     "train.max_steps",
     "train.micro_batch_size",

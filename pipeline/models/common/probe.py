@@ -36,6 +36,11 @@ def probe(name: str, compute: Callable[[], Tensor]) -> None:
         recording[name].append(compute().detach())
 
 
+def is_recording() -> bool:
+    """Whether any value is being recorded; compiled code cannot offer one."""
+    return _recording.get() is not None
+
+
 @contextmanager
 def recorded(*names: str) -> Iterator[dict[str, list[Tensor]]]:
     """Record the values offered under these names within the ``with`` block."""
