@@ -167,7 +167,7 @@ class TrainConfig(Section):
     activation_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, about a quarter more time."""
     compile: Literal["auto", "off", "blocks", "model", "graphs"] = "auto"
-    """torch.compile. blocks: each block, Φp and the loss. model: the forward pass as a whole. graphs: model, as CUDA graphs. auto: blocks on a GPU with zero_stage 0 to 2, else off. Free on a resume."""
+    """torch.compile. blocks: each block, Φp and the loss. model: the forward pass as a whole. graphs: model, as CUDA graphs. auto: blocks on a GPU with zero_stage 0 to 2, else off."""
     label_smoothing: Fraction = 0.1
     """Fraction of the target probability spread over all classes."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -44,6 +44,7 @@ from pipeline.run.precision import autocast
 
 OFF, BLOCKS, MODEL, GRAPHS = "off", "blocks", "model", "graphs"
 AUTO = "auto"
+BACKEND: str | Callable[..., Any] = "inductor"  # of torch.compile; tests take others
 _BLOCK = re.compile(r"(.*\.)?blocks\.\d+")  # how every family names them
 _HOOKED_STAGE = 3  # the ZeRO stage with hooks on every submodule
 _GRAPH_PASSES = 3  # a CUDA graph is warmed up, captured, and then replayed
@@ -86,15 +87,14 @@ class Compilation:
         config: the run, with its precision settled.
         world: all ranks.
         model: the module that trains, inside of its engine.
-        backend: of ``torch.compile``; another one than Inductor is for tests.
 
     Attributes:
         kind: "off", "blocks", "model" or "graphs"; "off" after compiling has failed.
     """
 
-    def __init__(self, config: Config, world: World, model: VisionModel, backend: str = "inductor") -> None:
+    def __init__(self, config: Config, world: World, model: VisionModel) -> None:
         self.kind = choose_compilation(config.train, world.device)
-        self._config, self._world, self._model, self._backend = config, world, model, backend
+        self._config, self._world, self._model = config, world, model
         self._pending = self.kind != OFF
         self._replaced: list[tuple[nn.Module, str]] = []
         self._loss: Callable[..., Tensor] | None = None
@@ -164,7 +164,7 @@ class Compilation:
         parts = list(self._parts())
         # One code object serves all blocks; each width and each set of options among them is a graph of its own.
         dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 2 * len(parts))
-        inductor.compile_threads = min(inductor.compile_threads, max(1, self._world.cpu_threads))
+        inductor.compile_threads = max(1, min(inductor.compile_threads or 1, self._world.cpu_threads))
         if torch.are_deterministic_algorithms_enabled() and hasattr(inductor, "deterministic"):
             inductor.deterministic = True  # no choice of a kernel by timing it
         for module, name in parts:
@@ -194,7 +194,7 @@ class Compilation:
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         mode = "reduce-overhead" if self.kind == GRAPHS else None
-        return torch.compile(function, dynamic=False, backend=self._backend, mode=mode)
+        return torch.compile(function, dynamic=False, backend=BACKEND, mode=mode)
 
     def _replace(self, module: nn.Module, name: str, compiled: Callable[..., Any], always: bool = False) -> None:
         eager = getattr(module, name)
