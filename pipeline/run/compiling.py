@@ -168,11 +168,11 @@ class Compilation:
         if torch.are_deterministic_algorithms_enabled() and hasattr(inductor, "deterministic"):
             inductor.deterministic = True  # no choice of a kernel by timing it
         for module, name in parts:
-            self._replace(module, name, self._compiled(getattr(module, name)))
+            self._replace(module, name, _compiled(getattr(module, name), graphs=self.kind == GRAPHS))
         if self.kind != BLOCKS:
             for module in self._eager_children():
                 self._replace(module, "forward", torch.compiler.disable(module.forward), always=True)
-        self._loss = self._compiled(mixture_of_two)
+        self._loss = _compiled(mixture_of_two)  # never a CUDA graph: the step keeps its result beyond the next micro-batch
         if self.kind == GRAPHS and accumulates:
             # A graph's gradients lie in memory that its next replay overwrites, while AccumulateGrad would keep them as they are.
             self._hooks = [p.register_hook(torch.clone) for p in self._model.parameters() if p.requires_grad]
@@ -191,10 +191,6 @@ class Compilation:
         for child in self._model.children():
             if any(isinstance(module, _BatchNorm) for module in child.modules()):
                 yield child
-
-    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        mode = "reduce-overhead" if self.kind == GRAPHS else None
-        return torch.compile(function, dynamic=False, backend=BACKEND, mode=mode)
 
     def _replace(self, module: nn.Module, name: str, compiled: Callable[..., Any], always: bool = False) -> None:
         eager = getattr(module, name)
@@ -241,6 +237,10 @@ class Compilation:
     def _say(self, text: str) -> None:
         if self._world.is_main:
             console.say(text)
+
+
+def _compiled(function: Callable[..., Any], graphs: bool = False) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, backend=BACKEND, mode="reduce-overhead" if graphs else None)
 
 
 def _reason(error: BaseException) -> str:
