@@ -7,6 +7,7 @@ makes of locks, and the run's lock keeps a second start of the same run away.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import os
@@ -32,6 +33,7 @@ def open_compile_cache(run_folder: Path, rank: int) -> Path:
     folder = cache_folder(run_folder, rank)
     if folder is None or not _is_usable(folder):
         folder = Path(tempfile.mkdtemp(prefix="pervit-compile-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ[INDUCTOR] = str(folder)
     if not _chosen(TRITON):
         os.environ[TRITON] = str(folder / "triton")
