@@ -56,10 +56,10 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[World]:
     torch.compiler.reset()
 
 
-def small_pervit(checkpointing: bool = False) -> PerViT:
+def small_pervit(checkpointing: bool = False, depths: tuple[int, int, int, int] = (1, 1, 0, 0)) -> PerViT:
     """Two blocks of other widths, BatchNorm, Φp, stochastic depth."""
     torch.manual_seed(0)
-    layout = PerViTLayout(2, (16, 32, 32, 32), (8, 8, 16, 16), (1, 1, 0, 0))
+    layout = PerViTLayout(2, (16, 32, 32, 32), (8, 8, 16, 16), depths)
     return PerViT(layout, num_classes=10, image_size=32, drop_path=0.2, activation_checkpointing=checkpointing)
 
 
@@ -106,9 +106,7 @@ def test_no_graph_break_in_a_block(name: str) -> None:
     assert not counters["graph_break"] and graphs() == GRAPHS[name]
 
 
-@pytest.mark.parametrize(
-    "kind, checkpointing, precision", [("blocks", False, "fp32"), ("blocks", True, "bf16"), ("model", True, "fp32")]
-)
+@pytest.mark.parametrize("kind, checkpointing, precision", [("blocks", False, "bf16"), ("model", True, "fp32")])
 def test_a_compiled_step_is_the_same(
     kind: str, checkpointing: bool, precision: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +151,7 @@ def test_a_compiled_step_is_the_same(
 @needs_compiler
 def test_inductor_gives_the_same_gradients(world: World, tmp_path: Path) -> None:
     """Guards against what only generated code gets wrong; the fused operations round in another order."""
-    model = small_pervit()
+    model = small_pervit(depths=(1, 0, 0, 0))
     batch, noise = micro_batch(), torch.rand(4, model.noise_per_sample)
     reference = copy.deepcopy(model)
     expected = gradients(reference, batch, noise, "fp32")
