@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multiprocess
 RECIPE = ("optim.lr_batch_size=16", "optim.warmup_epochs=0", "log.samples=true")
 DEIT = ("model.name=deit_t", "train.micro_batch_size=8")  # twelve equal blocks: one graph
 PERVIT = (*SMALL_MODEL, "model.switches={widths: [16, 16, 16, 16], phi_p_layers: 1, phi_p_neighbours: false}")
-# What another order of sums makes of a few steps; see docs/training.md for what was measured.
+# What another order of sums makes of a few steps; docs/training.md has what was measured, 1e-7 and 7e-7.
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-4, 1e-3
 
 
