@@ -31,6 +31,7 @@ from pipeline.logs import console, pictures
 from pipeline.logs.run_log import StepRecord
 from pipeline.optim.adamw import learning_rate
 from pipeline.optim.engine import micro_batches, optimizer_step, set_learning_rate
+from pipeline.run.compiling import choose_compilation
 from pipeline.run.determinism import make_deterministic, refusals_explained
 from pipeline.run.evaluation import evaluate
 from pipeline.run.loss import mixed_cross_entropy, spread_nonfinite
@@ -70,6 +71,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
     stop = stop or StopSignal()
     # Mistakes that every rank finds by itself, before anything is built: the batch size, the model's switches and image size.
     accumulation_steps(config.train, world.size, config.augment.unit)
+    choose_compilation(config.train, world.device)
     with torch.device("meta"):  # costs no memory
         build_model(config, world, [], fresh=False)
     with Heartbeat(world, config.distributed, Path(config.output_dir)) as heartbeat, refusals_explained():
@@ -98,6 +100,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
             elif stopping:
                 run.log.say(f"stopped by a signal at step {run.step}: the same command goes on from here")
             else:
+                run.compilation.drop_cache()
                 run.log.say(
                     f"done at step {run.step}; curves, beside those of other runs: tensorboard --logdir {run.folder.parent}"
                 )
@@ -117,10 +120,15 @@ def training_step(run: Run) -> Batch:
         batch = next(run.loader)
         data_seconds += time.perf_counter() - started
         replaced += batch.replaced
+        noise = sample_noise(engine.module, batch, config.seed)
+        if run.compilation.pending:
+            run.heartbeat.at(step, "compiling")
+            run.compilation.prepare(batch, noise, accumulates=engine.gradient_accumulation_steps() > 1)
+            run.log.restart_clock()
         run.heartbeat.at(step, "training")
         run.batchnorm.micro_batch(number)
-        scores = engine(batch.images, sample_noise(engine.module, batch, config.seed))
-        loss = mixed_cross_entropy(scores, batch, config.train.label_smoothing)
+        scores = engine(batch.images, noise)
+        loss = mixed_cross_entropy(scores, batch, config.train.label_smoothing, run.compilation.loss)
         if run.teacher:
             loss = hard_distillation_loss(loss, scores, run.teacher(batch.images))
         engine.backward(spread_nonfinite(loss))

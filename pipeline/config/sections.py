@@ -170,12 +170,21 @@ class TrainConfig(Section):
     """Only algorithms that add in a fixed order, so that a run repeats bit for bit on GPUs too, and is somewhat slower."""
     activation_checkpointing: bool = False
     """Recompute blocks in the backward pass: less memory, about a quarter more time."""
+    compile: Literal["auto", "off", "blocks", "model", "graphs"] = "auto"
+    """torch.compile. blocks: each block, Φp and the loss. model: the forward pass as a whole. graphs: model, as CUDA graphs. auto: blocks on a GPU with zero_stage 0 to 2, else off."""
     label_smoothing: Fraction = 0.1
     """Fraction of the target probability spread over all classes."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, which is evaluated too; null: none."""
     max_skipped_steps: Count = 0
     """Steps with non-finite gradients to skip; one more stops the run and saves what reproduces it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off_is_a_word(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("compile") is False:  # what YAML 1.1 reads `off` as
+            return {**values, "compile": "off"}
+        return values
 
 
 class OptimConfig(Section):

@@ -8,6 +8,7 @@
 ``progress.py``     the schedule: steps, epochs, evaluations, the end
 ``precision.py``    bf16 or fp32
 ``determinism.py``  ``train.deterministic``
+``compiling.py``    torch.compile of a step's parts; ``compile_cache.py``: where it keeps them
 ``state.py``        ``Run``: everything that the training loop works with
 ``loss.py``         cross entropy of mixed labels
 ``noise.py``        the random numbers of a forward pass

@@ -37,6 +37,7 @@ _FREE_KEYS = (
     "data.max_bad_samples",
     "train.activation_checkpointing",
     "train.deterministic",
+    "train.compile",
     "train.max_skipped_steps",
     "train.max_steps",
     "train.micro_batch_size",

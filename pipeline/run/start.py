@@ -29,6 +29,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine, build_engine, zero_stage
+from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import choose_decoding, training_loader
 from pipeline.run.evaluation import check_classes, check_same_classes, evaluation_loader
 from pipeline.run.folder import check_same_data, check_same_run, open_run_folder
@@ -87,6 +88,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             schedule=schedule,
             train_set=train_set,
             engine=learner.engine,
+            compilation=Compilation(config, world, learner.engine.module),
             batchnorm=StepStatistics(learner.engine.module, world),
             ema=learner.ema,
             teacher=learner.teacher,

@@ -28,6 +28,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine
+from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import with_decoding
 from pipeline.run.folder import config_hash
 from pipeline.run.lock import RunLock
@@ -46,6 +47,7 @@ class Run:
     schedule: Schedule
     train_set: ShardSet
     engine: Engine[VisionModel]
+    compilation: Compilation
     batchnorm: StepStatistics
     ema: WeightAverage | None
     teacher: Callable[[Tensor], Tensor] | None

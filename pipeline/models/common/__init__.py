@@ -5,5 +5,6 @@
 ``layers``  MLP, fused attention with a bias, dropout, initialization
 ``vit``     patch and position embedding, self-attention and block of a plain ViT
 ``probe``   records inner values of a forward pass for analyses
+``tables``  constants that depend on sizes alone, computed once
 ==========  ==========================================================================
 """

@@ -21,16 +21,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 
 _recording: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("recording", default=None)
 
 
 def probe(name: str, compute: Callable[[], Tensor]) -> None:
-    """Offer a value: ``compute`` is called only while ``name`` is being recorded."""
+    """Offer a value: ``compute`` is called only while ``name`` is being recorded. Compiled code (``train.compile``) has no probes."""
+    if torch.compiler.is_compiling():
+        return
     recording = _recording.get()
     if recording is not None and name in recording:
         recording[name].append(compute().detach())
+
+
+def is_recording() -> bool:
+    """Whether any value is being recorded; compiled code cannot offer one."""
+    return _recording.get() is not None
 
 
 @contextmanager

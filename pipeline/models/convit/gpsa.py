@@ -7,7 +7,6 @@ of Eq. 5 their softmax peaks at a fixed offset per head, so that a layer with h 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import isqrt
 
 import torch
@@ -15,20 +14,20 @@ from torch import Tensor, nn
 
 from pipeline.models.common.layers import biased_attention
 from pipeline.models.common.probe import probe
+from pipeline.models.common.tables import constant_table
 from pipeline.models.common.vit import attention_weights, merge_heads, split_heads
 
 
-@lru_cache(maxsize=8)
+@constant_table
 def relative_positions(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Offsets from every query to every key, in patches (r of Eq. 5).
 
     Returns:
         (N, N, 3), N = rows * columns in row-major order: [q, k] = (dx, dy, dx² + dy²) with dx = x_k - x_q, dy = y_k - y_q.
     """
-    with torch.inference_mode(False):  # a cached tensor must also serve a later training step
-        y, x = (axis.flatten() for axis in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))  # (N,)
-        dx, dy = x[None, :] - x[:, None], y[None, :] - y[:, None]  # (N, N)
-        return torch.stack([dx, dy, dx**2 + dy**2], dim=-1).to(device, dtype)
+    y, x = (axis.flatten() for axis in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))  # (N,)
+    dx, dy = x[None, :] - x[:, None], y[None, :] - y[:, None]  # (N, N)
+    return torch.stack([dx, dy, dx**2 + dy**2], dim=-1).to(device, dtype)
 
 
 class PositionalSelfAttention(nn.Module):

@@ -8,13 +8,13 @@ depends on parameters only, not on the image, and is computed once per layer and
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.models.common.probe import probe
+from pipeline.models.common.tables import constant_table
 
 Covariance = Literal["isotropic", "free", "semidefinite"]
 # Initialization, as in the published code.
@@ -23,7 +23,7 @@ TABLE_STD = 0.02  # LRPE
 TOKEN_WEIGHT_STD = 1e-6  # SGU: near zero, so that the gate is initially its bias
 
 
-@lru_cache(maxsize=16)
+@constant_table
 def quadratic_terms(window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """r of Eq. 8: relative positions of all pairs with their quadratic terms.
 
@@ -32,27 +32,25 @@ def quadratic_terms(window: int, device: torch.device, dtype: torch.dtype) -> Te
     Returns:
         (N, N, 5): [query, key] = (dx, dy, dx², dy², dx dy), N = window², tokens in row-major order.
     """
-    with torch.inference_mode(False):  # a cached tensor must also serve a later training step
-        index = torch.arange(window * window, device=device)
-        y, x = index // window, index % window  # (N,)
-        dx = x[None, :] - x[:, None]  # (N, N)
-        dy = y[:, None] - y[None, :]  # (N, N)
-        return torch.stack([dx, dy, dx * dx, dy * dy, dx * dy], dim=-1).to(dtype)
+    index = torch.arange(window * window, device=device)
+    y, x = index // window, index % window  # (N,)
+    dx = x[None, :] - x[:, None]  # (N, N)
+    dy = y[:, None] - y[None, :]  # (N, N)
+    return torch.stack([dx, dy, dx * dx, dy * dy, dx * dy], dim=-1).to(dtype)
 
 
-@lru_cache(maxsize=16)
+@constant_table
 def relative_index(window: int, device: torch.device) -> Tensor:
     """Index of each pair of tokens into a table of all (2 window - 1)² relative positions.
 
     Returns:
         (N, N) integers: [query, key] = (y_query - y_key + window - 1) (2 window - 1) + x_query - x_key + window - 1.
     """
-    with torch.inference_mode(False):
-        index = torch.arange(window * window, device=device)
-        y, x = index // window, index % window  # (N,)
-        rows = y[:, None] - y[None, :] + window - 1  # (N, N)
-        columns = x[:, None] - x[None, :] + window - 1  # (N, N)
-        return rows * (2 * window - 1) + columns
+    index = torch.arange(window * window, device=device)
+    y, x = index // window, index % window  # (N,)
+    rows = y[:, None] - y[None, :] + window - 1  # (N, N)
+    columns = x[:, None] - x[None, :] + window - 1  # (N, N)
+    return rows * (2 * window - 1) + columns
 
 
 class LearnedMap(nn.Module):

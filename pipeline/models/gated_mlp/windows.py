@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
+
+from pipeline.models.common.tables import constant_table
 
 
 def to_windows(x: Tensor, window: int, shift: int = 0) -> Tensor:
@@ -34,15 +34,14 @@ def from_windows(x: Tensor, window: int, grid: tuple[int, int], shift: int = 0) 
     return x.roll((shift, shift), dims=(1, 2)) if shift else x
 
 
-@lru_cache(maxsize=16)
+@constant_table
 def connected_tokens(grid: tuple[int, int], window: int, shift: int, device: torch.device) -> Tensor:
     """The mask of shifted windows: which tokens of a window are adjacent in the image rather than joined by wrapping around.
 
     Returns:
         (windows, window², window²) bool.
     """
-    with torch.inference_mode(False):  # a cached tensor must also serve a later training step
-        sides = [torch.arange(size, device=device) >= size - shift for size in grid]
-        region = 2 * sides[0][:, None].int() + sides[1][None, :].int()  # (rows, columns)
-        region = to_windows(region[None, :, :, None], window)[0, :, :, 0]  # (windows, window²)
-        return region[:, :, None] == region[:, None, :]
+    sides = [torch.arange(size, device=device) >= size - shift for size in grid]
+    region = 2 * sides[0][:, None].int() + sides[1][None, :].int()  # (rows, columns)
+    region = to_windows(region[None, :, :, None], window)[0, :, :, 0]  # (windows, window²)
+    return region[:, :, None] == region[:, None, :]

@@ -9,7 +9,6 @@ convolution, instance norm, sigmoid. It depends on parameters only and is comput
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.errors import UserError
+from pipeline.models.common.tables import constant_table
 
 NORM_EPS = 1e-5  # of the published code
 # Peripheral initialization: bias and weight of the last norm, in the first and in the last layer (Sec. 3.1, after Eq. 9).
@@ -49,7 +49,7 @@ class PhiDesign:
 PUBLISHED = PhiDesign()
 
 
-@lru_cache(maxsize=8)
+@constant_table
 def position_distances(height: int, width: int, device: torch.device, dtype: torch.dtype, border: int = 2) -> Tensor:
     """Euclidean distance from every query to every key, including keys beyond the border.
 
@@ -65,13 +65,12 @@ def position_distances(height: int, width: int, device: torch.device, dtype: tor
         keys = -1.0 + steps * (2.0 / (n - 1))
         return keys[border : border + n], keys
 
-    with torch.inference_mode(False):  # a cached tensor must also serve a later training step
-        query_y, key_y = axis(height)
-        query_x, key_x = axis(width)
-        dy = (query_y[:, None] - key_y[None])[:, None, :, None]  # (H, 1, H + 2 * border, 1)
-        dx = (query_x[:, None] - key_x[None])[None, :, None, :]  # (1, W, 1, W + 2 * border)
-        distance = (dy**2 + dx**2).sqrt()  # (H, W, H + 2 * border, W + 2 * border)
-        return distance.flatten(0, 1)[:, None].to(dtype)
+    query_y, key_y = axis(height)
+    query_x, key_x = axis(width)
+    dy = (query_y[:, None] - key_y[None])[:, None, :, None]  # (H, 1, H + 2 * border, 1)
+    dx = (query_x[:, None] - key_x[None])[None, :, None, :]  # (1, W, 1, W + 2 * border)
+    distance = (dy**2 + dx**2).sqrt()  # (H, W, H + 2 * border, W + 2 * border)
+    return distance.flatten(0, 1)[:, None].to(dtype)
 
 
 class LearnedVectors(nn.Module):

@@ -1,0 +1,250 @@
+"""``train.compile``: parts of a training step through ``torch.compile``.
+
+What is compiled replaces a method of its module's instance, so that modules, parameters and their names stay as they are, and
+hooks, which DeepSpeed has on the model, run outside of the compiled code. Only training is compiled: evaluation, a teacher and
+analyses run the modules themselves, so that the figures of a run are those of ``pipeline.evaluate``.
+
+========== ==================================================================================
+``blocks`` each transformer block, the maps Φp of all layers, and the loss
+``model``  the forward pass as a whole, but for stems with BatchNorm, and the loss
+``graphs`` as ``model``, captured as CUDA graphs: a step launches a graph in place of its kernels
+========== ==================================================================================
+
+ZeRO 0, 1 and 2 have hooks on the whole model and on the gradients of parameters, which compiled code does not see. ZeRO-3 has
+hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled there.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipeline.config import Config, TrainConfig
+from pipeline.data.loader import Batch
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.logs import console
+from pipeline.models.common.base import VisionModel
+from pipeline.models.common.probe import is_recording
+from pipeline.models.common.tables import compile_tables_as_constants
+from pipeline.models.pervit.phi_model import PhiModel
+from pipeline.run.compile_cache import drop_compile_cache, open_compile_cache
+from pipeline.run.loss import mixture_of_two, spread_nonfinite
+from pipeline.run.precision import autocast
+
+OFF, BLOCKS, MODEL, GRAPHS = "off", "blocks", "model", "graphs"
+AUTO = "auto"
+BACKEND: str | Callable[..., Any] = "inductor"  # of torch.compile; tests take others
+_BLOCK = re.compile(r"(.*\.)?blocks\.\d+")  # how every family names them
+_HOOKED_STAGE = 3  # the ZeRO stage with hooks on every submodule
+_GRAPH_PASSES = 3  # a CUDA graph is warmed up, captured, and then replayed
+_LONGEST_REASON = 300  # characters of a compiler's message in ours
+_log = logging.getLogger(__name__)
+
+
+def choose_compilation(train: TrainConfig, device: torch.device) -> str:
+    """Settle ``train.compile`` for this device: "off", "blocks", "model" or "graphs".
+
+    Raises:
+        UserError: ZeRO-3, activation checkpointing or the device rule out what the config asks for.
+    """
+    if train.compile == AUTO:
+        return BLOCKS if device.type == "cuda" and train.zero_stage < _HOOKED_STAGE else OFF
+    if train.compile == OFF:
+        return OFF
+    if train.zero_stage >= _HOOKED_STAGE:
+        raise UserError(
+            f"train.compile is {train.compile}, but train.zero_stage is {train.zero_stage}, whose hooks on every submodule cannot be compiled",
+            "set train.compile=auto, or train.zero_stage to 0, 1 or 2",
+        )
+    if train.compile == GRAPHS and device.type != "cuda":
+        raise UserError(
+            f"train.compile is {GRAPHS}, but this run is on {device.type}, a CUDA GPU needed",
+            "set train.compile to auto or model",
+        )
+    if train.compile == GRAPHS and train.activation_checkpointing:
+        raise UserError(
+            f"train.compile is {GRAPHS}, but train.activation_checkpointing runs blocks again in the backward pass, which a graph of the forward pass does not hold",
+            "set train.compile to blocks or model, or train.activation_checkpointing to false",
+        )
+    return train.compile
+
+
+class Compilation:
+    """What ``train.compile`` asks for, done at the first micro-batch of a start.
+
+    Args:
+        config: the run, with its precision settled.
+        world: all ranks.
+        model: the module that trains, inside of its engine.
+
+    Attributes:
+        kind: "off", "blocks", "model" or "graphs"; "off" after compiling has failed.
+    """
+
+    def __init__(self, config: Config, world: World, model: VisionModel) -> None:
+        self.kind = choose_compilation(config.train, world.device)
+        self._config, self._world, self._model = config, world, model
+        self._pending = self.kind != OFF
+        self._replaced: list[tuple[nn.Module, str]] = []
+        self._loss: Callable[..., Tensor] | None = None
+        self._hooks: list[Any] = []
+
+    @property
+    def loss(self) -> Callable[..., Tensor] | None:
+        """:func:`~pipeline.run.loss.mixture_of_two`, compiled; None if it is not."""
+        return self._loss
+
+    @property
+    def pending(self) -> bool:
+        """Whether :meth:`prepare` has something to do."""
+        return self._pending
+
+    def prepare(self, batch: Batch, noise: Tensor | None, accumulates: bool) -> None:
+        """Compile, by a forward and backward pass whose results are dropped. Collective; a second call does nothing.
+
+        If that fails on any rank, all go on without: compiled code hands the gradients over in another order, which DeepSpeed's
+        buckets need to be the same on all ranks. Nothing of a step was done by then.
+
+        Args:
+            batch: the first micro-batch of this start, which is then trained on as usual.
+            noise: what the forward pass takes besides.
+            accumulates: a step has several micro-batches.
+        """
+        if not self._pending:
+            return
+        self._pending, started = False, time.perf_counter()
+        self._say(f"compiling (train.compile={self.kind}), which takes a minute or more")
+        failure = None
+        try:
+            self._install(accumulates)
+            self._try_out(batch, noise)
+        except (
+            Exception
+        ) as error:  # of Dynamo, Inductor, Triton, a C++ compiler, the file system; none is part of their interface
+            failure = _reason(error)
+        failures = [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
+        if not failures:
+            parts = len(self._replaced) + 1
+            self._say(
+                f"compiled {parts} part{'s'[: parts > 1]} of the step in {console.duration(time.perf_counter() - started)}"
+            )
+            return
+        self._remove()
+        rank, why = failures[0]
+        where = f" on rank {rank}" if self._world.size > 1 else ""
+        needed = "Triton and a C compiler" if self._world.device.type == "cuda" else "a C++ compiler"
+        if self._world.is_main:
+            _log.warning(
+                f"train.compile={self.kind} failed{where} ({why}): the run goes on without compiling, which needs {needed}; train.compile=off does not try"
+            )
+        self.kind = OFF
+
+    def drop_cache(self) -> None:
+        """The run is complete: nothing of it will be compiled again."""
+        if self.kind != OFF:
+            drop_compile_cache(Path(self._config.output_dir), self._world.rank)
+
+    def _install(self, accumulates: bool) -> None:
+        import torch._dynamo as dynamo
+        from torch._inductor import config as inductor
+
+        open_compile_cache(Path(self._config.output_dir), self._world.rank)
+        compile_tables_as_constants()
+        parts = list(self._parts())
+        # One code object serves all blocks; each width and each set of options among them is a graph of its own.
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 2 * len(parts))
+        inductor.compile_threads = max(1, min(inductor.compile_threads or 1, self._world.cpu_threads))
+        if torch.are_deterministic_algorithms_enabled() and hasattr(inductor, "deterministic"):
+            inductor.deterministic = True  # no choice of a kernel by timing it
+        for module, name in parts:
+            self._replace(module, name, _compiled(getattr(module, name), graphs=self.kind == GRAPHS))
+        if self.kind != BLOCKS:
+            for module in self._eager_children():
+                self._replace(module, "forward", torch.compiler.disable(module.forward), always=True)
+        self._loss = _compiled(mixture_of_two)  # never a CUDA graph: the step keeps its result beyond the next micro-batch
+        if self.kind == GRAPHS and accumulates:
+            # A graph's gradients lie in memory that its next replay overwrites, while AccumulateGrad would keep them as they are.
+            self._hooks = [p.register_hook(torch.clone) for p in self._model.parameters() if p.requires_grad]
+
+    def _parts(self) -> Iterator[tuple[nn.Module, str]]:
+        """Modules and the names of their methods that are compiled."""
+        if self.kind != BLOCKS:
+            yield self._model, "forward"
+            return
+        yield from ((module, "forward") for name, module in self._model.named_modules() if _BLOCK.fullmatch(name))
+        if isinstance(self._model, PhiModel) and self._model.phi_design:
+            yield self._model, "log_phi"
+
+    def _eager_children(self) -> Iterator[nn.Module]:
+        """Stems with BatchNorm, whose momentum changes with each micro-batch of a step (``StepStatistics``): a graph for each."""
+        for child in self._model.children():
+            if any(isinstance(module, _BatchNorm) for module in child.modules()):
+                yield child
+
+    def _replace(self, module: nn.Module, name: str, compiled: Callable[..., Any], always: bool = False) -> None:
+        eager = getattr(module, name)
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            return (compiled if module.training and not is_recording() else eager)(*arguments, **named)
+
+        setattr(module, name, compiled if always else run)
+        self._replaced.append((module, name))
+
+    def _remove(self) -> None:
+        for module, name in self._replaced:
+            delattr(module, name)
+        for hook in self._hooks:
+            hook.remove()
+        self._replaced, self._hooks, self._loss = [], [], None
+        with suppress(Exception):  # whatever is broken there, it must not end the run
+            torch.compiler.reset()
+        if self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _try_out(self, batch: Batch, noise: Tensor | None) -> None:
+        """What a step computes up to the gradients. They go nowhere: no hook of DeepSpeed sees them."""
+        train, model = self._config.train, self._model
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the compilers about themselves
+                for _ in range(_GRAPH_PASSES if self.kind == GRAPHS else 1):
+                    with autocast(self._world.device, train.precision):
+                        scores = model.forward(batch.images, noise)  # not the module's hooks, which are DeepSpeed's
+                    loss = (self._loss or mixture_of_two)(
+                        scores, batch.labels, batch.other_labels, batch.weight, train.label_smoothing
+                    )
+                    torch.autograd.grad(spread_nonfinite(loss), trained, allow_unused=True)
+                if self._world.device.type == "cuda":
+                    torch.cuda.synchronize(self._world.device)  # a kernel that fails does so here
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+    def _say(self, text: str) -> None:
+        if self._world.is_main:
+            console.say(text)
+
+
+def _compiled(function: Callable[..., Any], graphs: bool = False) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, backend=BACKEND, mode="reduce-overhead" if graphs else None)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what a compiler says, which may be pages."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    return f"{type(inner).__name__}: {lines[0] if lines else 'no message'}"[:_LONGEST_REASON]
