@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pipeline.distributed.allocator import keep_freed_memory
 from pipeline.distributed.exchange import gather_json
 from pipeline.distributed.rendezvous import connect
 from pipeline.errors import UserError
@@ -93,6 +94,8 @@ def init_world(timeout: float = DEFAULT_TIMEOUT) -> World:
         device = torch.device("cuda", _gpu_index(local_rank, local_size))
         torch.cuda.set_device(device)
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's index
+        # All batches of a run have one size: let cuDNN try its algorithms in the first step, unless that choice must not vary.
+        torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
         torch.backends.cudnn.allow_tf32 = False  # Φp needs full fp32: TF32 gives errors of up to 5 %
     else:
         _refuse_unusable_gpu()
@@ -102,6 +105,7 @@ def init_world(timeout: float = DEFAULT_TIMEOUT) -> World:
             )
         device = torch.device("cpu")
         torch.set_num_threads(cpu_threads)
+        keep_freed_memory()
     _connect("nccl" if device.type == "cuda" else "gloo", rank, world_size, device, timedelta(seconds=timeout))
     return World(rank, world_size, device, cpu_threads)
 
