@@ -47,7 +47,7 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, bias: Tensor, heads: int) -> Tensor:
         batch, tokens, packed = qkv.shape
         head_dim, dtype = packed // 3 // heads, torch.promote_types(qkv.dtype, torch.float32)
-        chunk = _images_at_once(heads, tokens)
+        chunk = min(batch, _images_at_once(heads, tokens))
         weights = bias.new_empty(batch, heads, tokens, tokens, dtype=dtype)
         out = qkv.new_empty(batch, tokens, heads, head_dim)
         aligned = _Aligned(chunk, heads, tokens, head_dim, dtype)
