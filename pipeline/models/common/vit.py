@@ -159,7 +159,8 @@ def packed_attention(qkv: Tensor, heads: int, bias: Tensor | None) -> Tensor:
     """
     if bias is not None and suits_chunks(qkv, bias):
         return attention_in_chunks(qkv, heads, bias)
-    return merge_heads(biased_attention(*split_heads(qkv, 3, heads), bias))
+    q, k, v = split_heads(qkv, 3, heads)  # (B, heads, N, head_dim) each
+    return merge_heads(biased_attention(q, k, v, bias))
 
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
