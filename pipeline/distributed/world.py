@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.distributed.affinity import bind_near_gpu
+from pipeline.distributed.allocator import keep_freed_memory
 from pipeline.distributed.driver import gpu_is_usable
 from pipeline.distributed.exchange import gather_json
 from pipeline.distributed.nccl import leave_faults_to_the_heartbeat
@@ -99,6 +100,8 @@ def init_world(timeout: float = DEFAULT_TIMEOUT, run_folder: Path | None = None)
         cpu_threads = min(cpu_threads, len(bind_near_gpu(device.index, torch.cuda.device_count(), local_size)))
         torch.cuda.set_device(device)
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed takes it for the GPU's index
+        # All batches of a run have one size: let cuDNN try its algorithms in the first step, unless that choice must not vary.
+        torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
         torch.backends.cudnn.allow_tf32 = False  # Φp needs full fp32: TF32 gives errors of up to 5 %
     else:
         if rank == 0 and _slurm_granted_gpus():
@@ -107,6 +110,7 @@ def init_world(timeout: float = DEFAULT_TIMEOUT, run_folder: Path | None = None)
             )
         device = torch.device("cpu")
         torch.set_num_threads(cpu_threads)
+        keep_freed_memory()
     if run_folder and world_size > 1:
         leave_faults_to_the_heartbeat(run_folder, timeout)
     _connect("nccl" if device.type == "cuda" else "gloo", rank, world_size, device, timedelta(seconds=timeout))

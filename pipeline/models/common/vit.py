@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import scale_branch
+from pipeline.models.common.chunked_attention import attention_in_chunks, suits_chunks
 from pipeline.models.common.layers import MLP, biased_attention, init_linear
 from pipeline.models.common.probe import probe
 
@@ -95,9 +96,10 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        q, k, v = split_heads(self.qkv(x), 3, self.heads)  # (B, heads, N, head_dim) each
+        qkv = self.qkv(x)  # (B, N, 3 * width)
+        q, k, _ = split_heads(qkv, 3, self.heads)  # (B, heads, N, head_dim) each
         probe("attention", lambda: attention_weights(q, k, bias))
-        return self.proj(merge_heads(biased_attention(q, k, v, bias)))
+        return self.proj(packed_attention(qkv, self.heads, bias))
 
 
 class Block(nn.Module):
@@ -142,6 +144,23 @@ def split_heads(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
 def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, N, head_dim) -> (B, N, heads * head_dim)."""
     return x.transpose(1, 2).flatten(2)
+
+
+def packed_attention(qkv: Tensor, heads: int, bias: Tensor | None) -> Tensor:
+    """softmax(q kᵀ / sqrt(head_dim) + bias) v of all heads, in the form that suits device and arguments.
+
+    Args:
+        qkv: (B, N, 3 * width), queries, keys and values.
+        heads: a divisor of the width.
+        bias: (heads, N, N), added to the scores of every image, or None.
+
+    Returns:
+        (B, N, width).
+    """
+    if bias is not None and suits_chunks(qkv, bias):
+        return attention_in_chunks(qkv, heads, bias)
+    q, k, v = split_heads(qkv, 3, heads)  # (B, heads, N, head_dim) each
+    return merge_heads(biased_attention(q, k, v, bias))
 
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.models.common.layers import biased_attention
 from pipeline.models.common.probe import probe
-from pipeline.models.common.vit import attention_weights, content_scores, merge_heads, split_heads
+from pipeline.models.common.vit import attention_weights, content_scores, merge_heads, packed_attention, split_heads
 
 
 class PeripheralAttention(nn.Module):
@@ -27,12 +26,13 @@ class PeripheralAttention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, log_phi: Tensor | None) -> Tensor:
-        q, k, v = split_heads(self.qkv(x), 3, self.heads)  # (B, heads, N, head_dim) each
+        qkv = self.qkv(x)  # (B, N, 3 * width)
+        q, k, _ = split_heads(qkv, 3, self.heads)  # (B, heads, N, head_dim) each
         if log_phi is not None:
             probe("phi_p", lambda: log_phi.exp())
         probe("phi_c", lambda: _exponentiated(content_scores(q, k)))
         probe("attention", lambda: attention_weights(q, k, log_phi))
-        return self.proj(merge_heads(biased_attention(q, k, v, log_phi)))
+        return self.proj(packed_attention(qkv, self.heads, log_phi))
 
 
 class StaticAttention(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipeline.errors import UserError
 from pipeline.models.common.base import Switches, VisionModel
 from pipeline.models.common.module_list import ModuleList
+from pipeline.models.pervit.grouped import grouped_log_phi
 from pipeline.models.pervit.position import DistanceScales, LearnedVectors, PhiDesign, position_distances
 
 
@@ -19,9 +20,13 @@ class PhiModel(VisionModel):
 
     A subclass calls :meth:`add_phi_inputs`, without which it has no Φp, and creates ``blocks``; its ``forward`` gets the maps
     from :meth:`log_phi`.
+
+    Attributes:
+        groups_phi: compute all layers' maps as one network (:mod:`pipeline.models.pervit.grouped`); None: but on a CPU.
     """
 
     blocks: ModuleList[Any]
+    groups_phi: bool | None = None
 
     def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool, switches: Switches) -> None:
         super().__init__(drop_path_rates, activation_checkpointing, switches)
@@ -68,10 +73,20 @@ class PhiModel(VisionModel):
                 return self._phi_cache[1]
         distance = self._distances(grid, self.phi_design)
         scale, offset = self.distance_scales()
-        maps: list[Tensor | None] = [block.position(distance, scale, offset) for block in self.blocks]
+        layers = [block.position for block in self.blocks]
+        maps: list[Tensor | None]
+        if self._can_group(layers[0], distance.device):
+            maps = [*grouped_log_phi(layers, distance, scale, offset)]
+        else:
+            maps = [layer(distance, scale, offset) for layer in layers]
         if cacheable:
             self._phi_cache = (key, maps)
         return maps
+
+    def _can_group(self, layer: nn.Module, device: torch.device) -> bool:
+        # ZeRO-3 gathers a module's parameters when the module is called, and marks them with a number.
+        sharded = any(hasattr(parameter, "ds_id") for parameter in layer.parameters())
+        return not sharded and (device.type != "cpu" if self.groups_phi is None else self.groups_phi)
 
     def _distances(self, grid: tuple[int, int], design: PhiDesign) -> Tensor:
         if design.distance == "learned":

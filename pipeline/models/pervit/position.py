@@ -148,12 +148,17 @@ class FirstProjection(nn.Conv2d):
     def forward(  # type: ignore[override]  # the input is the map with its scales
         self, distance: Tensor, scale: Tensor, offset: Tensor
     ) -> Tensor:
-        if distance.shape[1] == 1:
-            kernel = torch.einsum("oiyx,i->oyx", self.weight, scale)[:, None]  # (out, 1, k, k)
-        else:
-            kernel = self.weight * scale[:, None, None]  # (out, channels, k, k)
-        bias = self.bias + torch.einsum("oiyx,i->o", self.weight, offset)  # (out,)
-        return F.conv2d(distance, kernel, bias)  # (N, out, H', W'), less the kernel's border
+        return project_distances(distance, scale, offset, self.weight, self.bias)
+
+
+def project_distances(distance: Tensor, scale: Tensor, offset: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """:class:`FirstProjection` with weight (out, channels, k, k) and bias (out,), of one layer or of several together."""
+    if distance.shape[1] == 1:
+        kernel = torch.einsum("oiyx,i->oyx", weight, scale)[:, None]  # (out, 1, k, k)
+    else:
+        kernel = weight * scale[:, None, None]  # (out, channels, k, k)
+    bias = bias + torch.einsum("oiyx,i->o", weight, offset)  # (out,)
+    return F.conv2d(distance, kernel, bias)  # (N, out, H', W'), less the kernel's border
 
 
 class PeripheralPosition(nn.Module):

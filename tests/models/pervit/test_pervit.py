@@ -102,6 +102,15 @@ def test_any_size_the_stem_divides(size: int) -> None:
         assert model(torch.randn(1, 3, 64, 96)).shape == (1, 3)
 
 
+def test_the_stem_works_in_channels_last() -> None:
+    """Guards against convolutions in the slower layout: the images' own decides without a word from the stem."""
+    stem = create_model("pervit_t", num_classes=3, image_size=32).stem
+    images = torch.randn(2, 3, 32, 32)
+    out = stem(images)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(stem(images.to(memory_format=torch.channels_last)), out)
+
+
 @pytest.mark.parametrize("size", [16, 100, 0])
 def test_a_size_the_stem_does_not_divide_is_refused(size: int) -> None:
     """Guards against a traceback from inside a convolution."""
