@@ -21,13 +21,13 @@ def constant_table(compute: Table) -> Table:
     """
 
     @lru_cache(maxsize=_SIZES)
-    def computed(*arguments: object) -> Tensor:
+    def computed(*arguments: object, **named: object) -> Tensor:
         with torch.inference_mode(False):
-            return compute(*arguments)
+            return compute(*arguments, **named)
 
     @wraps(compute)
-    def table(*arguments: object) -> Tensor:
-        return computed(*arguments)
+    def table(*arguments: object, **named: object) -> Tensor:
+        return computed(*arguments, **named)
 
     _tables.append(table)
     return table  # type: ignore[return-value]  # the signature of compute
