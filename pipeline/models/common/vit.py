@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
+from pipeline.kernels import peripheral_attention
 from pipeline.models.common.base import scale_branch
-from pipeline.models.common.layers import MLP, biased_attention, init_linear
+from pipeline.models.common.layers import MLP, init_linear
 from pipeline.models.common.probe import probe
 
 PATCH = 16  # side of a patch in pixels
@@ -97,7 +98,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         q, k, v = split_heads(self.qkv(x), 3, self.heads)  # (B, heads, N, head_dim) each
         probe("attention", lambda: attention_weights(q, k, bias))
-        return self.proj(merge_heads(biased_attention(q, k, v, bias)))
+        return self.proj(merge_heads(peripheral_attention(q, k, v, bias)))
 
 
 class Block(nn.Module):
@@ -136,7 +137,8 @@ class Block(nn.Module):
 def split_heads(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
     """(B, N, parts * width) -> ``parts`` tensors (B, heads, N, width / heads)."""
     batch, tokens, _ = x.shape
-    return x.view(batch, tokens, parts, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    split = x.view(batch, tokens, parts, heads, -1).unbind(2)  # the gradients of the parts are put together with one copy
+    return tuple(part.transpose(1, 2) for part in split)
 
 
 def merge_heads(x: Tensor) -> Tensor:

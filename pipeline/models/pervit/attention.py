@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.models.common.layers import biased_attention
+from pipeline.kernels import peripheral_attention
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import attention_weights, content_scores, merge_heads, split_heads
 
@@ -12,7 +12,7 @@ from pipeline.models.common.vit import attention_weights, content_scores, merge_
 class PeripheralAttention(nn.Module):
     """Attention by content and position (Eq. 3).
 
-    Normalize[exp(τ Q Kᵀ) ⊙ Φp] V equals softmax(τ Q Kᵀ + log Φp) V, which runs on fused attention kernels.
+    Normalize[exp(τ Q Kᵀ) ⊙ Φp] V equals softmax(τ Q Kᵀ + log Φp) V (:func:`~pipeline.kernels.peripheral_attention`).
 
     Probes: ``phi_p`` (heads, N, N), unless Φp = 1; ``phi_c`` (B, heads, N, N), exp(τ Q Kᵀ - row maximum) as in the authors'
     code (the normalization cancels the factor); ``attention`` (B, heads, N, N), their normalized product.
@@ -32,7 +32,7 @@ class PeripheralAttention(nn.Module):
             probe("phi_p", lambda: log_phi.exp())
         probe("phi_c", lambda: _exponentiated(content_scores(q, k)))
         probe("attention", lambda: attention_weights(q, k, log_phi))
-        return self.proj(merge_heads(biased_attention(q, k, v, log_phi)))
+        return self.proj(merge_heads(peripheral_attention(q, k, v, log_phi)))
 
 
 class StaticAttention(nn.Module):
