@@ -1,6 +1,10 @@
 """Our implementation of peripheral attention against the authors' implementation of the same function.
 
     python benchmarks/peripheral_attention.py [--model pervit_t] [--batch 16] [--rounds 7]
+    python benchmarks/peripheral_attention.py --errors | --resources
+
+``--errors`` prints the errors of the Triton kernels against float64 (attention_errors.py), ``--resources`` what they need on a GPU
+(attention_resources.py); neither needs one. Without them:
 
 Two changes preserve all results (the tests compare them) and are measured separately: fused attention with log Φp as a bias
 instead of Normalize[exp(..) * Φp] V, and Φp's first convolution of one map with a summed kernel instead of 4 x heads maps.
@@ -11,7 +15,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +75,14 @@ def main() -> None:
     parser.add_argument("--model", default="pervit_t")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--errors", action="store_true")
+    parser.add_argument("--resources", action="store_true")
     args = parser.parse_args()
+    if args.errors or args.resources:  # processes of their own: they choose how Triton runs its kernels before it is loaded
+        tables = [name for name in ("errors", "resources") if getattr(args, name)]
+        for name in tables:
+            subprocess.run([sys.executable, "-m", f"benchmarks.attention_{name}"], cwd=Path(__file__).parents[1], check=True)
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     images = torch.randn(args.batch, 3, 224, 224, device=device)
     forms = {

@@ -63,6 +63,15 @@ def test_constraints_name_everything_that_is_pulled_in() -> None:
     assert seen - pinned.keys() == set()
 
 
+def test_triton_is_the_version_that_pytorch_names() -> None:
+    """Guards against a pin that no CUDA build can be installed with, and kernels that are tested with another compiler. The CPU build
+    names none: whoever changes PyTorch's pin finds Triton's in the CUDA build's metadata."""
+    pinned = constraints()
+    named = [Requirement(text) for text in metadata.requires("torch") or [] if text.startswith("triton")]
+    assert all(requirement.specifier.contains(pinned["triton"]) for requirement in named)
+    assert (pinned["torch"], pinned["triton"]) == ("2.13.0", "3.7.1")
+
+
 @pytest.mark.parametrize("script", PROJECT["scripts"])
 def test_each_command_is_there(script: str) -> None:
     """Guards against a command that ends in an ImportError, which no test that uses `python -m` would see."""

@@ -91,6 +91,9 @@ def count_at(name: str, image_size: int | None = None) -> FlopRow:
     return count(name, image_size or entry.image_size, entry.num_classes)
 
 
+_ATTENTION = ("aten::scaled_dot_product_attention", "pervit::peripheral_attention")  # of PyTorch, of pipeline.kernels
+
+
 def _attention_macs(inputs: list, outputs: list) -> float:
     """The products q kᵀ and softmax(..) v of fused attention, for which fvcore has no handler."""
     (batch, heads, queries, width), (_, _, keys, value_width) = inputs[0].type().sizes(), inputs[2].type().sizes()
@@ -116,7 +119,7 @@ MODULE_CONVENTION = {
     "aten::batch_norm": lambda inputs, outputs: 2 * _numel(outputs),
     "aten::relu": lambda inputs, outputs: _numel(outputs),
     "aten::relu_": lambda inputs, outputs: _numel(outputs),
-    "aten::scaled_dot_product_attention": lambda inputs, outputs: 0,
+    **dict.fromkeys(_ATTENTION, lambda inputs, outputs: 0),
     "aten::matmul": lambda inputs, outputs: 0,
     "aten::einsum": lambda inputs, outputs: 0,
 }
@@ -132,7 +135,7 @@ def _macs(model: nn.Module, image: torch.Tensor, handlers: Mapping[str, Callable
 
     logging.getLogger("fvcore.nn.jit_analysis").setLevel(logging.ERROR)
     analysis = FlopCountAnalysis(model, image)
-    analysis.set_op_handle(**{"aten::scaled_dot_product_attention": _attention_macs, **handlers})
+    analysis.set_op_handle(**{**dict.fromkeys(_ATTENTION, _attention_macs), **handlers})
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
     total = analysis.total()
     unknown = sorted(op for op in analysis.unsupported_ops() if op.removeprefix("aten::") not in _NO_PRODUCT)

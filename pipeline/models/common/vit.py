@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
+from pipeline.kernels import peripheral_attention
+from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
+from pipeline.kernels.peripheral import uses_triton
 from pipeline.models.common.base import scale_branch
-from pipeline.models.common.chunked_attention import attention_in_chunks, suits_chunks
-from pipeline.models.common.layers import MLP, biased_attention, init_linear
+from pipeline.models.common.layers import MLP, init_linear
 from pipeline.models.common.probe import probe
 
 PATCH = 16  # side of a patch in pixels
@@ -138,7 +140,8 @@ class Block(nn.Module):
 def split_heads(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
     """(B, N, parts * width) -> ``parts`` tensors (B, heads, N, width / heads)."""
     batch, tokens, _ = x.shape
-    return x.view(batch, tokens, parts, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    split = x.view(batch, tokens, parts, heads, -1).unbind(2)  # the gradients of the parts are put together with one copy
+    return tuple(part.transpose(1, 2) for part in split)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -157,10 +160,10 @@ def packed_attention(qkv: Tensor, heads: int, bias: Tensor | None) -> Tensor:
     Returns:
         (B, N, width).
     """
-    if bias is not None and suits_chunks(qkv, bias):
-        return attention_in_chunks(qkv, heads, bias)
     q, k, v = split_heads(qkv, 3, heads)  # (B, heads, N, head_dim) each
-    return merge_heads(biased_attention(q, k, v, bias))
+    if bias is not None and suits_chunks(qkv, bias) and not uses_triton(q):
+        return attention_in_chunks(qkv, heads, bias)
+    return merge_heads(peripheral_attention(q, k, v, bias))
 
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from math import isqrt
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.common.layers import biased_attention
+from pipeline.kernels import peripheral_attention
 from pipeline.models.common.probe import probe
 from pipeline.models.common.tables import constant_table
 from pipeline.models.common.vit import attention_weights, merge_heads, split_heads
@@ -74,7 +74,7 @@ class PositionalSelfAttention(nn.Module):
         """(B, heads, N, head_dim) each and (heads, N, N) -> (B, heads, N, head_dim)."""
         probe("position", lambda: position_scores.softmax(-1))
         probe("attention", lambda: attention_weights(q, k, position_scores))
-        return biased_attention(q, k, v, position_scores)
+        return peripheral_attention(q, k, v, position_scores)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         q, k = split_heads(self.qk(x), 2, self.heads)  # (B, heads, N, head_dim) each
@@ -113,6 +113,6 @@ class GatedPositionalSelfAttention(PositionalSelfAttention):
         probe("gate", lambda: gate)
         probe("position", lambda: position)
         probe("attention", lambda: torch.lerp(attention_weights(q, k), position, gate[:, None, None]))
-        by_content = biased_attention(q, k, v, None)  # (B, heads, N, head_dim)
+        by_content = peripheral_attention(q, k, v, None)  # (B, heads, N, head_dim)
         by_position = torch.einsum("hqk,bhkd->bhqd", position.to(v.dtype), v)  # (B, heads, N, head_dim)
         return torch.lerp(by_content, by_position, gate[:, None, None].to(v.dtype))

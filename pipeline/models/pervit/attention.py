@@ -11,7 +11,7 @@ from pipeline.models.common.vit import attention_weights, content_scores, merge_
 class PeripheralAttention(nn.Module):
     """Attention by content and position (Eq. 3).
 
-    Normalize[exp(τ Q Kᵀ) ⊙ Φp] V equals softmax(τ Q Kᵀ + log Φp) V, which runs on fused attention kernels.
+    Normalize[exp(τ Q Kᵀ) ⊙ Φp] V equals softmax(τ Q Kᵀ + log Φp) V (:func:`~pipeline.kernels.peripheral_attention`).
 
     Probes: ``phi_p`` (heads, N, N), unless Φp = 1; ``phi_c`` (B, heads, N, N), exp(τ Q Kᵀ - row maximum) as in the authors'
     code (the normalization cancels the factor); ``attention`` (B, heads, N, N), their normalized product.

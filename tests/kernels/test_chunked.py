@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
 from pipeline.models.common import chunked_attention
-from pipeline.models.common.chunked_attention import attention_in_chunks, suits_chunks
 from pipeline.models.common.layers import biased_attention
 from pipeline.models.common.vit import merge_heads, packed_attention, split_heads
 

@@ -1,0 +1,115 @@
+"""What the Triton kernels of peripheral attention need on a GPU, read from code that is compiled without one.
+
+    python -m benchmarks.attention_resources [--models pervit_t pervit_s pervit_m] [--capabilities 80 90 100]
+
+For every head width of the models: registers of a thread, bytes of a thread that did not fit into registers (spills), and shared
+memory of a program, as NVIDIA's cuobjdump reads them. A program is a block of 4 or 8 warps; 64 K registers and 164 (8.0), 228
+(9.0, 10.0) or 100 KiB (8.6, 8.9, 12.0) of shared memory are there for all programs that run on a multiprocessor at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pipeline.kernels import fused, gradient_tiles, tiles
+
+KERNELS = ("forward", "query_gradient", "key_value_gradient", "phi_gradient")
+CAPABILITIES = (80, 90, 100)  # A100, H100 and H200, B200
+TOKENS = 196
+MAX_SHARED = 99 * 1024  # what a program may have on the GPUs with the least (8.6, 8.9, 12.0)
+MAX_SPILLED = {80: 256, 90: 0, 100: 0}  # bytes of a thread; Ampere holds the factors of a product in registers too
+_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+_MATRIX = {8: r"mma\.sync", 9: r"wgmma\.mma_async", 10: r"tcgen05\.mma"}
+_SUMS = ("log_phi", "log_sums", "deltas", "sums")  # always float32
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel needs."""
+
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread
+    shared: int  # bytes of a program
+    warps: int  # of a program
+    matrix: bool  # whether it uses the matrix instructions of its GPU
+    atomic: bool  # whether programs add to the same number, in no fixed order
+
+
+def compiled(
+    kernel: str, heads: int, width: int, capability: int, tokens: int = TOKENS, dtype: torch.dtype = torch.bfloat16
+) -> Resources:
+    """Compile a kernel for the views of one projection that the models pass, (B, N, 3, heads, width)."""
+    function = getattr(tiles if kernel == "forward" else gradient_tiles, kernel)
+    q, k, v = torch.empty(2, tokens, 3, heads, width, dtype=dtype, device="meta").transpose(1, 3).unbind(2)
+    dout = torch.empty(2, tokens, heads, width, dtype=dtype, device="meta").transpose(1, 2)
+    phi = torch.empty(tokens, heads, tokens, device="meta").transpose(0, 1)  # as Φp's network returns it
+    _, arguments = fused.launch(
+        kernel, (capability // 10, capability % 10), q, k, v, phi, None if kernel == "forward" else dout
+    )
+    options = {name: arguments.pop(name) for name in ("num_warps", "num_stages")}
+    types = {
+        name: "constexpr" if name in arguments else "i32" if name in ("images", "groups") else _TYPES[dtype]
+        for name in function.arg_names
+    } | {name: "*fp32" for name in _SUMS if name in function.arg_names}
+    # PyTorch's allocations begin at multiples of 16 bytes, which Triton sees at the launch.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if types[name].startswith("*")}
+    source = ASTSource(function, types, arguments, aligned)
+    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", _usage(code.asm["cubin"]))
+    assert found, "cuobjdump printed no usage"
+    registers, stack, local = map(int, found.groups())
+    matrix, atomic = (
+        re.search(pattern, code.asm["ptx"]) is not None
+        for pattern in (_MATRIX[capability // 10], r"\b(atom|red)\.(global|relaxed|acq|async)")
+    )
+    return Resources(registers, stack + local, code.metadata.shared, options["num_warps"], matrix, atomic)
+
+
+def _usage(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        return subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+
+
+def head_widths(model: str) -> list[tuple[int, int]]:
+    """(heads, width of a head) of a PerViT, each once."""
+    from pipeline.models import create_model
+    from pipeline.models.pervit.attention import PeripheralAttention
+
+    with torch.device("meta"):
+        modules = create_model(model).modules()
+    return sorted({(m.heads, m.proj.in_features // m.heads) for m in modules if isinstance(m, PeripheralAttention)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["pervit_t", "pervit_s", "pervit_m"])
+    parser.add_argument("--capabilities", nargs="+", type=int, default=list(CAPABILITIES))
+    args = parser.parse_args()
+    shapes = [(name, *shape) for name in args.models for shape in head_widths(name)]
+    for capability in args.capabilities:
+        print(
+            f"\nCompute capability {capability / 10}: registers / spilled bytes / KiB of shared memory / warps, {TOKENS} tokens, bf16\n"
+        )
+        print("| model | heads x width |", " | ".join(KERNELS), "|")
+        print("|---|---|" + "---|" * len(KERNELS))
+        for name, heads, width in shapes:
+            cells = [compiled(kernel, heads, width, capability) for kernel in KERNELS]
+            texts = [f"{c.registers} / {c.spilled} / {c.shared / 1024:.0f} / {c.warps}" for c in cells]
+            print(f"| {name} | {heads} x {width} |", " | ".join(texts), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

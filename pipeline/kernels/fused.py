@@ -1,0 +1,196 @@
+"""Peripheral attention with Triton kernels, registered as one operator of PyTorch: ``torch.ops.pervit.peripheral_attention``.
+
+Importing this module needs Triton and registers the operator. With ``TRITON_INTERPRET=1`` in the environment at that time the kernels
+run in Triton's interpreter, on CPU tensors; torch.compile then sees an opaque operator, as there is nothing to compile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import Library, custom_op, triton_op, wrap_triton
+from torch.utils.flop_counter import register_flop_formula
+
+from pipeline.kernels import gradient_tiles, tiles
+
+NAME = "pervit::peripheral_attention"
+# Groups of images whose gradients of log Φp are summed in a kernel each, and then over the groups. A constant, as another number
+# rounds differently: 512 programs for PerViT-T's 4 heads at 224 px, which fill a GPU, and sums of 5 (T) to 15 MB (M).
+GROUPS = 8
+SMALLEST_BLOCK = 16  # of a matrix instruction's sides
+
+INTERPRETED = not isinstance(tiles.forward, triton.JITFunction)
+_operator: Any = custom_op if INTERPRETED else triton_op
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel is cut up: a program keeps ``outer`` tokens and goes through the others by ``inner``."""
+
+    outer: int
+    inner: int
+    num_warps: int
+    num_stages: int = 2  # of loads under way
+
+
+def tiling(kernel: str, itemsize: int, channels: int, capability: tuple[int, int]) -> Tiling:
+    """The tiles of a kernel: the largest that keep its numbers in registers (benchmarks/RESULTS.md), not yet tuned on a GPU.
+
+    Args:
+        kernel: its name in ``tiles.py`` or ``gradient_tiles.py``.
+        itemsize: bytes of an element of q. float32 is multiplied without matrix instructions, at several times the registers.
+        channels: of a head, rounded up to a power of two.
+        capability: of the GPU. Hopper and later multiply from shared memory, and 64 rows at least; Ampere from registers.
+    """
+    if itemsize == 4:
+        return Tiling(32, 32, 8, 1)
+    if channels > 64:
+        return Tiling(64, 32, 8) if capability >= (9, 0) else Tiling(32, 32, 4)
+    return {"key_value_gradient": Tiling(64, 32, 4), "phi_gradient": Tiling(64, 64, 8)}.get(kernel, Tiling(64, 64, 4))
+
+
+def launch(
+    kernel: str, capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor, dout: Tensor | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Programs per head, and the keyword arguments of a kernel's launch: strides, sizes, tiles, warps and stages."""
+    named = {"Q": q, "K": k, "V": v, "PHI": log_phi} | ({} if dout is None else {"D": dout})
+    parts = {3: ("HEAD", "QUERY", "KEY"), 4: ("IMAGE", "HEAD", "TOKEN", "CHANNEL")}
+    strides = {f"{name}_{part}": int(s) for name, t in named.items() for part, s in zip(parts[t.ndim], t.stride())}
+    heads, tokens, width = (int(size) for size in q.shape[1:])
+    cut = tiling(kernel, q.element_size(), _block(width), capability)
+    outer, inner = (min(block, _block(tokens)) for block in (cut.outer, cut.inner))
+    rest = tokens % inner
+    by_key = kernel == "key_value_gradient"
+    arguments: dict[str, Any] = {
+        **strides,
+        "HEADS": heads,
+        "TOKENS": tokens,
+        "WIDTH": width,
+        "CHANNELS": _block(width),
+        "SCALE": width**-0.5,
+        "QUERIES": inner if by_key else outer,
+        "KEYS": outer if by_key else inner,
+        "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",  # of products of float32
+        "num_warps": cut.num_warps,
+        "num_stages": cut.num_stages,
+    }
+    if kernel == "phi_gradient":
+        return triton.cdiv(tokens, outer) * triton.cdiv(tokens, inner), arguments
+    return triton.cdiv(tokens, outer), {**arguments, "REST": _block(rest) if rest else 0}
+
+
+def _block(size: int) -> int:
+    """The power of two that holds ``size`` and that a matrix instruction takes."""
+    return max(SMALLEST_BLOCK, triton.next_power_of_2(size))
+
+
+def _capability(q: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+
+
+def _packed(q: Tensor) -> Tensor:
+    """(B, N, heads, head_dim): the heads of a token are side by side, so that merging them needs no copy."""
+    batch, heads, tokens, width = q.shape
+    return q.new_empty(batch, tokens, heads, width)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, _ = q.shape
+    out, log_sums = _packed(q), q.new_empty(batch, heads, tokens, dtype=torch.float32)
+    programs, arguments = launch("forward", _capability(q), q, k, v, log_phi)
+    with torch.cuda.device_of(q):  # Triton launches on the current GPU; no effect on a CPU
+        wrap_triton(tiles.forward)[(batch * heads * programs,)](q, k, v, log_phi, out, log_sums, **arguments)
+    return out.transpose(1, 2), log_sums
+
+
+def _gradients(
+    q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor, out: Tensor, log_sums: Tensor, dout: Tensor, phi_learns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, tokens, _ = q.shape
+    inputs, capability = (q, k, v, log_phi), _capability(q)
+    dq, dk, dv, deltas = _packed(q), _packed(q), _packed(q), torch.empty_like(log_sums)
+    out = out.transpose(1, 2)  # (B, N, heads, head_dim), as it was made
+    groups = min(GROUPS, batch)
+    sums = log_sums.new_empty((groups, heads, tokens, tokens) if phi_learns else 0)
+    with torch.cuda.device_of(q):
+        programs, arguments = launch("query_gradient", capability, *inputs, dout)
+        wrap_triton(gradient_tiles.query_gradient)[(batch * heads * programs,)](
+            *inputs, out, log_sums, dout, dq, deltas, **arguments
+        )
+        programs, arguments = launch("key_value_gradient", capability, *inputs, dout)
+        wrap_triton(gradient_tiles.key_value_gradient)[(batch * heads * programs,)](
+            *inputs, log_sums, dout, deltas, dk, dv, **arguments
+        )
+        if phi_learns:
+            programs, arguments = launch("phi_gradient", capability, *inputs, dout)
+            wrap_triton(gradient_tiles.phi_gradient)[(groups * heads * programs,)](
+                *inputs, log_sums, dout, deltas, sums, batch, groups, **arguments
+            )
+    dphi = sums.sum(0).to(log_phi.dtype) if phi_learns else log_phi.new_empty(0)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dphi
+
+
+attention = _operator(NAME, _attention, mutates_args=())
+gradients = _operator(f"{NAME}_backward", _gradients, mutates_args=())
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor) -> tuple[Tensor, Tensor]:
+    return _packed(q).transpose(1, 2), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@gradients.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor, out: Tensor, log_sums: Tensor, dout: Tensor, phi_learns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (_packed(q).transpose(1, 2) for _ in range(3))
+    return dq, dk, dv, log_phi.new_empty(log_phi.shape if phi_learns else 0)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return None, None, None, None
+    phi_learns = ctx.needs_input_grad[3]
+    dq, dk, dv, dphi = gradients(*ctx.saved_tensors, dout, phi_learns)
+    return dq, dk, dv, dphi if phi_learns else None
+
+
+attention.register_autograd(_backward, setup_context=_keep)
+
+_library = Library("pervit", "FRAGMENT")  # holds the rules below
+
+
+def _autocast_rule(device: str) -> Any:
+    def cast(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return attention(q.to(dtype), k.to(dtype), v.to(dtype), log_phi)  # log Φp stays: bfloat16 has -20 in steps of 0.125
+
+    return cast
+
+
+for _device in ("cpu", "cuda"):
+    _library.impl(NAME.partition("::")[2], _autocast_rule(_device), f"Autocast{_device.upper()}")
+
+
+@register_flop_formula(torch.ops.pervit.peripheral_attention)
+def _flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+    """2 products of (N, N, head_dim) per head; PyTorch counts 2 per multiply-accumulate."""
+    batch, heads, tokens, width = q
+    return 2 * 2 * batch * heads * tokens**2 * width
+
+
+@register_flop_formula(torch.ops.pervit.peripheral_attention_backward)
+def _gradient_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+    """5 products, as PyTorch counts its own attention's backward pass: without those that are computed again."""
+    return _flops(q, k, v) * 5 // 2

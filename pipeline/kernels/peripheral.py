@@ -1,0 +1,113 @@
+"""softmax(q kᵀ / sqrt(head_dim) + log Φp) v: the function that models call, and the choice between its two forms."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.kernels.plain import biased_attention
+
+_log = logging.getLogger(__name__)
+
+SWITCH = "PERVIT_ATTENTION"
+AUTO, TRITON, PLAIN = "auto", "triton", "plain"
+INTERPRETER = "TRITON_INTERPRET"
+# Read once: Triton reads its own when the kernels are defined, and a compiled model would not follow a change of either.
+_ASKED = os.environ.get(SWITCH, AUTO)
+_INTERPRETED = os.environ.get(INTERPRETER, "").lower() in ("1", "true", "on", "yes", "y")
+
+MAX_WIDTH = 128  # channels of a head: more would need smaller tiles
+CAPABILITY = (8, 0)  # the oldest GPUs that the tests compile the kernels for, Ampere
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def peripheral_attention(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor | None) -> Tensor:
+    """softmax(q kᵀ / sqrt(head_dim) + log Φp) v, which is Normalize[exp(q kᵀ / sqrt(head_dim)) ⊙ Φp] v (PerViT, Eq. 3).
+
+    On NVIDIA GPUs of compute capability 8.0 and more it runs Triton kernels, whose results repeat bit for bit; elsewhere, and for
+    float64 or heads of more than 128 channels, PyTorch's own attention. ``PERVIT_ATTENTION=plain`` in the environment keeps GPUs
+    from the kernels, ``triton`` makes it an error where they cannot run; ``TRITON_INTERPRET=1`` runs them on CPU tensors, in
+    Triton's interpreter.
+
+    Under autocast q, k and v are cast to its dtype. The kernels keep log Φp in its own and add up in float32.
+
+    Args:
+        q, k, v: (B, heads, N, head_dim) of one dtype, with any strides.
+        log_phi: (heads, N, N), the same for all images; None: Φp = 1.
+
+    Returns:
+        (B, heads, N, head_dim).
+
+    Raises:
+        UserError: the kernels are asked for, but cannot run.
+    """
+    if log_phi is None or not uses_triton(q):
+        return biased_attention(q, k, v, log_phi)
+    return torch.ops.pervit.peripheral_attention(q, k, v, log_phi)[0]
+
+
+def uses_triton(q: Tensor) -> bool:
+    """Whether attention of queries (B, heads, N, head_dim) of this device, dtype and width runs the Triton kernels.
+
+    Raises:
+        UserError: see :func:`peripheral_attention`.
+    """
+    if _ASKED not in (AUTO, TRITON, PLAIN):
+        raise UserError(f"{SWITCH} is {_ASKED!r} in the environment, not {AUTO}, {TRITON} or {PLAIN}", "set it to one of these")
+    interpreted = _INTERPRETED and q.device.type == "cpu"
+    if _ASKED == PLAIN or not (interpreted or q.is_cuda):
+        return False
+    if q.dtype not in _DTYPES:
+        obstacle, remedy = f"they do not compute in {q.dtype}", "use float32 or bfloat16"
+    elif q.shape[-1] > MAX_WIDTH:
+        obstacle, remedy = f"a head has {q.shape[-1]} channels, more than {MAX_WIDTH}", f"unset {SWITCH}"
+    else:
+        obstacle, remedy = _obstacle(q.device.type, q.device.index or 0)
+        if obstacle and interpreted:
+            raise UserError(f"{INTERPRETER} asks for the Triton kernels of attention, but {obstacle}", remedy)
+    if obstacle and _ASKED == TRITON:
+        raise UserError(f"{SWITCH}={TRITON} asks for the Triton kernels of attention, but {obstacle}", remedy)
+    return not obstacle
+
+
+_obstacles: dict[tuple[str, int], tuple[str, str]] = {}
+
+
+@torch.compiler.assume_constant_result  # a compiled model contains the chosen form alone
+def _obstacle(device: str, index: int) -> tuple[str, str]:
+    """Why the kernels cannot run on a device, and what helps; two empty strings if they can. Looked at once per process."""
+    key = (device, index)
+    if key not in _obstacles:
+        _obstacles[key] = _find_obstacle(device, index)
+    return _obstacles[key]
+
+
+def _find_obstacle(device: str, index: int) -> tuple[str, str]:
+    if device == "cuda":
+        if torch.version.cuda is None or not torch.cuda.is_available():
+            return "PyTorch has no NVIDIA GPU here", f"unset {SWITCH}"
+        found = torch.cuda.get_device_capability(index)
+        if found < CAPABILITY:
+            return (
+                f"the GPU has compute capability {found[0]}.{found[1]}, not {CAPABILITY[0]}.{CAPABILITY[1]}",
+                f"unset {SWITCH}",
+            )
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton is not installed", "pip install --no-deps -c constraints.txt triton"
+    from pipeline.kernels import fused  # registers the operator
+
+    if device == "cuda":
+        q, k, v, log_phi = torch.zeros(4, 1, 1, 16, 16, device=f"cuda:{index}").unbind()
+        try:
+            fused.attention(q, k, v, log_phi[0])
+        except Exception as error:  # no C compiler, an unfit driver, a cache folder that is not writable: many types
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            _log.warning(f"attention runs without its Triton kernels, which cannot be built here ({line})")
+            return f"they cannot be built here ({line})", f"mend that, or unset {SWITCH}"
+    return "", ""

@@ -1,0 +1,137 @@
+"""Triton code of peripheral attention, softmax(q kᵀ / sqrt(width) + log Φp) v, in tiles of queries by keys; and what its gradients
+share with it (:mod:`pipeline.kernels.gradient_tiles`).
+
+The forward pass keeps the logarithm of each row's sum, from which the backward pass computes the weights again (Dao,
+"FlashAttention-2", ICLR 2024, Algorithms 1 and 2). Scores are kept in base 2, for which GPUs have an instruction. Every number is
+written by one program and added up in a fixed order, so that repeated runs agree bit for bit.
+
+All sizes and strides are compile-time constants: the compiler then knows how far addresses are aligned, and a head of 26 to 70
+channels is read as it is, in the widest loads that its alignment allows. Channels from ``WIDTH`` on are masked. Loads of tokens
+past the end read the last token again, which needs no mask; such keys get a score of -inf, and nothing of such queries is written.
+
+The number of tokens is seldom a multiple of a block (196 = 3 * 64 + 4): a loop over full blocks is followed by one block of ``REST``
+tokens, 0 for none.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1
+
+
+@triton.jit
+def product(a, b, acc, PRECISION: tl.constexpr):
+    """a b + acc in float32; acc None: 0. The interpreter (Triton 3.7) multiplies bfloat16's bits as integers unless it is cast."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc=acc, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(values, dtype: tl.constexpr):
+    """float32 to ``dtype``, to nearest even. The interpreter truncates to bfloat16, so there its bits are rounded first."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = values.to(tl.uint32, bitcast=True)
+        values = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return values.to(dtype)
+
+
+@triton.jit
+def read_rows(base, token, TOKEN: tl.constexpr, CHANNEL: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """Rows of q, k, v or a gradient: (tokens, CHANNELS), zero from WIDTH on. TOKEN and CHANNEL are strides."""
+    channel = tl.arange(0, CHANNELS)
+    pointers = base + token[:, None] * TOKEN + channel[None, :] * CHANNEL
+    if WIDTH == CHANNELS:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=channel[None, :] < WIDTH, other=0.0)
+    return values
+
+
+@triton.jit
+def write_rows(base, rows, token, TOKEN: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """Store (tokens, CHANNELS) into rows of adjacent channels, less what is past TOKENS and WIDTH."""
+    channel = tl.arange(0, CHANNELS)
+    inside = (token[:, None] < TOKENS) & (channel[None, :] < WIDTH)
+    tl.store(base + token[:, None] * TOKEN + channel[None, :], rounded(rows, base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def log2_phi(base, query, key, QUERY: tl.constexpr, KEY: tl.constexpr, TOKENS: tl.constexpr, MASKED: tl.constexpr):
+    """log2 Φp at two index tensors that broadcast to a tile; -inf past the end, which only a MASKED tile has."""
+    pointers = base + query * QUERY + key * KEY
+    if MASKED:
+        values = tl.load(pointers, mask=(query < TOKENS) & (key < TOKENS), other=float("-inf"))
+    else:
+        values = tl.load(pointers)
+    return values.to(tl.float32) * LOG2E
+
+
+@triton.jit
+def _attend(
+    state, q, k, v, log_phi, query, first,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PHI: tl.constexpr,
+    SCALE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add a block of keys to the running softmax: weighted sum (queries, CHANNELS), row maximum and row sum (queries,)."""
+    result, peak, total = state
+    key = first + tl.arange(0, BLOCK)
+    token = tl.minimum(key, TOKENS - 1) if MASKED else key
+    k_rows = read_rows(k, token, K[0], K[1], WIDTH, CHANNELS)
+    scores = product(q, tl.trans(k_rows), None, PRECISION) * (SCALE * LOG2E)
+    scores += log2_phi(log_phi, query[:, None], key[None, :], PHI[0], PHI[1], TOKENS, MASKED)
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(peak - higher)
+    v_rows = read_rows(v, token, V[0], V[1], WIDTH, CHANNELS)
+    result = product(rounded(weights, v_rows.dtype), v_rows, result * shrink[:, None], PRECISION)
+    return result, higher, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def forward(
+    q, k, v, log_phi, out, log_sums,
+    Q_IMAGE: tl.constexpr, Q_HEAD: tl.constexpr, Q_TOKEN: tl.constexpr, Q_CHANNEL: tl.constexpr,
+    K_IMAGE: tl.constexpr, K_HEAD: tl.constexpr, K_TOKEN: tl.constexpr, K_CHANNEL: tl.constexpr,
+    V_IMAGE: tl.constexpr, V_HEAD: tl.constexpr, V_TOKEN: tl.constexpr, V_CHANNEL: tl.constexpr,
+    PHI_HEAD: tl.constexpr, PHI_QUERY: tl.constexpr, PHI_KEY: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SCALE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head of one image: its rows of ``out`` and ``log_sums``."""
+    blocks: tl.constexpr = (TOKENS + QUERIES - 1) // QUERIES
+    place = tl.program_id(0)
+    head = place // blocks % HEADS
+    image = (place // (blocks * HEADS)).to(tl.int64)  # an offset may exceed 32 bits
+    query = place % blocks * QUERIES + tl.arange(0, QUERIES)
+    token = tl.minimum(query, TOKENS - 1)
+    k += image * K_IMAGE + head * K_HEAD
+    v += image * V_IMAGE + head * V_HEAD
+    log_phi += head * PHI_HEAD
+    q_rows = read_rows(q + image * Q_IMAGE + head * Q_HEAD, token, Q_TOKEN, Q_CHANNEL, WIDTH, CHANNELS)
+
+    full: tl.constexpr = TOKENS // KEYS * KEYS
+    state = (
+        tl.zeros([QUERIES, CHANNELS], tl.float32),
+        tl.full([QUERIES], float("-inf"), tl.float32),
+        tl.zeros([QUERIES], tl.float32),
+    )
+    for first in range(0, full, KEYS):
+        state = _attend(
+            state, q_rows, k, v, log_phi, token, first,
+            KEYS, False, (K_TOKEN, K_CHANNEL), (V_TOKEN, V_CHANNEL), (PHI_QUERY, PHI_KEY),
+            SCALE, TOKENS, WIDTH, CHANNELS, PRECISION,
+        )  # fmt: skip
+    if REST:
+        state = _attend(
+            state, q_rows, k, v, log_phi, token, full,
+            REST, True, (K_TOKEN, K_CHANNEL), (V_TOKEN, V_CHANNEL), (PHI_QUERY, PHI_KEY),
+            SCALE, TOKENS, WIDTH, CHANNELS, PRECISION,
+        )  # fmt: skip
+    result, peak, total = state
+    out += (image * TOKENS * HEADS + head) * WIDTH  # (B, N, heads, width)
+    write_rows(out, result / total[:, None], query, HEADS * WIDTH, TOKENS, WIDTH, CHANNELS)
+    tl.store(log_sums + (image * HEADS + head) * TOKENS + query, peak + tl.log2(total), mask=query < TOKENS)  # (B, heads, N)
