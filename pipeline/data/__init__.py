@@ -13,7 +13,8 @@
 ``bad_samples``   counts and replaces samples that cannot be read or decoded
 ``decoder``       runs DALI
 ``dali_graph``    the DALI graphs
-``cpu_transform``  resize, crop, RandAugment and normalization on the CPU
+``cpu_transform``  resize, crop and RandAugment on the CPU
+``normalize``     8-bit pixels to float32, on any device
 ``buffers``       reusable batch memory
 ``loader``        puts the stages together and yields batches of tensors
 ``augment``       the augmentations
