@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import nvidia.dali.fn as fn
+import nvidia.dali.math as math
 import nvidia.dali.types as types
 from nvidia.dali import Pipeline, pipeline_def
 from nvidia.dali.data_node import DataNode
 
 from pipeline.data.augment import randaugment_dali
 from pipeline.data.augment.randaugment import fill_color
+from pipeline.data.augment.resize_borders import resize_borders
 from pipeline.data.plan import BatchRequest
 
 Source = Callable[[], tuple]
 _WINDOW_TYPES = [types.UINT8, types.INT32, types.INT32]  # jpegs, start, shape
-_PIXEL_TYPES = [types.FLOAT, types.FLOAT, types.FLOAT, types.INT32]  # resize, crop_y, crop_x, flip
+_PIXEL_TYPES = [*[types.FLOAT] * 5, types.INT32]  # resize, borders of rows and columns, crop_y, crop_x, flip
 _OP_TYPES = [types.INT32, types.FLOAT, types.FLOAT]  # op, amount, matrix
 
 
@@ -31,7 +33,7 @@ def window_inputs(images: list, request: BatchRequest) -> tuple:
 def full_inputs(images: list, request: BatchRequest, image_size: int) -> tuple:
     """The inputs of :func:`full_graph`: those of :func:`decoding_graph`, resize, crop and flip, RandAugment's if on."""
     geometry = request.geometry
-    pixels = geometry.resize, *geometry.crop.T.copy(), geometry.flip
+    pixels = geometry.resize, *resize_borders(geometry), *geometry.crop.T.copy(), geometry.flip
     ops: tuple = ()
     if request.ops is not None:
         fed = randaugment_dali.graph_inputs(request.ops, image_size)
@@ -96,15 +98,17 @@ def full_graph(
         enable_conditionals=True,
     )
     def graph() -> DataNode:
-        jpegs, start, shape, resize, crop_y, crop_x, flip, *ops = fn.external_source(
+        jpegs, start, shape, resize, rows, columns, crop_y, crop_x, flip, *ops = fn.external_source(
             source=source,
-            num_outputs=7 + len(op_types),
+            num_outputs=9 + len(op_types),
             batch=True,
             dtype=[*_WINDOW_TYPES, *_PIXEL_TYPES, *op_types],
-            ndim=[1, 1, 1, 1, 0, 0, 0, *op_dims],
+            ndim=[1, 1, 1, 1, 2, 2, 0, 0, 0, *op_dims],
         )
         images = _decode_window(jpegs, start, shape, device="cpu" if device_id is None else "mixed")
-        images = fn.resize(images, size=resize, interp_type=types.INTERP_CUBIC, antialias=True)
+        # As in Pillow, columns first, rounded to 8 bits before the rows: in one step, DALI keeps values beyond 0 and 255 between.
+        images = _resize_axis(images, fn.stack(fn.cast(shape[0], dtype=types.FLOAT), resize[1]), columns, axis=1)
+        images = _resize_axis(images, resize, rows, axis=0)
         images = fn.crop(images, crop=(image_size, image_size), crop_pos_y=crop_y, crop_pos_x=crop_x)
         images = fn.flip(images, horizontal=flip)
         if rand_augment_ops:
@@ -120,10 +124,36 @@ def full_graph(
     return _built(graph())
 
 
+def _resize_axis(images: DataNode, size: DataNode, borders: DataNode, axis: int) -> DataNode:
+    """Resize images (h, w, 3) uint8 along one axis by the antialiased cubic filter, rounded to uint8.
+
+    Args:
+        images: on the CPU or the GPU.
+        size: (2,) rows and columns of the result, as many as now along the other axis.
+        borders: :func:`~pipeline.data.augment.resize_borders.border_weights` along the axis.
+        axis: 0 rows, 1 columns.
+    """
+    resized = fn.resize(images, size=size, interp_type=types.INTERP_CUBIC, antialias=True, dtype=types.FLOAT)
+    first, last = (images[0:1], images[-1:]) if axis == 0 else (images[:, 0:1], images[:, -1:])
+    if resized.device == "gpu":
+        borders = borders.gpu()
+    at_start, at_end = (fn.reshape(borders[k], shape=[-1, 1, 1] if axis == 0 else [1, -1, 1]) for k in (0, 1))
+    resized = resized + at_start * (resized - first) + at_end * (resized - last)
+    levels = fn.cast(math.floor(math.clamp(resized + 0.5, 0.0, 255.0)), dtype=types.UINT8)
+    return fn.reinterpret(levels, layout="HWC")  # arithmetic may drop the layout
+
+
 def _decode_window(jpegs: DataNode, start: DataNode, shape: DataNode, device: str) -> DataNode:
     # EXIF orientation is ignored, as in Pillow and thus in the papers' pipelines.
     return fn.decoders.image_slice(
-        jpegs, device=device, output_type=types.RGB, start=start, shape=shape, axis_names="HW", adjust_orientation=False
+        jpegs,
+        device=device,
+        output_type=types.RGB,
+        start=start,
+        shape=shape,
+        axis_names="HW",
+        adjust_orientation=False,
+        jpeg_fancy_upsampling=True,  # on a GPU too, colour is interpolated: nearly all JPEGs store a quarter of its pixels
     )
 
 

@@ -1,0 +1,49 @@
+"""DALI's whole graph, which GPUs run, against the pixels of the CPU path; here the graph runs on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from packaging.version import Version
+
+from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data.dali_graph import full_graph, full_inputs
+from pipeline.data.loader import Loader
+from pipeline.data.plan import EvalPlan, TrainPlan
+from pipeline.data.shards import ShardSet
+from support.launching import REPOSITORY
+
+CONFIG = DataConfig(num_threads=1)
+BATCH = 48
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "eval_crop"), [("train", 224, 0.875), ("train", 64, 0.875), ("eval", 224, 0.875), ("eval", 96, 1.0)]
+)
+def test_the_graph_is_within_two_levels_of_the_cpu(mode: str, size: int, eval_crop: float, imagenet_shards: Path) -> None:
+    """Guards against a resize that keeps more than 8 bits between its two directions, or repeats the border's pixels: DALI's own
+    differs by up to 21 of 255 levels, and in 17 % of the values."""
+    shards = ShardSet(imagenet_shards, "train")
+    common = {"shards": shards, "image_size": size, "batch_size": BATCH, "rank": 0, "world_size": 1}
+    if mode == "train":
+        plan = TrainPlan(**common, seed=7, global_batch_size=BATCH, data=CONFIG, augment=AugmentConfig())
+    else:
+        plan = EvalPlan(**common, eval_crop=eval_crop)
+    request = plan.request(0)
+    inputs = full_inputs(shards.read_jpegs(request.index), request, size)
+    (output,) = full_graph(lambda: inputs, BATCH, size, CONFIG.mean, CONFIG.std, None, 1, 1).run()
+    whole = torch.from_dlpack(output.as_tensor())
+    with torch.no_grad():
+        split = next(Loader(plan, CONFIG, torch.device("cpu"))).images
+    difference = np.rint(((whole - split) * torch.tensor(CONFIG.std)[:, None, None] * 255).abs().numpy())
+    assert difference.max() <= 2
+    assert (difference > 0).mean() < 0.015 and (difference > 1).mean() < 1e-5
+
+
+def test_nvjpeg_interpolates_colour_within_a_window() -> None:
+    """Guards against an nvJPEG before 13.2, which leaves the windows of 4:2:0 images to the CPU when it has to interpolate."""
+    pinned = (line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert Version(dict(pinned)["nvidia-nvjpeg"]) >= Version("13.2")
