@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -60,7 +61,7 @@ class Finisher:
         """
         images = self._memory.take()
         output = images.numpy()
-        self._for_each(len(crops), lambda i: self._normalization.write(self._pixels(crops[i], request, i), output[i]))
+        self._for_each(len(crops), lambda i: self._normalization.write(self._pixels(crops[i], request, i, _planes), output[i]))
         return images
 
     def finish_pixels(self, crops: list[Tensor], request: BatchRequest, pin_memory: bool = False) -> Tensor:
@@ -77,7 +78,7 @@ class Finisher:
         output = images.numpy()
 
         def write(i: int) -> None:
-            output[i] = self._pixels(crops[i], request, i)
+            output[i] = self._pixels(crops[i], request, i, np.asarray)
 
         self._for_each(len(crops), write)
         return images.permute(0, 3, 1, 2)
@@ -95,14 +96,24 @@ class Finisher:
 
         list(self._pool.map(share, range(self._threads)))
 
-    def _pixels(self, crop: Tensor, request: BatchRequest, i: int) -> np.ndarray:
+    def _pixels(
+        self, crop: Tensor, request: BatchRequest, i: int, from_pillow: Callable[[Image.Image], np.ndarray]
+    ) -> np.ndarray:
         """Image i, (S, S, 3) uint8."""
         pixels = resize_and_crop(crop, request.geometry, i, self._size)
-        if request.geometry.flip[i]:
-            pixels = pixels[:, ::-1]
-        if request.ops is not None and request.ops.op[i].any():
-            pixels = randaugment_cpu.apply(np.ascontiguousarray(pixels), request.ops.op[i], request.ops.amount[i], self._fill)
-        return pixels
+        flip = bool(request.geometry.flip[i])
+        if request.ops is None or not request.ops.op[i].any():
+            return pixels[:, ::-1] if flip else pixels
+        picture = Image.fromarray(pixels)
+        if flip:
+            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return from_pillow(randaugment_cpu.augment(picture, request.ops.op[i], request.ops.amount[i], self._fill))
+
+
+def _planes(picture: Image.Image) -> np.ndarray:
+    """The pixels of an RGB image as a view (H, W, 3) of three planes, which convert to float32 twice as fast as pixels."""
+    planes = np.frombuffer(b"".join(picture.tobytes("raw", channel) for channel in "RGB"), dtype=np.uint8)
+    return planes.reshape(3, picture.height, picture.width).transpose(1, 2, 0)
 
 
 def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int) -> np.ndarray:
@@ -118,7 +129,9 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int)
         (S, S, 3) uint8.
     """
     height, width = geometry.resize[i].astype(int).tolist()
-    channels_last = window.permute(2, 0, 1)[None]  # (1, 3, h, w), the memory layout of PyTorch's fast uint8 kernel
+    # (1, 3, h, w) in the memory layout of PyTorch's fast uint8 kernel. The batch's dimension comes first: added after permute(), it
+    # would get a stride by which PyTorch takes the tensor for a contiguous one, and spend a third of the time on planes as output.
+    channels_last = window[None].permute(0, 3, 1, 2)
     resized = F.interpolate(channels_last, size=(height, width), mode="bicubic", antialias=True)
     pixels = resized[0].permute(1, 2, 0).numpy()  # (height, width, 3)
     top, left = np.rint(geometry.crop[i] * (geometry.resize[i] - image_size)).astype(int).tolist()

@@ -45,7 +45,8 @@ def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: 
     """Decode windows on the CPU.
 
     Args:
-        source: called once per batch, ahead of time; returns :func:`window_inputs`.
+        source: called once per batch, ahead of time; returns :func:`window_inputs`, which DALI does not copy: the arrays must
+            live, unchanged, until the batch is returned.
         batch_size: B.
         num_threads: CPU threads.
         prefetch: depth of DALI's prefetch queue, in batches.
@@ -56,7 +57,9 @@ def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: 
 
     @pipeline_def(batch_size=batch_size, num_threads=num_threads, device_id=None, prefetch_queue_depth=prefetch)
     def graph() -> DataNode:
-        jpegs, start, shape = fn.external_source(source=source, num_outputs=3, batch=True, dtype=_WINDOW_TYPES, ndim=[1, 1, 1])
+        jpegs, start, shape = fn.external_source(
+            source=source, num_outputs=3, batch=True, dtype=_WINDOW_TYPES, ndim=[1, 1, 1], no_copy=True
+        )
         return _decode_window(jpegs, start, shape, device="cpu")
 
     return _built(graph())

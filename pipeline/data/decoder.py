@@ -30,7 +30,9 @@ class Decoder:
         if device.type == "cuda":
             self._device_id = torch.cuda.current_device() if device.index is None else device.index
         self._reader_error: BaseException | None = None
-        self._in_dali: deque[Encoded] = deque()  # fed but not returned; DALI preserves their order
+        self._in_dali: deque[Encoded] = (
+            deque()
+        )  # fed but not returned: DALI preserves their order, and on a CPU reads their arrays
         self._repeat: deque[Encoded] = deque()  # to be fed to the next pipeline after a failure
         self._pipeline: Pipeline = self._build()
 

@@ -31,9 +31,8 @@ def shift_rows(pixels: np.ndarray, shift: np.ndarray, fill: np.uint32) -> np.nda
         return result
     first, after = columns[0], columns[-1] + 1
     whole = np.floor(shift)
-    taps = np.arange(first - 1, after + 2) + whole.astype(np.int64)[:, None]  # per point: one pixel before, itself, two after
-    taps = np.clip(taps, 0, width - 1) + width * np.arange(height)[:, None]  # border pixels are replicated
-    values = pixels.take(taps).view(np.uint8)  # (H, (n + 3) * 4)
+    values = _runs(pixels, first - 1 + whole.astype(np.int64), after - first + 3)  # one pixel before, itself, two after
+    values = values.view(np.uint8)  # (H, (n + 3) * 4)
     fraction = (shift - whole)[:, None]  # (H, 1)
     shifted = np.empty((height, 4 * (after - first)), dtype=np.uint8)
     for top in range(0, height, _ROWS_AT_A_TIME):
@@ -41,6 +40,19 @@ def shift_rows(pixels: np.ndarray, shift: np.ndarray, fill: np.uint32) -> np.nda
         shifted[rows] = _between(values[rows].astype(np.int16), fraction[rows])
     result[:, first:after] = np.where(inside[:, first:after], shifted.view(np.uint32), fill)
     return result
+
+
+def _runs(pixels: np.ndarray, start: np.ndarray, length: int) -> np.ndarray:
+    """Of each row, ``length`` pixels from ``start`` on; border pixels are replicated: (H, W) uint32, (H,) -> (H, length) uint32."""
+    height, width = pixels.shape
+    before = max(0, -int(start.min()))
+    padded = np.empty((height, before + max(width, int(start.max()) + length)), dtype=pixels.dtype)
+    padded[:, :before], padded[:, before + width :] = pixels[:, :1], pixels[:, -1:]
+    padded[:, before : before + width] = pixels
+    runs = np.lib.stride_tricks.sliding_window_view(
+        padded.reshape(-1), length
+    )  # a view of all runs; copying some is a memcpy each
+    return runs[padded.shape[1] * np.arange(height) + before + start]
 
 
 def _between(values: np.ndarray, d: np.ndarray) -> np.ndarray:

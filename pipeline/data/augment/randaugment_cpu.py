@@ -31,13 +31,15 @@ def apply(image: np.ndarray, ops: np.ndarray, amounts: np.ndarray, fill: Color) 
     Returns:
         (H, W, 3) uint8; ``image`` itself if no operation is applied.
     """
-    layers = [(Op(op), float(amount)) for op, amount in zip(ops, amounts) if op != Op.NOTHING]
-    if not layers:
-        return image
-    picture = Image.fromarray(image)
-    for op, amount in layers:
-        picture = _PICTURE_OPS[op](picture, amount, fill)
-    return np.asarray(picture)
+    return np.asarray(augment(Image.fromarray(image), ops, amounts, fill)) if ops.any() else image
+
+
+def augment(picture: Image.Image, ops: np.ndarray, amounts: np.ndarray, fill: Color) -> Image.Image:
+    """:func:`apply` for an RGB image in Pillow's memory; not changed."""
+    for op, amount in zip(ops, amounts):
+        if op != Op.NOTHING:
+            picture = _PICTURE_OPS[Op(op)](picture, float(amount), fill)
+    return picture
 
 
 # Colour, per channel: lookup tables of 256 levels. Pillow's point() takes a list of 3 * 256.
