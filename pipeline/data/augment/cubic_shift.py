@@ -91,8 +91,8 @@ def translate(pixels: np.ndarray, shift: float, axis: int, fill: tuple[int, int,
     for top in range(0, len(target), _ROWS_AT_A_TIME):
         rows = target[top : top + _ROWS_AT_A_TIME]
         level = taps[top : top + len(rows) + 3 * down].astype(np.int16)
-        four = (level[k * down : k * down + len(rows), k * right : k * right + length] for k in range(4))
-        rows[:] = _between(*four, shift - whole).reshape(rows.shape)
+        v1, v2, v3, v4 = (level[k * down : k * down + len(rows), k * right : k * right + length] for k in range(4))
+        rows[:] = _between(v1, v2, v3, v4, shift - whole).reshape(rows.shape)
     return result
 
 
