@@ -1,12 +1,14 @@
 """The loader against common alternatives and a lower bound, interleaved in one run on the same images.
 
     python benchmarks/loader.py --images FOLDER [--rounds 5] [--only ours,pillow] [--json FILE]
-        [--timm FOLDER] [--ffcv-python PYTHON]
+        [--timm FOLDER] [--ffcv-python PYTHON] [--parts]
 
 FOLDER is a tree <class>/*.JPEG. Every contestant is a separate process (loader_peers.py). A turn is a number of batches;
 between turns a contestant idles with full queues. The order rotates from round to round. The metric is CPU time per image (user
 and system, of the process and all its children), which, unlike images/s, hardly depends on the load of the machine. The goals
 are ratios of its medians.
+
+``--parts`` adds the parts of our loader, each measured alone (loader_parts.py).
 
 Contestants that are not installed are skipped and listed. benchmarks/RESULTS.md says how to install them.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -22,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loader_data import Form, prepare
-from loader_process import ContestantProcess, Turn, start_limit, start_peer
-from loader_report import Goal, Row, print_report, write_json
+from loader_process import ContestantProcess, Turn, peer_environment, start_limit, start_peer
+from loader_report import Goal, Row, print_parts, print_report, write_json
 from loader_settings import Settings, StoredImages, Unavailable
 from tqdm import tqdm
 
@@ -78,6 +81,9 @@ CONTESTANTS = [
 ]
 
 GOALS = [
+    Goal("crop-flip against the limit", "ours", "limit", 1.45),
+    Goal("full recipe against the limit", "ours_full", "limit", 2.5),
+    Goal("short side 256 against the limit on it", "ours_256", "limit_256", 2.0),
     Goal("crop-flip against Pillow + DataLoader", "ours", "pillow", 0.45),
     Goal("crop-flip against DALI's own reader at bicubic", "ours", "dali_native", 0.6),
     Goal("crop-flip against FFCV's JPEG mode on the same JPEGs", "ours_500", "ffcv", 0.9),
@@ -126,6 +132,26 @@ def measure(processes: dict[str, ContestantProcess], rounds: int, batches: int) 
     return turns
 
 
+def measure_parts(
+    contestants: list[Contestant], stored: dict[Form, StoredImages], args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """The parts of our loader for each form of it among the contestants: CPU milliseconds per image."""
+    parts = {}
+    for contestant in contestants:
+        if contestant.peer not in ("ours", "ours_full"):
+            continue
+        command = [sys.executable, Path(__file__).with_name("loader_parts.py"), "--shards", stored[contestant.form].shards]
+        command += ["--workers", str(args.workers), "--batch-size", str(args.batch_size), "--rounds", str(args.rounds)]
+        command += ["--full"] if contestant.peer == "ours_full" else []
+        environment = {**os.environ, **peer_environment(args.workers)}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if result.returncode:
+            raise UserError(f"the parts of {contestant.name} cannot be measured", result.stderr.strip().splitlines()[-1])
+        lines = (line.split("\t") for line in result.stdout.splitlines())
+        parts[contestant.name] = {part: float(milliseconds) for part, milliseconds in lines}
+    return parts
+
+
 def selected(only: str | None) -> list[Contestant]:
     """The contestants that ``--only`` names, all without it.
 
@@ -159,6 +185,7 @@ def main() -> None:
     parser.add_argument("--only", help="names of contestants, comma-separated (default: all)")
     parser.add_argument("--timm", type=Path, help="folder that holds the package timm (pip install --no-deps --target)")
     parser.add_argument("--ffcv-python", default=sys.executable, help="Python of the virtual environment that has FFCV")
+    parser.add_argument("--parts", action="store_true", help="also measure the parts of our loader, each alone")
     parser.add_argument("--json", type=Path, help="also write every turn's figures to this file")
     args = parser.parse_args()
     check_positive(args, ("rounds", "batches", "batch_size", "workers"))
@@ -176,6 +203,7 @@ def main() -> None:
         finally:
             for process in processes.values():
                 process.close()
+        parts = measure_parts(contestants, stored, args) if args.parts else {}
     images = args.batches * args.batch_size
     timed = images - QUEUE * args.batch_size
     rows = [
@@ -184,6 +212,8 @@ def main() -> None:
     ]
     settings = f"{args.rounds} rounds of {images} images, {args.workers} workers, batch {args.batch_size}"
     print_report(rows, GOALS, f"{settings}, {os.cpu_count()} cores")
+    if args.parts:
+        print_parts(parts, rows)
     if args.json:
         write_json(args.json, rows, GOALS, settings)
 

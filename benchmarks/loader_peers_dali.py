@@ -19,6 +19,26 @@ FULL_RECIPE = AugmentConfig(
 )
 
 
+def our_plan(settings: Settings, full: bool) -> TrainPlan:
+    """The batches that our loader is asked for.
+
+    Args:
+        settings: what to read.
+        full: the full recipe.
+    """
+    return TrainPlan(
+        shards=ShardSet(settings.images.shards, "train"),
+        seed=0,
+        image_size=IMAGE_SIZE,
+        global_batch_size=settings.batch_size,
+        batch_size=settings.batch_size,
+        rank=0,
+        world_size=1,
+        data=_our_config(settings),
+        augment=FULL_RECIPE if full else AugmentConfig(),
+    )
+
+
 def our_loader(settings: Settings, full: bool) -> Loader:
     """Our loader as ``pipeline.train`` builds it. The one place that knows its interface.
 
@@ -26,7 +46,11 @@ def our_loader(settings: Settings, full: bool) -> Loader:
         settings: what to read.
         full: the full recipe.
     """
-    config = DataConfig(
+    return Loader(our_plan(settings, full), _our_config(settings), torch.device("cpu"))
+
+
+def _our_config(settings: Settings) -> DataConfig:
+    return DataConfig(
         path=str(settings.images.shards),
         num_threads=settings.workers,
         crop_scale=CROP_SCALE,
@@ -35,18 +59,6 @@ def our_loader(settings: Settings, full: bool) -> Loader:
         mean=MEAN,
         std=STD,
     )
-    plan = TrainPlan(
-        shards=ShardSet(settings.images.shards, "train"),
-        seed=0,
-        image_size=IMAGE_SIZE,
-        global_batch_size=settings.batch_size,
-        batch_size=settings.batch_size,
-        rank=0,
-        world_size=1,
-        data=config,
-        augment=FULL_RECIPE if full else AugmentConfig(),
-    )
-    return Loader(plan, config, torch.device("cpu"))
 
 
 def our_batches(settings: Settings, full: bool) -> Iterator[Tensor]:

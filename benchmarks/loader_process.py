@@ -44,8 +44,6 @@ class ContestantProcess:
     def __init__(self, name: str, command: list[str], threads: int, log: Path) -> None:
         self.name = name
         self._log = log
-        # Busy-waiting threads would count as work; and all contestants get the same number of threads.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE.parent)}
         with open(log, "w") as errors:
             self._process = subprocess.Popen(
                 command,
@@ -53,7 +51,7 @@ class ContestantProcess:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**os.environ, **environment},
+                env={**os.environ, **peer_environment(threads)},
             )
         answer = self._process.stdout.readline().strip()
         if answer != "ready":
@@ -126,6 +124,11 @@ class ContestantProcess:
     def _last_words(self) -> str:
         lines = self._log.read_text().strip().splitlines()
         return lines[-1].strip() if lines else f"it ended with code {self._process.returncode} and no message"
+
+
+def peer_environment(threads: int) -> dict[str, str]:
+    """Environment variables for a measured process: busy-waiting threads would count as work, and all get as many threads."""
+    return {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE.parent)}
 
 
 def start_peer(name: str, python: str, settings: Settings, log: Path) -> ContestantProcess:

@@ -82,6 +82,29 @@ def print_report(rows: list[Row], goals: list[Goal], settings: str) -> None:
         print(f"- {outcome.goal.what}: {found}, at most {outcome.goal.at_most:.2f} needed: {outcome.verdict}")
 
 
+def print_parts(parts: dict[str, dict[str, float]], rows: list[Row]) -> None:
+    """Print the parts of our loader, a column per form of it: CPU milliseconds per image, and their ratio to the limit.
+
+    Args:
+        parts: contestant -> part -> CPU milliseconds per image.
+        rows: of the report; they have the limits and the whole.
+    """
+    limits = {row.name: row.limit for row in rows}
+    medians = {row.name: statistics.median(row.cpu_ms) for row in rows if row.cpu_ms}
+    shown = {name: {**of, "the whole loader": medians[name]} for name, of in parts.items() if name in medians}
+    print("\nParts, CPU ms per image (ratio to the limit):\n")
+    print(f"| part | {' | '.join(f'`{name}`' for name in shown)} |\n|---|{'---|' * len(shown)}")
+    for part in dict.fromkeys(part for of in shown.values() for part in of):
+        cells = [_part(of.get(part), medians.get(limits[name])) for name, of in shown.items()]
+        print(f"| {part} | {' | '.join(cells)} |")
+
+
+def _part(milliseconds: float | None, limit: float | None) -> str:
+    if milliseconds is None:
+        return "-"
+    return f"{milliseconds:.3f}" + (f" ({milliseconds / limit:.2f})" if limit else "")
+
+
 def write_json(path: Path, rows: list[Row], goals: list[Goal], settings: str) -> None:
     """Write the figures of every turn and the outcomes as JSON."""
     tree = {

@@ -135,7 +135,7 @@ def _resize_axis(images: DataNode, size: DataNode, borders: DataNode, axis: int)
     """
     resized = fn.resize(images, size=size, interp_type=types.INTERP_CUBIC, antialias=True, dtype=types.FLOAT)
     first, last = (images[0:1], images[-1:]) if axis == 0 else (images[:, 0:1], images[:, -1:])
-    if resized.device == "gpu":
+    if images.device == "gpu":
         borders = borders.gpu()
     at_start, at_end = (fn.reshape(borders[k], shape=[-1, 1, 1] if axis == 0 else [1, -1, 1]) for k in (0, 1))
     resized = resized + at_start * (resized - first) + at_end * (resized - last)

@@ -104,6 +104,19 @@ def test_measures_real_contestants(few_images: Path, tmp_path: Path) -> None:
     assert "FFCV's JPEG mode on the same JPEGs: -, at most 0.90 needed: not measured" in result.stdout
 
 
+def test_parts_of_the_loader(few_images: Path) -> None:
+    """Guards against a breakdown that no longer runs, or leaves a stage of the loader out."""
+    options = ["--images", few_images, "--rounds", 1, "--batches", 9, "--batch-size", 16, "--workers", 1]
+    result = run_script("benchmarks/loader.py", *options, "--only", "ours_full", "--parts")
+    lines = result.stdout.splitlines()
+    table = lines[lines.index("| part | `ours_full` |") + 2 :]
+    figures = {part: float(figure.split()[0]) for part, figure in (line.strip("| ").split(" | ") for line in table if line)}
+    *parts, last, whole = figures
+    assert (last, whole) == ("sum", "the whole loader") and len(parts) == 8
+    assert figures["sum"] == pytest.approx(sum(figures[part] for part in parts), abs=0.01)
+    assert min(figures[part] for part in parts) > 0
+
+
 @pytest.mark.parametrize(
     ("options", "found", "needed"),
     [

@@ -5,6 +5,7 @@
 ``randaugment``       RandAugment: choice and strength of the operations
 ``randaugment_cpu``   RandAugment's pixels on the CPU, bit for bit Pillow's
 ``randaugment_dali``  RandAugment's pixels in a DALI graph
+``resize_borders``    what DALI's resize lacks at an image's borders
 ``cubic_shift``       shears and translations on the CPU
 ``erasing``           random erasing
 ``mixing``            Mixup and CutMix

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-from pipeline.data.augment.cubic_shift import shift_rows
+from pipeline.data.augment.cubic_shift import shift_rows, translate
 from pipeline.data.augment.randaugment import Op
 
 Color = tuple[int, int, int]
@@ -146,11 +146,11 @@ def _shear_y(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
 
 
 def _translate_x(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return _shift_rows(picture, np.full(picture.height, amount), fill)
+    return Image.fromarray(translate(np.asarray(picture), amount, 1, fill))
 
 
 def _translate_y(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return _shift_columns(picture, np.full(picture.width, amount), fill)
+    return Image.fromarray(translate(np.asarray(picture), amount, 0, fill))
 
 
 def _shift_rows(picture: Image.Image, shift: np.ndarray, fill: Color) -> Image.Image:

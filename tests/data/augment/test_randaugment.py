@@ -231,3 +231,12 @@ def test_the_same_sample_gets_the_same_ops() -> None:
     alone = draw_ops(numbers[17:18], RandAugment(), SIZE)
     np.testing.assert_array_equal(together.op[17:18], alone.op)
     np.testing.assert_array_equal(together.amount[17:18], alone.amount)
+
+
+def test_shifts_beyond_the_image() -> None:
+    """Guards against runs of pixels that are taken from another row, where a shift is larger than those that are drawn."""
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (31, 57, 3), dtype=np.uint8))
+    for op in (Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y):
+        for amount in (-500.25, -56.875, -29.75, -2.0, 1.25, 30.25, 56.5, 400.0):
+            ours = apply(np.asarray(picture), np.array([op]), np.array([amount]), FILL)
+            np.testing.assert_array_equal(ours, np.asarray(reference(picture, op, amount)), err_msg=f"{op.name} {amount}")
