@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.kernels import chunked
 from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
 from pipeline.kernels.plain import biased_attention
-from pipeline.models.common import chunked_attention
 from pipeline.models.common.vit import merge_heads, packed_attention, split_heads
 
 
@@ -35,7 +35,7 @@ def plain(qkv: Tensor, heads: int, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize("chunk_bytes", [1, 2**13, 2**40], ids=("1 image", "some", "all"))
 def test_outputs_and_gradients(chunk_bytes: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against chunks that miss the last images, and against what the padding of odd widths leaves behind."""
-    monkeypatch.setattr(chunked_attention, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunked, "_CHUNK_BYTES", chunk_bytes)
     for shape in ((7, 17, 2, 5), (3, 16, 4, 8)):
         qkv, bias = arguments(*shape, dtype)
         expected, found = results(plain, qkv, shape[2], bias), results(attention_in_chunks, qkv, shape[2], bias)
