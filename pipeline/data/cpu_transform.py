@@ -106,7 +106,7 @@ class Finisher:
             interleaved: False allows three planes in memory, which are cheaper to make and to normalize where RandAugment applies.
 
         Returns:
-            (S, S, 3) uint8; a view of ``pixels`` where no operation applies.
+            (S, S, 3) uint8; ``pixels`` or a view of it where no operation applies and, if flipped, ``interleaved`` is false.
         """
         flip = bool(request.geometry.flip[i])
         augmented = request.ops is not None and request.ops.op[i].any()
