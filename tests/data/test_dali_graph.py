@@ -44,6 +44,6 @@ def test_the_graph_is_within_two_levels_of_the_cpu(mode: str, size: int, eval_cr
 
 
 def test_nvjpeg_interpolates_colour_within_a_window() -> None:
-    """Guards against an nvJPEG before 13.2, which leaves the windows of 4:2:0 images to the CPU when it has to interpolate."""
+    """Guards against an nvJPEG before 13.2: nvImageCodec warns that a window's edge may be wrong there when colour is interpolated."""
     pinned = (line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line)
     assert Version(dict(pinned)["nvidia-nvjpeg"]) >= Version("13.2")
