@@ -144,7 +144,7 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int)
         (S, S, 3) uint8.
     """
     height, width = geometry.resize[i].astype(int).tolist()
-    # (1, 3, h, w) in the memory layout of PyTorch's fast uint8 kernel. The batch's dimension comes first: added after permute(),
+    # (1, 3, h, w) in the memory layout of PyTorch's fast uint8 kernel. The batch's dimension comes first: after permute(),
     # its stride would make PyTorch take the tensor for a contiguous one, and spend a third of the time on planes as output.
     channels_last = window[None].permute(0, 3, 1, 2)
     resized = F.interpolate(channels_last, size=(height, width), mode="bicubic", antialias=True)
