@@ -69,7 +69,7 @@ class Finisher:
 
         Args:
             crops, request: as for :meth:`finish`.
-            pin_memory: page-locked memory, from which a copy to the GPU is asynchronous. PyTorch reuses it when the copy is done.
+            pin_memory: page-locked memory: a copy to the GPU is asynchronous, and PyTorch reuses it when that is done.
 
         Returns:
             (B, 3, S, S) uint8, channels_last.
@@ -103,10 +103,10 @@ class Finisher:
             pixels: (S, S, 3) uint8.
             request: of the batch.
             i: index of the image in the batch.
-            interleaved: False allows three planes in memory, which are cheaper to make and to normalize where RandAugment applies.
+            interleaved: False allows three planes in memory, cheaper to make and to normalize where RandAugment applies.
 
         Returns:
-            (S, S, 3) uint8; a view of ``pixels`` where no operation applies.
+            (S, S, 3) uint8; ``pixels`` or a view of it where no operation applies and, if flipped, ``interleaved`` is false.
         """
         flip = bool(request.geometry.flip[i])
         augmented = request.ops is not None and request.ops.op[i].any()
@@ -144,8 +144,8 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int)
         (S, S, 3) uint8.
     """
     height, width = geometry.resize[i].astype(int).tolist()
-    # (1, 3, h, w) in the memory layout of PyTorch's fast uint8 kernel. The batch's dimension comes first: added after permute(), it
-    # would get a stride by which PyTorch takes the tensor for a contiguous one, and spend a third of the time on planes as output.
+    # (1, 3, h, w) in the memory layout of PyTorch's fast uint8 kernel. The batch's dimension comes first: after permute(),
+    # its stride would make PyTorch take the tensor for a contiguous one, and spend a third of the time on planes as output.
     channels_last = window[None].permute(0, 3, 1, 2)
     resized = F.interpolate(channels_last, size=(height, width), mode="bicubic", antialias=True)
     pixels = resized[0].permute(1, 2, 0).numpy()  # (height, width, 3)

@@ -112,7 +112,7 @@ def full_graph(
             ndim=[1, 1, 1, 1, 2, 2, 0, 0, 0, *op_dims],
         )
         images = _decode_window(jpegs, start, shape, device="cpu" if device_id is None else "mixed")
-        # As in Pillow, columns first, rounded to 8 bits before the rows: in one step, DALI keeps values beyond 0 and 255 between.
+        # As in Pillow, columns first, rounded to 8 bits before the rows: in one step, DALI keeps floats beyond 0 and 255.
         images = _resize_axis(images, fn.stack(fn.cast(shape[0], dtype=types.FLOAT), resize[1]), columns, axis=1)
         images = _resize_axis(images, resize, rows, axis=0)
         images = fn.crop(images, crop=(image_size, image_size), crop_pos_y=crop_y, crop_pos_x=crop_x)

@@ -25,8 +25,10 @@ BATCH = 48
     ("mode", "size", "eval_crop"), [("train", 224, 0.875), ("train", 64, 0.875), ("eval", 224, 0.875), ("eval", 96, 1.0)]
 )
 def test_the_graph_is_within_two_levels_of_the_cpu(mode: str, size: int, eval_crop: float, imagenet_shards: Path) -> None:
-    """Guards against a resize that keeps more than 8 bits between its two directions, or repeats the border's pixels: DALI's own
-    differs by up to 21 of 255 levels, and in 17 % of the values."""
+    """Guards against a resize that keeps more than 8 bits between its two directions, or repeats the border's pixels.
+
+    DALI's own differs by up to 21 of 255 levels, and in 17 % of the values.
+    """
     shards = ShardSet(imagenet_shards, "train")
     common = {"shards": shards, "image_size": size, "batch_size": BATCH, "rank": 0, "world_size": 1}
     if mode == "train":
@@ -45,6 +47,6 @@ def test_the_graph_is_within_two_levels_of_the_cpu(mode: str, size: int, eval_cr
 
 
 def test_nvjpeg_interpolates_colour_within_a_window() -> None:
-    """Guards against an nvJPEG before 13.2, which leaves the windows of 4:2:0 images to the CPU when it has to interpolate."""
+    """Guards against an nvJPEG before 13.2: nvImageCodec warns that a window's edge may be wrong there."""
     pinned = (line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line)
     assert Version(dict(pinned)["nvidia-nvjpeg"]) >= Version("13.2")

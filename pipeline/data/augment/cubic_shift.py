@@ -46,7 +46,7 @@ def shift_rows(pixels: np.ndarray, shift: np.ndarray, fill: np.uint32) -> np.nda
 
 
 def _runs(pixels: np.ndarray, start: np.ndarray, length: int) -> np.ndarray:
-    """Of each row, ``length`` pixels from ``start`` on; border pixels are replicated: (H, W) uint32, (H,) -> (H, length) uint32."""
+    """Of each row, ``length`` pixels from ``start`` (H,) on: (H, W) -> (H, length) uint32. Border pixels are replicated."""
     height, width = pixels.shape
     before = max(0, -int(start.min()))
     padded = np.empty((height, before + max(width, int(start.max()) + length)), dtype=pixels.dtype)
