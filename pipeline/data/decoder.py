@@ -32,9 +32,7 @@ class Decoder:
         self._reader, self._plan, self._config, self._threads = reader, reader.plan, config, threads
         self._whole, self._stream = whole, stream
         self._reader_error: BaseException | None = None
-        self._in_dali: deque[Encoded] = (
-            deque()
-        )  # fed but not returned: DALI preserves their order, and on a CPU reads their arrays
+        self._in_dali: deque[Encoded] = deque()  # fed but not returned; DALI preserves their order
         self._repeat: deque[Encoded] = deque()  # to be fed to the next pipeline after a failure
         self._pipeline: Pipeline = self._build()
 
