@@ -9,6 +9,7 @@
 ``precision.py``    bf16 or fp32
 ``determinism.py``  ``train.deterministic``
 ``compiling.py``    torch.compile of a step's parts; ``compile_cache.py``: where it keeps them
+``decoding.py``     GPU or CPU decodes the images
 ``state.py``        ``Run``: everything that the training loop works with
 ``loss.py``         cross entropy of mixed labels
 ``noise.py``        the random numbers of a forward pass
