@@ -14,7 +14,7 @@ PROGRAM = """
 import resource, sys, torch
 from pipeline.distributed.allocator import keep_freed_memory
 done = keep_freed_memory() if sys.argv[1] == "keep" else None
-for repetition in range(4):
+for repetition in range(16):  # the first ones make room: small blocks between lie in the way
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.zeros(16 << 20).add_(1)  # 64 MiB
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
