@@ -78,15 +78,15 @@ def test_the_watchdog_ends_no_process_and_a_user_has_the_last_word(environment: 
 
 def test_without_a_heartbeat_the_watchdog_stays(environment: pytest.MonkeyPatch) -> None:
     """Guards against an evaluation that waits for ever for a lost process: it has no heartbeat. Nor has a single process."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+    own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in own.items():
         environment.setenv(name, value)
     environment.setattr("pipeline.distributed.world._connect", lambda *arguments: None)
+    environment.setattr("pipeline.distributed.world.keep_freed_memory", lambda: True)  # it cannot be taken back
     environment.setattr(torch, "set_num_threads", lambda number: None)
     init_world(run_folder=Path("runs/x"))
     assert not OURS.keys() & os.environ.keys()
     environment.setenv("WORLD_SIZE", "2")
-    environment.setenv("MASTER_ADDR", "127.0.0.1")
-    environment.setenv("MASTER_PORT", "1")
     init_world()
     assert not OURS.keys() & os.environ.keys()
     init_world(1920.0, Path("runs/x"))

@@ -19,7 +19,8 @@ def clean_environment(**extra: str) -> dict[str, str]:
     kept = {
         k: v
         for k, v in os.environ.items()
-        if not k.startswith(("SLURM_", "PERVIT_")) and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        if not k.startswith(("SLURM_", "PERVIT_"))
+        and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     }
     kept["CUDA_VISIBLE_DEVICES"] = ""  # several processes must not meet on one GPU; test_gpu.py says so where it wants one
     kept["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin while they wait slow a busy machine down tenfold
