@@ -129,9 +129,7 @@ class Compilation:
         try:
             self._install(accumulates)
             self._try_out(batch, noise)
-        except (
-            Exception
-        ) as error:  # of Dynamo, Inductor, Triton, a C++ compiler, the file system; none is part of their interface
+        except Exception as error:  # of Dynamo, Inductor, Triton, a compiler, the file system: no interface names their types
             failure = _reason(error)
         failures = [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
         if not failures:
