@@ -71,7 +71,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
     stop = stop or StopSignal()
     # Mistakes that every rank finds by itself, before anything is built: the batch size, the model's switches and image size.
     accumulation_steps(config.train, world.size, config.augment.unit)
-    choose_compilation(config.train, world.device)
+    choose_compilation(config, world)
     with torch.device("meta"):  # costs no memory
         build_model(config, world, [], fresh=False)
     with Heartbeat(world, config.distributed, Path(config.output_dir)) as heartbeat, refusals_explained():

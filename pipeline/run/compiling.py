@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipeline.config import Config, TrainConfig
+from pipeline.config import Config
 from pipeline.data.loader import Batch
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -38,6 +38,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.common.probe import is_recording
 from pipeline.models.common.tables import compile_tables_as_constants
 from pipeline.models.pervit.phi_model import PhiModel
+from pipeline.optim.engine import zero_stage
 from pipeline.run.compile_cache import drop_compile_cache, open_compile_cache
 from pipeline.run.loss import mixture_of_two, spread_nonfinite
 from pipeline.run.precision import autocast
@@ -52,19 +53,21 @@ _LONGEST_REASON = 300  # characters of a compiler's message in ours
 _log = logging.getLogger(__name__)
 
 
-def choose_compilation(train: TrainConfig, device: torch.device) -> str:
-    """Settle ``train.compile`` for this device: "off", "blocks", "model" or "graphs".
+def choose_compilation(config: Config, world: World) -> str:
+    """Settle ``train.compile`` for this start: "off", "blocks", "model" or "graphs".
 
     Raises:
         UserError: ZeRO-3, activation checkpointing or the device rule out what the config asks for.
     """
+    train, device = config.train, world.device
+    stage = zero_stage(config, world.size)
     if train.compile == AUTO:
-        return BLOCKS if device.type == "cuda" and train.zero_stage < _HOOKED_STAGE else OFF
+        return BLOCKS if device.type == "cuda" and stage < _HOOKED_STAGE else OFF
     if train.compile == OFF:
         return OFF
-    if train.zero_stage >= _HOOKED_STAGE:
+    if stage >= _HOOKED_STAGE:
         raise UserError(
-            f"train.compile is {train.compile}, but train.zero_stage is {train.zero_stage}, whose hooks on every submodule cannot be compiled",
+            f"train.compile is {train.compile}, but train.zero_stage is {stage}, whose hooks on every submodule cannot be compiled",
             "set train.compile=auto, or train.zero_stage to 0, 1 or 2",
         )
     if train.compile == GRAPHS and device.type != "cuda":
@@ -93,7 +96,7 @@ class Compilation:
     """
 
     def __init__(self, config: Config, world: World, model: VisionModel) -> None:
-        self.kind = choose_compilation(config.train, world.device)
+        self.kind = choose_compilation(config, world)
         self._config, self._world, self._model = config, world, model
         self._pending = self.kind != OFF
         self._replaced: list[tuple[nn.Module, str]] = []

@@ -1,9 +1,9 @@
-"""Somebody on the network who is not of the job: ``stranger HOW PORT FILE`` or ``stranger overwrite PORT SECONDS``.
+"""Somebody on the network who is not of the job: ``stranger HOW PORT FILE``.
 
 HOW it joins, as rank 1 of 2 before the real one: ``sum``: it tells rank 0, who asks all whether one has met an error, that one has,
 and answers what follows with a pickle that makes FILE when it is read (rank 0 ran it while it gathered pickles); ``pickle``:
 that is its answer to the first question; ``json``: it speaks as the pipeline does, but has no secret. ``overwrite`` says in the
-name of rank 1, and of the verdict, that the run has ended with exit code 0, shows old signs again, deletes them and writes nonsense.
+name of rank 1, and of the verdict, that the run has ended with exit code 0, shows old signs again, deletes them and writes nonsense, three times and until FILE exists.
 """
 
 from __future__ import annotations
@@ -59,12 +59,11 @@ def send(data: bytes) -> None:
     dist.all_gather([torch.empty_like(message) for _ in range(2)], message)
 
 
-def overwrite(port: int, seconds: float) -> None:
+def overwrite(port: int, file: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
     old = store.get("heartbeat/1")
-    began = time.monotonic()
     turn = 0
-    while time.monotonic() < began + seconds:
+    while turn < 3 or not os.path.exists(file):
         for _ in range(40 if turn == 0 else 3):
             store.set("heartbeat/1", json.dumps(SIGN))
             store.set("heartbeat/verdict", json.dumps(VERDICT))
@@ -84,6 +83,6 @@ def overwrite(port: int, seconds: float) -> None:
 if __name__ == "__main__":
     how, port, last = sys.argv[1:]
     if how == "overwrite":
-        overwrite(int(port), float(last))
+        overwrite(int(port), last)
     else:
         join(how, int(port), last)

@@ -33,6 +33,7 @@ from support.runs import step_rows
 pytestmark = pytest.mark.multiprocess
 
 STRANGER = REPOSITORY / "tests" / "faults" / "stranger.py"
+OVERWRITTEN = ("heartbeat/1", "heartbeat/verdict")  # keys of the job's store
 
 
 @pytest.mark.parametrize(
@@ -80,15 +81,18 @@ def attacked(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
     folder = tmp_path_factory.mktemp("attacked")
     run, mark = folder / "run", secrets.token_hex(8)
+    errors, enough = folder / "errors", folder / "enough"
     command = ["launch/local.sh", "2", "--", "pipeline.train", "--config", write_small_config(digits_shards, folder)]
     overrides = [f"output_dir={run}", "log.samples=true", *SMALL_MODEL]
-    launcher = subprocess.Popen(
-        [*command, *overrides], cwd=REPOSITORY, env=clean_environment(MARK=mark), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    with errors.open("wb") as file:
+        launcher = subprocess.Popen(
+            [*command, *overrides], cwd=REPOSITORY, env=clean_environment(MARK=mark), stdout=subprocess.DEVNULL, stderr=file,
+        )  # fmt: skip
+    stranger = None
     try:
         deadline = time.monotonic() + PATIENCE
         while steps_taken(run) < 2:
-            assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()
+            assert launcher.poll() is None and time.monotonic() < deadline, errors.read_text()
             time.sleep(0.05)
         ranks = {each["RANK"]: pid for pid, each in _environments() if each.get("MARK") == mark and "RANK" in each}
         told = dict(_environments())[ranks["0"]]
@@ -98,20 +102,34 @@ def attacked(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             for connection in psutil.Process(pid).net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         }
-        stranger = subprocess.run(
-            [sys.executable, STRANGER, "overwrite", told["MASTER_PORT"], "3.5"],
-            env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE,
+        stranger = subprocess.Popen(
+            [sys.executable, STRANGER, "overwrite", told["MASTER_PORT"], enough],
+            env=clean_environment(), stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        # A rank writes its sign anew every second, so that rank 0 may see the stranger's only after several beats.
+        while launcher.poll() is None and time.monotonic() < deadline and not all(_warned(errors, key) for key in OVERWRITTEN):
+            time.sleep(0.05)
+        enough.touch()
+        turns, _ = stranger.communicate(timeout=PATIENCE)
         goal = steps_taken(run) + 3
         while steps_taken(run) < goal and launcher.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         launcher.terminate()
-        _, errors = launcher.communicate(timeout=PATIENCE)
+        launcher.wait(PATIENCE)
     finally:
+        if stranger is not None:
+            stranger.kill()
         launcher.terminate()
         launcher.wait(PATIENCE)
     steps = [row["step"] for row in step_rows(run)]
-    yield Attacked(listening, launcher.returncode, errors, steps, latest_step(run), stranger.stdout, told["PERVIT_JOB_SECRET"])
+    yield Attacked(
+        listening, launcher.returncode, errors.read_text(), steps, latest_step(run), turns, told["PERVIT_JOB_SECRET"]
+    )
+
+
+def _warned(errors: Path, key: str) -> int:
+    """How often the run has said so far that ``key`` is not its own."""
+    return errors.read_text().count(f"warning: {key} in the job's store at 127.0.0.1:")
 
 
 def _environments() -> Iterator[tuple[int, dict[str, str]]]:
@@ -135,7 +153,7 @@ def test_a_run_outlives_what_a_stranger_writes(attacked: Attacked) -> None:
     assert re.fullmatch(r"\d+ turns\n", attacked.stranger) and int(attacked.stranger.split()[0]) >= 3
     assert attacked.code == PREEMPTED, attacked.errors  # it went on until it was asked to stop
     assert attacked.steps == list(range(1, attacked.saved + 1))
-    for key in ("heartbeat/1", "heartbeat/verdict"):
+    for key in OVERWRITTEN:
         assert attacked.errors.count(f"warning: {key} in the job's store at 127.0.0.1:") == 1
     assert "\x1b" not in attacked.errors and attacked.secret not in attacked.errors
 

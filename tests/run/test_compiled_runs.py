@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,11 @@ DEIT = ("model.name=deit_t", "train.micro_batch_size=8")  # twelve equal blocks:
 PERVIT = (*SMALL_MODEL, "model.switches={widths: [16, 16, 16, 16], phi_p_layers: 1, phi_p_neighbours: false}")
 # What another order of sums makes of a few steps; docs/training.md has what was measured, 1e-7 and 7e-7.
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-4, 1e-3
+_INDUCTOR = (
+    pytest.mark.soak,
+    pytest.mark.skipif(os.environ.get("PERVIT_SOAK") != "1", reason="part of the soak: set PERVIT_SOAK=1"),
+    pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which Inductor uses on a CPU"),
+)
 
 
 def go(backend: str, cache: Path, config: Path, run: Path, *options: object, processes: int = 1) -> Job:
@@ -25,15 +31,15 @@ def go(backend: str, cache: Path, config: Path, run: Path, *options: object, pro
     return Job(processes, *arguments, module="support.train_with_backend").succeed()
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which Inductor uses on a CPU")
-def test_a_resume_is_exact_and_across_on_and_off_close(small_run: Path, tmp_path: Path, record_property) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=_INDUCTOR)])
+def test_a_resume_is_exact_and_across_on_and_off_close(backend: str, small_run: Path, tmp_path: Path, record_property) -> None:
     """Guards against generated code that differs from start to start, and against a trial of the first micro-batch that a step,
     the stream or the optimizer's moments see."""
     straight, resumed, across = (tmp_path / name for name in ("straight", "resumed", "across"))
 
     def train(run: Path, kind: str, last: int) -> Start:
         before = len(step_rows(run)) if run.exists() else 0
-        job = go("inductor", tmp_path / "cache", small_run, run, *DEIT, f"train.compile={kind}", f"train.max_steps={last}")
+        job = go(backend, tmp_path / "cache", small_run, run, *DEIT, f"train.compile={kind}", f"train.max_steps={last}")
         assert ("compiled 13 parts" in job.stdout()) == (kind != "off")  # 12 blocks, the loss
         return Start(job.started, before, 1)
 

@@ -200,6 +200,10 @@ def test_a_failure_leaves_everything_as_it_was(
     assert loss == expected[0] and torch.equal(gradient, expected[1])
 
 
+def _config(**train: Any) -> Config:
+    return Config(output_dir="run", train=TrainConfig(**train))
+
+
 @pytest.mark.parametrize(
     "options, device, chosen",
     [
@@ -210,19 +214,26 @@ def test_a_failure_leaves_everything_as_it_was(
         ({"compile": False}, CUDA, "off"),  # YAML's off
         ({"compile": "model"}, CPU, "model"),
         ({"compile": "graphs"}, CUDA, "graphs"),
-        ({"compile": "blocks", "zero_stage": 3}, CPU, "train.zero_stage"),
+        ({"compile": "blocks", "zero_stage": 3}, CPU, "train.zero_stage is 3"),
         ({"compile": "graphs"}, CPU, "a CUDA GPU needed"),
         ({"compile": "graphs", "activation_checkpointing": True}, CUDA, "train.activation_checkpointing"),
     ],
 )
 def test_the_choice(options: dict[str, Any], device: torch.device, chosen: str) -> None:
     """Guards against a setting that the ZeRO stage or the device cannot have and that is silently another one."""
-    train = TrainConfig(**options)
+    config, world = _config(**options), World(rank=0, size=2, device=device, cpu_threads=1)
     if chosen in ("off", "blocks", "model", "graphs"):
-        assert choose_compilation(train, device) == chosen
+        assert choose_compilation(config, world) == chosen
     else:
         with pytest.raises(UserError, match=chosen):
-            choose_compilation(train, device)
+            choose_compilation(config, world)
+
+
+def test_one_process_runs_no_zero_3() -> None:
+    """Guards against a config with ZeRO-3 that is refused, or not compiled, where one process runs it as stage 0."""
+    world = World(rank=0, size=1, device=CUDA, cpu_threads=1)
+    assert choose_compilation(_config(zero_stage=3), world) == "blocks"
+    assert choose_compilation(_config(zero_stage=3, compile="model"), world) == "model"
 
 
 def test_each_rank_of_each_run_has_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
