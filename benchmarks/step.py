@@ -3,24 +3,23 @@
     python -m benchmarks.step [--models pervit_t,pervit_s,pervit_m] [--precisions fp32,bf16] [--batch 16] [--rounds 7]
     python -m benchmarks.step --shards DIR        and how long a step waits for its images
 
-Ours goes through DeepSpeed's engine as ``pipeline.train`` does. Steps of all forms and a matrix product take turns; figures are
+Ours goes through DeepSpeed's engine as ``pipeline.train`` does. On a CPU the authors' form has a process of its own, with glibc's
+own settings: those that ours makes for memory would serve both. Steps of all forms and a matrix product take turns; figures are
 medians. On a machine that others use too, compare CPU times, with ``--threads 1``: threads that wait for each other count as busy.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks.step_apart import Apart
 from benchmarks.step_data import data_report
-from benchmarks.step_forms import OURS, PLAIN, Setting, Step, can_compile, forms, ours, plain
+from benchmarks.step_forms import AUTHORS, OURS, PLAIN, Setting, can_compile, forms, ours, plain
+from benchmarks.step_timing import Step, Taken, peak_bytes, timed
 from pipeline.command_line import run_command
 from pipeline.config import load_config
 from pipeline.distributed.world import disconnect, init_world
@@ -37,14 +36,6 @@ _HEAD = (
     "|---|---|---|---|---|---|---|---|---|---|"
 )
 _ENGINE_HEAD = "| model | precision | ours, CPU ms | plain PyTorch, CPU ms | the engine, CPU ms |\n|---|---|---|---|---|"
-
-
-@dataclass(frozen=True)
-class Taken:
-    """One call: seconds on the clock and of all of the process's threads."""
-
-    wall: float
-    cpu: float
 
 
 def main() -> None:
@@ -97,9 +88,13 @@ def comparison(setting: Setting, rounds: int, compiled: bool) -> list[str]:
     """Rows of the table: the forms of one model, and the share of the peak that each reaches."""
     config, device = setting.config, setting.world.device
     steps = forms(setting, compiled)
+    if AUTHORS in steps and device.type == "cpu":
+        steps[AUTHORS] = Apart(setting)
     peaks = {name: peak_bytes(step, device) for name, step in steps.items()}  # warms up too
     product, product_flop = matrix_product(config.train.precision, device)
     taken = interleaved({**steps, PRODUCT: product}, rounds, device)
+    if isinstance(authors := steps.get(AUTHORS), Apart):
+        authors.close()
     cost = flops.count(config.model.name, config.model.image_size, setting.classes, config.model.switches)
     batch = config.train.micro_batch_size
     flop = batch * cost.training_flops_per_image(batch)
@@ -146,15 +141,6 @@ def interleaved(calls: dict[str, Step], rounds: int, device: torch.device) -> di
     return taken
 
 
-def timed(call: Callable[[], object], device: torch.device) -> Taken:
-    """One call, with what it started on a GPU."""
-    synchronize(device)
-    wall, cpu = time.perf_counter(), time.process_time()
-    call()
-    synchronize(device)
-    return Taken(time.perf_counter() - wall, time.process_time() - cpu)
-
-
 def matrix_product(precision: str, device: torch.device) -> tuple[Step, float]:
     """A product of two square matrices, which reaches the device's peak, and its floating-point operations."""
     side, repetitions = _PRODUCT_SIDE[device.type], 4
@@ -167,34 +153,6 @@ def matrix_product(precision: str, device: torch.device) -> tuple[Step, float]:
             torch.mm(a, b, out=out)
 
     return product, repetitions * 2 * side**3
-
-
-def peak_bytes(step: Step, device: torch.device) -> int:
-    """How much more memory tensors take within a step than before it, in its second call."""
-    step()
-    gc.collect()
-    if device.type == "cuda":
-        synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step()
-    assert recorded.profiler is not None
-    events = (event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]")
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.step_authors import authors_form, authors_loss
+from benchmarks.step_timing import Step
 from pipeline.config import Config
 from pipeline.data.loader import Batch
 from pipeline.distributed.world import World
@@ -25,8 +25,6 @@ from pipeline.run.loss import mixed_cross_entropy, spread_nonfinite
 
 OURS, PLAIN, AUTHORS, COMPILED = "ours", "plain PyTorch", "authors' form", "ours, compiled"
 _COMPILING = "pipeline.run.compiling"  # train.compile, where this version has it
-
-Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
