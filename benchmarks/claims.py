@@ -1,6 +1,6 @@
 """The directions of PerViT's tables on CIFAR-10, as far as two cores and an evening show them: small models, a fixed budget.
 
-    python -m benchmarks.claims --source cifar10.zip --folder runs/claims [--epochs 3] [--seeds 2]
+    python -m benchmarks.claims --source cifar10.zip --folder runs/claims [--epochs 3] [--seeds 2] [--jobs 2]
 
 Every variant trains from scratch with every seed on images of 64 pixels for the same number of steps; runs on a tenth of the images
 see each of them ten times as often. The command may be stopped and started again: shards that are there are kept, a run goes on
@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 
 from pipeline.command_line import run_command
 from pipeline.errors import PREEMPTED, UserError
@@ -24,6 +28,7 @@ from pipeline.errors import PREEMPTED, UserError
 WIDTHS = (32, 48, 56, 72)  # a quarter of PerViT-T's; all else, depth and heads too, is as in configs/pervit_t.yaml
 WIDTHS_WITHOUT_STEM = (52, 76, 92, 116)  # of equal cost, as in Table 1: 0.0203 GMACs per image, 0.0202 with the stem
 IMAGE_SIZE, BATCH = 64, 64
+_running: set[subprocess.Popen] = set()
 TENTH = 0.1
 
 
@@ -72,24 +77,53 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for shards and runs; kept")
     parser.add_argument("--epochs", type=float, default=3, help="of all images, for every run (default: 3)")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each variant (default: 2)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its share of the cores (default: 2)")
     parser.add_argument(
         "--only", nargs="*", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT", help=", ".join(VARIANTS)
     )
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))  # by way of the exceptions, so that the runs are told
     if args.seeds < 1 or args.epochs <= 0:
         raise UserError(
             f"--seeds is {args.seeds} and --epochs {args.epochs:g}, more than 0 of each needed", "give another number"
         )
     parts = sorted({VARIANTS[name].part for name in args.only}, reverse=True)
     shards = {part: make_shards(args.source, args.folder, part) for part in parts}
-    top1: dict[str, list[float]] = {}
-    for seed in range(args.seeds):  # all variants with one seed first: a table after half the time
-        for name in args.only:
-            variant = VARIANTS[name]
-            result = train(variant, args.folder / f"{name}_{seed}", shards[variant.part], seed, args.epochs)
-            top1.setdefault(name, []).append(result["top1"])
-            print(f"{variant.title}, seed {seed}: {result['top1']:.2f} % top-1", file=sys.stderr, flush=True)
-    print(table(top1))
+    results = train_all(args.only, args.seeds, args.jobs, args.folder, shards, args.epochs)
+    print(table(results))
+
+
+def train_all(
+    names: list[str], seeds: int, jobs: int, folder: Path, shards: dict[float, Path], epochs: float
+) -> dict[str, list[float]]:
+    """Top-1 of every variant, one number per seed; ``jobs`` runs at a time share out the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    jobs = max(1, min(jobs, len(cores)))
+    shares: Queue[list[int]] = Queue()
+    for job in range(jobs):
+        shares.put(cores[job::jobs])
+
+    def train_one(name: str, seed: int) -> float:
+        share = shares.get()
+        try:
+            result = train(VARIANTS[name], folder / f"{name}_{seed}", shards[VARIANTS[name].part], seed, epochs, share)
+        finally:
+            shares.put(share)
+        print(f"{VARIANTS[name].title}, seed {seed}: {result['top1']:.2f} % top-1", file=sys.stderr, flush=True)
+        return result["top1"]
+
+    top1: dict[str, list[float]] = {name: [] for name in names}
+    with ThreadPoolExecutor(jobs) as pool:
+        begun = [(name, pool.submit(train_one, name, seed)) for seed in range(seeds) for name in names]  # one seed first
+        try:
+            for name, run in begun:
+                top1[name].append(run.result())
+        except BaseException:
+            for process in list(_running):
+                process.terminate()  # each saves a checkpoint
+            pool.shutdown(cancel_futures=True)
+            raise
+    return top1
 
 
 def make_shards(source: str, folder: Path, part: float) -> Path:
@@ -101,8 +135,8 @@ def make_shards(source: str, folder: Path, part: float) -> Path:
     return shards
 
 
-def train(variant: Variant, folder: Path, shards: Path, seed: int, epochs: float) -> dict:
-    """The evaluation at the end of a run, which is begun, continued, or finished already."""
+def train(variant: Variant, folder: Path, shards: Path, seed: int, epochs: float, cores: list[int]) -> dict:
+    """The evaluation at the end of a run on these cores, which is begun, continued, or finished already."""
     result = last_evaluation(folder)
     if result is not None:
         return result
@@ -121,7 +155,7 @@ def train(variant: Variant, folder: Path, shards: Path, seed: int, epochs: float
         "eval.every_epochs=null",
         "checkpoint.keep_last=1",
     ]
-    run(["-m", "pipeline.train", "--config", "configs/cifar10.yaml", *overrides])
+    run(["-m", "pipeline.train", "--config", "configs/cifar10.yaml", *overrides], cores)
     result = last_evaluation(folder)
     if result is None:
         raise UserError(
@@ -139,9 +173,14 @@ def last_evaluation(folder: Path) -> dict | None:
     return rows[-1] if rows and "top1" in rows[-1] else None
 
 
-def run(arguments: list[str]) -> None:
-    """A command of ours; what it prints goes to stderr. A signal to stop reaches it from the terminal or the job, too."""
-    code = subprocess.run([sys.executable, *arguments], stdout=sys.stderr).returncode
+def run(arguments: list[str], cores: list[int] | None = None) -> None:
+    """A command of ours; what it prints goes to stderr."""
+    with subprocess.Popen([sys.executable, *arguments], stdout=sys.stderr) as process:
+        _running.add(process)
+        if cores is not None:
+            os.sched_setaffinity(process.pid, cores)  # before it counts them
+        code = process.wait()
+        _running.discard(process)
     if code == PREEMPTED:
         raise UserError("a run was stopped before its end and has saved a checkpoint", "the same command goes on")
     if code != 0:

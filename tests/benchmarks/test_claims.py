@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.claims import CLAIMS, TENTH, VARIANTS, last_evaluation, spread, table, verdict
+from pipeline.checkpoint import latest_step
+from pipeline.errors import PREEMPTED
 from pipeline.models import create_model
-from support.launching import run_module
+from support.launching import PATIENCE, REPOSITORY, clean_environment, run_module
 
 
 def test_a_run_that_is_complete_is_not_repeated(digits_images: Path, tmp_path: Path) -> None:
@@ -32,6 +37,35 @@ def test_a_run_that_is_complete_is_not_repeated(digits_images: Path, tmp_path: P
     again = run_module(*command)
     assert again.stdout == first.stdout and "a new run" not in again.stderr
     assert (tmp_path / "no_phi_p_0" / "metrics.jsonl").read_text() == metrics
+
+
+def test_a_stop_reaches_the_runs(digits_images: Path, tmp_path: Path) -> None:
+    """Guards against runs that go on alone, and against one that is lost: the same command goes on from a checkpoint."""
+    command = [
+        "benchmarks.claims",
+        "--source",
+        digits_images,
+        "--folder",
+        tmp_path,
+        "--epochs",
+        60,
+        "--seeds",
+        1,
+        "--only",
+        "no_cpe",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *map(str, command)], cwd=REPOSITORY, env=clean_environment(), stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + PATIENCE
+    metrics = tmp_path / "no_cpe_0" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == PREEMPTED, errors
+    assert latest_step(tmp_path / "no_cpe_0") and "Traceback" not in errors
 
 
 def test_a_run_without_its_last_evaluation_is_not_complete(tmp_path: Path) -> None:
