@@ -66,8 +66,9 @@ lint: install   ## ruff, mypy and the rules of import, as in pyproject.toml
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two at a time, the tests of a file in one process: they share fixtures. `pytest tests` runs one after the other.
 test: install   ## all tests
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 # `make coverage TESTS=tests/test_files.py` runs a part of the tests.
 TESTS ?= tests

@@ -26,8 +26,8 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def free_ports() -> Iterator[int]:
-    """Below 20000, where the jobs' own ports begin; a cluster uses the port and 100 to 116 above it."""
-    first = random.randrange(10000, 16000, 200)
+    """Below 20000, where the jobs' own ports begin; a cluster uses the port and 100 to 116 above it, one beside it others."""
+    first = random.randrange(10000, 16000, 200) + 50 * (os.environ.get("PYTEST_XDIST_WORKER") == "gw1")
     return iter(range(first, 20000, 200))
 
 
