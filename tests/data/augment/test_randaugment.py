@@ -89,8 +89,8 @@ LEVELS_AND_SHARE = {
     Op.EQUALIZE: (2, 1.0),  # DALI's formula does not round the step between levels to whole pixels
     **dict.fromkeys(GEOMETRIC, (1, 0.02)),  # float32
 }
-# Bilinear at whole hundredths of an amount: more values are whole levels, and float32 is on either side of them.
-BILINEAR_SHARE = 0.04
+# Bilinear by whole fifths or tenths of a pixel: more values are whole levels, and Pillow is a rounding error below some of them.
+BILINEAR_SHARE = 0.06
 
 
 def graph_device(device: str) -> int | None:

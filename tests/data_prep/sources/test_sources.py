@@ -219,28 +219,3 @@ def test_a_subset_keeps_its_share_of_each_class(tmp_path: Path) -> None:
     for fraction in (0.0, -0.1, 1.1, float("nan")):
         with pytest.raises(UserError, match="--subset is .*, above 0 and at most 1 needed"):
             take_subset(source, fraction, 0)
-
-
-def test_the_first_of_each_class_are_the_references(tmp_path: Path) -> None:
-    """Guards against a row of the papers' tables that trains on other images: int(fraction * n), of the sorted names."""
-    sizes = {"many": 100, "some": 25, "one": 1}
-    for name, size in sizes.items():
-        (tmp_path / name).mkdir()
-        for number in np.random.default_rng(0).permutation(size):  # not padded: 10 comes before 2
-            (tmp_path / name / f"{name}_{number}.JPEG").write_bytes(b"x" * number)
-    source = ImageFolder(tmp_path, "train")
-
-    def kept(fraction: float, seed: int = 0) -> list[str]:
-        subset = take_subset(source, fraction, seed, "first")
-        assert (subset.subset, subset.subset_rule) == (fraction, "first")
-        return [subset.read(i).name for i in range(len(subset))]
-
-    for fraction in (0.05, 0.1, 0.25, 0.29, 0.3, 0.5, 0.57):
-        expected = []
-        for name in sorted(sizes):  # as the reference's loop: it stops at int(n * fraction) of the sorted names
-            files = sorted(file.name for file in (tmp_path / name).iterdir())
-            expected += [f"{name}/{file}" for file in files[: int(len(files) * fraction) or 1]]
-        assert kept(fraction) == expected, fraction
-    assert len(kept(0.29)) == 28 + 7 + 1, "29 in decimals"
-    assert kept(0.3) == kept(0.3, seed=1) and set(kept(0.1)) < set(kept(0.3))
-    assert take_subset(source, 0.3, 0).subset_rule == "random"
