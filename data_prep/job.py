@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.shard_writer import ShardTask, record_file
-from data_prep.sources import Source
+from data_prep.sources import RANDOM, Source
 from data_prep.split_classes import classes_with_images, untaught_classes
 from pipeline.data.image_checks import ImageRules
 from pipeline.data.manifest import MANIFEST, ShardManifest, SplitInfo, in_progress_file, shard_name
@@ -72,6 +72,8 @@ def describe_job(source: Source, folder: Path, split: str, samples_per_shard: in
         "subset": source.subset,
         "samples_per_shard": samples_per_shard,
         "seed": seed,
+        # The rule of every set from before there was a choice is not written: their records have the digest of this.
+        **({"subset_rule": source.subset_rule} if source.subset_rule != RANDOM else {}),
         **rules.description(),
     }
     return ShardJob(source, folder, split, classes, samples_per_shard, seed, rules, description)
@@ -138,6 +140,7 @@ def remove_traces(job: ShardJob) -> None:
 
 def _difference(found: dict, wanted: dict) -> str:
     """Describe the last key that differs; empty if none does."""
+    found, wanted = ({**each, "subset_rule": each.get("subset_rule", RANDOM)} for each in (found, wanted))
     differing = [key for key, value in wanted.items() if found.get(key) != value]
     return f"{differing[-1]} is {found.get(differing[-1])}, {wanted[differing[-1]]} needed" if differing else ""
 

@@ -48,7 +48,12 @@ def main() -> None:
         type=float,
         default=1.0,
         metavar="FRACTION",
-        help="keep this fraction of each train class, chosen by --seed; val stays complete",
+        help="keep this fraction of each train class; val stays complete",
+    )
+    parser.add_argument(
+        "--subset-rule",
+        choices=("random", "first"),
+        help="of --subset: random images, chosen by --seed (default), or the first by file name, as for the papers' tables",
     )
     parser.add_argument(
         "--val-share",
@@ -122,10 +127,14 @@ def _splits_in(folder: str) -> dict[str, SplitInfo]:
 
 def _open_sources(args: argparse.Namespace) -> dict[str, Source]:
     from data_prep.job import refuse_untaught_classes
-    from data_prep.sources import check_fraction, hold_out, open_sources, take_subset
+    from data_prep.sources import RANDOM, check_fraction, hold_out, open_sources, take_subset
     from data_prep.split_classes import unseen_classes
 
     check_fraction(args.subset)
+    if args.subset_rule and args.subset == 1:
+        raise UserError(
+            f"--subset-rule is {args.subset_rule}, but there is no --subset to choose for", "pass --subset FRACTION, or drop it"
+        )
     if args.val_share is None:
         sources = open_sources(args.source, args.split, args.devkit)
     else:
@@ -151,9 +160,9 @@ def _open_sources(args: argparse.Namespace) -> dict[str, Source]:
         print(
             f"{args.source}: there is no val split, which training needs: --val-share 0.1 would hold one out from these images"
         )
-    return {
-        name: take_subset(source, args.subset, args.seed) if name == "train" else source for name, source in sources.items()
-    }
+    if "train" in sources:
+        sources["train"] = take_subset(sources["train"], args.subset, args.seed, args.subset_rule or RANDOM)
+    return sources
 
 
 def add_writing_options(parser: argparse.ArgumentParser) -> None:

@@ -42,13 +42,20 @@ def main() -> int:
         print_table(findings)
         return 1
     counts = ", ".join(
-        f"{split} {counted(info.samples, 'image')} in {counted(len(info.shards), 'shard')}"
+        f"{split} {counted(info.samples, 'image')} in {counted(len(info.shards), 'shard')}{_subset(info.source)}"
         for split, info in manifest.splits.items()
     )
     print(
         f"{args.folder}: {'all files are intact' if overlap else 'all is well'} ({counts}{', every image decoded' if args.decode else ''})"
     )
     return 0
+
+
+def _subset(source: dict) -> str:
+    """Which images of the source a split holds, if not all."""
+    if source.get("subset") in (None, 1):
+        return ""
+    return f", --subset {source['subset']:g} --subset-rule {source.get('subset_rule', 'random')}"
 
 
 def command() -> None:

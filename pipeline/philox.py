@@ -32,6 +32,7 @@ class Stream(IntEnum):
     MIXING = 7  # per group of samples: ``position`` is the group's number
     BLOCK_ORDER = 8  # block order (pipeline.data.order): order of the blocks
     WINDOW_ORDER = 9  # block order: order of the samples within a window
+    INTERPOLATION = 10  # bicubic or bilinear, for the crop and RandAugment
 
 
 def philox4x32(counter: np.ndarray, seed: int) -> np.ndarray:

@@ -42,6 +42,7 @@ class Source(Protocol):
     class_names: list[str]  # in index order; the classes of all splits of the source
     labels: np.ndarray  # (n,) int32: index into class_names
     subset: float  # fraction of each class that was kept; 1.0: all
+    subset_rule: str  # which images of a class these are, random or first
 
     def __len__(self) -> int: ...
 
@@ -82,7 +83,7 @@ class ListedSource(ABC):
     """
 
     kind: str
-    subset = 1.0
+    subset, subset_rule = 1.0, "random"
 
     def __init__(self, path: str | Path, class_names: list[str], entries: Iterable[Entry], ignored: int = 0) -> None:
         self.path = str(path)

@@ -11,18 +11,22 @@ from pipeline.data.order import sample_at
 from pipeline.errors import UserError
 from pipeline.philox import Stream
 
+RULES = (RANDOM, FIRST) = ("random", "first")
 
-def take_subset(source: Source, fraction: float, seed: int) -> Source:
-    """Keep the same fraction of every class.
 
-    Of a class's n images, round(fraction * n) are kept, rounded half up and at least one: the first of a random order of the
-    class. Subsets with the same seed are therefore nested, and since images are numbered by name, a tree, a zip and the
-    official tar of the same images give the same subset.
+def take_subset(source: Source, fraction: float, seed: int, rule: str = RANDOM) -> Source:
+    """Keep the same fraction of every class, at least one image.
+
+    ``random`` keeps round(fraction * n) of a class's n images, rounded half up: the first of a random order of the class.
+    ``first`` keeps int(fraction * n), the first by name, as the data sets of ConViT's and PerViT's code do
+    (``make_subsampled_dataset``). Subsets of the same rule and seed are nested, and since images are numbered by name, a tree, a
+    zip and the official tar of the same images give the same subset.
 
     Args:
         source: a complete split.
         fraction: above 0, at most 1; 1 returns the source unchanged.
         seed: determines the random orders.
+        rule: one of RULES.
 
     Raises:
         UserError: the fraction is out of range.
@@ -30,9 +34,12 @@ def take_subset(source: Source, fraction: float, seed: int) -> Source:
     check_fraction(fraction)
     if fraction == 1:
         return source
-    kept = [order[: max(1, _share(fraction, order.size))] for order in _class_orders(source, seed)]
+    if rule == FIRST:  # in binary floating point, as the reference: 28 of 100 for 0.29
+        kept = [members[: max(1, int(fraction * members.size))] for _, members in _classes(source)]
+    else:
+        kept = [order[: max(1, _share(fraction, order.size))] for order in _class_orders(source, seed)]
     subset = source.select(np.sort(np.concatenate(kept)))
-    subset.subset = fraction
+    subset.subset, subset.subset_rule = fraction, rule
     return subset
 
 
@@ -63,13 +70,17 @@ def hold_out(source: Source, share: float, seed: int) -> tuple[Source, Source]:
 
 def _class_orders(source: Source, seed: int) -> list[np.ndarray]:
     """A random order of the sample numbers of each non-empty class."""
-    by_class = np.argsort(source.labels, kind="stable")  # (n,) sample numbers, class after class
-    ends = np.cumsum(np.bincount(source.labels, minlength=len(source.class_names)))  # (classes,)
     return [
         members[sample_at(np.arange(members.size), label, members.size, seed, Stream.SUBSET)]
-        for label, members in enumerate(np.split(by_class, ends[:-1]))
-        if members.size
+        for label, members in _classes(source)
     ]
+
+
+def _classes(source: Source) -> list[tuple[int, np.ndarray]]:
+    """The label and the sample numbers of each non-empty class, in the order of their names."""
+    by_class = np.argsort(source.labels, kind="stable")  # (n,) sample numbers, class after class
+    ends = np.cumsum(np.bincount(source.labels, minlength=len(source.class_names)))  # (classes,)
+    return [(label, members) for label, members in enumerate(np.split(by_class, ends[:-1])) if members.size]
 
 
 def check_fraction(fraction: float) -> None:

@@ -23,7 +23,7 @@ class EvalTransform:
 
     Args:
         image_size: S, side of the result in pixels.
-        eval_crop: the short side is resized to S / eval_crop.
+        eval_crop: the short side is resized to S / eval_crop, rounded down.
         mean, std: per RGB channel, of pixels in [0, 1].
     """
 

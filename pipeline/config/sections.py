@@ -85,8 +85,10 @@ class DataConfig(Section):
     """Aspect ratio (width / height) of the random crop."""
     flip: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Probability of a horizontal flip."""
+    train_interpolation: Literal["bicubic", "bilinear", "random"] = "bicubic"
+    """Filter of the crop's resize and of RandAugment's geometric operations. random: one of the two for each of them, as in timm. Evaluation is bicubic."""
     eval_crop: Annotated[float, Field(ge=0.1, le=1)] = 0.875
-    """Evaluation resizes the short side to image_size / eval_crop, then crops the centre (224 / 256)."""
+    """Evaluation resizes the short side to image_size / eval_crop, rounded down (224 / 0.875 = 256), then crops the centre."""
     mean: tuple[Mean, Mean, Mean] = (0.485, 0.456, 0.406)
     """Normalization, per RGB channel, of pixels in [0, 1]."""
     std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)

@@ -116,12 +116,14 @@ class Finisher:
         if flip:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)  # a third of the time that NumPy takes
         if request.ops is not None and augmented:
-            picture = randaugment_cpu.augment(picture, request.ops.op[i], request.ops.amount[i], self._fill)
+            bilinear = request.interpolation.ops[i] if request.interpolation is not None else None
+            picture = randaugment_cpu.augment(picture, request.ops.op[i], request.ops.amount[i], self._fill, bilinear)
         return np.asarray(picture) if interleaved else _planes(picture)
 
     def _pixels(self, crop: Tensor, request: BatchRequest, i: int, interleaved: bool) -> np.ndarray:
         """Image i, (S, S, 3) uint8."""
-        pixels = resize_and_crop(crop, request.geometry, i, self._size)
+        bilinear = request.interpolation is not None and bool(request.interpolation.crop[i])
+        pixels = resize_and_crop(crop, request.geometry, i, self._size, bilinear)
         return self.flip_and_augment(pixels, request, i, interleaved)
 
 
@@ -131,7 +133,7 @@ def _planes(picture: Image.Image) -> np.ndarray:
     return planes.reshape(3, picture.height, picture.width).transpose(1, 2, 0)
 
 
-def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int) -> np.ndarray:
+def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int, bilinear: bool = False) -> np.ndarray:
     """Resize and crop one image.
 
     Args:
@@ -139,6 +141,7 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int)
         geometry: of the batch.
         i: index of the image in the batch.
         image_size: S.
+        bilinear: resize with the bilinear filter in place of the bicubic one.
 
     Returns:
         (S, S, 3) uint8.
@@ -147,7 +150,7 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int)
     # (1, 3, h, w) in the memory layout of PyTorch's fast uint8 kernel. The batch's dimension comes first: after permute(),
     # its stride would make PyTorch take the tensor for a contiguous one, and spend a third of the time on planes as output.
     channels_last = window[None].permute(0, 3, 1, 2)
-    resized = F.interpolate(channels_last, size=(height, width), mode="bicubic", antialias=True)
+    resized = F.interpolate(channels_last, size=(height, width), mode="bilinear" if bilinear else "bicubic", antialias=True)
     pixels = resized[0].permute(1, 2, 0).numpy()  # (height, width, 3)
     top, left = np.rint(geometry.crop[i] * (geometry.resize[i] - image_size)).astype(int).tolist()
     return pixels[top : top + image_size, left : left + image_size]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import nvidia.dali.fn as fn
 import nvidia.dali.math as math
 import nvidia.dali.types as types
@@ -25,7 +26,10 @@ from pipeline.data.plan import BatchRequest
 Source = Callable[[], tuple]
 _WINDOW_TYPES = [types.UINT8, types.INT32, types.INT32]  # jpegs, start, shape
 _PIXEL_TYPES = [*[types.FLOAT] * 5, types.INT32]  # resize, borders of rows and columns, crop_y, crop_x, flip
-_OP_TYPES = [types.INT32, types.FLOAT, types.FLOAT]  # op, amount, matrix
+_FILTER_TYPES = [types.INT32]  # of the resize
+_OP_TYPES = [types.INT32, types.FLOAT, types.FLOAT, types.FLOAT]  # op, amount, matrix, bilinear
+_OP_DIMS = [1, 1, 3, 1]
+_CUBIC, _LINEAR = (kind.value for kind in (types.INTERP_CUBIC, types.INTERP_LINEAR))
 
 
 def window_inputs(images: list, request: BatchRequest) -> tuple:
@@ -34,14 +38,20 @@ def window_inputs(images: list, request: BatchRequest) -> tuple:
 
 
 def full_inputs(images: list, request: BatchRequest, image_size: int) -> tuple:
-    """The inputs of :func:`full_graph`: those of :func:`decoding_graph`, resize, crop and flip, RandAugment's if on."""
-    geometry = request.geometry
-    pixels = geometry.resize, *resize_borders(geometry), *geometry.crop.T.copy(), geometry.flip
+    """The inputs of :func:`full_graph`: those of :func:`decoding_graph`, resize, crop, flip, a chosen filter, RandAugment's if on."""
+    geometry, interpolation = request.geometry, request.interpolation
+    bilinear = None if interpolation is None else interpolation.crop
+    pixels = geometry.resize, *resize_borders(geometry, bilinear), *geometry.crop.T.copy(), geometry.flip
+    filters: tuple = ()
+    if interpolation is not None:
+        filters = (np.where(interpolation.crop, _LINEAR, _CUBIC).astype(np.int32),)
     ops: tuple = ()
     if request.ops is not None:
         fed = randaugment_dali.graph_inputs(request.ops, image_size)
         ops = fed.op, fed.amount, fed.matrix
-    return *window_inputs(images, request), *pixels, *ops
+        if interpolation is not None:
+            ops += (interpolation.ops.astype(np.float32),)
+    return *window_inputs(images, request), *pixels, *filters, *ops
 
 
 def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: int) -> Pipeline:
@@ -77,6 +87,7 @@ def full_graph(
     num_threads: int,
     prefetch: int,
     rand_augment_ops: int = 0,
+    chosen_filters: bool = False,
 ) -> Pipeline:
     """Decode, resize, crop, flip, RandAugment.
 
@@ -89,11 +100,14 @@ def full_graph(
         num_threads: CPU threads.
         prefetch: depth of DALI's prefetch queue, in batches.
         rand_augment_ops: RandAugment operations per image.
+        chosen_filters: the requests say which images are interpolated bilinearly; else all are bicubic.
 
     Returns:
         A built pipeline with one output: (B, S, S, 3) uint8 on the device.
     """
-    op_types, op_dims = (_OP_TYPES, [1, 1, 3]) if rand_augment_ops else ([], [])
+    op_inputs = 0 if not rand_augment_ops else 4 if chosen_filters else 3
+    more_types = [*(_FILTER_TYPES if chosen_filters else []), *_OP_TYPES[:op_inputs]]
+    more_dims = [*([0] if chosen_filters else []), *_OP_DIMS[:op_inputs]]
 
     @pipeline_def(
         batch_size=batch_size,
@@ -103,37 +117,44 @@ def full_graph(
         enable_conditionals=True,
     )
     def graph() -> DataNode:
-        jpegs, start, shape, resize, rows, columns, crop_y, crop_x, flip, *ops = fn.external_source(
+        jpegs, start, shape, resize, rows, columns, crop_y, crop_x, flip, *more = fn.external_source(
             source=source,
-            num_outputs=9 + len(op_types),
+            num_outputs=9 + len(more_types),
             batch=True,
             no_copy=True,
-            dtype=[*_WINDOW_TYPES, *_PIXEL_TYPES, *op_types],
-            ndim=[1, 1, 1, 1, 2, 2, 0, 0, 0, *op_dims],
+            dtype=[*_WINDOW_TYPES, *_PIXEL_TYPES, *more_types],
+            ndim=[1, 1, 1, 1, 2, 2, 0, 0, 0, *more_dims],
         )
         images = _decode_window(jpegs, start, shape, device="cpu" if device_id is None else "mixed")
+        filter_ = fn.reinterpret(more.pop(0), dtype=types.INTERP_TYPE) if chosen_filters else types.INTERP_CUBIC
         # As in Pillow, columns first, rounded to 8 bits before the rows: in one step, DALI keeps floats beyond 0 and 255.
-        images = _resize_axis(images, fn.stack(fn.cast(shape[0], dtype=types.FLOAT), resize[1]), columns, axis=1)
-        images = _resize_axis(images, resize, rows, axis=0)
+        images = _resize_axis(images, fn.stack(fn.cast(shape[0], dtype=types.FLOAT), resize[1]), columns, filter_, axis=1)
+        images = _resize_axis(images, resize, rows, filter_, axis=0)
         images = fn.crop(images, crop=(image_size, image_size), crop_pos_y=crop_y, crop_pos_x=crop_x)
         images = fn.flip(images, horizontal=flip)
         if rand_augment_ops:
-            images = randaugment_dali.augment(images, ops[0], ops[1], ops[2], rand_augment_ops, image_size, fill_color(mean))
+            op, amount, matrix, *bilinear = more
+            images = randaugment_dali.augment(
+                images, op, amount, matrix, rand_augment_ops, image_size, fill_color(mean), *bilinear
+            )
         return images
 
     return _built(graph())
 
 
-def _resize_axis(images: DataNode, size: DataNode, borders: DataNode, axis: int) -> DataNode:
-    """Resize images (h, w, 3) uint8 along one axis by the antialiased cubic filter, rounded to uint8.
+def _resize_axis(
+    images: DataNode, size: DataNode, borders: DataNode, filter_: DataNode | types.DALIInterpType, axis: int
+) -> DataNode:
+    """Resize images (h, w, 3) uint8 along one axis by an antialiased filter, rounded to uint8.
 
     Args:
         images: on the CPU or the GPU.
         size: (2,) rows and columns of the result, as many as now along the other axis.
         borders: :func:`~pipeline.data.augment.resize_borders.border_weights` along the axis.
+        filter_: cubic or linear, of all images or of each.
         axis: 0 rows, 1 columns.
     """
-    resized = fn.resize(images, size=size, interp_type=types.INTERP_CUBIC, antialias=True, dtype=types.FLOAT)
+    resized = fn.resize(images, size=size, interp_type=filter_, antialias=True, dtype=types.FLOAT)
     first, last = (images[0:1], images[-1:]) if axis == 0 else (images[:, 0:1], images[:, -1:])
     if images.device == "gpu":
         borders = borders.gpu()

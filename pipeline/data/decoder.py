@@ -106,6 +106,7 @@ class Decoder:
             self._threads,
             config.prefetch,
             plan.rand_augment_ops,
+            plan.bilinear_share > 0,
         )
 
     def _feed(self) -> tuple:

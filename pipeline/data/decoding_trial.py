@@ -81,6 +81,10 @@ class TurnPlan(Plan):
         return self.plan.rand_augment_ops
 
     @property
+    def bilinear_share(self) -> float:
+        return self.plan.bilinear_share
+
+    @property
     def substitutes_count(self) -> bool:
         return self.plan.substitutes_count
 

@@ -56,7 +56,7 @@ class SplitInfo:
     bytes: int
     seed: int
     samples_per_shard: int
-    source: dict  # provenance: kind, path, fingerprint, subset, image rules
+    source: dict  # provenance: kind, path, fingerprint, subset and its rule (none: random), image rules
     samples_per_class: list[int]
     samples_file: str
     samples_sha256: str
@@ -184,6 +184,7 @@ _SOURCE_VALUES = {
         lambda value: value is None or isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1,
         "a share above 0 and at most 1",
     ),
+    "subset_rule": _Needed(lambda value: value in (None, "random", "first"), "random or first"),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.augment import crop, erasing, mixing, randaugment
+from pipeline.data.augment import crop, erasing, interpolation, mixing, randaugment
 from pipeline.data.augment.crop import Geometry, eval_geometry, train_geometry
 from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
 from pipeline.data.shards import DamagedSample
@@ -37,6 +37,7 @@ class BatchRequest:
     ops: randaugment.Ops | None = None  # here and below, None: not applied
     erasing: erasing.Erasing | None = None
     mixing: mixing.Mixing | None = None
+    interpolation: interpolation.Interpolation | None = None  # None: bicubic
 
 
 class Samples(Protocol):
@@ -92,6 +93,11 @@ class Plan(Protocol):
         return 0
 
     @property
+    def bilinear_share(self) -> float:
+        """Probability of bilinear interpolation in place of bicubic."""
+        return 0.0
+
+    @property
     def substitutes_count(self) -> bool:
         """Whether the substitute for a bad sample counts as a sample (training) or only fills the batch (evaluation)."""
 
@@ -140,6 +146,10 @@ class TrainPlan(Plan):
         return self.augment.rand_augment_ops
 
     @property
+    def bilinear_share(self) -> float:
+        return interpolation.BILINEAR_SHARE[self.data.train_interpolation]
+
+    @property
     def epoch_length(self) -> int:
         """Images per epoch; see :func:`epoch_length`."""
         return epoch_length(len(self.shards), self.augment.repeats)
@@ -176,7 +186,10 @@ class TrainPlan(Plan):
             data.crop_ratio,
             data.flip,
         )
-        ops = boxes = None
+        ops = boxes = filters = None
+        if self.bilinear_share:
+            numbers = draw(Stream.INTERPOLATION, interpolation.uniforms_per_sample(self.rand_augment_ops))
+            filters = interpolation.draw_interpolation(numbers, self.bilinear_share)
         if chosen.rand_augment_ops:
             settings = randaugment.RandAugment(chosen.rand_augment_ops, chosen.rand_augment_magnitude, chosen.rand_augment_std)
             numbers = draw(Stream.RAND_AUGMENT, settings.layers * randaugment.UNIFORMS_PER_LAYER)
@@ -186,7 +199,7 @@ class TrainPlan(Plan):
             boxes = erasing.draw_erasing(numbers, self.image_size, chosen.erasing)
         valid = np.ones(len(index), dtype=bool)
         label = samples["label"].astype(np.int64)
-        return BatchRequest(index, label, epoch, position, valid, geometry, ops, boxes, self._mixing(stream))
+        return BatchRequest(index, label, epoch, position, valid, geometry, ops, boxes, self._mixing(stream), filters)
 
     def coming_blocks(self, i: int) -> list[tuple[int, int]]:
         """In block order, when batch i is the first of a window: the runs that the next window reads."""

@@ -170,7 +170,7 @@ def test_a_subset_is_made_as_the_header_says(path: Path) -> None:
     percent = int(loaded(path).data.path.removeprefix("data/imagenet_"))
     chain = [path, *bases(path)]
     made = [line for each_path in chain for line in header(each_path) if "--subset" in line]
-    assert f"--output {loaded(path).data.path} --subset {percent / 100:g}" in made[0]
+    assert f"--output {loaded(path).data.path} --subset {percent / 100:g} --subset-rule first" in made[0]
     assert loaded(path).train.scale_epochs != path.stem.startswith("posmlp")  # PosMLP trains its half for fewer steps
 
 

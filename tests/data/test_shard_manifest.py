@@ -38,6 +38,7 @@ EDITS = [
     ("splits.val.source", None, "an object"),
     ("splits.val.source.fingerprint", None, "a string"),
     ("splits.val.source.subset", 0, "a share above 0 and at most 1"),
+    ("splits.val.source.subset_rule", "last", "random or first"),
     ("splits.val.samples_file", "../val-samples.npy", "the plain name of a file"),
     ("splits.val.samples_sha256", "short", "a SHA-256"),
     ("splits.val.shards", [], "at least 1 shard"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,21 @@ def test_keys_that_change_no_weight_are_free_and_outside_the_hash() -> None:
         {"seed": 1},
     )
     assert len({config_hash(changed(**sections)) for sections in decisive} | {config_hash(before)}) == 6
+
+
+def test_a_run_from_before_there_were_filters_is_bicubic() -> None:
+    """Guards against a run whose second half has other pixels, because its recipe draws the filter now."""
+    file = REPOSITORY / "tests/golden/former_run/run/checkpoints/step-00000005/checkpoint.json"
+    former = json.loads(file.read_text())["content"]["state"]["config"]
+    assert "train_interpolation" not in former["data"]
+    before = config_from_dict(former, "a checkpoint")
+    check_same_run(config_from_dict(former, "the same again"), before, ALONE)
+    for rule in ("bicubic", "bilinear", "random"):
+        now = config_from_dict({**former, "data": {**former["data"], "train_interpolation": rule}}, "a config of today")
+        if rule == "bicubic":
+            check_same_run(now, before, ALONE)
+        else:
+            assert f"was begun with data.train_interpolation=bicubic, this run has {rule}: set it back" in refusal(now, before)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from pipeline.data.augment.randaugment import Op
 SIZE = 224
 FILL = (124, 116, 104)
 
+GEOMETRIC = (Op.ROTATE, Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y)
+
 # Every operation at several amounts: both signs, both ends of the range, nothing at all, and what RandAugment draws.
 AMOUNTS = {
     Op.AUTO_CONTRAST: [0],
@@ -32,11 +34,11 @@ AMOUNTS = {
 }
 
 
-def reference(picture: Image.Image, op: Op, amount: float) -> Image.Image:
+def reference(picture: Image.Image, op: Op, amount: float, filter_: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
     """The operation as the papers' library (timm) defines it, in Pillow's own terms."""
 
     def affine(*matrix: float) -> Image.Image:
-        return picture.transform(picture.size, Image.AFFINE, matrix, resample=Image.BICUBIC, fillcolor=FILL)
+        return picture.transform(picture.size, Image.AFFINE, matrix, resample=filter_, fillcolor=FILL)
 
     def solarize_add() -> Image.Image:
         return picture.point([min(255, i + int(amount)) if i < 128 else i for i in range(256)] * 3)
@@ -45,7 +47,7 @@ def reference(picture: Image.Image, op: Op, amount: float) -> Image.Image:
         Op.AUTO_CONTRAST: lambda: ImageOps.autocontrast(picture),
         Op.EQUALIZE: lambda: ImageOps.equalize(picture),
         Op.INVERT: lambda: ImageOps.invert(picture),
-        Op.ROTATE: lambda: picture.rotate(amount, resample=Image.BICUBIC, fillcolor=FILL),
+        Op.ROTATE: lambda: picture.rotate(amount, resample=filter_, fillcolor=FILL),
         Op.POSTERIZE: lambda: ImageOps.posterize(picture, int(amount)),
         Op.SOLARIZE: lambda: ImageOps.solarize(picture, int(amount)),
         Op.SOLARIZE_ADD: solarize_add,

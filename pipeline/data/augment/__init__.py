@@ -2,6 +2,7 @@
 
 ====================  =================================================================
 ``crop``              random resized crop and flip, centre crop: geometry only
+``interpolation``     bicubic or bilinear, for crops and RandAugment
 ``randaugment``       RandAugment: choice and strength of the operations
 ``randaugment_cpu``   RandAugment's pixels on the CPU, bit for bit Pillow's
 ``randaugment_dali``  RandAugment's pixels in a DALI graph

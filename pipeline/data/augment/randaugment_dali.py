@@ -66,6 +66,7 @@ def augment(
     layers: int,
     image_size: int,
     fill: tuple[int, int, int],
+    bilinear: DataNode | None = None,
 ) -> DataNode:
     """Augment a batch, within a ``pipeline_def`` with ``enable_conditionals=True``.
 
@@ -75,22 +76,30 @@ def augment(
         layers: operations per image.
         image_size: side in pixels.
         fill: RGB colour outside the image after rotations, shears and translations.
+        bilinear: (layers,) float32 on the CPU, 1 where these are bilinear and 0 where they are bicubic; None: all bicubic.
 
     Returns:
         uint8, same shape and layout as ``images``; images without an operation are unchanged.
     """
     for layer in range(layers):
-        images = _layer(images, op[layer], amount[layer], matrix[layer], image_size, fill)
+        linear = None if bilinear is None else bilinear[layer]
+        images = _layer(images, op[layer], amount[layer], matrix[layer], image_size, fill, linear)
     return images
 
 
 def _layer(
-    images: DataNode, op: DataNode, amount: DataNode, matrix: DataNode, image_size: int, fill: tuple[int, int, int]
+    images: DataNode,
+    op: DataNode,
+    amount: DataNode,
+    matrix: DataNode,
+    image_size: int,
+    fill: tuple[int, int, int],
+    linear: DataNode | None,
 ) -> DataNode:
     if op == Op.NOTHING.value:
         result = images
     elif (op == Op.ROTATE.value) | (op >= Op.SHEAR_X.value):
-        result = _warp(images, matrix, image_size, fill)
+        result = _warp(images, matrix, image_size, fill, linear)
     elif op == Op.AUTO_CONTRAST.value:
         result = _auto_contrast(images)
     elif op == Op.EQUALIZE.value:
@@ -118,9 +127,10 @@ def _layer(
 # Geometry
 
 
-def _warp(images: DataNode, matrix: DataNode, image_size: int, fill: tuple[int, int, int]) -> DataNode:
-    """Bicubic affine warp like Pillow's. DALI's warp is at most linear, so this sums the 4 x 4 pixels around each source point,
-    fetched by DALI's nearest-neighbour warp with whole-pixel shifts, which replicates the border."""
+def _warp(images: DataNode, matrix: DataNode, image_size: int, fill: tuple[int, int, int], linear: DataNode | None) -> DataNode:
+    """Affine warp like Pillow's, bicubic, or bilinear where ``linear`` is 1. DALI's warp is at most linear, so this sums the
+    4 x 4 pixels around each source point, fetched by DALI's nearest-neighbour warp with whole-pixel shifts, which replicates the
+    border. In a bilinear warp the outer ones have weight 0: a graph of its own would split the batch once more."""
     index = np.arange(image_size, dtype=np.float32)
     x, y = _constant(index[None, :, None] + 0.5, images), _constant(index[:, None, None] + 0.5, images)
     source_x = matrix[0, 0] * x + matrix[0, 1] * y + matrix[0, 2]  # (H, W, 1)
@@ -128,34 +138,42 @@ def _warp(images: DataNode, matrix: DataNode, image_size: int, fill: tuple[int, 
     # Warp a coordinate grid to learn which pixel DALI takes as the second of the four: its rounding differs from ours.
     grid = np.stack(np.meshgrid(index, index), axis=-1)  # (H, W, 2): column, row
     second = _tap(types.Constant(grid, device=images.device, layout="HWC"), matrix, 1, 1)
-    weights_x = _cubic_weights(source_x, second[:, :, 0:1])  # (H, W, 4, 1)
-    weights_y = _cubic_weights(source_y, second[:, :, 1:2])
+    weights_x = _weights(source_x, second[:, :, 0:1], linear)  # (H, W, 4, 1)
+    weights_y = _weights(source_y, second[:, :, 1:2], linear)
     rows = []
     for row in range(4):
         taps = [_tap(images, matrix, row, column) for column in range(4)]
         rows.append(fn.reductions.sum(weights_x * fn.stack(*taps, axis=2), axes=2))  # (H, W, 3)
-    cubic = _to_level(fn.reductions.sum(weights_y * fn.stack(*rows, axis=2), axes=2) + _SHORT_OF_WHOLE)
+    summed = _to_level(fn.reductions.sum(weights_y * fn.stack(*rows, axis=2), axes=2) + _SHORT_OF_WHOLE)
     inside = (source_x >= 0) & (source_x < image_size) & (source_y >= 0) & (source_y < image_size)
-    warped = _where(inside, cubic, _constant(np.array(fill, dtype=np.uint8), images))
+    warped = _where(inside, summed, _constant(np.array(fill, dtype=np.uint8), images))
     return fn.reinterpret(warped, layout="HWC")  # arithmetic may drop the layout, and DALI merges branches of equal layout only
 
 
-def _cubic_weights(source: DataNode, second: DataNode) -> DataNode:
+# Weights of the four pixels around a point as polynomials of the distance d from the second: factors of 1, d, d^2 and d^3.
+_CUBIC = np.array([[0, 1, 0, 0], [-1, 0, 1, 0], [2, -2, 1, -1], [-1, 1, -1, 1]], dtype=np.float32)
+_LINEAR = np.array([[0, 1, 0, 0], [0, -1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=np.float32)
+
+
+def _weights(source: DataNode, second: DataNode, linear: DataNode | None) -> DataNode:
     """Weights of the four pixels around each source point along one axis: (H, W, 4, 1).
 
-    Keys' cubic kernel (1981) with a = -1, as in Pillow's transforms (its resize has a = -1/2).
+    Bicubic: Keys' kernel (1981) with a = -1, as in Pillow's transforms (its resize has a = -1/2).
 
     Args:
         source: (H, W, 1) coordinate of the point; pixel centres at .5.
         second: (H, W, 1) index of the second of the four pixels, 0 where it would be -1.
+        linear: 1 for linear weights, 0 for cubic ones; None: cubic.
     """
     position = source - 0.5  # in pixel indices
     d = position - second + fn.cast(position < 0, dtype=types.FLOAT)  # from the second pixel towards the third
-    constant, linear, square, cube = (
-        _constant(np.array(coefficients, dtype=np.float32), source)
-        for coefficients in ([0, 1, 0, 0], [-1, 0, 1, 0], [2, -2, 1, -1], [-1, 1, -1, 1])
-    )
-    return fn.expand_dims(constant + d * (linear + d * (square + d * cube)), axes=3)
+    constant, first, square, cube = (_constant(factors, source) for factors in _CUBIC)
+    if linear is not None:  # exact: all factors are whole numbers
+        constant, first, square, cube = (
+            cubic + linear * _constant(change, source)
+            for cubic, change in zip((constant, first, square, cube), _LINEAR - _CUBIC)
+        )
+    return fn.expand_dims(constant + d * (first + d * (square + d * cube)), axes=3)
 
 
 def _tap(images: DataNode, matrix: DataNode, row: int, column: int) -> DataNode:

@@ -42,7 +42,7 @@ class Description:
     classes: list[str]  # names in the order of the scores
     mean: Annotated[list[Mean], _PER_CHANNEL]  # normalization per RGB channel, of pixels in [0, 1]
     std: Annotated[list[Deviation], _PER_CHANNEL]
-    eval_crop: Annotated[float, Field(ge=0.1, le=1)]  # the short side is resized to image_size / eval_crop, then cropped
+    eval_crop: Annotated[float, Field(ge=0.1, le=1)]  # the short side is resized to image_size / eval_crop, rounded down
     precision: Literal["bf16", "fp32"]  # of the training
     step: Count  # optimizer step of the checkpoint
     weights: Kind  # ema: exponential moving average

@@ -1,0 +1,179 @@
+"""Bilinear or bicubic, for crops and RandAugment: what is drawn, and the pixels on both paths."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipeline.config import AugmentConfig, DataConfig, load_config
+from pipeline.data.augment.crop import Geometry
+from pipeline.data.augment.interpolation import Interpolation, draw_interpolation, uniforms_per_sample
+from pipeline.data.augment.randaugment import Op, Ops
+from pipeline.data.cpu_transform import resize_and_crop
+from pipeline.data.dali_graph import full_graph, full_inputs
+from pipeline.data.loader import Loader
+from pipeline.data.plan import BatchRequest, TrainPlan
+from pipeline.data.shards import ShardSet
+from pipeline.logs.sample_log import augmentation_digests
+from pipeline.philox import Stream, uniforms
+from support.launching import REPOSITORY
+from support.randaugment_reference import GEOMETRIC, reference
+
+BATCH = 24
+PLAIN = AugmentConfig()
+LAYERS = AugmentConfig(rand_augment_ops=2)
+
+
+def plan_of(
+    folder: Path, rule: str, augment: AugmentConfig = LAYERS, rank: int = 0, ranks: int = 1, size: int = 64
+) -> TrainPlan:
+    return TrainPlan(
+        shards=ShardSet(folder, "train"),
+        seed=7,
+        image_size=size,
+        global_batch_size=BATCH,
+        batch_size=BATCH // ranks,
+        rank=rank,
+        world_size=ranks,
+        data=DataConfig(num_threads=1, train_interpolation=rule),
+        augment=augment,
+    )
+
+
+def levels_of(plan: TrainPlan, images: torch.Tensor) -> np.ndarray:
+    """Normalized images as levels of 255."""
+    mean, std = (torch.tensor(values)[:, None, None] for values in (plan.data.mean, plan.data.std))
+    return ((images * std + mean) * 255).round().int().numpy()
+
+
+def loaded(plan: TrainPlan) -> np.ndarray:
+    """The first batch of the CPU path, (B, 3, S, S) levels."""
+    loader = Loader(plan, plan.data, torch.device("cpu"))
+    images = levels_of(plan, next(loader).images)
+    loader.close()
+    return images
+
+
+def draws(request: BatchRequest) -> list[np.ndarray]:
+    """All that was drawn for a batch but the filters."""
+    parts = [getattr(request, field.name) for field in fields(request) if field.name != "interpolation"]
+    arrays = [part if isinstance(part, np.ndarray) else list(vars(part).values()) for part in parts if part is not None]
+    return [array for group in arrays for array in (group if isinstance(group, list) else [group])]
+
+
+def test_random_is_a_fair_coin_for_each_crop_and_each_operation() -> None:
+    """Guards against one choice for a whole image, which timm does not make, and against choices that follow the other draws."""
+    n, layers = 50_000, 3
+    numbers = uniforms(Stream.INTERPOLATION, 3, np.zeros(n), np.arange(n), uniforms_per_sample(layers))
+    drawn = draw_interpolation(numbers, 0.5)
+    chosen = np.column_stack([drawn.crop, drawn.ops]).astype(float)  # (n, 4)
+    crops = uniforms(Stream.CROP_AND_FLIP, 3, np.zeros(n), np.arange(n), 4)
+    np.testing.assert_allclose(chosen.mean(axis=0), 0.5, atol=0.012)  # 5 standard deviations
+    together = np.corrcoef(np.column_stack([chosen, crops]).T)  # (8, 8)
+    assert np.abs(together - np.eye(8)).max() < 0.023  # 5 standard deviations
+    for share, expected in ((0.0, False), (1.0, True)):
+        constant = draw_interpolation(numbers[:100], share)
+        assert (constant.crop == expected).all() and (constant.ops == expected).all()
+
+
+@pytest.mark.parametrize("augment", [PLAIN, LAYERS])
+def test_the_key_changes_no_other_draw(augment: AugmentConfig, digits_shards: Path) -> None:
+    """Guards against runs with bicubic filters that are another stream than before there was a choice."""
+    plain = plan_of(digits_shards, "bicubic", augment).request(3)
+    assert plain.interpolation is None
+    for rule in ("bilinear", "random"):
+        request = plan_of(digits_shards, rule, augment).request(3)
+        for before, after in zip(draws(plain), draws(request), strict=True):
+            np.testing.assert_array_equal(before, after)
+        assert request.interpolation.ops.shape == (BATCH, augment.rand_augment_ops)
+        assert np.not_equal(augmentation_digests(plain), augmentation_digests(request)).all(), "the sample log tells them apart"
+    assert 0 < request.interpolation.crop.sum() < BATCH
+
+
+def test_filters_do_not_depend_on_the_number_of_processes(digits_shards: Path) -> None:
+    """Guards against a restart on other hardware that trains on other pixels."""
+    whole = plan_of(digits_shards, "random").request(2).interpolation
+    parts = [plan_of(digits_shards, "random", rank=rank, ranks=4).request(2).interpolation for rank in range(4)]
+    for name in ("crop", "ops"):
+        np.testing.assert_array_equal(getattr(whole, name), np.concatenate([getattr(part, name) for part in parts]))
+
+
+def test_images_with_bicubic_draws_are_those_of_a_bicubic_run(digits_shards: Path) -> None:
+    """Guards against filters that are given to another image, or to another of its operations, on the CPU path."""
+    plan = plan_of(digits_shards, "random")
+    bicubic, bilinear, random = (loaded(plan_of(digits_shards, rule)) for rule in ("bicubic", "bilinear", "random"))
+    request = plan.request(0)
+    geometric = np.isin(request.ops.op, GEOMETRIC)
+    chosen = np.column_stack([request.interpolation.crop, request.interpolation.ops & geometric])
+    matters = np.column_stack([np.ones(BATCH, bool), geometric])
+    cases = {}
+    for i in range(BATCH):
+        cases.setdefault("mixed" if len(set(chosen[i][matters[i]])) > 1 else bool(chosen[i, 0]), []).append(i)
+    assert set(cases) == {"mixed", False, True}
+    for i in cases[False]:
+        np.testing.assert_array_equal(random[i], bicubic[i])
+    for i in cases[True]:
+        np.testing.assert_array_equal(random[i], bilinear[i])
+    for i in cases["mixed"]:
+        assert (random[i] != bicubic[i]).any() and (random[i] != bilinear[i]).any()
+
+
+def test_the_cpus_pixels_are_pillows(imagenet_samples: Path) -> None:
+    """Guards against a bilinear resize without antialiasing, and with it against the other filter: 6 photographs."""
+    zero = np.zeros((1, 2))
+    for path in sorted(imagenet_samples.glob("*/*.JPEG"))[::90]:
+        picture = Image.open(path).convert("RGB")
+        window = torch.from_numpy(np.array(picture))
+        geometry = Geometry(zero, np.array([picture.size[::-1]]), np.full((1, 2), 96.0), zero, np.zeros(1))
+        for bilinear, filter_ in ((False, Image.Resampling.BICUBIC), (True, Image.Resampling.BILINEAR)):
+            ours = resize_and_crop(window, geometry, 0, 96, bilinear).astype(int)
+            difference = np.abs(ours - np.asarray(picture.resize((96, 96), filter_)))
+            assert difference.max() <= 1 and (difference > 0).mean() < 0.01
+
+
+@pytest.mark.parametrize(("rule", "size"), [("random", 224), ("bilinear", 64)])
+def test_the_graph_is_within_two_levels_of_the_cpu(rule: str, size: int, imagenet_shards: Path) -> None:
+    """Guards against a graph for GPUs that takes another filter, or repeats the border's pixels where Pillow leaves them out."""
+    plan = plan_of(imagenet_shards, rule, PLAIN, size=size)
+    request = plan.request(0)
+    inputs = full_inputs(plan.shards.read_jpegs(request.index), request, size)
+    (output,) = full_graph(lambda: inputs, BATCH, size, plan.data.mean, None, 1, 1, 0, chosen_filters=True).run()
+    graph = torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2).numpy().astype(int)
+    difference = np.abs(graph - loaded(plan))
+    assert difference.max() <= 2
+    assert (difference > 0).mean() < 0.015 and (difference > 1).mean() < 1e-5
+
+
+def test_the_graph_gives_each_operation_its_filter(imagenet_shards: Path) -> None:
+    """Guards against RandAugment's filters in another order than the images' or the operations' in the graph for GPUs."""
+    plan = plan_of(imagenet_shards, "random", AugmentConfig(rand_augment_ops=3))
+    request = plan.request(0)
+    fixed = Interpolation(np.zeros(BATCH, bool), request.interpolation.ops)
+    op = np.where(np.arange(BATCH)[:, None] % 3 == np.arange(3), Op.ROTATE, Op.NOTHING).astype(np.int32)  # one layer of three
+    request = replace(request, interpolation=fixed, ops=Ops(op, np.full(op.shape, 20, np.float32)))
+    inputs = full_inputs(plan.shards.read_jpegs(request.index), request, 64)
+    (output,) = full_graph(lambda: inputs, BATCH, 64, plan.data.mean, None, 1, 1, 3, chosen_filters=True).run()
+    graph = torch.from_dlpack(output.as_tensor()).numpy().astype(int)
+    plain = replace(request, ops=None, interpolation=None)
+    (output,) = full_graph(
+        lambda: full_inputs(plan.shards.read_jpegs(plain.index), plain, 64), BATCH, 64, plan.data.mean, None, 1, 1
+    ).run()
+    before = torch.from_dlpack(output.as_tensor()).numpy()
+    linear = fixed.ops[np.arange(BATCH), np.arange(BATCH) % 3]
+    assert 0 < linear.sum() < BATCH
+    for i in range(BATCH):
+        filter_ = Image.Resampling.BILINEAR if linear[i] else Image.Resampling.BICUBIC
+        expected = np.asarray(reference(Image.fromarray(before[i]), Op.ROTATE, 20.0, filter_))
+        assert np.abs(graph[i] - expected).max() <= 1, i
+
+
+@pytest.mark.parametrize("name", ["posmlp_t", "posmlp_s", "gmlp_s", "ablations/posmlp_table1_gmlp_sgu"])
+def test_posmlps_recipe_draws_the_filter(name: str) -> None:
+    """Guards against a recipe whose published configuration says random."""
+    assert load_config(REPOSITORY / f"configs/{name}.yaml").data.train_interpolation == "random"
+    assert load_config(REPOSITORY / "configs/pervit_t.yaml").data.train_interpolation == "bicubic"

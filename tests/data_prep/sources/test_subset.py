@@ -1,0 +1,69 @@
+"""The first images of each class, as in the papers' code; random subsets are tested beside the sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from data_prep.sources import ImageFolder, open_sources, take_subset
+from pipeline.data.manifest import ShardManifest
+from support.launching import run_script
+
+SHARDER = "data_prep/shard_imagenet.py"
+
+
+def test_the_first_of_each_class_are_the_references(tmp_path: Path) -> None:
+    """Guards against a row of the papers' tables that trains on other images: int(fraction * n), of the sorted names."""
+    sizes = {"many": 100, "some": 25, "one": 1}
+    for name, size in sizes.items():
+        (tmp_path / name).mkdir()
+        for number in np.random.default_rng(0).permutation(size):  # not padded: 10 comes before 2
+            (tmp_path / name / f"{name}_{number}.JPEG").write_bytes(b"x" * number)
+    source = ImageFolder(tmp_path, "train")
+
+    def kept(fraction: float, seed: int = 0) -> list[str]:
+        subset = take_subset(source, fraction, seed, "first")
+        assert (subset.subset, subset.subset_rule) == (fraction, "first")
+        return [subset.read(i).name for i in range(len(subset))]
+
+    for fraction in (0.05, 0.1, 0.25, 0.29, 0.3, 0.5, 0.57):
+        expected = []
+        for name in sorted(sizes):  # as the reference's loop: it stops at int(n * fraction) of the sorted names
+            files = sorted(file.name for file in (tmp_path / name).iterdir())
+            expected += [f"{name}/{file}" for file in files[: int(len(files) * fraction) or 1]]
+        assert kept(fraction) == expected, fraction
+    assert len(kept(0.29)) == 28 + 7 + 1, "29 in decimals"
+    assert kept(0.3) == kept(0.3, seed=1) and set(kept(0.1)) < set(kept(0.3))
+    assert take_subset(source, 0.3, 0).subset_rule == "random"
+
+
+def test_the_rule_of_a_subset_arrives_and_stays_visible(tmp_path: Path) -> None:
+    """Guards against shards of a table's row that are a random draw, and against two rules in one folder."""
+    photos, shards = tmp_path / "photos", tmp_path / "shards"
+    for name in ("a", "b"):
+        (photos / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (40, 30), (50 * number, 0, 9)).save(photos / name / f"{number}.jpg")
+    arguments = ["--source", photos, "--output", shards, "--workers", 1, "--split", "train"]
+    first = [*arguments, "--subset", 0.5, "--subset-rule", "first"]
+    run_script(SHARDER, *first)
+    source = ShardManifest.read(shards).splits["train"].source
+    assert (source["subset"], source["subset_rule"]) == (0.5, "first")
+    train = take_subset(open_sources(photos, "train")["train"], 0.5, 0, "first")
+    assert source["fingerprint"] == train.fingerprint()
+    assert "nothing was written" in run_script(SHARDER, *first).stdout
+    assert "--subset 0.5 --subset-rule first" in run_script("data_prep/verify_shards.py", shards).stdout
+    for options, expected in (
+        (
+            [*arguments, "--subset", 0.5],
+            "already holds another train set (subset_rule is first, random needed for this source)",
+        ),
+        (
+            [*arguments, "--subset-rule", "first"],
+            "--subset-rule is first, but there is no --subset to choose for: pass --subset",
+        ),
+    ):
+        result = run_script(SHARDER, *options, check=False)
+        assert result.returncode == 2 and expected in result.stderr and result.stderr.count("\n") == 1, result.stderr
