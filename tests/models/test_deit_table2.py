@@ -47,6 +47,14 @@ def test_parameters_and_multiply_accumulates_are_the_papers(switches: dict, para
     assert row.gmacs - 1.2582 == pytest.approx(added_gmacs, abs=1e-4)
 
 
+@pytest.mark.parametrize(("name", "millions"), [("deit_t", 5.76), ("deit_s", 22.09), ("deit_b", 86.61)])
+def test_irpe_fits_all_sizes(name: str, millions: float) -> None:
+    """Guards against tables of another width: the figures are those of the model zoo of iRPE's code."""
+    with torch.device("meta"):
+        model = create_model(name, switches=IRPE)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.005)
+
+
 def test_the_switches_change_no_other_parameter() -> None:
     """Guards against DeiT's parameters under other names, or of other shapes, because of an encoding."""
     with torch.device("meta"):
