@@ -144,19 +144,9 @@ def with_switches(config: Config, changes: list[str]) -> Config:
     Raises:
         UserError: a change is not of that form.
     """
-    from pipeline.config.values import parse_value, shown
+    from pipeline.config.values import parse_switches
 
-    switches = dict(config.model.switches)
-    for change in changes:
-        name, equals, value = change.partition("=")
-        try:
-            if not equals or not name:
-                raise ValueError("a name or the = is missing")
-            switches[name] = parse_value(value)
-        except ValueError as error:
-            raise UserError(
-                f"--switch {shown(change)} is not of the form name=value ({error})", "write for example mask_content_layers=10"
-            ) from None
+    switches = {**config.model.switches, **parse_switches(changes)}
     return config.model_copy(update={"model": config.model.model_copy(update={"switches": switches})})
 
 

@@ -2,6 +2,7 @@
 
   python -m pipeline.flops pervit_t pervit_s pervit_m
   python -m pipeline.flops deit_s --image-size 384 --json FILE
+  python -m pipeline.flops deit_t --switch relative_position=true
 
 The columns are explained in :mod:`pipeline.models.flops`.
 """
@@ -28,11 +29,12 @@ def table(rows: list[FlopRow]) -> str:
         f"{'GMACs modules':>14} {'paper':>6} {'diff':>7} {'GMACs + attention':>18} {'Φp GMACs, once':>15}"
     ]
     for row in rows:
-        native = row.image_size == models.model_entry(row.name).image_size  # the paper's figure is for this size
-        paper_gmacs = row.paper_gmacs if native else None
+        native = row.image_size == models.model_entry(row.name).image_size and not row.switches
+        paper_gmacs = row.paper_gmacs if native else None  # the paper's figure is for this size
+        paper_params = None if row.switches else row.paper_params_m
         lines.append(
-            f"{row.name:<14} {row.image_size:>5} {row.params:>12,} {_figure(row.paper_params_m):>8} "
-            f"{_difference(row.params / 1e6, row.paper_params_m):>7} {row.params_phi / row.params:>9.2%} "
+            f"{row.name:<14} {row.image_size:>5} {row.params:>12,} {_figure(paper_params):>8} "
+            f"{_difference(row.params / 1e6, paper_params):>7} {row.params_phi / row.params:>9.2%} "
             f"{row.gmacs_modules:>14.3f} {_figure(paper_gmacs):>6} {_difference(row.gmacs_modules, paper_gmacs):>7} "
             f"{row.gmacs:>18.3f} {row.gmacs_phi:>15.3f}"
         )
@@ -57,13 +59,23 @@ def main() -> None:
     parser = command_parser("pipeline.flops", __doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all models")
     parser.add_argument("--image-size", type=int, help="in pixels (default: that of the model's paper)")
+    parser.add_argument(
+        "--switch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a switch of the models, as model.switches; repeatable",
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     if args.json:
         check_writable(args.json)
+    from pipeline.config.values import parse_switches
+
+    switches = parse_switches(args.switch)
     from pipeline.models.flops import count_at  # imported late: PyTorch takes seconds, and --help does not need it
 
-    rows = [count_at(name, args.image_size) for name in args.models or models.list_models()]
+    rows = [count_at(name, args.image_size, switches) for name in args.models or models.list_models()]
     print(table(rows))
     print(_NOTES)
     if args.json:

@@ -1,11 +1,14 @@
-"""Strict YAML parsing: every malformed input is a ``ValueError`` of one line."""
+"""Strict YAML parsing: every malformed input is a ``ValueError`` of one line, or, of an option, a ``UserError``."""
 
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
+
+from pipeline.errors import UserError
 
 _LONG = 80  # characters of a value that a message shows
 _DEEPEST = 32  # levels of nesting: PyYAML's time is quadratic in them, and it recurses until Python's stack overflows
@@ -31,6 +34,32 @@ def parse_value(text: str) -> Any:
     except Exception as error:  # PyYAML passes on Python's own errors, for example for the escape "\\U99999999"
         reason = _reason(error)
     raise ValueError(" ".join(reason.split()))
+
+
+def parse_switches(changes: Sequence[str]) -> dict[str, Any]:
+    """The values of ``--switch``.
+
+    Args:
+        changes: ``name=value`` each, the value in YAML.
+
+    Returns:
+        Name -> value.
+
+    Raises:
+        UserError: a change is not of that form.
+    """
+    switches: dict[str, Any] = {}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        try:
+            if not equals or not name:
+                raise ValueError("a name or the = is missing")
+            switches[name] = parse_value(value)
+        except ValueError as error:
+            raise UserError(
+                f"--switch {shown(change)} is not of the form name=value ({error})", "write for example mask_content_layers=10"
+            ) from None
+    return switches
 
 
 def _reason(error: Exception) -> str:

@@ -3,7 +3,7 @@
   python -m pipeline.models
   python -m pipeline.models pervit_t
 
-Multiply-accumulates: python -m pipeline.flops MODEL.
+Multiply-accumulates: python -m pipeline.flops MODEL [--switch NAME=VALUE].
 """
 
 from __future__ import annotations

@@ -9,15 +9,18 @@ There is no separate distilled model: hard distillation supervises the class tok
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.models.common.base import Switches, linear_drop_path, scales_of_block
+from pipeline.models.common.irpe import RelativeSelfAttention
 from pipeline.models.common.layers import init_linear
 from pipeline.models.common.module_list import ModuleList
+from pipeline.models.common.peg import PositionGenerator
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import (
     LAYER_NORM_EPS,
@@ -36,12 +39,28 @@ from pipeline.models.registry import register
 
 
 class DeiTSwitches(Switches):
-    """Ablations of ConViT's Table 5 and PerViT's Table 2."""
+    """Ablations of ConViT's Table 5 and PerViT's Table 2, whose encodings are alternatives."""
 
     mask_position_embedding: bool = False
     """Omit the position embedding in eval mode (ConViT, Table 5). Training is not affected."""
     peripheral_position: bool = False
     """Multiply every layer's attention by PerViT's Φp (PerViT, Table 2, "+ PPE"). The class token has no position: Φp = 1 to and from it."""
+    conditional_position: Annotated[int, Field(ge=0, le=ViTLayout.depth)] = 0
+    """CPVT's position encoding generators after each of the first n blocks, in place of the position embedding (PerViT, Table 2, "+ CPVT": 5)."""
+    relative_position: bool = False
+    """iRPE in every layer: product method, contextual, on keys, shared by the heads (PerViT, Table 2, "+ iRPE")."""
+
+    @model_validator(mode="after")
+    def _one_encoding(self) -> DeiTSwitches:
+        names = ("peripheral_position", "conditional_position", "relative_position")
+        given = [name for name in names if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"has {' and '.join(given)}, alternatives of which one at most is possible: leave out the others")
+        if self.conditional_position and self.mask_position_embedding:
+            raise ValueError(
+                "has conditional_position, which leaves no position embedding to mask: set mask_position_embedding=false"
+            )
+        return self
 
 
 class DeiT(PhiModel):
@@ -51,12 +70,14 @@ class DeiT(PhiModel):
     the patches.
 
     How PerViT's authors added Φp to DeiT is not published. Here Φp = 1 to and from the class token, the absolute position
-    embedding stays (as with iRPE, which Table 2 compares with Φp), and Φp has the peripheral initialization.
+    embedding stays (as with iRPE, which Table 2 compares with Φp), and Φp has the peripheral initialization. Its figures for CPVT
+    and iRPE are those authors' own: five generators and no position embedding (CPVT's "0-5"), and iRPE beside the embedding.
 
     Args:
         layout: heads and width.
         num_classes: outputs of the classifier.
-        image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding.
+        image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding. With
+            ``conditional_position`` it takes any, also images that are not square.
         drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
         activation_checkpointing: recompute each block in the backward pass.
         switches: ablations.
@@ -65,8 +86,9 @@ class DeiT(PhiModel):
         UserError: ``image_size`` is not a multiple of 16.
     """
 
-    reference_names = REFERENCE_NAMES
-    reference_switches = frozenset({"mask_position_embedding"})
+    # The last: iRPE's authors' DeiT (github.com/microsoft/Cream), which has the names of DeiT's otherwise.
+    reference_names = (*REFERENCE_NAMES, ("blocks.*.attn.rpe_k.lookup_table_weight", "blocks.*.attn.relative_position.weight"))
+    reference_switches = frozenset({"mask_position_embedding", "relative_position"})
     leading_tokens = 1
 
     def __init__(
@@ -81,12 +103,18 @@ class DeiT(PhiModel):
         switches = switches or DeiTSwitches()
         super().__init__(linear_drop_path(drop_path, layout.depth), activation_checkpointing, switches)
         width = layout.width
-        self.position_embedding = PositionEmbedding(image_size, 1, width, switches.mask_position_embedding)
+        if switches.conditional_position:
+            patch_grid(image_size, image_size)  # raises for a size that no patches fit
+        else:
+            self.position_embedding = PositionEmbedding(image_size, 1, width, switches.mask_position_embedding)
         self.patch_embedding = PatchEmbedding(width)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
+        self.relative_position = switches.relative_position
+        attention = RelativeSelfAttention if self.relative_position else SelfAttention
         self.blocks = ModuleList(
-            Block(width, SelfAttention(width, layout.heads, qkv_bias=True), layout.mlp_ratio) for _ in range(layout.depth)
+            Block(width, attention(width, layout.heads, qkv_bias=True), layout.mlp_ratio) for _ in range(layout.depth)
         )
+        self.position_generators = ModuleList(PositionGenerator(width) for _ in range(switches.conditional_position))
         if switches.peripheral_position:
             self.add_phi_inputs(layout.heads, image_size // PATCH, PhiDesign())
             for layer, block in enumerate(self.blocks):
@@ -97,13 +125,15 @@ class DeiT(PhiModel):
         init_linear(self.head)
 
     def no_weight_decay(self) -> set[str]:
-        return super().no_weight_decay() | {"class_token", "position_embedding.weight"}
+        """Also the generators of CPVT, as in their authors' Twins; iRPE's tables are decayed, as in its authors' code."""
+        generators = {f"position_generators.{i}.weight" for i in range(len(self.position_generators))}
+        return super().no_weight_decay() | generators | {"class_token", "position_embedding.weight"}
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
 
         Args:
-            images: (B, 3, image_size, image_size).
+            images: (B, 3, image_size, image_size); with ``conditional_position`` (B, 3, H, W), multiples of 16.
             noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; see
                 :meth:`~pipeline.models.common.base.VisionModel.branch_scales`.
 
@@ -116,11 +146,20 @@ class DeiT(PhiModel):
         grid = patch_grid(*images.shape[-2:])
         patches = self.patch_embedding(images)  # (B, N, width)
         x = torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)  # (B, N + 1, width)
-        x = self.position_embedding(x, grid)
+        if hasattr(self, "position_embedding"):
+            x = self.position_embedding(x, grid)
         scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
-            x = self.run_block(block, x, scales_of_block(scales, i), None if log_phi is None else _with_class_token(log_phi))
+            x = self.run_block(block, x, scales_of_block(scales, i), self._position(log_phi, grid))
+            if i < len(self.position_generators):
+                x = self.position_generators[i](x, grid)
         return self.head(self.norm(x[:, 0]))
+
+    def _position(self, log_phi: Tensor | None, grid: tuple[int, int]) -> Tensor | tuple[int, int] | None:
+        """What a block's attention is told of positions."""
+        if log_phi is not None:
+            return _with_class_token(log_phi)
+        return grid if self.relative_position else None
 
     def token_grid(self, images: Tensor) -> tuple[int, int]:
         """(rows, columns) of the patch grid of images (B, 3, H, W)."""

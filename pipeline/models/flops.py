@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -45,7 +45,8 @@ class FlopRow:
     gmacs: float
     gmacs_phi: float
     paper_params_m: float | None
-    paper_gmacs: float | None  # at the paper's image size
+    paper_gmacs: float | None  # at the paper's image size, without switches
+    switches: dict[str, Any] = field(default_factory=dict)  # that were set
 
     def training_flops_per_image(self, micro_batch_size: int) -> float:
         """Model FLOPs of one image's forward and backward pass: 2 per multiply-accumulate, the backward pass twice the forward.
@@ -82,13 +83,14 @@ def count(
         gmacs_phi=(with_phi - per_image) / 1e9,
         paper_params_m=entry.paper_params_m,
         paper_gmacs=entry.paper_gmacs,
+        switches=dict(switches),
     )
 
 
-def count_at(name: str, image_size: int | None = None) -> FlopRow:
+def count_at(name: str, image_size: int | None = None, switches: Mapping[str, Any] = MappingProxyType({})) -> FlopRow:
     """:func:`count` with the number of classes and, by default, the image size of the model's paper."""
     entry = model_entry(name)
-    return count(name, image_size or entry.image_size, entry.num_classes)
+    return count(name, image_size or entry.image_size, entry.num_classes, switches)
 
 
 _ATTENTION = ("aten::scaled_dot_product_attention", "pervit::peripheral_attention")  # of PyTorch, of pipeline.kernels

@@ -30,6 +30,18 @@ def test_counts_of_all_sizes(tmp_path: Path) -> None:
         assert 0 < row["gmacs_phi"] < authors_phi / 3, "the folded first convolution saves most of it"
 
 
+def test_a_switch_is_counted_without_the_papers_figures(tmp_path: Path) -> None:
+    """Guards against another model's figures beside an ablation's count, and against a switch that is ignored."""
+    shown = run_module(
+        "pipeline.flops", "lsat_t_32", "--switch", "kv_heads=per_head", "--json", tmp_path / "rows.json"
+    ).stdout  # the smallest model to count
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["switches"] == {"kv_heads": "per_head"} and row["params"] != 10_141_834
+    assert "10.2" not in shown.splitlines()[1]
+    refused = run_module("pipeline.flops", "lsat_t_32", "--switch", "kv_heads", check=False)
+    assert refused.returncode == 2 and "--switch 'kv_heads' is not of the form name=value" in refused.stderr
+
+
 def test_an_uncounted_product_fails() -> None:
     """Guards against an operator that is silently counted as zero (fvcore #129, pytorch #195460)."""
 

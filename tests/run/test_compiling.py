@@ -91,12 +91,20 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_no_graph_break_in_a_block(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [
+        *((name, {}) for name in SIZES),
+        ("deit_t", {"peripheral_position": True}),
+        ("deit_t", {"conditional_position": 2}),
+        ("deit_t", {"relative_position": True}),
+    ],
+)
+def test_no_graph_break_in_a_block(name: str, switches: dict) -> None:
     """Guards against a block that Dynamo cannot trace as a whole, and against one graph for each of many equal blocks."""
     torch.compiler.reset()
     counters.clear()
-    model = create_model(name, num_classes=10, image_size=SIZES[name], drop_path=0.1)
+    model = create_model(name, num_classes=10, image_size=SIZES[name], drop_path=0.1, switches=switches)
     images, noise = torch.randn(2, 3, SIZES[name], SIZES[name]), torch.rand(2, model.noise_per_sample)
     compile_tables_as_constants()
     torch._dynamo.config.recompile_limit = 64

@@ -4,6 +4,8 @@
 ``base``    :class:`VisionModel`: interface, stochastic depth, activation checkpointing
 ``layers``  MLP, fused attention with a bias, dropout, initialization
 ``vit``     patch and position embedding, self-attention and block of a plain ViT
+``irpe``    self-attention with image relative position encoding
+``peg``     position encoding generator of CPVT
 ``probe``   records inner values of a forward pass for analyses
 ``tables``  constants that depend on sizes alone, computed once
 ==========  ==========================================================================

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +123,7 @@ class Block(nn.Module):
         for module in self.modules():
             init_linear(module)
 
-    def forward(self, x: Tensor, branch_scales: Tensor | None, position: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, branch_scales: Tensor | None, position: Any = None) -> Tensor:
         """One transformer block.
 
         Args:
