@@ -153,7 +153,8 @@ def _read(engine: Engine, verified: Verified, ema: WeightAverage | None) -> bool
     for name, buffer in saved_buffers(engine.module).items():
         buffer.copy_(parts.read_buffer(name))
     averaged_buffers = bool(parts.names(EMA_BUFFER))
-    for name, buffer in ema.models_buffers().items() if ema else ():
-        average = ema.buffers[name]
-        average.copy_(parts.read(EMA_BUFFER, name, 0, average.numel()).view_as(average) if averaged_buffers else buffer)
+    if ema:
+        for name, buffer in ema.models_buffers().items():
+            average = ema.buffers[name]
+            average.copy_(parts.read(EMA_BUFFER, name, 0, average.numel()).view_as(average) if averaged_buffers else buffer)
     return averaged_buffers
