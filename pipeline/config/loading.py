@@ -52,19 +52,22 @@ class Recipe:
     config: Config
 
 
-def load_recipe(path: str | Path) -> Recipe:
+def load_recipe(path: str | Path) -> Recipe | None:
     """The shipped config that a file is or begins from (``base:``); the file itself if it begins from none.
 
     Args:
         path: as for :func:`load_config`.
 
-    Raises:
-        UserError: as :func:`load_config`.
+    Returns:
+        None for a file that is valid with overrides only.
     """
     layers, shipped = _read_with_bases(find_recipe(path), seen=()), shipped_recipes().resolve()
     its = [number for number, layer in enumerate(layers, 1) if layer.file and layer.file.resolve().is_relative_to(shipped)]
     layers = layers[: its[-1]] if its else layers
-    return Recipe(str(layers[-1].file), _validate(layers))
+    try:
+        return Recipe(str(layers[-1].file), _validate(layers))
+    except UserError:
+        return None
 
 
 def config_from_dict(tree: dict, source: str) -> Config:

@@ -53,8 +53,11 @@ def test_the_recipe_of_a_file_is_the_shipped_config_below_it(tmp_path: Path) -> 
     alone.write_text("train: {micro_batch_size: 16}\n")
     for path in ("pervit_m", mine, tmp_path / "more.yaml"):
         recipe = load_recipe(path)
-        assert Path(recipe.name).name == "pervit_m.yaml" and recipe.config == load_config("pervit_m")
-    assert load_recipe(alone).name == str(alone) and load_recipe(alone).config.train.micro_batch_size == 16
+        assert recipe and Path(recipe.name).name == "pervit_m.yaml" and recipe.config == load_config("pervit_m")
+    recipe = load_recipe(alone)
+    assert recipe and recipe.name == str(alone) and recipe.config.train.micro_batch_size == 16
+    alone.write_text("train: {micro_batch_size: 9}\naugment: {mixup: 1, mix_group: 4}\n")
+    assert load_recipe(alone) is None and load_config(alone, ["train.micro_batch_size=8"])
 
 
 @pytest.mark.parametrize(
