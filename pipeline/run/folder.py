@@ -103,7 +103,7 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
 
     Args:
         config: of this start.
-        begun_with: of the newest checkpoint; None if there is none, when everything may change.
+        begun_with: of the newest checkpoint (:func:`recorded_config`); None if there is none, when everything may change.
         world: rank 0 logs the accepted changes.
 
     Raises:
@@ -112,7 +112,7 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
     _check_accepted_names(config)
     if begun_with is None:
         return
-    before, now = flatten(begun_with), flatten(config)
+    before, now = flatten(begun_with), flatten(as_begun(config, begun_with))
     if now["train.precision"] == "auto":  # auto keeps the precision of the run
         now["train.precision"] = before["train.precision"]
     changed = [key for key in now if not is_free(key) and before.get(key) != now[key]]

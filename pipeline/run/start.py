@@ -133,7 +133,7 @@ def find_start(config: Config, world: World, train_set: ShardSet) -> Verified | 
     verified = checkpoint.newest_whole(folder, world)
     before = verified.state if verified else None
     begun_with = recorded_config(before.config, source=str(folder)) if before else None
-    check_same_run(as_begun(config, begun_with), begun_with, world)
+    check_same_run(config, begun_with, world)
     check_same_data(config, before.data if before else None, train_set.identity(), world)
     return verified
 
