@@ -175,7 +175,7 @@ class TrainConfig(Section):
     label_smoothing: Fraction = 0.1
     """Fraction of the target probability spread over all classes."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of an exponential moving average of the weights, which is evaluated too; null: none."""
+    """Decay of an exponential moving average of the weights and of BatchNorm's statistics, which is evaluated too; null: none."""
     max_skipped_steps: Count = 0
     """Steps with non-finite gradients to skip; one more stops the run and saves what reproduces it."""
 
