@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config import Config, accumulation_steps
+from pipeline.config import Config, Recipe, accumulation_steps
 from pipeline.data.loader import Batch
 from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.errors import PREEMPTED
@@ -44,23 +44,24 @@ from pipeline.run.teacher import hard_distillation_loss
 _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
 
 
-def connect_and_train(config: Config, stop: StopSignal) -> int:
+def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = None) -> int:
     """Join the other ranks, then :func:`train`: the command once its config is loaded. Returns the exit code."""
     if config.train.deterministic:
         make_deterministic()
     world = init_world(config.distributed.collective_timeout, Path(config.output_dir))
-    code = train(config, world, stop)
+    code = train(config, world, stop, recipe)
     disconnect()
     return code
 
 
-def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
+def train(config: Config, world: World, stop: StopSignal | None = None, recipe: Recipe | None = None) -> int:
     """Train to the end of the schedule, from the newest intact checkpoint if there is one. Collective.
 
     Args:
         config: the run.
         world: all ranks.
         stop: tells whether this process has received a signal to stop.
+        recipe: what the config is made from, for the log; None: unknown.
 
     Returns:
         The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint if a step was taken.
@@ -79,7 +80,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None) -> int:
             if world.is_main:
                 console.say(_STOPPED_EARLY)
             return PREEMPTED
-        run = start_run(config, world, stop, heartbeat)
+        run = start_run(config, world, stop, heartbeat, recipe)
         if run is None:
             return 0
         with run:

@@ -66,6 +66,8 @@ def test_twenty_steps_equal_eleven_and_nine(stage: int, small_run: Path, tmp_pat
     assert [row[0] for row in rows] == list(range(1, 21))
     assert rows == expected
     assert_equal_weights(straight, resumed)
+    saved, statistics = read_weights(resumed), "stem.layers.0.1.running_mean"
+    assert saved.ema is not None and not torch.equal(saved.ema[statistics], saved.model[statistics])  # averaged, and resumed so
 
     for row in evaluation_rows(resumed)[-2:]:  # what was evaluated is what was saved
         saved = evaluate(resumed, tmp_path / "result.json", "--weights", row["weights"])
@@ -186,7 +188,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(small_run: Path, tmp_path: Path
 def test_a_batch_larger_than_the_training_set_is_trained_on_and_warned_of(small_run: Path, tmp_path: Path) -> None:
     """Guards against a recipe for a million images that is run on a thousand: each step is more than an epoch, and nothing says so."""
     sizes = ["train.global_batch_size=1456", "train.micro_batch_size=208", "train.max_steps=1", "train.epochs=2"]
-    said = run_forked("pipeline.train", "--config", small_run, SMALL, *sizes).stderr
+    result = run_forked("pipeline.train", "--config", small_run, SMALL, *sizes)
+    said = result.stderr
+    assert f"note: train.micro_batch_size is 208, 4 in {small_run}: pervit_t has BatchNorm" in result.stdout
     assert "warning: train.global_batch_size is 1,456, but the train split has only 1,438 images" in said
     assert "set it to 1,438 at most" in said
     assert step_rows(tmp_path / "run")[0]["epoch"] > 1
@@ -194,7 +198,7 @@ def test_a_batch_larger_than_the_training_set_is_trained_on_and_warned_of(small_
 
 def test_learning_rate_and_schedule() -> None:
     """Guards against a schedule that steps per epoch, ends too early, or forgets to scale with the batch."""
-    config = OptimConfig(lr=5e-4, lr_batch_size=512, warmup_lr=1e-6, warmup_epochs=5, min_lr=1e-5)
+    config = OptimConfig(lr=5e-4, lr_batch_size=512, warmup_lr=1e-6, warmup_epochs=5, min_lr=1e-5, warmup_prefix=True)
     rate = [learning_rate(step, 10.0, 20, 1024, config) for step in range(201)]
     assert rate[0] == 1e-6 and rate[50] == pytest.approx(1e-3) and rate[200] == pytest.approx(1e-5)
     assert all(a < b for a, b in zip(rate[:50], rate[1:51])) and all(a > b for a, b in zip(rate[50:200], rate[51:]))

@@ -9,14 +9,14 @@ from safetensors import SafetensorError
 
 from pipeline.checkpoint.held import EMA, MOMENTS, WEIGHT
 from pipeline.checkpoint.manifest import CheckpointManifest
-from pipeline.checkpoint.parts import BUFFER, Parts
+from pipeline.checkpoint.parts import BUFFER, EMA_BUFFER, Parts
 
 
 def find_gaps(folder: Path, manifest: CheckpointManifest) -> list[str]:
     """Find what is missing, duplicated or unknown.
 
-    Every parameter needs its weight. An average exists for all parameters or for none; a parameter has both moments or neither,
-    as a frozen one.
+    Every parameter needs its weight. An average exists for all parameters or for none, and for all buffers of floating point or
+    for none; a parameter has both moments or neither, as a frozen one.
 
     Args:
         folder: of the checkpoint.
@@ -41,6 +41,15 @@ def find_gaps(folder: Path, manifest: CheckpointManifest) -> list[str]:
     sentences += [f"{folder}: {name} has one of AdamW's two moments only" for name in sorted(first ^ second)]
     buffers = parts.slices(BUFFER)
     sentences += [f"{folder}: buffer {name} is there {len(found)} times" for name, found in buffers.items() if len(found) != 1]
+    averages = parts.slices(EMA_BUFFER)
+    if averages and averages.keys() != (floating := set(parts.floating_buffers())):
+        name = min(averages.keys() ^ floating)
+        sentences.append(
+            f"{folder}: buffer {name} has {'an average, but is not there' if name in averages else 'no average, others have'}"
+        )
+    for name in averages.keys() & buffers.keys():
+        if problem := _problem(averages[name], [buffers[name][0][1]]):
+            sentences.append(f"{folder}: the average of buffer {name} {problem}")
     return sentences
 
 

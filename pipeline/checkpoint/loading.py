@@ -14,7 +14,7 @@ from pipeline.checkpoint.completeness import find_gaps
 from pipeline.checkpoint.folder import saved_steps, set_aside, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OtherFormat
-from pipeline.checkpoint.parts import Parts
+from pipeline.checkpoint.parts import EMA_BUFFER, Parts
 from pipeline.checkpoint.snapshot import saved_buffers
 from pipeline.checkpoint.whole import Seen, Verified, find_damage
 from pipeline.distributed.agreement import raise_on_all
@@ -110,7 +110,7 @@ def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: W
     Args:
         engine: new, of the same model.
         verified: an intact checkpoint (:func:`newest_whole`).
-        ema: averaged weights; initialized from the weights if the checkpoint has none.
+        ema: averaged weights and buffers; initialized from the weights and buffers if the checkpoint has none.
         world: all ranks.
 
     Raises:
@@ -118,7 +118,7 @@ def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: W
     """
     refusal = None
     try:
-        _read(engine, verified, ema)
+        averaged_buffers = _read(engine, verified, ema)
     except (KeyError, RuntimeError) as error:  # a slice or buffer that is missing, or of another shape
         refusal = UserError(f"{verified.folder} is of another model ({error.args[0]})", "choose another output_dir")
     except (SafetensorError, OSError) as error:
@@ -128,10 +128,16 @@ def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: W
     except UserError as error:
         refusal = error  # the cause of any other failure
     raise_on_all(refusal, world)
+    if ema and ema.buffers and not averaged_buffers and world.is_main:
+        _log.info(
+            f"note: {verified.folder} has no averages of the model's buffers (BatchNorm's statistics), which earlier versions did not "
+            f"average: these averages begin with the buffers as they are at step {verified.state.step}."
+        )
     engine.empty_partition_cache()
 
 
-def _read(engine: Engine, verified: Verified, ema: WeightAverage | None) -> None:
+def _read(engine: Engine, verified: Verified, ema: WeightAverage | None) -> bool:
+    """Read what this rank holds; returns whether the checkpoint has averages of buffers."""
     state = verified.state
     parts = Parts(verified.folder, [record.name for record in verified.manifest.files])
     create_moments(engine, state.optimizer_step)
@@ -146,3 +152,9 @@ def _read(engine: Engine, verified: Verified, ema: WeightAverage | None) -> None
         piece.values.copy_(parts.read(quantity, piece.name, piece.start, len(piece.values)))
     for name, buffer in saved_buffers(engine.module).items():
         buffer.copy_(parts.read_buffer(name))
+    averaged_buffers = bool(parts.names(EMA_BUFFER))
+    if ema:
+        for name, buffer in ema.models_buffers().items():
+            average = ema.buffers[name]
+            average.copy_(parts.read(EMA_BUFFER, name, 0, average.numel()).view_as(average) if averaged_buffers else buffer)
+    return averaged_buffers

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.manifest import FileRecord
 
-BUFFER = "buffer"
+BUFFER, EMA_BUFFER = "buffer", "ema_buffer"  # as in the model; averaged: flattened, those of floating point
 _DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
 _DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"}
 _CHUNK = 16 << 20  # bytes per checksum update and write: large against a system call, small against a part
@@ -106,6 +106,15 @@ class Parts:
     def names(self, quantity: str) -> list[str]:
         """Names of the tensors with this quantity."""
         return [name for have, name in self._slices if have == quantity]
+
+    def floating_buffers(self) -> list[str]:
+        """Names of the buffers of floating point. Reads headers only."""
+        dtypes = {
+            name: self._files[pieces[0][1]].get_slice(pieces[0][2]).get_dtype()
+            for (have, name), pieces in self._slices.items()
+            if have == BUFFER
+        }
+        return [name for name, dtype in dtypes.items() if dtype.startswith(("F", "BF"))]
 
     def slices(self, quantity: str) -> dict[str, list[tuple[int, int]]]:
         """The slices of a quantity: name -> [(offset, count), ...], ascending. Reads headers only."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.checkpoint.held import held
-from pipeline.checkpoint.parts import BUFFER, slice_key
+from pipeline.checkpoint.parts import BUFFER, EMA_BUFFER, slice_key
 from pipeline.distributed.world import World
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine
@@ -15,7 +15,8 @@ _ALIGNMENT = 16  # bytes per tensor start, a multiple of every element size: vie
 
 
 def saved_tensors(engine: Engine, ema: WeightAverage | None, world: World) -> dict[str, Tensor]:
-    """The live tensors that this rank saves: its share of weights, moments and averages; on rank 0 also buffers."""
+    """The live tensors that this rank saves: its share of weights, moments and averages; on rank 0 also buffers
+    and their averages."""
     tensors = {}
     for piece in held(engine, ema):
         share = piece.share(world.rank, world.size)
@@ -24,6 +25,8 @@ def saved_tensors(engine: Engine, ema: WeightAverage | None, world: World) -> di
     if world.is_main:
         for name, buffer in saved_buffers(engine.module).items():
             tensors[slice_key(BUFFER, name, 0)] = buffer.detach()
+        for name, average in ema.buffers.items() if ema else ():
+            tensors[slice_key(EMA_BUFFER, name, 0)] = average.reshape(-1)
     return tensors
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.folder import BEST, CheckpointManifest, RunState, find_checkpoint, saved_steps, step_folder
 from pipeline.checkpoint.held import EMA, WEIGHT
-from pipeline.checkpoint.parts import BUFFER, Parts
+from pipeline.checkpoint.parts import BUFFER, EMA_BUFFER, Parts
 from pipeline.checkpoint.whole import Seen, find_all_damage
 from pipeline.errors import UserError
 from pipeline.models.weights.exported import SUFFIX, Kind, read_tensors
@@ -72,8 +72,12 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
         raise UserError(damage[0], f"take another checkpoint (present: steps {saved_steps(run_dir)}), or restore the file")
     parts = Parts(folder, [record.name for record in manifest.files])
     buffers = {name: parts.read_buffer(name).clone() for name in parts.names(BUFFER)}
+    averaged = {  # none in a checkpoint of an earlier version
+        name: parts.read(EMA_BUFFER, name, 0, buffers[name].numel()).view_as(buffers[name]).clone()
+        for name in parts.names(EMA_BUFFER)
+    }
 
-    def whole(quantity: str) -> dict[str, Tensor]:
+    def whole(quantity: str, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors = {}
         for name, shape in manifest.shapes.items():
             # A copy: a memory-mapped tensor would change with the file.
@@ -81,10 +85,10 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
         seen.check()
         return {**tensors, **buffers}
 
-    ema = whole(EMA) if parts.names(EMA) else None
+    ema = whole(EMA, {**buffers, **averaged}) if parts.names(EMA) else None
     best = manifest.state.best if step == BEST else None
     default: Kind = best["weights"] if best and best["step"] == found else "model" if ema is None else "ema"
-    return SavedWeights(manifest.state, whole(WEIGHT), ema, default)
+    return SavedWeights(manifest.state, whole(WEIGHT, buffers), ema, default)
 
 
 def read_initial_weights(source: Path) -> InitialWeights:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -41,6 +42,32 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     layers = _read_with_bases(find_recipe(path), seen=())
     layers += [Layer(f"override {shown(override)}", _override(override)) for override in overrides]
     return _validate(layers)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A config file by itself, without what a user has changed."""
+
+    name: str  # of the file
+    config: Config
+
+
+def load_recipe(path: str | Path) -> Recipe | None:
+    """The shipped config that a file is or begins from (``base:``); the file itself if it begins from none.
+
+    Args:
+        path: as for :func:`load_config`.
+
+    Returns:
+        None for a file that is valid with overrides only.
+    """
+    layers, shipped = _read_with_bases(find_recipe(path), seen=()), shipped_recipes().resolve()
+    its = [number for number, layer in enumerate(layers, 1) if layer.file and layer.file.resolve().is_relative_to(shipped)]
+    layers = layers[: its[-1]] if its else layers
+    try:
+        return Recipe(str(layers[-1].file), _validate(layers))
+    except UserError:
+        return None
 
 
 def config_from_dict(tree: dict, source: str) -> Config:
@@ -108,7 +135,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
             f"see {shipped_recipes() / 'pervit_t.yaml'}",
         )
     base = tree.pop("base", None)
-    layer = Layer(f"config {path}", tree)
+    layer = Layer(f"config {path}", tree, path)
     if base is None:
         return [layer]
     if not isinstance(base, str) or not base.isprintable():

@@ -6,6 +6,7 @@ import datetime
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -27,6 +28,7 @@ class Layer:
 
     label: str  # for messages, such as "config configs/pervit_t.yaml"
     tree: dict
+    file: Path | None = None  # that it was read from
 
     def sets(self, path: Iterable[object]) -> bool:
         """Whether this layer sets the value at ``path`` (section, key, index within the value), or part of it."""

@@ -155,7 +155,7 @@ class TrainConfig(Section):
     teacher: Text | None = None
     """Hard distillation (DeiT, Eq. 3): folder of a finished run whose predictions are a second label; null: none."""
     epochs: Epochs = 300
-    """Length of the schedule, in passes over the training set."""
+    """Length of the schedule, in passes over the training set; optim.cooldown_epochs come on top."""
     scale_epochs: bool = False
     """Divide epochs by the fraction that `--subset` kept, so that the number of steps is that of the full set."""
     max_steps: Steps | None = None
@@ -177,7 +177,7 @@ class TrainConfig(Section):
     label_smoothing: Fraction = 0.1
     """Fraction of the target probability spread over all classes."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of an exponential moving average of the weights, which is evaluated too; null: none."""
+    """Decay of an exponential moving average of the weights and of BatchNorm's statistics, which is evaluated too; null: none."""
     max_skipped_steps: Count = 0
     """Steps with non-finite gradients to skip; one more stops the run and saves what reproduces it."""
 
@@ -200,10 +200,16 @@ class OptimConfig(Section):
     """Final learning rate of the cosine schedule."""
     warmup_epochs: Annotated[float, Field(ge=0, le=MAX_EPOCHS)] = 5
     """Linear warm-up, updated every step."""
+    warmup_prefix: bool = False
+    """Whether the cosine begins after the warm-up. false: it counts from the first step, as by default in timm, and the warm-up replaces its beginning."""
+    cooldown_epochs: Annotated[float, Field(ge=0, le=MAX_EPOCHS)] = 0
+    """Epochs at min_lr after the cosine, beyond train.epochs."""
     warmup_lr: Rate = 1e-6
     """Learning rate of the first step."""
     weight_decay: Rate = 0.05
     """Decoupled weight decay."""
+    decay_embeddings: bool = False
+    """Also decay class tokens and absolute position embeddings, as ConViT's published runs do."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of AdamW's moment estimates."""
     eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8

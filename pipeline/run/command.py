@@ -30,7 +30,7 @@ def train_main() -> int:
     from pipeline.faults.stop_signal import StopSignal
 
     with StopSignal() as stop:  # from the beginning: starting takes a while
-        from pipeline.config import load_config
+        from pipeline.config import load_config, load_recipe
         from pipeline.logs import console
         from pipeline.models.registry import check_name
 
@@ -41,7 +41,7 @@ def train_main() -> int:
         if console.is_first_process():
             console.say(f"{config.model.name} into {config.output_dir}: loading PyTorch, DeepSpeed and DALI")
         training = import_module("pipeline.train")  # by name: train.py is the command and imports this module, none imports it
-        return training.connect_and_train(config, stop)
+        return training.connect_and_train(config, stop, load_recipe(args.config))
 
 
 def train_command() -> NoReturn:

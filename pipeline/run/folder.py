@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, flatten
+from pipeline.config import Config, config_from_dict, flatten
 from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -45,6 +45,8 @@ _FREE_KEYS = (
 )
 # A checkpoint does not fit other shapes; another global batch size would skip or repeat samples of the stream.
 _NEVER = ("model.name", "model.image_size", "model.num_classes", "model.switches", "train.global_batch_size")
+# Keys whose default is not what runs did before the key was there: key -> what they did.
+_FORMER: dict[str, Any] = {"optim.warmup_prefix": True}
 _DATA = "data"  # in checkpoint.accept: another data set. Keys of the section `data` are accepted one by one.
 _NAMED = 5  # differences listed in a message
 _DIGITS = 12  # of a digest in a message, as in `inspect`
@@ -65,12 +67,43 @@ def open_run_folder(config: Config, world: World) -> RunLock | None:
     return do_in_main(lambda: _lock(Path(config.output_dir)), world)
 
 
+def recorded_config(recorded: dict[str, Any], source: str) -> Config:
+    """The config that a checkpoint has recorded. A key that was not there yet means what runs did then.
+
+    Raises:
+        UserError: it is not valid; the message names ``source``.
+    """
+    tree = {section: dict(values) if isinstance(values, dict) else values for section, values in recorded.items()}
+    for key, value in _FORMER.items():
+        section, _, name = key.partition(".")
+        if isinstance(tree.get(section), dict):
+            tree[section].setdefault(name, value)
+    return config_from_dict(tree, source)
+
+
+def as_begun(config: Config, begun_with: Config | None) -> Config:
+    """The config of this start, in which a key with another default than when the run was begun keeps the run's value.
+
+    A value that this start states, in a file or an override, stays: :func:`check_same_run` judges it.
+
+    Args:
+        config: of this start.
+        begun_with: of the newest checkpoint (:func:`recorded_config`); None if there is none.
+    """
+    for key in _FORMER if begun_with else ():
+        section, _, name = key.partition(".")
+        ours, its = getattr(config, section), getattr(begun_with, section)
+        if name not in ours.model_fields_set:
+            config = config.model_copy(update={section: ours.model_copy(update={name: getattr(its, name)})})
+    return config
+
+
 def check_same_run(config: Config, begun_with: Config | None, world: World) -> None:
     """Check that a config may continue a run. The result is the same on every rank, without communication.
 
     Args:
         config: of this start.
-        begun_with: of the newest checkpoint; None if there is none, when everything may change.
+        begun_with: of the newest checkpoint (:func:`recorded_config`); None if there is none, when everything may change.
         world: rank 0 logs the accepted changes.
 
     Raises:
@@ -79,7 +112,7 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
     _check_accepted_names(config)
     if begun_with is None:
         return
-    before, now = flatten(begun_with), flatten(config)
+    before, now = flatten(begun_with), flatten(as_begun(config, begun_with))
     if now["train.precision"] == "auto":  # auto keeps the precision of the run
         now["train.precision"] = before["train.precision"]
     changed = [key for key in now if not is_free(key) and before.get(key) != now[key]]

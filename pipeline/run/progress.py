@@ -18,8 +18,9 @@ class Schedule:
 
     images: int  # per epoch
     global_batch_size: int
-    epochs: float
+    epochs: float  # of the learning rate's cosine
     max_steps: int | None
+    cooldown_epochs: float = 0.0  # after the cosine
 
     @property
     def steps_per_epoch(self) -> float:
@@ -28,7 +29,9 @@ class Schedule:
     @property
     def last_step(self) -> int:
         """The end of the schedule, or ``max_steps`` if that comes first."""
-        whole = math.ceil(self.epochs * self.steps_per_epoch - 1e-9)  # 1e-9: a rounding error must not add a step
+        whole = math.ceil(
+            (self.epochs + self.cooldown_epochs) * self.steps_per_epoch - 1e-9
+        )  # 1e-9: a rounding error must not add a step
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
     def samples(self, step: int) -> int:
@@ -57,7 +60,7 @@ def make_schedule(config: Config, train_set: ShardSet) -> Schedule:
     epochs = config.train.epochs
     if config.train.scale_epochs:
         epochs /= train_set.subset
-    schedule = Schedule(images, config.train.global_batch_size, epochs, config.train.max_steps)
+    schedule = Schedule(images, config.train.global_batch_size, epochs, config.train.max_steps, config.optim.cooldown_epochs)
     if schedule.last_step < 1:
         raise UserError(
             f"train.epochs is {config.train.epochs:g}, which with {images} images an epoch and train.global_batch_size "

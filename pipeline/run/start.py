@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline import checkpoint
 from pipeline.checkpoint.whole import Verified
-from pipeline.config import Config, accumulation_steps, config_from_dict
+from pipeline.config import Config, Recipe, accumulation_steps, flatten
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.agreement import Agreement, do_in_main
 from pipeline.distributed.world import World
@@ -32,15 +32,22 @@ from pipeline.optim.engine import Engine, build_engine, zero_stage
 from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import choose_decoding, training_loader
 from pipeline.run.evaluation import check_classes, check_same_classes, evaluation_loader
-from pipeline.run.folder import check_same_data, check_same_run, open_run_folder
+from pipeline.run.folder import as_begun, check_same_data, check_same_run, open_run_folder, recorded_config
 from pipeline.run.precision import Precision, choose_precision, with_precision
 from pipeline.run.progress import make_schedule
 from pipeline.run.state import Run
 from pipeline.run.teacher import load_teacher
 
 
-def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbeat) -> Run | None:
+def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbeat, recipe: Recipe | None = None) -> Run | None:
     """Start a run, or resume it from its newest intact checkpoint. Collective.
+
+    Args:
+        config: the run.
+        world: all ranks.
+        stop: tells whether this process has received a signal to stop.
+        heartbeat: of this process.
+        recipe: what the config is made from, to say where they differ; None: unknown.
 
     Returns:
         None if there is nothing left to train.
@@ -67,6 +74,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             f"data: {train_set.folder}: {len(train_set):,} training and {len(val_set):,} validation images, {len(train_set.classes)} classes",
         )
         _say(world, f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
+        config = _as_begun(config, before, world)
         precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)
         config = with_precision(config, precision.name)
         begun_with = before.config["data"].get("decode") if before else None
@@ -110,7 +118,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
         raise
     if learner.first_maps is not None:
         run.log.image(pictures.PHI, pictures.map_grid(learner.first_maps), step)
-    _introduce(run, precision, learner.cost, before)
+    _introduce(run, precision, learner.cost, before, recipe)
     return run
 
 
@@ -124,9 +132,20 @@ def find_start(config: Config, world: World, train_set: ShardSet) -> Verified | 
     do_in_main(lambda: checkpoint.sweep(folder), world)
     verified = checkpoint.newest_whole(folder, world)
     before = verified.state if verified else None
-    check_same_run(config, config_from_dict(before.config, source=str(folder)) if before else None, world)
+    begun_with = recorded_config(before.config, source=str(folder)) if before else None
+    check_same_run(config, begun_with, world)
     check_same_data(config, before.data if before else None, train_set.identity(), world)
     return verified
+
+
+def _as_begun(config: Config, before: checkpoint.RunState | None, world: World) -> Config:
+    """:func:`as_begun`, said in the log."""
+    kept = as_begun(config, recorded_config(before.config, source=config.output_dir) if before else None)
+    was, now = flatten(kept), flatten(config)
+    for key in was:
+        if was[key] != now[key]:
+            _say(world, f"note: {key} stays {was[key]}, with which this run was begun; {now[key]} is the default of new runs")
+    return kept
 
 
 @dataclass(frozen=True)
@@ -199,7 +218,9 @@ def _say(world: World, text: str) -> None:
         console.say(text)
 
 
-def _introduce(run: Run, precision: Precision, cost: flops.FlopRow, before: checkpoint.RunState | None) -> None:
+def _introduce(
+    run: Run, precision: Precision, cost: flops.FlopRow, before: checkpoint.RunState | None, recipe: Recipe | None
+) -> None:
     """The first lines of the log."""
     config, schedule, world = run.config, run.schedule, run.world
     run.log.say(str(precision))
@@ -220,6 +241,11 @@ def _introduce(run: Run, precision: Precision, cost: flops.FlopRow, before: chec
         run.log.say(
             f"note: train.micro_batch_size was {micro_batch_size} and is {config.train.micro_batch_size}: {config.model.name} has BatchNorm, which "
             f"normalizes over a micro-batch, so the run goes on a little differently"
+        )
+    if recipe and recipe.config.train.micro_batch_size != config.train.micro_batch_size and run.batchnorm:
+        run.log.say(
+            f"note: train.micro_batch_size is {config.train.micro_batch_size}, {recipe.config.train.micro_batch_size} in {recipe.name}: "
+            f"{config.model.name} has BatchNorm, which normalizes over a micro-batch, so this is not quite its recipe"
         )
     steps, per_epoch = accumulation_steps(config.train, world.size), schedule.steps_per_epoch
     run.log.say(

@@ -240,7 +240,7 @@ def drop_averages(run: Path) -> None:
     folder = step_folder(run, 4)
     manifest, records = CheckpointManifest.read(folder), []
     for record in manifest.files:
-        tensors = {key: value for key, value in load_file(folder / record.name).items() if not key.startswith("ema/")}
+        tensors = {key: value for key, value in load_file(folder / record.name).items() if not key.startswith("ema")}
         (folder / record.name).unlink()
         records.append(write_part(folder / record.name, tensors))
     (folder / "checkpoint.json").write_text(replace(manifest, files=records).to_text())

@@ -93,6 +93,13 @@ def test_numbers_that_nobody_saved_are_missed(quantity: str, name: str, start: i
         ({"weight/w/0": 10, "weight/v/0": 2, "ema/w/0": 10}, "ema of v ends at 0"),
         ({"weight/w/0": 10, "weight/v/0": 2, "exp_avg/w/0": 10}, "w has one of AdamW's two moments only"),
         ({"weight/w/0": 10, "weight/v/0": 2, "exp_avg/w/2": 8, "exp_avg_sq/w/0": 10}, "exp_avg of w is missing from 0 to 2"),
+        ({"weight/w/0": 10, "weight/v/0": 2, "buffer/m/0": 3, "ema_buffer/m/0": 3}, None),
+        ({"weight/w/0": 10, "weight/v/0": 2, "buffer/m/0": 3, "ema_buffer/m/0": 2}, "average of buffer m ends at 2, 3 numbers"),
+        (
+            {"weight/w/0": 10, "weight/v/0": 2, "buffer/m/0": 3, "buffer/n/0": 1, "ema_buffer/m/0": 3},
+            "buffer n has no average, others have",
+        ),
+        ({"weight/w/0": 10, "weight/v/0": 2, "ema_buffer/m/0": 3}, "buffer m has an average, but is not there"),
     ],
 )
 def test_gaps_are_found_by_the_headers(stretches: dict[str, int], expected: str | None, tmp_path: Path) -> None:

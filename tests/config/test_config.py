@@ -17,6 +17,7 @@ from pipeline.config import (
     config_to_yaml,
     flatten,
     load_config,
+    load_recipe,
     markdown_table,
 )
 from pipeline.config.suggestions import ALIASES
@@ -42,6 +43,21 @@ def test_recipe_of_table_s6() -> None:
         assert (config.optim.weight_decay, config.optim.warmup_epochs) == (decay, warmup)
         assert (config.train.epochs, config.train.global_batch_size, config.train.label_smoothing) == (300, 1024, 0.1)
         assert (config.optim.lr, config.optim.lr_batch_size, config.optim.clip_grad_norm) == (5e-4, 512, None)
+
+
+def test_the_recipe_of_a_file_is_the_shipped_config_below_it(tmp_path: Path) -> None:
+    """Guards against a user's own changes that are taken for the recipe, with which the log compares them."""
+    mine, alone = tmp_path / "mine.yaml", tmp_path / "alone.yaml"
+    mine.write_text("base: pervit_m\ntrain: {micro_batch_size: 32}\n")
+    (tmp_path / "more.yaml").write_text("base: mine.yaml\nseed: 1\n")
+    alone.write_text("train: {micro_batch_size: 16}\n")
+    for path in ("pervit_m", mine, tmp_path / "more.yaml"):
+        recipe = load_recipe(path)
+        assert recipe and Path(recipe.name).name == "pervit_m.yaml" and recipe.config == load_config("pervit_m")
+    recipe = load_recipe(alone)
+    assert recipe and recipe.name == str(alone) and recipe.config.train.micro_batch_size == 16
+    alone.write_text("train: {micro_batch_size: 9}\naugment: {mixup: 1, mix_group: 4}\n")
+    assert load_recipe(alone) is None and load_config(alone, ["train.micro_batch_size=8"])
 
 
 @pytest.mark.parametrize(

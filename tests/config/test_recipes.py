@@ -213,7 +213,7 @@ def peak_lr(config: Config) -> float:
         ("lsat_s_32_cifar100", 3.125e-4, "320 epochs=300 decay=0.05 warmup=5 drop=0.1 erase=0.25 mixup=0.8 views=1 clip=None"),
         ("posmlp_t", 2e-3, "1024 epochs=300 decay=0.067 warmup=10 drop=0.1 erase=0.0 mixup=0.5 views=1 clip=1.0"),
         ("posmlp_b", 1e-3, "480 epochs=300 decay=0.067 warmup=10 drop=0.1 erase=0.0 mixup=0.5 views=1 clip=1.0"),
-        ("pervit_m_cifar100", 7.5e-6, "768 epochs=1000 decay=0.05 warmup=5 drop=0.0 erase=0.0 mixup=0.8 views=3 clip=None"),
+        ("pervit_m_cifar100", 7.5e-6, "768 epochs=1000 decay=0.05 warmup=5 drop=0.1 erase=0.0 mixup=0.8 views=3 clip=None"),
         ("pervit_m_inat19", 7.5e-5, "768 epochs=360 decay=0.05 warmup=5 drop=0.1 erase=0.1 mixup=0.8 views=3 clip=None"),
     ],
 )

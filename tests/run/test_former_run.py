@@ -26,7 +26,9 @@ def test_a_run_of_a_former_commit_goes_on(tmp_path: Path, record_property) -> No
     shutil.copytree(FORMER, tmp_path, dirs_exist_ok=True)
     expected = json.loads((FORMER / "expected.json").read_text())
     paths = [f"data.path={tmp_path / 'shards'}", f"output_dir={tmp_path / 'run'}"]
-    run_module("pipeline.train", "--config", tmp_path / "config.yaml", *paths, "train.max_steps=9")
+    said = run_module("pipeline.train", "--config", tmp_path / "config.yaml", *paths, "train.max_steps=9").stdout
+    assert "note: optim.warmup_prefix stays True, with which this run was begun; False is the default of new runs" in said
+    assert "has no averages of the model's buffers" in said and "at step 5." in said
     steps = [row for row in step_rows(tmp_path / "run") if row["step"] > 5]
     assert [row["step"] for row in steps] == [6, 7, 8, 9]
     for row, before in zip(steps, expected["steps"]):

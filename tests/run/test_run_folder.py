@@ -15,7 +15,7 @@ from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.logs import console
-from pipeline.run.folder import check_same_data, check_same_run, config_hash
+from pipeline.run.folder import as_begun, check_same_data, check_same_run, config_hash, recorded_config
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.ranks import run_forked
 
@@ -76,6 +76,25 @@ def test_a_changed_key_is_refused_with_the_override_that_accepts_it(capsys: pyte
         said = capsys.readouterr().out
         assert said.endswith(" note: this run changes optim.lr from 0.0005 to 1.0, which checkpoint.accept allows.\n")
         assert said.count("\n") == 1
+
+
+def test_a_run_from_before_a_key_goes_on_as_it_was_begun() -> None:
+    """Guards against a run whose learning rate jumps at a resume because a key's default is not what it was begun with."""
+    recorded = changed().model_dump(mode="json")
+    del recorded["optim"]["warmup_prefix"]
+    before = recorded_config(recorded, "a test")
+    assert before.optim.warmup_prefix and not changed().optim.warmup_prefix
+    assert "warmup_prefix" not in recorded["optim"]
+    same_command = changed(optim={"lr": 5e-4})
+    check_same_run(same_command, before, ALONE)
+    kept = as_begun(same_command, before)
+    assert kept.optim.warmup_prefix and kept == changed(optim={"warmup_prefix": True})
+    again = recorded_config(kept.model_dump(mode="json"), "a test")  # what it records now has the key
+    assert as_begun(same_command, again) == kept
+    assert "begun with optim.warmup_prefix=True, this run has False: set it back" in refusal(
+        changed(optim={"warmup_prefix": False}), before
+    )
+    assert as_begun(same_command, changed()) == as_begun(same_command, None) == same_command  # a run of now
 
 
 def test_all_changed_keys_are_named_and_many_are_counted() -> None:
