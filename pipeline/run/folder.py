@@ -140,7 +140,7 @@ def choose_stream(config: Config, begun_with: int | None, world: World) -> int:
     if begun_with == SIDE_BY_SIDE and world.is_main:
         _log.info(
             f"note: this run goes on with the stream of samples that it was begun with, version {SIDE_BY_SIDE}: the {repeats} views of an "
-            f"image stand side by side in a micro-batch; a new run spreads them over the global batch."
+            f"image stand side by side; a new run spreads them over the global batch."
         )
     return begun_with
 
