@@ -75,6 +75,7 @@ class RunState:
     bad_samples: dict[_SampleNumber, _Text] = field(default_factory=dict)  # index -> message
     best: dict[str, Any] | None = None  # {"top1": 71.2, "step": 40, "weights": "ema"}
     evaluation_due: _Flag = False  # the run stopped during this step's evaluation
+    stream_version: _Positive = 1  # of the stream of samples (pipeline.data.views); checkpoints without it are of version 1
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class AugmentConfig(Section):
     mix_group: Annotated[int, Field(ge=2, le=MAX_BATCH)] = 8
     """Consecutive images that share one mixing weight and are mixed with each other; must divide micro_batch_size."""
     repeats: Annotated[int, Field(ge=1, le=64)] = 1
-    """Repeated augmentation: consecutive views of each image; an epoch then covers 1/repeats of the images."""
+    """Repeated augmentation: views of each image, spread over the global batch; an epoch then covers 1/repeats of the images."""
 
     @field_validator("mixup", "cutmix")
     @classmethod

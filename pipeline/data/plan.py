@@ -1,9 +1,10 @@
 """The samples and augmentation of every batch of every rank, as a pure function of its number.
 
 A training run is one infinite stream of samples, epoch after epoch without gaps. Step ``s`` takes samples
-``s * global_batch_size`` to ``(s + 1) * global_batch_size`` of the stream, micro-batch by micro-batch, and within a micro-batch
-rank by rank. Neither the stream nor any random number of a sample depends on the world size. The length of an epoch need not be
-a multiple of the batch size: a step may span two epochs.
+``s * global_batch_size`` to ``(s + 1) * global_batch_size`` of the stream. They are the slots of its global batch, in the stream's
+order or, under repeated augmentation, as :mod:`pipeline.data.views` spreads the views of an image. Micro-batch by micro-batch, and
+within a micro-batch rank by rank, the slots are given out. Neither a slot's sample nor any random number of it depends on the world
+size. The length of an epoch need not be a multiple of the batch size: a step may span two epochs.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from pipeline.data.augment import crop, erasing, interpolation, mixing, randaugm
 from pipeline.data.augment.crop import Geometry, eval_geometry, train_geometry
 from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
 from pipeline.data.shards import DamagedSample
+from pipeline.data.views import STREAM_VERSION, Placing, epoch_length
 from pipeline.philox import Stream, uniforms
-
-_EPOCH_UNIT = 256  # repeated augmentation rounds an epoch down to a multiple of this, as DeiT's RASampler does
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ class TrainPlan(Plan):
         rank, world_size: of this process.
         data: order, crop and flip.
         augment: augmentation after the crop.
+        stream: version of the stream; see :mod:`pipeline.data.views`.
     """
 
     shards: Samples
@@ -138,6 +139,7 @@ class TrainPlan(Plan):
     world_size: int
     data: DataConfig
     augment: AugmentConfig
+    stream: int = STREAM_VERSION
 
     substitutes_count = True
 
@@ -151,7 +153,7 @@ class TrainPlan(Plan):
 
     @property
     def epoch_length(self) -> int:
-        """Images per epoch; see :func:`epoch_length`."""
+        """Images per epoch; see :func:`~pipeline.data.views.epoch_length`."""
         return epoch_length(len(self.shards), self.augment.repeats)
 
     @property
@@ -166,8 +168,7 @@ class TrainPlan(Plan):
             i: number of the micro-batch.
             replacement: bad sample -> its substitute, which gets the random numbers of the original position.
         """
-        stream = self._first(i) + np.arange(self.batch_size, dtype=np.int64)
-        epoch, position = np.divmod(stream, self.epoch_length)
+        epoch, position = np.divmod(self._placing.positions(*self._slots(i)), self.epoch_length)
         index = self._sample_at(position, epoch)
         if replacement:
             index = np.array([replacement.get(sample, sample) for sample in index.tolist()])
@@ -199,31 +200,35 @@ class TrainPlan(Plan):
             boxes = erasing.draw_erasing(numbers, self.image_size, chosen.erasing)
         valid = np.ones(len(index), dtype=bool)
         label = samples["label"].astype(np.int64)
-        return BatchRequest(index, label, epoch, position, valid, geometry, ops, boxes, self._mixing(stream), filters)
+        return BatchRequest(index, label, epoch, position, valid, geometry, ops, boxes, self._mixing(i), filters)
 
     def coming_blocks(self, i: int) -> list[tuple[int, int]]:
-        """In block order, when batch i is the first of a window: the runs that the next window reads."""
+        """In block order, when batch i is the first to reach into a window: the runs that the next window reads."""
         if self.data.order != "block":
             return []
         blocks, size = Blocks(self.data.block_size, self.data.window_blocks), len(self.shards)
-        windows = count_windows(size, blocks)
-
-        def where(batch: int) -> tuple[int, int]:  # (epoch, window) of its first sample
-            epoch, position = divmod(self._first(batch), self.epoch_length)
-            return epoch, min(position // self.augment.repeats // blocks.window_samples, windows - 1)
-
-        epoch, window = where(i)
-        if i > 0 and where(i - 1) == (epoch, window):
-            return []
         last_place = (self.epoch_length - 1) // self.augment.repeats  # an epoch with repeats does not reach every sample
-        if window == min(last_place // blocks.window_samples, windows - 1):
-            epoch, window = epoch + 1, -1
-        return blocks_of_window(window + 1, epoch, size, self.seed, blocks)
+        windows = min(last_place // blocks.window_samples, count_windows(size, blocks) - 1) + 1  # that an epoch reaches
 
-    def _first(self, i: int) -> int:
-        """Position in the stream of the first sample of the i-th micro-batch."""
+        def reached(batch: int) -> int:  # number in the run of the last window from which it, or its step, reads
+            step, slot = self._slots(batch)
+            last = self.global_batch_size - 1 if self._placing.spreads else int(slot[-1])
+            epoch, position = divmod(step * self.global_batch_size + last, self.epoch_length)
+            return epoch * windows + min(position // self.augment.repeats // blocks.window_samples, windows - 1)
+
+        coming = range(reached(i - 1) + 2 if i else 1, reached(i) + 2)
+        return [
+            run for number in coming for run in blocks_of_window(number % windows, number // windows, size, self.seed, blocks)
+        ]
+
+    @property
+    def _placing(self) -> Placing:
+        return Placing(self.global_batch_size, self.augment.repeats, self.epoch_length, self.augment.unit, self.stream)
+
+    def _slots(self, i: int) -> tuple[int, np.ndarray]:
+        """Step of the i-th micro-batch, and its slots in the step's global batch: (B,) int64."""
         step, part = divmod(i, self.batches_per_step)
-        return step * self.global_batch_size + (part * self.world_size + self.rank) * self.batch_size
+        return step, (part * self.world_size + self.rank) * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
 
     def _sample_at(self, position: np.ndarray, epoch: np.ndarray) -> np.ndarray:
         place = position // self.augment.repeats
@@ -232,25 +237,15 @@ class TrainPlan(Plan):
         blocks = Blocks(self.data.block_size, self.data.window_blocks)
         return block_sample_at(place, epoch, len(self.shards), self.seed, blocks)
 
-    def _mixing(self, stream: np.ndarray) -> mixing.Mixing | None:
+    def _mixing(self, i: int) -> mixing.Mixing | None:
         chosen = self.augment
         if not chosen.mixes:
             return None
-        group = stream[:: chosen.mix_group] // chosen.mix_group  # its number in the run
+        step, slot = self._slots(i)
+        group = (step * self.global_batch_size + slot[:: chosen.mix_group]) // chosen.mix_group  # its number in the run
         draws = uniforms(Stream.MIXING, self.seed, np.zeros_like(group), group, mixing.UNIFORMS_PER_GROUP)
-        return mixing.draw_mixing(
-            draws, chosen.mix_group, self.image_size, chosen.mixup, chosen.cutmix, chosen.mix_switch, chosen.repeats
-        )
-
-
-def epoch_length(images: int, repeats: int) -> int:
-    """Images per epoch, repeated views included.
-
-    Without repeated augmentation, an epoch shows every image once. With it (Hoffer et al., CVPR 2020; DeiT's ``RASampler``), it
-    shows the first ``length / repeats`` images of the epoch's order, each ``repeats`` times in a row, where the length is the
-    size of the set rounded down to a multiple of 256.
-    """
-    return images if repeats == 1 else images // _EPOCH_UNIT * _EPOCH_UNIT or images
+        sizes, apart = (chosen.mix_group, self.image_size), self._placing.mixing_distance
+        return mixing.draw_mixing(draws, *sizes, chosen.mixup, chosen.cutmix, chosen.mix_switch, apart)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "deepspeed", "nvidia-dali-cuda130", "numpy")
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 
-def write_run_files(config: Config, world: World, first_step: int, precision: str) -> None:
+def write_run_files(config: Config, world: World, first_step: int, precision: str, stream_version: int) -> None:
     """Write ``config.yaml`` and append this start to ``environment.json``. Collective.
 
     Args:
@@ -34,12 +34,19 @@ def write_run_files(config: Config, world: World, first_step: int, precision: st
         world: all ranks.
         first_step: of this start, counted from 1.
         precision: the one chosen, and why.
+        stream_version: of the stream of samples.
 
     Raises:
         UserError: on every rank: a file cannot be written, or ``environment.json`` is damaged.
     """
     hosts = sorted(set(world.gather(socket.gethostname())))
-    start = {**_environment(world), "precision": precision, "hosts": hosts, "first_step": first_step}
+    start = {
+        **_environment(world),
+        "precision": precision,
+        "hosts": hosts,
+        "first_step": first_step,
+        "stream_version": stream_version,
+    }
     do_in_main(lambda: _write(config, start), world)
 
 

@@ -42,7 +42,7 @@ def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable
 
 
 def training_loader(
-    shards: ShardSet, config: Config, decode: str, world: World, first_step: int
+    shards: ShardSet, config: Config, decode: str, world: World, first_step: int, stream: int
 ) -> Loader[TrainPlan] | TrialLoader:
     """This process's micro-batches from the first one of step ``first_step`` on.
 
@@ -52,6 +52,7 @@ def training_loader(
         decode: from :func:`choose_decoding`.
         world: all ranks.
         first_step: steps done before.
+        stream: version of the stream of samples.
     """
     plan = TrainPlan(
         shards=shards,
@@ -63,6 +64,7 @@ def training_loader(
         world_size=world.size,
         data=config.data,
         augment=config.augment,
+        stream=stream,
     )
     start = first_step * plan.batches_per_step
     if decode != AUTO or world.device.type == "cpu":

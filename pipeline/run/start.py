@@ -32,7 +32,7 @@ from pipeline.optim.engine import Engine, build_engine, zero_stage
 from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import choose_decoding, training_loader
 from pipeline.run.evaluation import check_classes, check_same_classes, evaluation_loader
-from pipeline.run.folder import as_begun, check_same_data, check_same_run, open_run_folder, recorded_config
+from pipeline.run.folder import as_begun, check_same_data, check_same_run, choose_stream, open_run_folder, recorded_config
 from pipeline.run.precision import Precision, choose_precision, with_precision
 from pipeline.run.progress import make_schedule
 from pipeline.run.state import Run
@@ -79,11 +79,13 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
         config = with_precision(config, precision.name)
         begun_with = before.config["data"].get("decode") if before else None
         decode = choose_decoding(config.data.decode, begun_with, world, repeatable=config.train.deterministic)
+        stream = choose_stream(config, before.stream_version if before else None, world)
         learner = _build_learner(config, world, train_set.classes, verified)
 
         _say(world, "opening the loaders and the log")
         step = before.step if before else 0
-        write_run_files(config, world, step + 1, str(precision))  # only now: a start that was refused does not change them
+        # Only now: a start that was refused does not change them.
+        write_run_files(config, world, step + 1, str(precision), stream)
         flops_per_image = learner.cost.training_flops_per_image(config.train.micro_batch_size)
         known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
         agreement, folder = Agreement(config.distributed.collective_timeout), Path(config.output_dir)
@@ -100,7 +102,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             batchnorm=StepStatistics(learner.engine.module, world),
             ema=learner.ema,
             teacher=learner.teacher,
-            loader=training_loader(train_set, config, decode, world, step),
+            loader=training_loader(train_set, config, decode, world, step, stream),
             val_loader=evaluation_loader(val_set, config, world),
             agreement=agreement,
             saver=checkpoint.Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),

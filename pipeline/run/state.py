@@ -92,6 +92,7 @@ class Run:
             bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.state().items()},
             best=self.best,
             evaluation_due=self.evaluation_due,
+            stream_version=self.loader.plan.stream,
         )
 
     def __enter__(self) -> Run:

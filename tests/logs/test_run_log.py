@@ -150,7 +150,7 @@ except OSError: pass
     read_only = "subprocess.run(['mount', '-o', 'remount,ro', run_dir], check=True)\n"
     log = "try: RunLog(config, world, 0, 100, 1.0)\nexcept ValueError as error: print(error)\n"
     (ended,) = run(
-        tmp_path, MOUNT + read_only + log + "write_run_files(config, world, 1, 'precision fp32: a test')", mounts=True
+        tmp_path, MOUNT + read_only + log + "write_run_files(config, world, 1, 'precision fp32: a test', 2)", mounts=True
     )
     assert "run/metrics.jsonl cannot be written (Read-only file system): see to its permissions" in ended[1]
     assert "run/config.yaml cannot be written (Read-only file system)" in error_of(ended)
@@ -159,16 +159,16 @@ except OSError: pass
 def test_a_resumed_log_has_each_step_once(tmp_path: Path) -> None:
     """Guards against steps that are listed twice after a kill, against a half-written row that ends the next start, and against
     one damaged row that takes all later ones with it."""
-    first = "write_run_files(config, world, 1, 'precision fp32: a test')\n" + START + "steps(log, 6, 10); log.close()"
+    first = "write_run_files(config, world, 1, 'precision fp32: a test', 2)\n" + START + "steps(log, 6, 10); log.close()"
     assert run(tmp_path, first)[0][0] == 0
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text(lines[0] + '{"step": 99' + "\n" + "".join(lines[1:]) + '{"step": 11, "los')
     (tmp_path / "run" / ".metrics.jsonl.123.tmp").write_text("left by a killed run")
     second = "os.environ.update(SLURM_JOB_ID='19', SLURM_ARRAY_JOB_ID='17', SLURM_ARRAY_TASK_ID='2')\n"
-    second += "write_run_files(config, world, 8, 'precision fp32: a test')\nlog = RunLog(config, world, 7, 100, 1.0); steps(log, 8, 12); log.flush(to_disk=True)\n"
+    second += "write_run_files(config, world, 8, 'precision fp32: a test', 2)\nlog = RunLog(config, world, 7, 100, 1.0); steps(log, 8, 12); log.flush(to_disk=True)\n"
     damaged = "shutil.copy(run_dir / 'environment.json', folder); (run_dir / 'environment.json').write_text('[{')\n"
-    sentence = error_of(run(tmp_path, second + damaged + "write_run_files(config, world, 8, 'precision fp32: a test')")[0])
+    sentence = error_of(run(tmp_path, second + damaged + "write_run_files(config, world, 8, 'precision fp32: a test', 2)")[0])
     assert "environment.json is damaged" in sentence and "move it away" in sentence
     starts = json.loads((tmp_path / "environment.json").read_text())
     assert [start["first_step"] for start in starts] == [1, 8]

@@ -4,8 +4,8 @@ The stream of training images is divided into groups of fixed size. Each group d
 distance, and mixes each image with the one at that distance in the group, cyclically. A group never spans two ranks, so that
 the mixed global batch is the same on any world size.
 
-The reference code (timm) mixes image i with image B-1-i of a rank's batch. A cyclic distance of at least ``repeats`` has the
-same effect and never pairs two views of one image under repeated augmentation.
+The reference code (timm) mixes image i with image B-1-i of a rank's batch. A cyclic distance has the same effect. Where the views of
+an image stand side by side (:mod:`pipeline.data.views`), it is large enough that no two of them are paired.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Mixing:
 
 
 def draw_mixing(
-    uniforms: np.ndarray, group: int, image_size: int, mixup: float, cutmix: float, switch: float, repeats: int
+    uniforms: np.ndarray, group: int, image_size: int, mixup: float, cutmix: float, switch: float, apart: int
 ) -> Mixing:
     """Sample how each group is mixed.
 
     Args:
         uniforms: (G, UNIFORMS_PER_GROUP) in [0, 1).
-        group: images per group, at least 2 * repeats.
+        group: images per group, at least 2 * apart.
         image_size: side of the images in pixels.
         mixup, cutmix: alpha of the Beta distributions; 0: off (not both).
         switch: probability of CutMix if both are on.
-        repeats: consecutive views of an image under repeated augmentation.
+        apart: least distance, also around the end of the group.
     """
     method, distance, row, column = uniforms[:, 2 * BETA_ATTEMPTS :].T
     cut = method < (switch if mixup and cutmix else float(bool(cutmix)))
@@ -58,7 +58,7 @@ def draw_mixing(
     kept = 1 - box[:, 2] * box[:, 3] / image_size**2  # the label weight is the area after clipping at the border
     return Mixing(
         group=group,
-        distance=repeats + (distance * (group - 2 * repeats + 1)).astype(np.int64),
+        distance=apart + (distance * (group - 2 * apart + 1)).astype(np.int64),
         weight=np.where(cut, kept, weight).astype(np.float32),
         box=box,
         blend=~cut,

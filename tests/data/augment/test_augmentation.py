@@ -1,4 +1,4 @@
-"""Random erasing, Mixup, CutMix and repeated augmentation against independent references; the whole recipe against Pillow's."""
+"""Random erasing, Mixup and CutMix against independent references; the whole recipe against Pillow's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.data.augment import erasing, mixing
 from pipeline.data.dali_graph import full_graph, full_inputs
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.normalize import Normalization
-from pipeline.data.plan import EvalPlan, TrainPlan, epoch_length
+from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.run.loss import mixed_cross_entropy
 from support.pillow_recipe import training_image
@@ -156,48 +156,6 @@ def test_the_loss_is_the_cross_entropy_with_the_mixed_smoothed_target(digits_sha
     (unmixed,) = batches_of(digits_shards, AugmentConfig(), 1)
     expected = F.cross_entropy(scores, unmixed.labels, label_smoothing=0.1)
     torch.testing.assert_close(mixed_cross_entropy(scores, unmixed, 0.1), expected)
-
-
-def reference_repeated_epoch(order: np.ndarray, repeats: int, world_size: int, rank: int) -> list[int]:
-    """DeiT's RASampler: what one process reads in an epoch whose images come in this order."""
-    repeated = np.repeat(order, repeats)
-    total = math.ceil(len(order) * repeats / world_size) * world_size
-    repeated = np.concatenate([repeated, repeated[: total - len(repeated)]])
-    selected = math.floor(len(order) // 256 * 256 / world_size)
-    return repeated[rank:total:world_size][:selected].tolist()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_repeated_augmentation_reads_what_the_reference_sampler_reads(world_size: int, digits_shards: Path) -> None:
-    """Guards against another epoch length, other images, or views that are the same crop: 1,438 images, three views each."""
-    plans = [plan_of(digits_shards, AugmentConfig(repeats=3), rank, world_size, 48 // world_size) for rank in range(world_size)]
-    length = plans[0].epoch_length
-    assert length == epoch_length(1438, 3) == 1280 and epoch_length(1438, 1) == 1438 and epoch_length(100, 3) == 100
-    steps = -(-length // 48)
-    requests = [plan.request(step) for step in range(steps) for plan in plans]
-    epoch = np.concatenate([r.epoch for r in requests])
-    index = np.concatenate([r.index for r in requests])[epoch == 0]
-    start = np.concatenate([r.geometry.start for r in requests])[epoch == 0]
-
-    full_order = plan_of(digits_shards, AugmentConfig()).request  # without repeats: the epoch's permutation itself
-    order = np.concatenate([full_order(step).index for step in range(30)])[:1438]
-    reference = [reference_repeated_epoch(order, 3, world_size, rank) for rank in range(world_size)]
-    assert sorted(index) == sorted(sample for part in reference for sample in part)
-    for step in range(length // 48):  # each global batch too holds the images of the reference's
-        part = slice(step * 48 // world_size, (step + 1) * 48 // world_size)
-        assert sorted(index[step * 48 : (step + 1) * 48]) == sorted(sample for rank in reference for sample in rank[part])
-    views = start[: length // 3 * 3].reshape(-1, 3, 2)
-    assert (index[: length // 3 * 3].reshape(-1, 3) == index[: length // 3 * 3 : 3, None]).all()
-    assert (views[:, 0] == views[:, 1]).all(axis=1).mean() < 0.1
-
-
-def test_views_of_one_image_are_never_mixed_with_each_other(digits_shards: Path) -> None:
-    """Guards against Mixup partners that are the same image, which repeated augmentation puts side by side."""
-    plan = plan_of(digits_shards, AugmentConfig(repeats=3, mixup=0.8, cutmix=1.0, mix_group=8))
-    for step in range(27):
-        request = plan.request(step)
-        other, _ = mixing.mixed_labels(request.index, request.mixing)
-        assert (other != request.index)[request.epoch == request.epoch[0]].all()
 
 
 @pytest.mark.parametrize("order", ["the papers'", "evaluation"])
