@@ -56,7 +56,8 @@ class DeiT(PhiModel):
     Args:
         layout: heads and width.
         num_classes: outputs of the classifier.
-        image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding.
+        image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding, but in
+            the feature form.
         drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
         activation_checkpointing: recompute each block in the backward pass.
         switches: ablations.
@@ -99,7 +100,7 @@ class DeiT(PhiModel):
     def no_weight_decay(self) -> set[str]:
         return super().no_weight_decay() | {"class_token", "position_embedding.weight"}
 
-    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
 
         Args:
@@ -113,6 +114,26 @@ class DeiT(PhiModel):
         Raises:
             UserError: not the size that the model was built for.
         """
+        return self.head(self.norm(self._tokens(images, noise)[:, 0]))
+
+    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (PATCH,), (self.norm.normalized_shape[0],)
+
+    def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
+        """The patches after the last block, normalized; the class token is dropped.
+
+        Args:
+            images: (B, 3, H, W), multiples of 16; the position embedding is resampled to their grid.
+            noise: as in :meth:`class_scores`.
+
+        Returns:
+            One map, (B, width, H / 16, W / 16).
+        """
+        patches = self._tokens(images, noise)[:, 1:]  # (B, N, width)
+        return [self.normed_map(patches.unflatten(1, patch_grid(*images.shape[-2:])), 0)]
+
+    def _tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
+        """(B, 3, H, W) -> (B, N + 1, width) after the last block, class token first."""
         grid = patch_grid(*images.shape[-2:])
         patches = self.patch_embedding(images)  # (B, N, width)
         x = torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)  # (B, N + 1, width)
@@ -120,7 +141,7 @@ class DeiT(PhiModel):
         scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
             x = self.run_block(block, x, scales_of_block(scales, i), None if log_phi is None else _with_class_token(log_phi))
-        return self.head(self.norm(x[:, 0]))
+        return x
 
     def token_grid(self, images: Tensor) -> tuple[int, int]:
         """(rows, columns) of the patch grid of images (B, 3, H, W)."""

@@ -106,7 +106,8 @@ def resample_grid(table: Tensor, grid: tuple[int, int], new: tuple[int, int]) ->
         return table
     rows, columns = (_axis_weights(*sides, table.device, table.dtype) for sides in zip(grid, new))  # (new, old) each
     maps = table.unflatten(-2, grid)  # (..., rows, columns, D)
-    return torch.einsum("ry,cx,...yxd->...rcd", rows, columns, maps).flatten(-3, -2)
+    with torch.autocast(table.device.type, enabled=False):
+        return torch.einsum("ry,cx,...yxd->...rcd", rows, columns, maps).flatten(-3, -2)
 
 
 @constant_table
