@@ -52,7 +52,7 @@ class VisionModel(FeatureSource):
         """(B, 3, H, W) -> (B, num_classes)."""
         raise NotImplementedError
 
-    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor | list[Tensor]:
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Any:  # like the call of any nn.Module
         """``feature_maps`` in the feature form, otherwise ``class_scores``."""
         return self.feature_maps(images, noise) if self.strides else self.class_scores(images, noise)
 

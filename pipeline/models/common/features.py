@@ -84,11 +84,6 @@ def as_features(model: Trunk) -> Trunk:
     return model
 
 
-def tokens_to_grid(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(B, N, width), N = rows * columns in row-major order -> (B, rows, columns, width)."""
-    return tokens.unflatten(1, grid)
-
-
 def resample_grid(table: Tensor, grid: tuple[int, int], new: tuple[int, int]) -> Tensor:
     """Resample a table of vectors to another grid: bicubic interpolation, as in DeiT's fine-tuning, along each axis.
 

@@ -179,7 +179,7 @@ def mix_tokens_by_kind(mixing: Tensor, x: Tensor, runs: Runs) -> Tensor:
     Returns:
         (B, windows, N, width).
     """
-    kinds = iter(mixing)  # (groups, N, N) each
+    kinds = iter(mixing.unbind(0))  # (groups, N, N) each
     bands = []
     for band in x.unflatten(1, (sum(runs.rows), sum(runs.columns))).split(runs.rows, dim=1):
         parts = [
