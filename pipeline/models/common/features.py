@@ -108,5 +108,5 @@ def resample_grid(table: Tensor, grid: tuple[int, int], new: tuple[int, int]) ->
 @constant_table
 def _axis_weights(size: int, new: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Weights of bicubic interpolation from ``size`` to ``new`` points: (new, size)."""
-    unit = torch.eye(size, dtype=torch.float64)[None, None]
+    unit = torch.eye(size, dtype=torch.float64, device="cpu")[None, None]
     return F.interpolate(unit, size=(new, size), mode="bicubic", align_corners=False)[0, 0].to(device, dtype)
