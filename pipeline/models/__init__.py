@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from pipeline.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from pipeline.models.common.features import as_features as as_features
     from pipeline.models.registry import create_model as create_model
     from pipeline.models.registry import list_models as list_models
     from pipeline.models.registry import model_entry as model_entry
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     **{
+        "common.features": "as_features",
         "registry": "create_model list_models model_entry",
         "weights.exported": "load_exported",
         "weights.reference_names": "load_reference_state_dict reference_state_dict",

@@ -77,7 +77,7 @@ class DeiT(PhiModel):
         layout: heads and width.
         num_classes: outputs of the classifier.
         image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding. With
-            ``conditional_position`` it takes any, also images that are not square.
+            ``conditional_position``, and in the feature form, it takes any, also images that are not square.
         drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
         activation_checkpointing: recompute each block in the backward pass.
         switches: ablations.
@@ -129,7 +129,7 @@ class DeiT(PhiModel):
         generators = {f"position_generators.{i}.weight" for i in range(len(self.position_generators))}
         return super().no_weight_decay() | generators | {"class_token", "position_embedding.weight"}
 
-    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
 
         Args:
@@ -143,6 +143,26 @@ class DeiT(PhiModel):
         Raises:
             UserError: not the size that the model was built for.
         """
+        return self.head(self.norm(self._tokens(images, noise)[:, 0]))
+
+    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (PATCH,), (self.norm.normalized_shape[0],)
+
+    def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
+        """The patches after the last block, normalized; the class token is dropped.
+
+        Args:
+            images: (B, 3, H, W), multiples of 16; the position embedding is resampled to their grid.
+            noise: as in :meth:`class_scores`.
+
+        Returns:
+            One map, (B, width, H / 16, W / 16).
+        """
+        patches = self._tokens(images, noise)[:, 1:]  # (B, N, width)
+        return [self.normed_map(patches.unflatten(1, patch_grid(*images.shape[-2:])), 0)]
+
+    def _tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
+        """(B, 3, H, W) -> (B, N + 1, width) after the last block, class token first."""
         grid = patch_grid(*images.shape[-2:])
         patches = self.patch_embedding(images)  # (B, N, width)
         x = torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)  # (B, N + 1, width)
@@ -153,7 +173,7 @@ class DeiT(PhiModel):
             x = self.run_block(block, x, scales_of_block(scales, i), self._position(log_phi, grid))
             if i < len(self.position_generators):
                 x = self.position_generators[i](x, grid)
-        return self.head(self.norm(x[:, 0]))
+        return x
 
     def _position(self, log_phi: Tensor | None, grid: tuple[int, int]) -> Tensor | tuple[int, int] | None:
         """What a block's attention is told of positions."""

@@ -98,6 +98,7 @@ def create_model(
     drop_path: float = 0.0,
     activation_checkpointing: bool = False,
     switches: Mapping[str, Any] = MappingProxyType({}),
+    features: bool = False,
 ) -> VisionModel:
     """Build a randomly initialized model; draws from PyTorch's default generator.
 
@@ -108,18 +109,24 @@ def create_model(
         drop_path: stochastic depth rate of the last block.
         activation_checkpointing: recompute blocks in the backward pass.
         switches: ablation switches by name (fields of the family's ``Switches`` class); the others keep the paper's setting.
+        features: build the feature form (:func:`~pipeline.models.common.features.as_features`), without a classifier.
 
     Returns:
-        The model, (B, 3, H, W) -> (B, num_classes).
+        The model, (B, 3, H, W) -> (B, num_classes); with ``features`` -> [(B, widths[i], H / strides[i], W / strides[i]), ...].
 
     Raises:
         UserError: unknown name or switch, or an image size that the model does not support.
     """
     entry = model_entry(name)
-    return entry.build(
+    model = entry.build(
         switches=section_from_dict(entry.switches, switches, key="model.switches"),
         num_classes=num_classes,
         image_size=image_size,
         drop_path=drop_path,
         activation_checkpointing=activation_checkpointing,
     )
+    if not features:
+        return model
+    from pipeline.models.common.features import as_features  # imported late: the list of models does not need PyTorch
+
+    return as_features(model)

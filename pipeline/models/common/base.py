@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config import Section
+from pipeline.models.common.features import FeatureSource
 from pipeline.models.common.layers import drop_path_scales
 
 
@@ -17,8 +18,9 @@ class Switches(Section):
     """Base of a family's ablation switches (``model.switches`` in a config). The defaults are the paper's model."""
 
 
-class VisionModel(nn.Module):
-    """Base of all families. A subclass's ``forward(images, noise=None)`` takes (B, 3, H, W) and returns (B, num_classes).
+class VisionModel(FeatureSource):
+    """Base of all families. ``forward(images, noise=None)`` takes (B, 3, H, W) and returns a subclass's ``class_scores``,
+    (B, num_classes), or, after :func:`~pipeline.models.common.features.as_features`, its ``feature_maps``.
 
     Args:
         drop_path_rates: probability of dropping each residual branch, in order of execution.
@@ -35,7 +37,6 @@ class VisionModel(nn.Module):
 
     reference_names: tuple[tuple[str, str], ...] = ()
     reference_switches: frozenset[str] = frozenset()
-    head_names: tuple[str, ...] = ("head.",)
     leading_tokens: int = 0
     drop_path_rates: Tensor  # (branches,), a buffer
 
@@ -46,6 +47,14 @@ class VisionModel(nn.Module):
         rates = torch.tensor(drop_path_rates, dtype=torch.get_default_dtype())
         self.register_buffer("drop_path_rates", rates, persistent=False)  # (branches,)
         self._drops = any(rate > 0 for rate in drop_path_rates)
+
+    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """(B, 3, H, W) -> (B, num_classes)."""
+        raise NotImplementedError
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> Any:  # like the call of any nn.Module
+        """``feature_maps`` in the feature form, otherwise ``class_scores``."""
+        return self.feature_maps(images, noise) if self.strides else self.class_scores(images, noise)
 
     @property
     def noise_per_sample(self) -> int:

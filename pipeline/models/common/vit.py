@@ -13,6 +13,7 @@ from pipeline.kernels import peripheral_attention
 from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
 from pipeline.kernels.peripheral import uses_triton
 from pipeline.models.common.base import scale_branch
+from pipeline.models.common.features import GridEmbedding, resample_grid
 from pipeline.models.common.layers import MLP, init_linear
 from pipeline.models.common.probe import probe
 
@@ -49,7 +50,7 @@ class PatchEmbedding(nn.Conv2d):
         return super().forward(images).flatten(2).transpose(1, 2)  # (B, N, width)
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(GridEmbedding):
     """Learned absolute position embedding, added to the tokens.
 
     Args:
@@ -61,18 +62,18 @@ class PositionEmbedding(nn.Module):
     ``forward``: x (B, N, width), grid (rows, columns) of its patches -> (B, N, width).
 
     Raises:
-        UserError: ``forward`` got a grid other than that of ``image_size``.
+        UserError: ``forward`` got a grid other than that of ``image_size``, without ``any_grid``.
     """
 
     def __init__(self, image_size: int, extra_tokens: int, width: int, masked_at_test: bool) -> None:
         super().__init__()
         self.grid = patch_grid(image_size, image_size)
-        self.masked_at_test = masked_at_test
+        self.extra_tokens, self.masked_at_test = extra_tokens, masked_at_test
         self.weight = nn.Parameter(torch.empty(1, self.grid[0] * self.grid[1] + extra_tokens, width))
         nn.init.trunc_normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        if grid != self.grid:
+        if grid != self.grid and not self.any_grid:
             (rows, columns), own = grid, self.grid
             raise UserError(
                 f"an image has {rows * PATCH} x {columns * PATCH} pixels, but the model's position embedding is for "
@@ -81,7 +82,10 @@ class PositionEmbedding(nn.Module):
             )
         if self.masked_at_test and not self.training:
             return x
-        return x + self.weight
+        if grid == self.grid:
+            return x + self.weight
+        extra, patches = self.weight[:, : self.extra_tokens], self.weight[:, self.extra_tokens :]
+        return x + torch.cat([extra, resample_grid(patches, self.grid, grid)], dim=1)
 
 
 class SelfAttention(nn.Module):

@@ -20,6 +20,7 @@ from pipeline.models.common.layers import init_linear
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.vit import (
     LAYER_NORM_EPS,
+    PATCH,
     REFERENCE_NAMES,
     Block,
     PatchEmbedding,
@@ -82,7 +83,8 @@ class ConViT(VisionModel):
     Args:
         layout: heads and width. A square number of heads lets the convolutional initialization use all of them.
         num_classes: outputs of the classifier.
-        image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding.
+        image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding, but in
+            the feature form.
         drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
         activation_checkpointing: recompute each block in the backward pass.
         switches: ablations.
@@ -142,7 +144,7 @@ class ConViT(VisionModel):
             if isinstance(block.attn, GatedPositionalSelfAttention):
                 block.attn.test_gate = 1.0 if layer < content_layers else 0.0 if layer < position_layers else None
 
-    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
 
         Args:
@@ -156,6 +158,26 @@ class ConViT(VisionModel):
         Raises:
             UserError: not the size that the model was built for.
         """
+        return self.head(self.norm(self._tokens(images, noise)[:, 0]))  # (B, num_classes), from the class token
+
+    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (PATCH,), (self.norm.normalized_shape[0],)
+
+    def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
+        """The patches after the last block, normalized; the class token is dropped.
+
+        Args:
+            images: (B, 3, H, W), multiples of 16; the position embedding is resampled to their grid.
+            noise: as in :meth:`class_scores`.
+
+        Returns:
+            One map, (B, width, H / 16, W / 16).
+        """
+        patches = self._tokens(images, noise)[:, 1:]  # (B, N, width)
+        return [self.normed_map(patches.unflatten(1, patch_grid(*images.shape[-2:])), 0)]
+
+    def _tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
+        """(B, 3, H, W) -> (B, N + 1, width) after the last block, class token first."""
         grid = patch_grid(*images.shape[-2:])
         x = self.position_embedding(self.patch_embedding(images), grid)  # (B, N, width)
         offsets = relative_positions(*grid, images.device, self.drop_path_rates.dtype)  # (N, N, 3)
@@ -164,7 +186,7 @@ class ConViT(VisionModel):
             if i == self.gpsa_layers:
                 x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)  # (B, N + 1, width) from here on
             x = self.run_block(block, x, scales_of_block(scales, i), offsets if i < self.gpsa_layers else None)
-        return self.head(self.norm(x[:, 0]))  # (B, num_classes), from the class token
+        return x
 
 
 def _block(layout: ViTLayout, switches: ConViTSwitches, layer: int) -> Block:

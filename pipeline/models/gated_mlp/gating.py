@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from pipeline.models.common.base import Switches, scale_branch
 from pipeline.models.common.layers import drop_elements
-from pipeline.models.gated_mlp.token_mixing import Covariance, GaussianMap, LearnedMap, mix_tokens
+from pipeline.models.gated_mlp.partition import Runs
+from pipeline.models.gated_mlp.token_mixing import Covariance, GaussianMap, LearnedMap, mix_tokens, mix_tokens_by_kind
 
 LAYER_NORM_EPS = 1e-6
 GROUPED = ("glrpe", "ggqpe")
@@ -95,19 +96,21 @@ class GatingUnit(nn.Module):
             start = torch.ones(window**2) if switches.mixing == "sgu" else torch.zeros(1, window**2, 1)
             self.bias = nn.Parameter(start)
 
-    def forward(self, x: Tensor, connected: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, connected: Tensor | None, runs: Runs | None = None) -> Tensor:
         """Gate the tokens of each window.
 
         Args:
             x: (B, windows, N, width).
             connected: (windows, N, N) bool, see :mod:`pipeline.models.gated_mlp.token_mixing`, or None.
+            runs: ``connected`` is (kinds, N, N), for these kinds of windows.
 
         Returns:
             (B, windows, N, out_width).
         """
         first, second = x.chunk(2, dim=-1) if self.split else (x, x)  # (B, windows, N, width / 2)
         u, v = (first, second) if self.mixes_first_half else (second, first)
-        u = mix_tokens(self.mixing(connected), self.norm(u))  # (B, windows, N, width / 2)
+        mixing, u = self.mixing(connected), self.norm(u)
+        u = mix_tokens(mixing, u) if runs is None else mix_tokens_by_kind(mixing, u, runs)  # (B, windows, N, width / 2)
         if self.bias is not None:
             u = u + self.bias.view(-1, 1).to(u.dtype)
         if self.combine == "multiply":
@@ -143,7 +146,12 @@ class GatedBlock(nn.Module):
         self.fc2 = nn.Linear(self.gate.out_width, width)
 
     def forward(
-        self, x: Tensor, branch_scales: Tensor | None, connected: Tensor | None = None, noise: Tensor | None = None
+        self,
+        x: Tensor,
+        branch_scales: Tensor | None,
+        connected: Tensor | None = None,
+        noise: Tensor | None = None,
+        runs: Runs | None = None,
     ) -> Tensor:
         """One block.
 
@@ -152,11 +160,12 @@ class GatedBlock(nn.Module):
             branch_scales: (B, 1) stochastic-depth factor of the branch, or None for 1.
             connected: (windows, N, N) bool, or None.
             noise: (B,) uniform numbers in [0, 1) that determine the dropout masks, or None for no dropout.
+            runs: ``connected`` is (kinds, N, N), for these kinds of windows.
 
         Returns:
             (B, windows, N, width).
         """
-        branch = self.fc2(self.gate(F.gelu(self.fc1(self.norm(x))), connected))
+        branch = self.fc2(self.gate(F.gelu(self.fc1(self.norm(x))), connected, runs))
         if noise is not None:
             branch = drop_elements(branch, self.dropout, noise)
         return x + scale_branch(branch, branch_scales, 0)

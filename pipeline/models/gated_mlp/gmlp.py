@@ -16,6 +16,7 @@ from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.gated_mlp.gating import GMLP_CODE, GROUPED, LAYER_NORM_EPS, GatedBlock, GatingSwitches
+from pipeline.models.gated_mlp.partition import PaddedTiling
 from pipeline.models.registry import register
 
 PATCH = 16  # side of a patch in pixels
@@ -45,7 +46,8 @@ class GMLP(VisionModel):
         depth: number of blocks.
         ratio: the gating units have ``ratio * width`` input channels.
         num_classes: outputs of the classifier.
-        image_size: a multiple of 16; ``forward`` takes no other size, because there is a mixing weight per pair of tokens.
+        image_size: a multiple of 16; ``forward`` takes no other size, because there is a mixing weight per pair of tokens, but in
+            the feature form.
         drop_path: stochastic depth rate, the same for all blocks.
         activation_checkpointing: recompute each block in the backward pass.
         switches: ablations; None: gMLP itself.
@@ -107,7 +109,7 @@ class GMLP(VisionModel):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
 
         Args:
@@ -133,6 +135,45 @@ class GMLP(VisionModel):
         for i, block in enumerate(self.blocks):
             x = self.run_block(block, x, None if scales is None else scales[:, i : i + 1])
         return self.head(self.norm(x).mean(dim=(1, 2)))  # (B, num_classes)
+
+    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (PATCH,), (self.norm.normalized_shape[0],)
+
+    def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
+        """The tokens after the last block, normalized.
+
+        The token-mixing weights are for the grid of ``image_size``. Other grids are covered by windows of that size, which every
+        second block shifts by half a window, as PosMLP does on large images; the paper has no such use.
+
+        Args:
+            images: (B, 3, H, W), multiples of 16.
+            noise: as in :meth:`class_scores`.
+
+        Returns:
+            One map, (B, width, H / 16, W / 16).
+
+        Raises:
+            UserError: H or W is no multiple of 16.
+        """
+        _check_sides(*images.shape[-2:])
+        scales = self.branch_scales(len(images), noise)  # (B, depth) or None
+        x = self.stem(images).permute(0, 2, 3, 1)  # (B, rows, columns, width)
+        grid, window = (x.shape[1], x.shape[2]), self.image_size // PATCH
+        for i, block in enumerate(self.blocks):
+            layout = PaddedTiling(grid, window, window // 2 if i % 2 else 0)
+            branch_scales = None if scales is None else scales[:, i : i + 1]
+            tokens = self.run_block(block, layout.split(x), branch_scales, layout.connected(x.device), None, layout.runs)
+            x = layout.join(tokens)
+        return [self.normed_map(x, 0)]
+
+
+def _check_sides(height: int, width: int) -> None:
+    for size in (height, width):
+        if size % PATCH or size < PATCH:
+            raise UserError(
+                f"an image has {height}x{width} pixels, but gMLP's patches need sides that are multiples of {PATCH}",
+                "pad or resize the images",
+            )
 
 
 @register(

@@ -8,17 +8,16 @@ A four-stage pyramid of gated blocks on windows. Where paper and published code 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel, linear_drop_path
 from pipeline.models.common.layers import drop_path_scales
 from pipeline.models.common.module_list import ModuleList
-from pipeline.models.gated_mlp.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBlock, GatingSwitches
+from pipeline.models.gated_mlp.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBlock
+from pipeline.models.gated_mlp.partition import PaddedTiling, Tiling
 from pipeline.models.gated_mlp.posmlp_layers import (
     STEM_STRIDE,
     AbsolutePosition,
@@ -27,43 +26,19 @@ from pipeline.models.gated_mlp.posmlp_layers import (
     LinearMerging,
     LinearStem,
 )
+from pipeline.models.gated_mlp.posmlp_sizes import (
+    DEPTHS,
+    GROUPS,
+    RATIOS,
+    STRIDE,
+    check_groups,
+    check_sides,
+    check_size,
+    check_windows,
+)
+from pipeline.models.gated_mlp.posmlp_switches import PosMLPSwitches
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, quadratic_terms, relative_index
-from pipeline.models.gated_mlp.windows import connected_tokens, from_windows, to_windows
 from pipeline.models.registry import register
-
-STRIDE = 32  # of the last stage
-DEPTHS = (2, 2, 18, 2)  # blocks per stage, Table 11
-RATIOS = (4, 4, 4, 2)  # γ of Table 11
-GROUPS = (8, 16, 32, 64)  # s of Table 4
-Dropout = Annotated[float, Field(ge=0, lt=1)]
-PerStage = tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
-
-
-class PosMLPSwitches(GatingSwitches):
-    """Ablations of PosMLP's Tables 1, 3 to 7, 10 and Figure 3."""
-
-    groups: PerStage | None = None
-    """Table 4: channel groups of glrpe and ggqpe in each stage. null: 8, 16, 32, 64."""
-    windows: PerStage | None = None
-    """Table 5: side of the windows in each stage. null: image_size / 16, and image_size / 32 in the last; so 14, 14, 14, 7."""
-    shift_windows: bool = False
-    """Section 5.5: every second block shifts its windows by half a window (off for classification)."""
-    absolute_position: bool = False
-    """Table 7: add a learned absolute position embedding to the patch embedding."""
-    patch_embedding: Literal["convolution", "linear"] = "convolution"
-    """Table 10: three convolutions, or one linear layer on 4x4 patches."""
-    patch_merging: Literal["convolution", "linear"] = "convolution"
-    """Table 10: between stages a depthwise 3x3 convolution, or a linear layer on 2x2 tokens."""
-    block_dropout: Dropout = 0.02333
-    """Dropout rate on every block's residual branch; default of the published configurations."""
-    head_dropout: Dropout = 0.02333
-    """Dropout rate before the classifier; default of the published configurations."""
-
-    @model_validator(mode="after")
-    def _groups_need_a_grouped_map(self) -> PosMLPSwitches:
-        if self.groups and self.mixing not in GROUPED:
-            raise ValueError(f"must leave groups alone unless mixing is one of {', '.join(GROUPED)}")
-        return self
 
 
 class Stage(nn.Module):
@@ -105,7 +80,7 @@ class PosMLP(VisionModel):
         width: channels of the first stage; each further stage doubles them.
         num_classes: outputs of the classifier.
         image_size: a multiple of 32. ``forward`` takes other sizes too if the windows tile their tokens: with the default
-            windows, multiples of ``image_size``.
+            windows, multiples of ``image_size``. The feature form takes any multiple of 4: see :meth:`feature_maps`.
         drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
         activation_checkpointing: recompute each block in the backward pass; not the stem, whose BatchNorm would update its
             running statistics twice.
@@ -133,13 +108,13 @@ class PosMLP(VisionModel):
         super().__init__(linear_drop_path(drop_path, sum(DEPTHS), branches=1), activation_checkpointing, switches)
         self.reference_names = (*(_SGU_NAMES if switches.mixing == "sgu" else _POSGU_NAMES), *_NAMES)
         widths = [width * 2**stage for stage in range(len(DEPTHS))]
-        _check_size(image_size)
+        check_size(image_size)
         windows = switches.windows or (image_size // 16,) * 3 + (image_size // 32,)
-        _check_windows(windows, image_size, image_size)
+        check_windows(windows, image_size, image_size)
         groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else (1,) * len(DEPTHS)
-        _check_groups(groups, widths, switches.split)
+        check_groups(groups, widths, switches.split)
 
-        self.shift_windows = switches.shift_windows
+        self.image_size, self.shift_windows = image_size, switches.shift_windows
         self.block_dropout, self.head_dropout = switches.block_dropout, switches.head_dropout
         self.stem = ConvStem(width) if switches.patch_embedding == "convolution" else LinearStem(width)
         side = image_size // STEM_STRIDE
@@ -192,9 +167,10 @@ class PosMLP(VisionModel):
 
     def _noise_counts(self) -> tuple[int, int, int]:
         blocks = sum(DEPTHS) if self.block_dropout else 0
-        return super().noise_per_sample, blocks, self.head.in_features if self.head_dropout else 0
+        channels = self.head.in_features if self.head_dropout and not self.strides else 0
+        return super().noise_per_sample, blocks, channels
 
-    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
 
         Args:
@@ -209,34 +185,67 @@ class PosMLP(VisionModel):
             UserError: H or W does not fit.
         """
         height, width = images.shape[-2:]
-        _check_windows([stage.window for stage in self.stages], height, width)
+        check_windows([stage.window for stage in self.stages], height, width)
+        outputs, for_head = self._run_stages(images, noise, self.shift_windows)
+        features = self.norm(outputs[-1]).mean(dim=(1, 2))  # (B, 8 * width)
+        return self.head(self._dropout(features, for_head))
+
+    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        strides = tuple(STEM_STRIDE * 2**stage for stage in range(len(DEPTHS)))
+        return strides, tuple(stage.blocks[0].norm.normalized_shape[0] for stage in self.stages)
+
+    def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
+        """The outputs of the four stages, each normalized.
+
+        The windows keep the size of the training; grids are padded to whole windows. On an image that is larger than
+        ``image_size`` on a side, every second block shifts its windows by half a window (Sec. 5.5), so that they do not stay
+        apart; at ``image_size`` the last map is what the classifier pools, unless the switch ``shift_windows`` is on.
+
+        Args:
+            images: (B, 3, H, W), multiples of 4, or of 32 with the switches for linear embedding or merging.
+            noise: as in :meth:`class_scores`.
+
+        Returns:
+            (B, 2^i * width, H / (4 * 2^i), W / (4 * 2^i)) for i from 0 to 3, sides rounded up.
+
+        Raises:
+            UserError: H or W does not fit.
+        """
+        height, width = images.shape[-2:]
+        check_sides(height, width, STEM_STRIDE if isinstance(self.stages[1].merging, ConvMerging) else STRIDE)
+        outputs, _ = self._run_stages(images, noise, self.shift_windows or max(height, width) > self.image_size)
+        return [self.normed_map(x, stage) for stage, x in enumerate(outputs)]
+
+    def _run_stages(self, images: Tensor, noise: Tensor | None, shifts: bool) -> tuple[list[Tensor], Tensor]:
+        """Outputs (B, rows, columns, width) of all stages, and the head's part of the noise."""
         if noise is None:
             noise = torch.rand(len(images), self.noise_per_sample if self.training else 0, device=images.device)
         counts = self._noise_counts() if self.training else (0, 0, 0)
         for_branches, for_blocks, for_head = noise[:, : sum(counts)].split(counts, dim=1)
         scales = self.branch_scales(len(images), for_branches)  # (B, blocks) or None
         x = self.absolute_position(self.stem(images))  # (B, H / 4, W / 4, width)
+        outputs: list[Tensor] = []
         first = 0
         for stage in self.stages:
             last = first + len(stage.blocks)
-            x = self._run_stage(
-                stage, stage.merging(x), None if scales is None else scales[:, first:last], for_blocks[:, first:last]
-            )
+            of_stage = None if scales is None else scales[:, first:last]
+            x = self._run_stage(stage, stage.merging(x), of_stage, for_blocks[:, first:last], shifts)
+            outputs.append(x)
             first = last
-        features = self.norm(x).mean(dim=(1, 2))  # (B, 8 * width)
-        return self.head(self._dropout(features, for_head))
+        return outputs, for_head
 
-    def _run_stage(self, stage: Stage, x: Tensor, scales: Tensor | None, noise: Tensor) -> Tensor:
+    def _run_stage(self, stage: Stage, x: Tensor, scales: Tensor | None, noise: Tensor, shifts: bool) -> Tensor:
         """x (B, rows, columns, width), scales (B, blocks of this stage) or None, noise (B, blocks or 0) -> the same shape as x."""
         grid = (x.shape[1], x.shape[2])
-        shiftable = self.shift_windows and max(grid) > stage.window
+        shiftable = shifts and max(grid) > stage.window
         for i, block in enumerate(stage.blocks):
             shift = stage.window // 2 if shiftable and i % 2 else 0
-            connected = connected_tokens(grid, stage.window, shift, x.device) if shift else None
-            tokens = to_windows(x, stage.window, shift)  # (B, windows, window², width)
+            layout = (PaddedTiling if self.strides else Tiling)(grid, stage.window, shift)
             branch_scales = None if scales is None else scales[:, i : i + 1]
-            tokens = self.run_block(block, tokens, branch_scales, connected, noise[:, i] if noise.shape[1] else None)
-            x = from_windows(tokens, stage.window, grid, shift)  # (B, rows, columns, width)
+            dropout = noise[:, i] if noise.shape[1] else None
+            connected = layout.connected(x.device)
+            tokens = self.run_block(block, layout.split(x), branch_scales, connected, dropout, layout.runs)
+            x = layout.join(tokens)  # (B, rows, columns, width)
         return x
 
     def _dropout(self, features: Tensor, noise: Tensor) -> Tensor:
@@ -251,35 +260,6 @@ def _init_weights(module: nn.Module) -> None:
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-
-
-def _check_size(image_size: int) -> None:
-    if image_size % STRIDE or image_size < STRIDE:
-        raise UserError(
-            f"model.image_size is {image_size}, but PosMLP's four stages need a multiple of {STRIDE}",
-            f"set it to {max(1, round(image_size / STRIDE)) * STRIDE}",
-        )
-
-
-def _check_windows(windows: list[int] | tuple[int, ...], height: int, width: int) -> None:
-    for stage, window in enumerate(windows):
-        stride = STEM_STRIDE * 2**stage
-        if height % (stride * window) or width % (stride * window):
-            raise UserError(
-                f"an image of {height}x{width} pixels does not divide into the windows of stage {stage + 1}, whose side is "
-                f"{window} tokens",
-                f"multiples of {stride * window} pixels are needed, so change model.image_size or model.switches.windows",
-            )
-
-
-def _check_groups(groups: tuple[int, ...], widths: list[int], split: bool) -> None:
-    for stage, (count, width, ratio) in enumerate(zip(groups, widths, RATIOS)):
-        channels = width * ratio // 2 if split else width * ratio
-        if channels % count:
-            raise UserError(
-                f"model.switches.groups is {count} for stage {stage + 1}, but must divide its {channels} mixed channels",
-                f"set it to a power of two, for example {GROUPS[stage]}",
-            )
 
 
 _PAPER = "PosMLP (ACM MM 2022), Table 2"

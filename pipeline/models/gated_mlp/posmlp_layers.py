@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.errors import UserError
+from pipeline.models.common.features import GridEmbedding, resample_grid
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.gated_mlp.gating import LAYER_NORM_EPS
 
@@ -82,11 +83,11 @@ class LinearMerging(nn.Module):
         return self.reduction(self.norm(x.reshape(batch, rows // 2, columns // 2, 4 * width)))
 
 
-class AbsolutePosition(nn.Module):
+class AbsolutePosition(GridEmbedding):
     """Learned absolute position embedding (Table 7, "APE"). ``forward``: (B, rows, columns, width) -> the same shape.
 
     Raises:
-        UserError: ``forward`` got another grid.
+        UserError: ``forward`` got another grid, without ``any_grid``.
     """
 
     def __init__(self, side: int, width: int) -> None:
@@ -95,6 +96,9 @@ class AbsolutePosition(nn.Module):
         nn.init.trunc_normal_(self.embedding, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.any_grid:
+            own, grid = self.embedding.shape[:2], (x.shape[1], x.shape[2])
+            return x + resample_grid(self.embedding.flatten(0, 1), (own[0], own[1]), grid).unflatten(0, grid)
         if x.shape[1:3] != self.embedding.shape[:2]:
             raise UserError(
                 f"the images give {x.shape[1]}x{x.shape[2]} tokens, but model.switches.absolute_position has an embedding for "

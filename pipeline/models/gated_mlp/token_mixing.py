@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.models.common.probe import probe
 from pipeline.models.common.tables import constant_table
+from pipeline.models.gated_mlp.partition import Runs
 
 Covariance = Literal["isotropic", "free", "semidefinite"]
 # Initialization, as in the published code.
@@ -165,3 +166,25 @@ def mix_tokens(mixing: Tensor, x: Tensor) -> Tensor:
     grouped = x.unflatten(-1, (-1, mixing.shape[-3]))  # (B, windows, N, width / groups, groups)
     equation = "gqk,bwkcg->bwqcg" if mixing.ndim == 3 else "wgqk,bwkcg->bwqcg"
     return torch.einsum(equation, mixing, grouped).flatten(-2)
+
+
+def mix_tokens_by_kind(mixing: Tensor, x: Tensor, runs: Runs) -> Tensor:
+    """:func:`mix_tokens` with a map for each kind of window.
+
+    Args:
+        mixing: (kinds, groups, N, N), kinds in row-major order of the runs.
+        x: (B, windows, N, width), windows in row-major order.
+        runs: the windows of each kind.
+
+    Returns:
+        (B, windows, N, width).
+    """
+    kinds = iter(mixing.unbind(0))  # (groups, N, N) each
+    bands = []
+    for band in x.unflatten(1, (sum(runs.rows), sum(runs.columns))).split(runs.rows, dim=1):
+        parts = [
+            mix_tokens(next(kinds), part.flatten(1, 2)).view_as(part)  # (B, rows of the run, columns of the run, N, width)
+            for part in band.split(runs.columns, dim=2)
+        ]
+        bands.append(torch.cat(parts, dim=2))
+    return torch.cat(bands, dim=1).flatten(1, 2)

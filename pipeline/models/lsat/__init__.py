@@ -2,6 +2,7 @@
 
 =====================  ====================================================
 ``model``              the model, its ablation switches and registered sizes
+``layout``             widths, heads and depths of the registered sizes
 ``shifts``             shifted images and their patch embeddings
 ``grouped_attention``  attention within groups of tokens: local and global
 =====================  ====================================================

@@ -11,7 +11,6 @@ weights; each such place says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -23,25 +22,12 @@ from pipeline.models.common.base import Switches, VisionModel, scale_branch
 from pipeline.models.common.layers import MLP, init_linear
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.lsat.grouped_attention import GroupedAttention
-from pipeline.models.lsat.shifts import SHIFTS_32, SHIFTS_224, PositionEmbedding, ShiftEmbedding, ShiftSet
+from pipeline.models.lsat.layout import LSATLayout, check_size, grid_side, layout_32, layout_224
+from pipeline.models.lsat.shifts import PositionEmbedding, ShiftEmbedding
 from pipeline.models.registry import register
 
 LAYER_NORM_EPS = 1e-6
 MLP_RATIO = 4
-
-
-@dataclass(frozen=True)
-class LSATLayout:
-    """A column of Table 2: width, heads and depth per level; the first level's depth includes the local block."""
-
-    widths: tuple[int, ...]
-    heads: tuple[int, ...]
-    depths: tuple[int, ...]
-    kernel: int  # of the patch embedding, as stride and padding
-    stride: int
-    padding: int
-    shifts: ShiftSet
-    kv_heads: Literal["shared", "per_head"]
 
 
 class LSATSwitches(Switches):
@@ -122,7 +108,7 @@ class LSAT(VisionModel):
         layout: a column of Table 2.
         num_classes: outputs of the classifier.
         image_size: a multiple of the patch embedding's stride, large enough for a token on the last level. ``forward`` takes no
-            other size, because of the position embeddings.
+            other size, because of the position embeddings, but in the feature form.
         drop_path: stochastic depth rate, the same for every branch (0.1 in the published code).
         activation_checkpointing: recompute each block in the backward pass.
         switches: ablations; None: the published model.
@@ -159,8 +145,8 @@ class LSAT(VisionModel):
         if switches.kv_heads == layout.kv_heads:  # the published setting, stated explicitly
             switches = switches.model_copy(update={"kv_heads": None})
         super().__init__([drop_path] * 2 * sum(layout.depths), activation_checkpointing, switches)
-        _check_size(image_size, layout)
-        self.image_size, self.stride = image_size, layout.stride
+        check_size(image_size, layout, "model.image_size")
+        self.image_size, self.layout, self.stride = image_size, layout, layout.stride
         self.embedding = _build_embedding(layout, switches)
         variants = len(self.embedding.shift_set.shifts)
         self.levels = ModuleList(_build_level(layout, i, image_size, variants, switches) for i in range(len(layout.widths)))
@@ -169,7 +155,7 @@ class LSAT(VisionModel):
         self.head = nn.Linear(layout.widths[-1], num_classes)
         self.apply(_init_weights)
 
-    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
 
         Args:
@@ -189,23 +175,50 @@ class LSAT(VisionModel):
                     f"the images have a side of {size} pixels, but this LSAT was built with image_size={self.image_size}",
                     f"set model.image_size={size} or resize the images",
                 )
+        return self.head(self.norm(self._run_levels(images, noise)[-1].squeeze(2)).mean(dim=1))  # (B, num_classes)
+
+    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        levels = range(len(self.levels))
+        return tuple(self.stride * 2**i for i in levels), tuple(level.norm1.normalized_shape[0] for level in self.levels)
+
+    def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
+        """The patches of each level after its last block, each normalized.
+
+        Args:
+            images: (B, 3, H, W), sides as ``image_size`` may be, not necessarily equal; the position embeddings are resampled.
+            noise: as in :meth:`class_scores`.
+
+        Returns:
+            (B, width of the level, H / (stride * 2^i), W / (stride * 2^i)) for each level i, sides rounded up.
+
+        Raises:
+            UserError: H or W does not fit.
+        """
+        for size in images.shape[-2:]:
+            check_size(size, self.layout, "a side of an image")
+        maps = self._run_levels(images, noise)
+        return [self.normed_map(x.squeeze(2).unflatten(1, self.grid(i, images)), i) for i, x in enumerate(maps)]
+
+    def _run_levels(self, images: Tensor, noise: Tensor | None) -> list[Tensor]:
+        """(B, 3, H, W) -> (B, N, 1, width) of each level."""
         scales = self.branch_scales(len(images), noise)  # (B, 2 * depth) or None
         x = self.embedding(images)  # (B, N, T, width)
-        column = 0
+        outputs, column = [], 0
         for i, level in enumerate(self.levels):
             if i > 0:
-                x = self.downsamplings[i - 1](x, self.grid(i - 1))  # (B, N of this level, 1, width of this level)
-            x = level.position(x)
+                x = self.downsamplings[i - 1](x, self.grid(i - 1, images))  # (B, N of this level, 1, width of this level)
+            x = level.position(x, self.grid(i, images))
             for block in level.blocks:
                 branch_scales = None if scales is None else scales[:, column : column + 2]
                 x = self.run_block(block, x, (level.norm1, level.norm2), branch_scales)  # (B, N, 1, width)
                 column += 2
-        return self.head(self.norm(x.squeeze(2)).mean(dim=1))  # (B, num_classes)
+            outputs.append(x)
+        return outputs
 
-    def grid(self, level: int) -> tuple[int, int]:
-        """(rows, columns) of the patch grid on a level."""
-        side = _grid_side(self.image_size // self.stride, level)
-        return side, side
+    def grid(self, level: int, images: Tensor) -> tuple[int, int]:
+        """(rows, columns) of the patch grid that images (B, 3, H, W) have on a level."""
+        height, width = images.shape[-2:]
+        return grid_side(int(height) // self.stride, level), grid_side(int(width) // self.stride, level)
 
 
 def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbedding:
@@ -228,14 +241,10 @@ def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int,
         )
     kv_heads = heads if (switches.kv_heads or layout.kv_heads) == "per_head" else 1
     local = level == 0 and variants > 1
-    tokens = _grid_side(image_size // layout.stride, level) ** 2
+    tokens = grid_side(image_size // layout.stride, level) ** 2
     shape = (variants, tokens, width) if local and switches.position == "per_variant" else (tokens, width)
     blocks = [Block(width, heads, kv_heads, local and i == 0) for i in range(layout.depths[level])]
     return Level(PositionEmbedding(*shape), blocks, width)
-
-
-def _grid_side(side: int, halvings: int) -> int:
-    return -(-side // 2**halvings)  # rounds up, like the padded max pooling
 
 
 def _init_weights(module: nn.Module) -> None:
@@ -244,25 +253,6 @@ def _init_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Conv2d) and module.bias is not None:  # all of them have one
         nn.init.trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)
-
-
-def _check_size(size: int, layout: LSATLayout) -> None:
-    coarsest = 2 ** (len(layout.widths) - 1)
-    if size % layout.stride or size < layout.stride * coarsest:
-        raise UserError(
-            f"model.image_size is {size}, a multiple of {layout.stride} that is at least {layout.stride * coarsest} needed",
-            f"set it to {max(coarsest, round(size / layout.stride)) * layout.stride}",
-        )
-
-
-def _layout_224(
-    widths: tuple[int, ...], heads: tuple[int, ...], depths: tuple[int, ...], kernel: int, stride: int, padding: int
-) -> LSATLayout:
-    return LSATLayout(widths, heads, depths, kernel, stride, padding, SHIFTS_224, kv_heads="per_head")
-
-
-def _layout_32(width: int, heads: int, depths: tuple[int, ...]) -> LSATLayout:
-    return LSATLayout((width,) * 4, (heads,) * 4, depths, 3, 1, 1, SHIFTS_32, kv_heads="shared")
 
 
 # The paper's GMACs include the matrix products of attention but not the shift embeddings (0.48 of 3.63 and 0.10 of 7.72 GMACs).
@@ -276,25 +266,25 @@ _CIFAR = dict(
 @register("LSAT Tiny, 224 pixels, 10 shifts", paper_params_m=9.9, paper_gmacs=3.1, paper_top1=76.0, **_IMAGENET)
 def lsat_t_224(**options: Any) -> LSAT:
     # Table 2 says kernel 7 without padding; the published code's kernel 9 gives the 9.9 M parameters of Table 4.
-    return LSAT(_layout_224((192,) * 4, (4,) * 4, (2, 4, 4, 4), kernel=9, stride=7, padding=1), **options)
+    return LSAT(layout_224((192,) * 4, (4,) * 4, (2, 4, 4, 4), kernel=9, stride=7, padding=1), **options)
 
 
 @register("LSAT Small, 224 pixels, 10 shifts", paper_params_m=22.0, paper_gmacs=7.6, paper_top1=82.2, **_IMAGENET)
 def lsat_s_224(**options: Any) -> LSAT:
-    return LSAT(_layout_224((64, 192, 384), (2, 6, 12), (2, 2, 10), kernel=4, stride=4, padding=0), **options)
+    return LSAT(layout_224((64, 192, 384), (2, 6, 12), (2, 2, 10), kernel=4, stride=4, padding=0), **options)
 
 
 # The paper's parameter counts at 32 pixels are for other head layouts: see LSATSwitches.kv_heads and heads.
 @register("LSAT Tiny, 32 pixels, 18 shifts", paper_params_m=10.2, paper_top1=97.0, **_CIFAR)
 def lsat_t_32(**options: Any) -> LSAT:
-    return LSAT(_layout_32(192, 4, (2, 4, 4, 4)), **options)
+    return LSAT(layout_32(192, 4, (2, 4, 4, 4)), **options)
 
 
 @register("LSAT Small, 32 pixels, 18 shifts", paper_params_m=36.2, paper_top1=97.64, **_CIFAR)
 def lsat_s_32(**options: Any) -> LSAT:
-    return LSAT(_layout_32(384, 6, (2, 4, 4, 4)), **options)
+    return LSAT(layout_32(384, 6, (2, 4, 4, 4)), **options)
 
 
 @register("LSAT Base, 32 pixels, 18 shifts", paper_params_m=115.8, paper_top1=97.75, **_CIFAR)
 def lsat_b_32(**options: Any) -> LSAT:
-    return LSAT(_layout_32(768, 12, (3, 3, 3, 3)), **options)
+    return LSAT(layout_32(768, 12, (3, 3, 3, 3)), **options)

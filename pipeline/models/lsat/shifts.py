@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
+from math import isqrt
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from pipeline.models.common.features import GridEmbedding, resample_grid
 
 Shift = tuple[int, int]  # pixels (down, right) by which the image's content moves
 ShiftFunction = Callable[[Tensor, Shift], Tensor]
@@ -94,16 +97,20 @@ class ShiftEmbedding(nn.Module):
         return torch.stack(maps, dim=2)  # (B, N, T, width)
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(GridEmbedding):
     """Learned position embedding of shape (T, N, width), or (N, width) shared by the variants.
 
-    A module of its own, so that ZeRO-3 gathers the table. ``forward``: (B, N, T, width) -> the same shape.
+    A module of its own, so that ZeRO-3 gathers the table. N is a square number: images are square, but in the feature form.
+    ``forward``: x (B, N, T, width), grid (rows, columns) of its patches -> the same shape.
     """
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         table = self.table if self.table.ndim == 3 else self.table[None]  # (T or 1, N, D)
+        if self.any_grid:
+            side = isqrt(table.shape[1])
+            table = resample_grid(table, (side, side), grid)
         return x + table.transpose(0, 1)

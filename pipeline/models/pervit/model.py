@@ -185,7 +185,7 @@ class PerViT(PhiModel):
             for parameter in self.phi_parameters():
                 parameter.requires_grad_(False)
 
-    def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
 
         Args:
@@ -199,6 +199,32 @@ class PerViT(PhiModel):
         Raises:
             UserError: H or W does not fit the stem.
         """
+        return self.head(self.norm(self._tokens(images, noise)).mean(dim=1))  # (B, num_classes)
+
+    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (STEM_STRIDE,), (self.norm.normalized_shape[0],)
+
+    def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
+        """The tokens after the last block, normalized: all four stages have one resolution.
+
+        Φp is computed for the grid of the images: its coordinates go from -1 to 1 on each axis whatever the number of tokens, so
+        that a head sees the same part of a larger image, not the same number of tokens.
+
+        Args:
+            images: (B, 3, H, W), H and W multiples of 16 and at least 32.
+            noise: as in :meth:`class_scores`.
+
+        Returns:
+            One map, (B, width of the last stage, H / 16, W / 16).
+
+        Raises:
+            UserError: H or W does not fit the stem, or the switch ``phi_p_distance`` is "learned" and the grid another.
+        """
+        x = self._tokens(images, noise)  # (B, N, width)
+        return [self.normed_map(x.unflatten(1, self.token_grid(images)), 0)]
+
+    def _tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
+        """(B, 3, H, W) -> (B, N, width of the last stage) after the last block."""
         _check_size(*images.shape[-2:])
         x = self.stem(images)  # (B, width, rows, columns)
         grid = (int(x.shape[2]), int(x.shape[3]))  # int: under tracing the sizes are tensors
@@ -208,7 +234,7 @@ class PerViT(PhiModel):
         scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
             x = self.run_block(block, x, log_phi, grid, scales_of_block(scales, i))
-        return self.head(self.norm(x).mean(dim=1))  # (B, num_classes)
+        return x
 
     def token_grid(self, images: Tensor) -> tuple[int, int]:
         """(rows, columns) of the token grid of images (B, 3, H, W)."""

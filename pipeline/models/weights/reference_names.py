@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tenso
     """Load a state dict of the authors' published code: rename its keys, then load strictly.
 
     Args:
-        model: from ``create_model``; its ``reference_names`` hold the name pairs.
+        model: from ``create_model``; its ``reference_names`` hold the name pairs. A feature form takes all but the head.
         state_dict: authors' names -> tensors.
 
     Returns:
@@ -32,10 +32,13 @@ def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tenso
         if key in tables:
             continue
         name = _renamed(key, pairs)
+        if model.strides and name.startswith(model.head_names):
+            continue
         if name in renamed:
             raise UserError(f"reference state dict: two keys map to {name!r} (the second is {key!r})", "remove one of them")
         renamed[name] = value
     own = model.state_dict()
+    renamed |= {name: own[name] for name in added_names(model, renamed)}
     missing, unknown = sorted(own.keys() - renamed.keys()), sorted(renamed.keys() - own.keys())
     if missing or unknown:
         raise UserError(
@@ -64,8 +67,13 @@ def reference_state_dict(model: VisionModel) -> dict[str, Tensor]:
         memory, as in ``state_dict()``; constant tables (PosMLP's) are computed.
 
     Raises:
-        UserError: the authors' code does not support one of the model's switches.
+        UserError: the authors' code does not support one of the model's switches, or the model is a feature form.
     """
+    if model.strides:
+        raise UserError(
+            f"this {type(model).__name__} is in its feature form, which has no head and which the authors' code does not have",
+            "pass a model from create_model without features",
+        )
     switch = model.unpublished_switch()
     if switch is not None:
         setting = getattr(model.switches, switch)
@@ -81,6 +89,19 @@ def authors_names(model: VisionModel) -> dict[str, str]:
     """Authors' name -> our name of each weight, by the name pairs alone: also for switches that the authors' code lacks."""
     pairs = [(own, authors) for authors, own in model.reference_names]
     return {_renamed(name, pairs): name for name in model.state_dict()}
+
+
+def names_without_head(model: VisionModel, names: Iterable[str]) -> set[str]:
+    """Names, ours or the authors', without those of a classifier's head if ``model`` is a feature form; a classifier: all."""
+    return {
+        name for name in names if not (model.strides and _renamed(name, model.reference_names).startswith(model.head_names))
+    }
+
+
+def added_names(model: VisionModel, given: Iterable[str]) -> set[str]:
+    """Weights of a feature form that a classifier's weights lack; none if any of them is among ``given``."""
+    added = {name for name in model.state_dict() if model.in_features_only(name)}
+    return set() if added & set(given) else added
 
 
 def _renamed(name: str, pairs: NamePairs) -> str:

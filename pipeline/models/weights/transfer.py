@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
-from pipeline.models.weights.reference_names import authors_names
+from pipeline.models.weights.reference_names import added_names, authors_names, names_without_head
 
 _SHOWN = 5  # names listed in a message
 _WHOSE = ("this project's names", "the names of the authors' code")
@@ -31,7 +31,8 @@ def load_pretrained(
     classes suffices. Parameter names may be ours or those of the authors' code.
 
     Args:
-        model: from ``create_model``; keeps its randomly initialized head if the classes differ.
+        model: from ``create_model``; keeps its randomly initialized head if the classes differ. A feature form takes the weights
+            of a classifier, without its head.
         weights: a state dict of the same model, entirely under our names or entirely under the authors'.
         source: origin of the weights, for messages.
         their_classes: class names of the outputs of ``weights``; None: unknown.
@@ -45,13 +46,15 @@ def load_pretrained(
     """
     own = model.state_dict()
     _check_is_state_dict(weights, source)
-    given = weights.keys() - model.reference_tables().keys()
+    given = names_without_head(model, weights.keys() - model.reference_tables().keys())
+    added = added_names(model, given)
     ours, theirs = {name: name for name in own}, authors_names(model)
     # The naming that fits better, so that an error lists the file's differences and not all of its names.
     naming = theirs if len(given ^ theirs.keys()) < len(given ^ ours.keys()) else ours
-    missing, unknown = sorted(naming.keys() - given), sorted(given - naming.keys())
+    missing, unknown = sorted(naming.keys() - given - added), sorted(given - naming.keys())
     others = None if their_classes is None or classes is None else first_difference(their_classes, classes)
-    notes, misfits, loaded, keeps_head = [], [], {}, True
+    notes, misfits, keeps_head = [], [], True
+    loaded = {name: own[name] for name in added}
     for its_name in sorted(naming.keys() & given):
         name = naming[its_name]
         value, target = weights[its_name], own[name]
@@ -77,7 +80,9 @@ def load_pretrained(
         )
     check_finite(loaded, source)
     model.load_state_dict(loaded, strict=True)
-    if keeps_head and their_classes is None:
+    if model.strides:
+        notes.append("the head is left out: the model gives features")
+    elif keeps_head and their_classes is None:
         notes.append(
             f"the head is loaded, although {source} does not name its classes: check that they are yours, in the same order"
         )
