@@ -91,12 +91,13 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
     return SavedWeights(manifest.state, whole(WEIGHT, buffers), ema, default)
 
 
-def read_initial_weights(source: Path) -> InitialWeights:
+def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialWeights:
     """Read the initial weights of a fine-tuning run.
 
     Args:
         source: a run folder, one of its checkpoints, or a file with a state dict: from ``export``, another safetensors file, or
             from ``torch.save``, at the top level or under ``model`` or ``state_dict``.
+        key: of the config, for messages.
 
     Raises:
         UserError: it does not exist, cannot be read, or holds no state dict.
@@ -105,7 +106,7 @@ def read_initial_weights(source: Path) -> InitialWeights:
         saved = read_weights(source)
         return InitialWeights(saved.choose(), saved.state.classes, f"{saved.default} weights of step {saved.state.step}")
     if not source.is_file():
-        raise UserError(f"train.init_from {source} does not exist", "pass a run folder or a file with a state dict")
+        raise UserError(f"{key} {source} does not exist", "pass a run folder or a file with a state dict")
     if source.suffix == SUFFIX:
         weights, its = read_tensors(source)
         if its is None:
@@ -119,10 +120,10 @@ def read_initial_weights(source: Path) -> InitialWeights:
         if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             reason = f"it also holds a {foreign[1]}, which could run code"
         raise UserError(
-            f"train.init_from {source} cannot be read ({reason})",
+            f"{key} {source} cannot be read ({reason})",
             "pass a file that torch.save or safetensors wrote, with a state dict alone",
         ) from None
     found = loaded.get("model", loaded.get("state_dict", loaded)) if isinstance(loaded, dict) else loaded
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
-        raise UserError(f"train.init_from {source} holds no state dict, names with tensors needed", "pass another file")
+        raise UserError(f"{key} {source} holds no state dict, names with tensors needed", "pass another file")
     return InitialWeights(found, None, f"{len(found)} tensors")

@@ -31,6 +31,8 @@ from pipeline.config.bounds import (
     Text,
 )
 
+_TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with if it is no run
+
 
 class ModelConfig(Section):
     name: Annotated[Text, Field(max_length=100)] = "pervit_t"
@@ -153,7 +155,9 @@ class TrainConfig(Section):
     init_from: Text | None = None
     """Fine-tuning: initialize from a run folder or a file with a state dict (this project's or the authors'); null: random initialization."""
     teacher: Text | None = None
-    """Hard distillation (DeiT, Eq. 3): folder of a finished run whose predictions are a second label; null: none."""
+    """Hard distillation (DeiT, Eq. 3): folder of a finished run whose predictions are a second label, or `torchvision:NAME` or `timm:NAME` with teacher_weights; null: none."""
+    teacher_weights: Text | None = None
+    """Weight file of a teacher of torchvision or timm, which is never downloaded; null: the teacher is a run."""
     epochs: Epochs = 300
     """Length of the schedule, in passes over the training set; optim.cooldown_epochs come on top."""
     scale_epochs: bool = False
@@ -180,6 +184,16 @@ class TrainConfig(Section):
     """Decay of an exponential moving average of the weights and of BatchNorm's statistics, which is evaluated too; null: none."""
     max_skipped_steps: Count = 0
     """Steps with non-finite gradients to skip; one more stops the run and saves what reproduces it."""
+
+    @model_validator(mode="after")
+    def _a_librarys_teacher_has_weights(self) -> TrainConfig:
+        library = (self.teacher or "").startswith(_TEACHER_LIBRARIES)
+        if library and not self.teacher_weights:
+            raise ValueError(f"teacher {self.teacher} needs teacher_weights, a local file, because nothing is downloaded")
+        if self.teacher_weights and not library:
+            names = " or ".join(f"{each}NAME" for each in _TEACHER_LIBRARIES)
+            raise ValueError(f"teacher_weights {self.teacher_weights} is for a teacher {names}, but teacher is {self.teacher}")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -13,7 +13,7 @@
 ``state.py``        ``Run``: everything that the training loop works with
 ``loss.py``         cross entropy of mixed labels
 ``noise.py``        the random numbers of a forward pass
-``teacher.py``      hard distillation
+``teacher.py``      hard distillation; ``library_teacher.py``: by a network of torchvision or timm
 ``evaluation.py``   exact evaluation, also for the command ``pipeline.evaluate``
 ``nonfinite.py``    non-finite gradients: skip the step, or dump what reproduces it
 =================== =================================================================

@@ -36,7 +36,7 @@ from pipeline.run.folder import as_begun, check_same_data, check_same_run, choos
 from pipeline.run.precision import Precision, choose_precision, with_precision
 from pipeline.run.progress import make_schedule
 from pipeline.run.state import Run
-from pipeline.run.teacher import load_teacher
+from pipeline.run.teacher import describe_teacher, load_teacher
 
 
 def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbeat, recipe: Recipe | None = None) -> Run | None:
@@ -174,6 +174,7 @@ def _build_learner(config: Config, world: World, classes: list[str], verified: V
         model.train()
     teacher = None
     if config.train.teacher:  # a run that was begun keeps its teacher
+        _say(world, f"loading the teacher: {describe_teacher(config)}")
         teacher = load_teacher(config, world.device, classes if fresh else None)
     stage, asked = zero_stage(config, world.size), config.train.zero_stage
     alone = f" (train.zero_stage {asked} has nothing to share out on one process)" if stage != asked else ""

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.checkpoint.trained import read_trained
 from pipeline.config import Config
 from pipeline.errors import UserError
 from pipeline.models.weights.transfer import first_difference
+from pipeline.run.library_teacher import load_library_teacher
 from pipeline.run.precision import autocast
 
 
@@ -46,12 +47,13 @@ def hard_distillation_loss(label_loss: Tensor, scores: Tensor, teacher_scores: T
 
 
 def load_teacher(config: Config, device: torch.device, classes: list[str] | None = None) -> Callable[[Tensor], Tensor]:
-    """Load the teacher: another run's model, with its averaged weights if it kept an average.
+    """Load the teacher: another run's model, with its averaged weights if it kept an average, or a network of another library.
 
     Args:
-        config: of the student; ``train.teacher`` is the other run's folder, one of its checkpoints, or an exported file.
+        config: of the student; ``train.teacher`` is the other run's folder, one of its checkpoints, an exported file, or a
+            library and a name (:mod:`pipeline.run.library_teacher`).
         device: of the teacher.
-        classes: the student's class names, in order; None: not compared.
+        classes: the student's class names, in order; None: not compared. Libraries do not name theirs.
 
     Returns:
         images (B, 3, H, W) -> logits (B, classes), without gradients.
@@ -59,6 +61,18 @@ def load_teacher(config: Config, device: torch.device, classes: list[str] | None
     Raises:
         UserError: there is no such model, or it has other classes or another image size.
     """
+    teacher = load_library_teacher(config) if config.train.teacher_weights else _model_of_run(config, classes)
+    teacher.to(device).requires_grad_(False)
+
+    @torch.no_grad()
+    def scores(images: Tensor) -> Tensor:
+        with autocast(device, config.train.precision):
+            return teacher(images)
+
+    return scores
+
+
+def _model_of_run(config: Config, classes: list[str] | None) -> nn.Module:
     assert config.train.teacher
     source = Path(config.train.teacher)
     trained = read_trained(source)
@@ -68,11 +82,12 @@ def load_teacher(config: Config, device: torch.device, classes: list[str] | None
             raise UserError(f"train.teacher {source} has model.{key} {found}, {needed} needed", "choose another teacher")
     if classes and (others := first_difference(trained.classes, classes)):
         raise UserError(f"train.teacher {source} knows {others}", "choose a teacher that was trained on the same classes")
-    teacher = trained.build_model().to(device).requires_grad_(False)
+    return trained.build_model()
 
-    @torch.no_grad()
-    def scores(images: Tensor) -> Tensor:
-        with autocast(device, config.train.precision):
-            return teacher(images)
 
-    return scores
+def describe_teacher(config: Config) -> str:
+    """The teacher in words, for the log."""
+    train = config.train
+    if not train.teacher_weights:
+        return f"the model of {train.teacher}"
+    return f"{train.teacher} with {train.teacher_weights}, which does not name its classes: they must be the data set's, in the same order"

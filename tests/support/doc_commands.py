@@ -35,6 +35,7 @@ NEEDS = {
     **dict.fromkeys(("sbatch", "eval"), "a Slurm cluster"),
     **dict.fromkeys(("make", "pip", "uv", "source"), "an installation"),
     **dict.fromkeys(("tail", "tensorboard"), "somebody who ends it"),
+    "train.teacher=torchvision:regnet_y_16gf": "its weights",
 }
 # A run of seconds, whatever the config; a key that the command states keeps its value.
 SMALL = "model.num_classes=10 model.image_size=32 train.global_batch_size=16 train.micro_batch_size=8 train.max_steps=2"

@@ -38,10 +38,15 @@ def from_windows(x: Tensor, window: int, grid: tuple[int, int], shift: int = 0) 
 def connected_tokens(grid: tuple[int, int], window: int, shift: int, device: torch.device) -> Tensor:
     """The mask of shifted windows: which tokens of a window are adjacent in the image rather than joined by wrapping around.
 
+    A grid that windows do not tile counts as padded at the bottom and right; padding is connected with padding alone.
+
     Returns:
         (windows, window², window²) bool.
     """
-    sides = [torch.arange(size, device=device) >= size - shift for size in grid]
-    region = 2 * sides[0][:, None].int() + sides[1][None, :].int()  # (rows, columns)
+    sides = []
+    for size in grid:
+        place = torch.arange(-(-size // window) * window, device=device).roll(-shift)  # in the image, or beyond its border
+        sides.append(2 * (place >= size).int() + (place < shift).int())  # padding, and what wraps around
+    region = 4 * sides[0][:, None] + sides[1][None, :]  # (rows, columns)
     region = to_windows(region[None, :, :, None], window)[0, :, :, 0]  # (windows, window²)
     return region[:, :, None] == region[:, None, :]

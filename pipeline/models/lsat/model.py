@@ -7,31 +7,35 @@ decreasing resolution. Tokens have shape (B, N, T, width) throughout; T = 1 afte
 
 Where paper and published code differ, this follows the code, so that ``load_reference_state_dict`` can load the authors'
 weights; each such place says so.
+
+Table 6 (Sec. 4.1) has neither published code nor parameter counts. Variant I replaces the local block as a whole by one of Swin's,
+without shifted windows, which only every second block of Swin has. Variant II changes in LSAT's block what the paper names,
+embedding and projection, and keeps norms, MLP and position embedding. In both a patch has no shifted variants, which neither block
+takes, and the global blocks are LSAT's.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
-from pipeline.models.common.base import Switches, VisionModel, scale_branch
-from pipeline.models.common.layers import MLP, init_linear
+from pipeline.models.common.base import Switches, VisionModel
+from pipeline.models.common.layers import init_linear
 from pipeline.models.common.module_list import ModuleList
-from pipeline.models.lsat.grouped_attention import GroupedAttention
+from pipeline.models.lsat.blocks import LAYER_NORM_EPS, AnyBlock, Block, Downsampling, Level
+from pipeline.models.lsat.cvt import ConvolutionalProjection, CvTBlock, TokenEmbedding, overlapping
 from pipeline.models.lsat.layout import LSATLayout, check_size, grid_side, layout_32, layout_224
 from pipeline.models.lsat.shifts import PositionEmbedding, ShiftEmbedding
+from pipeline.models.lsat.swin import SwinBlock
 from pipeline.models.registry import register
-
-LAYER_NORM_EPS = 1e-6
-MLP_RATIO = 4
 
 
 class LSATSwitches(Switches):
-    """Ablations of Table 5, and the paper's variant where the published code differs."""
+    """Ablations of Tables 5 and 6, and the paper's variant where the published code differs."""
 
     shifts: Literal["all", "axes", "none"] = "all"
     """Table 5, #Shifting. all: the paper's set (18 at 32 pixels, 10 at 224). axes: those along one axis (9 and 7; variant
@@ -46,59 +50,15 @@ class LSATSwitches(Switches):
     null: as published (shared at 32 pixels, per_head at 224)."""
     heads: PositiveInt | None = None
     """Attention heads on every level; null: as published. Table 2 has 3 for lsat_t_32, the published script 4."""
+    local: Literal["lsa", "swin", "swin_pair", "cvt"] = "lsa"
+    """Table 6. lsa: the paper's local block over shifted variants. Of the unshifted image alone: swin: one block of Swin (variant
+    I); swin_pair: two, the second with shifted windows; cvt: CvT's token embedding and convolutional projection (II)."""
 
-
-class Block(nn.Module):
-    """Attention and MLP, each with a residual connection. All blocks of a level share its norms (published code).
-
-    ``forward``: x (B, N, T, width), norms (two LayerNorms), branch_scales (B, 2) or None -> (B, N, 1, width). The local block
-    pools the T variants: the first, unshifted one is query and residual. A global block takes T = 1.
-    """
-
-    def __init__(self, width: int, heads: int, kv_heads: int, local: bool) -> None:
-        super().__init__()
-        self.local = local
-        self.attention = GroupedAttention(width, heads, kv_heads)
-        self.mlp = MLP(width, MLP_RATIO * width, width)
-
-    def forward(self, x: Tensor, norms: tuple[nn.Module, nn.Module], branch_scales: Tensor | None) -> Tensor:
-        normed = norms[0](x)  # (B, N, T, width)
-        if self.local:
-            attended = self.attention(normed[:, :, :1], normed)  # (B, N, 1, width): N groups
-        else:
-            patches = normed.transpose(1, 2)  # (B, 1, N, width): one group
-            attended = self.attention(patches, patches).transpose(1, 2)
-        x = x[:, :, :1] + scale_branch(attended, branch_scales, 0)
-        return x + scale_branch(self.mlp(norms[1](x)), branch_scales, 1)
-
-
-class Downsampling(nn.Module):
-    """3x3 convolution, LayerNorm (published code only), and 3x3 max pooling with stride 2 (Sec. 3.2).
-
-    ``forward``: (B, N, 1, width), grid (rows, columns) -> (B, N', 1, out_width); an odd side is rounded up.
-    """
-
-    def __init__(self, width: int, out_width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(width, out_width, 3, padding=1)
-        self.norm = nn.LayerNorm(out_width, eps=LAYER_NORM_EPS)
-
-    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        image = x.squeeze(2).transpose(1, 2).unflatten(2, grid)  # (B, width, rows, columns)
-        image = self.norm(self.conv(image).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        image = F.max_pool2d(image, 3, stride=2, padding=1)  # (B, out_width, rows', columns')
-        return image.flatten(2).transpose(1, 2).unsqueeze(2)  # (B, N', 1, out_width)
-
-
-class Level(nn.Module):
-    """The modules of one level: position embedding, blocks and their shared norms; :class:`LSAT` runs them."""
-
-    def __init__(self, position: PositionEmbedding, blocks: list[Block], width: int) -> None:
-        super().__init__()
-        self.position = position
-        self.norm1 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.blocks = ModuleList(blocks)
-        self.norm2 = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+    @model_validator(mode="after")
+    def _variants_are_of_the_papers_local_block(self) -> LSATSwitches:
+        if self.local != "lsa" and (self.shifts, self.shift_by, self.position) != ("all", "convolutions", "per_variant"):
+            raise ValueError(f"must leave shifts, shift_by and position alone with local {self.local!r}, which has no variants")
+        return self
 
 
 class LSAT(VisionModel):
@@ -144,11 +104,13 @@ class LSAT(VisionModel):
         switches = switches or LSATSwitches()
         if switches.kv_heads == layout.kv_heads:  # the published setting, stated explicitly
             switches = switches.model_copy(update={"kv_heads": None})
-        super().__init__([drop_path] * 2 * sum(layout.depths), activation_checkpointing, switches)
+        blocks = sum(layout.depths) + (switches.local == "swin_pair")
+        super().__init__([drop_path] * 2 * blocks, activation_checkpointing, switches)
         check_size(image_size, layout, "model.image_size")
         self.image_size, self.layout, self.stride = image_size, layout, layout.stride
         self.embedding = _build_embedding(layout, switches)
-        variants = len(self.embedding.shift_set.shifts)
+        variants = len(self.embedding.shift_set.shifts) if isinstance(self.embedding, ShiftEmbedding) else 1
+        self.projection = ConvolutionalProjection(layout.widths[0]) if switches.local == "cvt" else None
         self.levels = ModuleList(_build_level(layout, i, image_size, variants, switches) for i in range(len(layout.widths)))
         self.downsamplings = nn.ModuleList(Downsampling(*layout.widths[i : i + 2]) for i in range(len(layout.widths) - 1))
         self.norm = nn.LayerNorm(layout.widths[-1], eps=LAYER_NORM_EPS)
@@ -210,7 +172,7 @@ class LSAT(VisionModel):
             x = level.position(x, self.grid(i, images))
             for block in level.blocks:
                 branch_scales = None if scales is None else scales[:, column : column + 2]
-                x = self.run_block(block, x, (level.norm1, level.norm2), branch_scales)  # (B, N, 1, width)
+                x = self._run(block, x, level, self.grid(i, images), branch_scales)  # (B, N, 1, width)
                 column += 2
             outputs.append(x)
         return outputs
@@ -220,15 +182,27 @@ class LSAT(VisionModel):
         height, width = images.shape[-2:]
         return grid_side(int(height) // self.stride, level), grid_side(int(width) // self.stride, level)
 
+    def _run(self, block: AnyBlock, x: Tensor, level: Level, grid: tuple[int, int], branch_scales: Tensor | None) -> Tensor:
+        if isinstance(block, SwinBlock):
+            return self.run_block(block, x, grid, branch_scales)
+        if isinstance(block, CvTBlock):
+            assert self.projection is not None  # it comes with the block
+            return self.run_block(block, x, self.projection(level.norm1(x), grid), level.norm2, branch_scales)
+        return self.run_block(block, x, (level.norm1, level.norm2), branch_scales)
 
-def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbedding:
+
+def _build_embedding(layout: LSATLayout, switches: LSATSwitches) -> ShiftEmbedding | TokenEmbedding:
+    width, shape = layout.widths[0], (layout.kernel, layout.stride, layout.padding)
+    if switches.local == "cvt":
+        return TokenEmbedding(nn.Conv2d(3, width, *overlapping(*shape)))
     shifts = layout.shifts
-    if switches.shifts != "all":
+    if switches.local != "lsa":
+        shifts = shifts.image_itself()
+    elif switches.shifts != "all":
         shifts = shifts.along_one_axis() if switches.shifts == "axes" else shifts.image_itself()
     convolutions = len(shifts.shifts)
     if switches.shift_by == "translation":
         shifts, convolutions = shifts.by_translation(), 1
-    width, shape = layout.widths[0], (layout.kernel, layout.stride, layout.padding)
     return ShiftEmbedding(shifts, [nn.Conv2d(3, width, *shape) for _ in range(convolutions)])
 
 
@@ -243,16 +217,21 @@ def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int,
     local = level == 0 and variants > 1
     tokens = grid_side(image_size // layout.stride, level) ** 2
     shape = (variants, tokens, width) if local and switches.position == "per_variant" else (tokens, width)
-    blocks = [Block(width, heads, kv_heads, local and i == 0) for i in range(layout.depths[level])]
+    blocks: list[AnyBlock] = [Block(width, heads, kv_heads, local and i == 0) for i in range(layout.depths[level])]
+    if level == 0 and switches.local != "lsa":
+        side = image_size // layout.stride
+        swin = [SwinBlock(width, heads, side, shifted) for shifted in (False, True)[: 1 + (switches.local == "swin_pair")]]
+        blocks[:1] = [CvTBlock(width, heads)] if switches.local == "cvt" else swin
     return Level(PositionEmbedding(*shape), blocks, width)
 
 
 def _init_weights(module: nn.Module) -> None:
     """Truncated normal weights and zero biases of linear layers and convolutions, as in the published code."""
     init_linear(module)
-    if isinstance(module, nn.Conv2d) and module.bias is not None:  # all of them have one
+    if isinstance(module, nn.Conv2d):
         nn.init.trunc_normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 # The paper's GMACs include the matrix products of attention but not the shift embeddings (0.48 of 3.63 and 0.10 of 7.72 GMACs).
