@@ -1,4 +1,4 @@
-"""Every config key with its type, bounds, default and description."""
+"""Every config key with its type, bounds, default and description; those of data and augmentation: ``data_sections``."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.bounds import (
-    MAX_BATCH,
     MAX_EPOCHS,
     MAX_SECONDS,
     MAX_SIDE,
     MAX_SWITCH,
-    Aspect,
     BatchSize,
     Count,
-    Deviation,
     Epochs,
     Fraction,
     GlobalBatchSize,
-    Mean,
     PositiveInt,
     PositiveRate,
     Rate,
     Seconds,
     Section,
-    Share,
     Steps,
     Text,
 )
+from pipeline.config.data_sections import AugmentConfig, DataConfig
 
 _TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with if it is no run
 
@@ -60,95 +56,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or isinstance(value, str | bool) or (isinstance(value, int) and abs(value) <= MAX_SWITCH)
-
-
-class DataConfig(Section):
-    path: Text = "data/imagenet"
-    """Folder that holds the shard sets (train and val)."""
-    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Decoder threads per rank; null: the node's CPU cores divided by its ranks."""
-    decode: Literal["auto", "gpu", "cpu"] = "auto"
-    """What decodes and resizes images for a GPU: gpu, or cpu, which leaves the GPU to the training. auto: training measures both in its first batches and keeps the faster, evaluation takes the GPU. Without a GPU, auto is cpu."""
-    prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
-    """Decoded batches to prefetch."""
-    read_ahead: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Batches whose files are read ahead; takes memory for that many times micro_batch_size encoded images."""
-    order: Literal["full", "block"] = "full"
-    """full: every epoch is a permutation of all samples. block: samples that are adjacent on disk stay close in time, for storage with slow random reads."""
-    block_size: Annotated[int, Field(ge=1, le=2**24)] = 256
-    """Consecutive samples of a shard that are read as one block (order: block)."""
-    window_blocks: Annotated[int, Field(ge=1, le=2**24)] = 64
-    """Blocks whose samples are shuffled together (order: block); 64 x 256 samples are about 2 GB of page cache."""
-    max_bad_samples: Count = 100
-    """Unreadable or damaged images to tolerate: training substitutes a neighbour, evaluation skips them; one more stops the run."""
-    crop_scale: tuple[Share, Share] = (0.08, 1.0)
-    """Area of the random crop as a fraction of the image."""
-    crop_ratio: tuple[Aspect, Aspect] = (3 / 4, 4 / 3)
-    """Aspect ratio (width / height) of the random crop."""
-    flip: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Probability of a horizontal flip."""
-    train_interpolation: Literal["bicubic", "bilinear", "random"] = "bicubic"
-    """Filter of the crop's resize and of RandAugment's geometric operations. random: one of the two for each of them, as in timm. Evaluation is bicubic."""
-    eval_crop: Annotated[float, Field(ge=0.1, le=1)] = 0.875
-    """Evaluation resizes the short side to image_size / eval_crop, rounded down (224 / 0.875 = 256), then crops the centre."""
-    mean: tuple[Mean, Mean, Mean] = (0.485, 0.456, 0.406)
-    """Normalization, per RGB channel, of pixels in [0, 1]."""
-    std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
-    """Normalization, per RGB channel, of pixels in [0, 1]."""
-
-    @model_validator(mode="after")
-    def _ranges_ascend(self) -> DataConfig:
-        for name in ("crop_scale", "crop_ratio"):
-            low, high = getattr(self, name)
-            if low > high:
-                raise ValueError(f"{name} must go from low to high, not [{low}, {high}]")
-        return self
-
-
-class AugmentConfig(Section):
-    """Augmentation after crop and flip. Off by default; the recipes in configs/ turn it on."""
-
-    rand_augment_ops: Annotated[int, Field(ge=0, le=8)] = 0
-    """RandAugment operations per image (the papers' rand-m9-mstd0.5-inc1 has 2); 0: none."""
-    rand_augment_magnitude: Annotated[float, Field(ge=0, le=10)] = 9
-    """RandAugment: magnitude, 0 to 10."""
-    rand_augment_std: Annotated[float, Field(ge=0, le=10)] = 0.5
-    """RandAugment: standard deviation of the magnitude."""
-    erasing: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Random erasing: probability that a rectangle is replaced by noise."""
-    mixup: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """Mixup: alpha of the Beta distribution of the mixing weight; 0: off."""
-    cutmix: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """CutMix: alpha of the Beta distribution of the area that is kept; 0: off."""
-    mix_switch: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Probability of CutMix when both Mixup and CutMix are on."""
-    mix_group: Annotated[int, Field(ge=2, le=MAX_BATCH)] = 8
-    """Consecutive images that share one mixing weight and are mixed with each other; must divide micro_batch_size."""
-    repeats: Annotated[int, Field(ge=1, le=64)] = 1
-    """Repeated augmentation: views of each image, spread over the global batch; an epoch then covers 1/repeats of the images."""
-
-    @field_validator("mixup", "cutmix")
-    @classmethod
-    def _alpha_is_zero_or_sensible(cls, alpha: float) -> float:
-        if 0 < alpha < 0.01:
-            raise ValueError("must be 0, or at least 0.01")
-        return alpha
-
-    @model_validator(mode="after")
-    def _partners_are_other_images(self) -> AugmentConfig:
-        if self.mixes and self.mix_group < 2 * self.repeats:
-            raise ValueError(f"mix_group must be at least 2 x repeats = {2 * self.repeats}, not {self.mix_group}")
-        return self
-
-    @property
-    def mixes(self) -> bool:
-        """Whether Mixup or CutMix is on."""
-        return self.mixup > 0 or self.cutmix > 0
-
-    @property
-    def unit(self) -> int:
-        """Images that stay together on one rank: micro-batches are multiples of this."""
-        return self.mix_group if self.mixes else 1
 
 
 class TrainConfig(Section):
