@@ -10,9 +10,9 @@ BINS = 12
 SIDE = 224  # of the images
 
 
-def histogram(values: Sequence[float] | np.ndarray, low: float, high: float) -> list[int]:
-    """Counts in BINS equal bins from ``low`` to ``high``."""
-    counts = np.histogram(np.clip(values, low, high), bins=BINS, range=(low, high))[0]
+def histogram(values: Sequence[float] | np.ndarray, low: float, high: float, bins: int = BINS) -> list[int]:
+    """Counts in equal bins from ``low`` to ``high``."""
+    counts = np.histogram(np.clip(values, low, high), bins=bins, range=(low, high))[0]
     return counts.tolist()
 
 

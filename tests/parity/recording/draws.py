@@ -15,7 +15,8 @@ from PIL import Image
 
 from support.histograms import SIDE, crop_histograms, erasing_histograms, histogram, mixing_histograms
 
-DRAWS = 20_000
+DRAWS = 20_000  # of boxes
+MANY = 100_000  # of what costs little
 MAGNITUDES = [m / 4 for m in range(41)]
 CROPPED = {"landscape": (375, 500), "portrait": (500, 375), "strip": (120, 640)}  # rows, columns; of a strip no crop may fit
 CROP_RATIOS = {"deit": (3 / 4, 4 / 3), "posmlp": (0.67, 1.5)}
@@ -34,9 +35,10 @@ def rand_augment(policy: str, interpolation: str) -> dict[str, Any]:
 
     Returns:
         ``amounts``: operation -> its amount at each of MAGNITUDES, with the positive sign; translations in shares of the side;
-        ``signed``: the operations with two directions; ``magnitude`` and ``layers``: the policy's; ``applied``: of DRAWS images
+        ``signed``: the operations with two directions; ``magnitude`` and ``layers``: the policy's; ``applied``: of MANY images
         the number with 0, 1, ... operations applied; ``chosen``: operation -> how often applied; ``strength``: operation ->
-        histogram of the amounts drawn, between those of magnitudes 0 and 10 and, for signed ones, their negatives.
+        histogram of the amounts drawn, between those of magnitudes 0 and 10 and, for signed ones, their negatives; ``levels``: of
+        the magnitudes of all signed operations, from 0 to 1.
     """
     auto_augment = importlib.import_module("timm.data.auto_augment")
     factory = importlib.import_module("timm.data.transforms_factory")
@@ -51,7 +53,7 @@ def rand_augment(policy: str, interpolation: str) -> dict[str, Any]:
         op.aug_fn = lambda image, *amount, op=op, **_: drawn[_name(op)].append(amount[0] if amount else 0.0) or image
     seed()
     applied, before = [0] * (augment.num_layers + 1), 0
-    for _ in range(DRAWS):
+    for _ in range(MANY):
         augment(None)
         after = sum(map(len, drawn.values()))
         applied[after - before] += 1
@@ -60,6 +62,7 @@ def rand_augment(policy: str, interpolation: str) -> dict[str, Any]:
     for name in signed:
         middle, reach = amounts[name][0], amounts[name][-1] - amounts[name][0]
         ends[name] = [middle - abs(reach), middle + abs(reach)]
+    levels = [np.abs(np.array(drawn[name]) - amounts[name][0]) / (ends[name][1] - amounts[name][0]) for name in signed]
     return {
         "policy": policy,
         "magnitudes": MAGNITUDES,
@@ -70,10 +73,11 @@ def rand_augment(policy: str, interpolation: str) -> dict[str, Any]:
         "interpolations": sorted(int(each) for each in np.atleast_1d(augment.ops[0].kwargs["resample"])),
         "amounts": amounts,
         "signed": signed,
-        "images": DRAWS,
+        "images": MANY,
         "applied": applied,
         "chosen": {name: len(each) for name, each in drawn.items()},
         "ends": ends,
+        "levels": histogram(np.concatenate(levels), 0, 1, bins=50),
         "strength": {name: histogram(drawn[name], *ends[name]) for name in drawn if ends[name][0] < ends[name][1]},
     }
 
@@ -108,7 +112,7 @@ def mixing(mixup: float, cutmix: float) -> dict[str, Any]:
     mix = module.Mixup(mixup_alpha=mixup, cutmix_alpha=cutmix, switch_prob=0.5)
     seed()
     blended, boxes, shares = [], [], []
-    for _ in range(DRAWS):
+    for _ in range(MANY):
         share, cut = mix._params_per_batch()
         if not cut:
             blended.append(share)
