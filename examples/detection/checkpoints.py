@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load, save
-from torch import Tensor, nn
+from torch import nn
 from xxhash import xxh3_128_hexdigest
 
 from examples.detection.config import DetectionConfig, is_free
@@ -28,7 +28,7 @@ from pipeline.errors import UserError
 from pipeline.files import remove_leftovers, replace_file, replace_text, write_error
 
 FOLDER = "checkpoints"
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("pipeline.detection")  # whose lines pipeline.logs.console shows
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def load_checkpoint(run: Path, step: int, model: nn.Module, optimizer: torch.opt
     """
     path = _tensors(run / FOLDER, step)
     tensors = load(path.read_bytes())
-    weights, moments = {}, {}  # type: dict[str, Tensor], dict[int, dict[str, Tensor]]
+    weights: dict[str, torch.Tensor] = {}
+    moments: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
         kind, _, rest = name.partition("/")
         if kind == "model":

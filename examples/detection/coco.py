@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from pipeline.files import open_regular
 
 SMALLEST_SIDE = 1.0  # pixels of a box after clipping; mmdetection's limit
 _NAMED = 3  # ids that a note names
+_LARGEST = 2**53  # beyond it floats, as pycocotools stores ids, do not tell whole numbers apart
 _KEYS = {
     "images": ("id", "file_name", "width", "height"),
     "annotations": ("id", "image_id", "category_id", "bbox", "area", "iscrowd"),
@@ -130,9 +130,9 @@ def read_coco(path: Path, folder: Path, masks: bool, key: str) -> CocoSet:
     _check_files(ordered, folder, path)
     empty = [image.id for image in ordered if not image.boxes]
     notes = [
-        *_note(path, small, "boxes lie outside their image or have a side under 1 pixel within it: not trained on"),
-        *_note(path, crowds, "annotations are crowds: not trained on, ignored in the evaluation"),
-        *_note(path, empty, "images have no box to train on: left out of the training, evaluated like the others"),
+        *_note(path, small, "not trained on, boxes outside their image or with a side under 1 pixel within it"),
+        *_note(path, crowds, "not trained on, ignored in the evaluation, crowds"),
+        *_note(path, empty, "evaluated but not trained on, images without a box to train on"),
     ]
     names = [str(category["name"]) for category in categories]
     return CocoSet(path, ordered, list(labels), names, notes, tree, digest)
@@ -271,8 +271,8 @@ def _check_files(images: list[Image], folder: Path, path: Path) -> None:
 
 def _note(path: Path, ids: list[int], what: str) -> Iterator[str]:
     if ids:
-        yield f"note: {path}: {len(ids)} {what} (ids {', '.join(map(str, ids[:_NAMED]))}{', ...' if len(ids) > _NAMED else ''})"
+        yield f"note: {path}: {what}: {len(ids)} (ids {', '.join(map(str, ids[:_NAMED]))}{', ...' if len(ids) > _NAMED else ''})"
 
 
 def _is_number(value: Any, *kinds: type) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, kinds) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST  # false for NaN

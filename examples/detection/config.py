@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import Field, model_validator
 
+from pipeline.command_line import command_parser, run_command
 from pipeline.config import DistributedConfig, Section, TrainConfig, markdown_table
 from pipeline.config.bounds import (
     MAX_SIDE,
@@ -173,5 +174,15 @@ def is_free(key: str) -> bool:
     return key in (*free, *paths) or key.startswith(("eval.", "checkpoint.", "log.", "distributed."))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    command_parser("examples.detection.config", __doc__).parse_args()
     print(markdown_table(root=DetectionConfig))
+
+
+def command() -> NoReturn:
+    """``python -m examples.detection.config``."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()

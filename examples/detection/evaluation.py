@@ -59,7 +59,7 @@ def _detect(
     model.eval()
     first_label = 1 if config.model.detector == "mask_rcnn" else 0
     mine, size, found = coco.images[world.rank :: world.size], config.eval.batch_size, []
-    with torch.inference_mode():
+    with torch.no_grad():
         for first in range(0, len(mine), size):
             heartbeat.at(step, "evaluating")
             part = mine[first : first + size]

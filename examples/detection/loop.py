@@ -177,7 +177,8 @@ def _requests(run: Run) -> Iterator[plan.Request]:
 
 def _step(run: Run, loader: Iterator[Batch]) -> None:
     """Take one optimizer step."""
-    step, waited, sums = run.step + 1, 0.0, {}  # type: int, float, dict[str, Tensor]
+    step, waited = run.step + 1, 0.0
+    sums: dict[str, Tensor] = {}  # by name: the mean over this rank's micro-batches
     rate = plan.learning_rate(run.step, run.schedule, run.config)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
@@ -196,7 +197,8 @@ def _step(run: Run, loader: Iterator[Batch]) -> None:
         losses = run.model.losses(*batch.to(run.world.device), _noise(run, batch), batch.request.torch_seed.tolist())
         torch.stack(list(losses.values())).sum().div(run.accumulation).backward()
         for name, loss in losses.items():
-            sums[name] = sums.get(name, 0) + loss.detach() / run.accumulation
+            mean = loss.detach() / run.accumulation
+            sums[name] = sums[name] + mean if name in sums else mean
     norm = _reduce_gradients(run)
     if not math.isfinite(norm):
         raise UserError(

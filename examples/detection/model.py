@@ -19,7 +19,8 @@ from examples.detection.config import DetectionConfig
 from pipeline.checkpoint import read_initial_weights
 from pipeline.errors import UserError
 from pipeline.models import create_model, load_pretrained
-from pipeline.models.common.features import FeatureSource, as_features
+from pipeline.models.common.base import VisionModel
+from pipeline.models.common.features import as_features
 from pipeline.run.precision import autocast
 
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
@@ -71,7 +72,7 @@ class Pyramid(nn.Module):
         noise: (B, noise_per_sample) for the next forward pass, see :class:`VisionModel`; None: PyTorch's generator.
     """
 
-    def __init__(self, features: FeatureSource, first_stride: int, width: int, more_levels: bool, precision: str) -> None:
+    def __init__(self, features: VisionModel, first_stride: int, width: int, more_levels: bool, precision: str) -> None:
         super().__init__()
         from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool, LastLevelP6P7
 
@@ -210,7 +211,7 @@ def _mask_rcnn(detection: Any, pyramid: Pyramid, categories: int, anchors: Any, 
     )
 
 
-def _build_features(config: DetectionConfig, fresh: bool) -> tuple[FeatureSource, list[str]]:
+def _build_features(config: DetectionConfig, fresh: bool) -> tuple[VisionModel, list[str]]:
     its, notes = config.model, []
     model = create_model(its.name, image_size=its.image_size, drop_path=its.drop_path, switches=its.switches)
     if its.init_from and fresh:

@@ -52,7 +52,7 @@ def test_a_correct_file(tmp_path: Path, tree: dict) -> None:
     (image,) = coco.trained
     assert (image.boxes, image.labels, image.segmentations) == ([(10, 10, 40, 30)], [1], [SQUARE])
     assert coco.notes == [
-        f"note: {tmp_path / 'set.json'}: 1 images have no box to train on: left out of the training, evaluated like the others (ids 3)"
+        f"note: {tmp_path / 'set.json'}: evaluated but not trained on, images without a box to train on: 1 (ids 3)"
     ]
 
 
@@ -63,7 +63,7 @@ def test_boxes_are_clipped_and_those_of_no_area_are_left_out(tmp_path: Path, tre
     coco = read(tmp_path, tree)
     assert coco.trained[0].boxes == [(0, 0, 20, 15), (50, 30, 60, 40)]
     assert (
-        "4 boxes lie outside their image or have a side under 1 pixel within it: not trained on (ids 3, 4, 5, ...)"
+        "not trained on, boxes outside their image or with a side under 1 pixel within it: 4 (ids 3, 4, 5, ...)"
         in coco.notes[0]
     )
     assert coco.tree["annotations"][0]["bbox"] == [-10, -5, 30, 20]  # an evaluation takes the file as it is
@@ -74,7 +74,7 @@ def test_crowds_are_not_trained_on(tmp_path: Path, tree: dict) -> None:
     tree["annotations"].append(annotation(2, iscrowd=1, segmentation={"size": [40, 60], "counts": [0, 2400]}))
     coco = read(tmp_path, tree)
     assert len(coco.trained[0].boxes) == 1
-    assert "1 annotations are crowds: not trained on, ignored in the evaluation (ids 2)" in coco.notes[0]
+    assert "not trained on, ignored in the evaluation, crowds: 1 (ids 2)" in coco.notes[0]
 
 
 def test_nothing_to_train_on(tmp_path: Path, tree: dict) -> None:
