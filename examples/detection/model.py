@@ -48,7 +48,7 @@ def import_torchvision() -> Any:
         reason = str(error).partition("\n")[0]
         raise UserError(f"torchvision's operators do not load beside PyTorch {torch.__version__} ({reason})", remedy) from None
     try:
-        nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
+        nms(torch.zeros(1, 4, device="cpu"), torch.zeros(1, device="cpu"), 0.5)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"torchvision's operators do not run beside PyTorch {torch.__version__} ({reason})", remedy) from None

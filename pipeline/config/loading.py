@@ -38,19 +38,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: missing file, invalid YAML, unknown key, wrong type or value out of range.
     """
-    return load_config_as(Config, path, overrides)
-
-
-def load_config_as(root: type[AnySection], path: str | Path, overrides: Sequence[str] = ()) -> AnySection:
-    """:func:`load_config` for another program's config.
-
-    Args:
-        root: its class; each key has a default.
-        path, overrides: as for :func:`load_config`.
-    """
     layers = _read_with_bases(find_recipe(path), seen=())
-    layers += [Layer(f"override {shown(override)}", _override(override, root)) for override in overrides]
-    return _validate(layers, root)
+    layers += [Layer(f"override {shown(override)}", _override(override)) for override in overrides]
+    return _validate(layers)
 
 
 def config_from_dict(tree: dict, source: str) -> Config:
@@ -63,10 +53,29 @@ def config_from_dict(tree: dict, source: str) -> Config:
     Raises:
         UserError: the first problem found.
     """
-    return _validate([Layer(f"config {source}", tree)], Config)
+    return _validate([Layer(f"config {source}", tree)])
 
 
-def _validate(layers: list[Layer], root: type[AnySection]) -> AnySection:
+def load_config_as(root: type[AnySection], path: str | Path, overrides: Sequence[str] = ()) -> AnySection:
+    """:func:`load_config` for the config of another program.
+
+    Args:
+        root: its class; every key has a default.
+        path, overrides: as for :func:`load_config`.
+
+    Raises:
+        UserError: as for :func:`load_config`.
+    """
+    layers = _read_with_bases(find_recipe(path), seen=())
+    layers += [Layer(f"override {shown(override)}", _override(override, root)) for override in overrides]
+    return _validate_as(root, layers)
+
+
+def _validate(layers: list[Layer]) -> Config:
+    return _validate_as(Config, layers)
+
+
+def _validate_as(root: type[AnySection], layers: list[Layer]) -> AnySection:
     tree: dict = {}
     for layer in layers:
         tree = _merge(tree, layer.tree)
@@ -126,7 +135,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
     return [*_read_with_bases(find_recipe(base, path.parent), (*seen, path.resolve())), layer]
 
 
-def _override(text: str, root: type[Section]) -> dict:
+def _override(text: str, root: type[Section] = Config) -> dict:
     """``dotted.key=value`` as a nested dictionary."""
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -145,7 +154,7 @@ def _override(text: str, root: type[Section]) -> dict:
     return tree
 
 
-def _value_of(key: str, text: str, root: type[Section]) -> Any:
+def _value_of(key: str, text: str, root: type[Section] = Config) -> Any:
     """The value of an override: literal for string keys, else YAML; see :func:`load_config`."""
     section, _, name = key.rpartition(".")
     fields = section_fields(section, root)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,8 +120,6 @@ def test_a_signal_saves_and_the_command_goes_on(few: Path, tmp_path: Path) -> No
 
 def test_an_image_that_cannot_be_read_ends_the_run_with_its_name(few: Path, tmp_path: Path) -> None:
     """Guards against a traceback of a decoder's thread."""
-    import shutil
-
     data = Path(shutil.copytree(few, tmp_path / "set"))
     (data / "train" / "000005.jpg").write_bytes(b"nothing")
     failed = train(write_config(tmp_path, data), data, check=False)
@@ -170,6 +170,7 @@ def test_average_precision_of_known_detections(few: Path) -> None:
 
 
 @pytest.mark.detection
+@pytest.mark.skipif(not os.environ.get("PERVIT_DETECTION"), reason="takes minutes: set PERVIT_DETECTION=1")
 @pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
 def test_it_learns_to_detect_digits(tmp_path: Path, detector: str) -> None:
     """From scratch, a narrow PosMLP, minutes on two cores. Guards against all that a loss which falls does not show."""
