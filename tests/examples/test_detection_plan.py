@@ -89,9 +89,9 @@ def test_what_is_drawn_depends_on_the_place_alone() -> None:
     whole, parts = request(config(), 20, 3, 0, 1), [request(config(), 20, 3, part, 4) for part in range(4)]
     for name in ("flip", "torch_seed", "epoch", "position"):
         assert np.array_equal(getattr(whole, name), np.concatenate([getattr(each, name) for each in parts]))
-    many = [request(config(), 20, step, 0, 1) for step in range(200)]
-    assert 0.45 < np.mean([each.flip for each in many]) < 0.55
-    assert len({seed for each in many for seed in each.torch_seed.tolist()}) == 1600
+    many = request(config(global_batch_size=2000), 20, 0, 0, 1)
+    assert 0.45 < np.mean(many.flip) < 0.55
+    assert len(set(many.torch_seed.tolist())) == 2000
 
 
 def test_the_schedule_of_the_learning_rate() -> None:
