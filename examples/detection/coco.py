@@ -274,5 +274,5 @@ def _note(path: Path, ids: list[int], what: str) -> Iterator[str]:
         yield f"note: {path}: {what}: {len(ids)} (ids {', '.join(map(str, ids[:_NAMED]))}{', ...' if len(ids) > _NAMED else ''})"
 
 
-def _is_number(value: Any, *kinds: type) -> bool:
+def _is_number(value: Any, *kinds: type[int] | type[float]) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST  # false for NaN

@@ -36,7 +36,7 @@ def write_config(folder: Path, data: Path, **sections: dict) -> Path:
         "output_dir": str(folder / "run"),
         "model": {"name": "posmlp_narrow", "image_size": 64, "pyramid_width": 16, "drop_path": 0.1},
         "data": {"short_side": 64, "long_side": 80, "num_threads": 1},
-        "train": {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 6},
+        "train": {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 4},
         "optim": {"lr": 1e-3, "warmup_steps": 2},
         "eval": {"every_epochs": None},
         "checkpoint": {"every_steps": 2},
@@ -64,7 +64,8 @@ def rows(run: Path) -> list[dict]:
 @pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
 def test_a_killed_run_goes_on_exactly(few: Path, tmp_path: Path, detector: str) -> None:
     """Guards against a resumed run with other images, flips, anchors, moments or statistics than one that was not killed."""
-    config = write_config(tmp_path, few, model={"detector": detector})
+    sizes = {"global_batch_size": 2, "micro_batch_size": 1} if detector == "mask_rcnn" else {}  # whose heads take seconds
+    config = write_config(tmp_path, few, model={"detector": detector}, train=sizes)
     train(config, few, f"output_dir={tmp_path / 'whole'}")
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", PROGRAM, "--config", str(config), *overrides(few), f"output_dir={killed}"]
@@ -77,15 +78,16 @@ def test_a_killed_run_goes_on_exactly(few: Path, tmp_path: Path, detector: str) 
     assert process.wait() == -signal.SIGKILL
     assert (killed / "checkpoints" / "step-00000002.json").exists()
     said = train(config, few, f"output_dir={killed}").stdout
-    assert "steps 2 to 6" in said or "steps 4 to 6" in said
+    assert "steps 2 to 4" in said
     assert rows(killed) == rows(tmp_path / "whole")
     checksums = [
-        json.loads((run / "checkpoints" / "step-00000006.json").read_text())["checksum"] for run in (killed, tmp_path / "whole")
+        json.loads((run / "checkpoints" / "step-00000004.json").read_text())["checksum"] for run in (killed, tmp_path / "whole")
     ]
     assert checksums[0] == checksums[1]
     evaluation = rows(killed)[-1]
     assert {"AP", "AP50"} <= evaluation.keys() and ("mask_AP50" in evaluation) == (detector == "mask_rcnn")
-    assert "is complete at step 6: nothing to train" in train(config, few, f"output_dir={killed}").stdout
+    if detector == "retinanet":
+        assert "is complete at step 4: nothing to train" in train(config, few, f"output_dir={killed}").stdout
 
 
 def test_two_processes_train_as_one(few: Path, tmp_path: Path) -> None:
