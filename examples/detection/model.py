@@ -20,7 +20,6 @@ from pipeline.checkpoint import read_initial_weights
 from pipeline.errors import UserError
 from pipeline.models import create_model, load_pretrained
 from pipeline.models.common.base import VisionModel
-from pipeline.models.common.features import as_features
 from pipeline.run.precision import autocast
 
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
@@ -212,15 +211,13 @@ def _mask_rcnn(detection: Any, pyramid: Pyramid, categories: int, anchors: Any, 
 
 
 def _build_features(config: DetectionConfig, fresh: bool) -> tuple[VisionModel, list[str]]:
-    its, notes = config.model, []
-    model = create_model(its.name, image_size=its.image_size, drop_path=its.drop_path, switches=its.switches)
-    if its.init_from and fresh:
-        initial = read_initial_weights(Path(its.init_from))
-        notes = [f"model.init_from: {initial.what} of {its.init_from}"]
-        load_pretrained(
-            model, initial.weights, f"model.init_from {its.init_from}"
-        )  # what it says is about the head, which goes
-    return as_features(model), notes
+    its = config.model
+    features = create_model(its.name, image_size=its.image_size, drop_path=its.drop_path, switches=its.switches, features=True)
+    if not its.init_from or not fresh:
+        return features, []
+    initial = read_initial_weights(Path(its.init_from))
+    said = load_pretrained(features, initial.weights, f"model.init_from {its.init_from}")
+    return features, [f"model.init_from: {sentence}" for sentence in (f"{initial.what} of {its.init_from}", *said)]
 
 
 def _sampling_parts(detector: Any) -> list[Any]:
