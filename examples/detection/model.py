@@ -161,7 +161,7 @@ def build_detector(config: DetectionConfig, categories: int, fresh: bool = True)
     """
     detection = import_torchvision()
     model, data = config.model, config.data
-    features, notes = _build_features(config, fresh)
+    features, notes = build_features(config, fresh)
     retinanet = model.detector == "retinanet"
     pyramid = Pyramid(features, FIRST_STRIDE[model.detector], model.pyramid_width, retinanet, config.train.precision)
     scale = model.anchor_scale or ANCHOR_SCALE[model.detector]
@@ -210,12 +210,16 @@ def _mask_rcnn(detection: Any, pyramid: Pyramid, categories: int, anchors: Any, 
     )
 
 
-def _build_features(config: DetectionConfig, fresh: bool) -> tuple[VisionModel, list[str]]:
+def build_features(config: DetectionConfig, fresh: bool) -> tuple[VisionModel, list[str]]:
+    """The backbone, and sentences for the log. Arguments and errors as for :func:`build_detector`; needs no torchvision."""
     its = config.model
     features = create_model(its.name, image_size=its.image_size, drop_path=its.drop_path, switches=its.switches, features=True)
     if not its.init_from or not fresh:
         return features, []
-    initial = read_initial_weights(Path(its.init_from))
+    try:
+        initial = read_initial_weights(Path(its.init_from))
+    except UserError as error:  # the key has this name in the config of the classifiers
+        raise UserError(str(error).replace("train.init_from", "model.init_from")) from None
     said = load_pretrained(features, initial.weights, f"model.init_from {its.init_from}")
     return features, [f"model.init_from: {sentence}" for sentence in (f"{initial.what} of {its.init_from}", *said)]
 

@@ -20,6 +20,7 @@ from examples.detection.loader import mirrored
 from examples.detection.plan import Schedule, learning_rate, request
 from pipeline.config import load_config_as
 from pipeline.errors import UserError
+from pipeline.models import create_model
 from support.launching import REPOSITORY
 
 CONFIGS = sorted((REPOSITORY / "examples" / "detection" / "configs").glob("*_posmlp_?.yaml"))
@@ -158,3 +159,23 @@ def test_checkpoints(tmp_path: Path) -> None:
     older = newest_checkpoint(tmp_path)
     assert older is not None and older.step == 2
     assert (tmp_path / "checkpoints" / "step-00000003.damaged").exists()
+
+
+def test_the_backbone_starts_from_a_classifier(tmp_path: Path) -> None:
+    """Guards against a detector that is trained from scratch without a word, and a sentence that names another program's key."""
+    from examples.detection.model import build_features
+    from support.narrow_detector import posmlp_narrow  # registers it
+
+    classifier = create_model(posmlp_narrow.__name__, num_classes=7)
+    torch.nn.init.uniform_(classifier.stem.norms[0].running_mean)
+    torch.save(classifier.state_dict(), tmp_path / "weights.pth")
+    model = {"name": posmlp_narrow.__name__, "init_from": str(tmp_path / "weights.pth"), "batchnorm": "frozen"}
+    features, notes = build_features(DetectionConfig.model_validate({"model": model}), fresh=True)
+    theirs = classifier.state_dict()
+    own = {name: value for name, value in features.state_dict().items() if not name.startswith("output_norms.")}
+    assert own.keys() == {name for name in theirs if not name.startswith("head.")}
+    assert all(torch.equal(value, theirs[name]) for name, value in own.items())
+    assert "weights.pth" in notes[0]
+    model["init_from"] = str(tmp_path / "none")
+    with pytest.raises(UserError, match="model.init_from .*none does not exist: pass a run folder or a file"):
+        build_features(DetectionConfig.model_validate({"model": model}), fresh=True)
