@@ -115,7 +115,7 @@ def score(tree: dict[str, Any], found: list[dict[str, Any]], kind: str) -> dict[
         kind: "bbox" or "segm".
 
     Returns:
-        By the names of ``_NAMES``; -100 where there is no ground truth of that size, as pycocotools has it.
+        By the names of ``_NAMES``, without the sizes of which there is no ground truth; -100 without any, as pycocotools has it.
     """
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -132,7 +132,8 @@ def score(tree: dict[str, Any], found: list[dict[str, Any]], kind: str) -> dict[
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-    return {name: 100 * float(value) for name, value in zip(_NAMES, evaluation.stats)}
+    named = zip(_NAMES, evaluation.stats.tolist())
+    return {name: 100 * value for name, value in named if value >= 0 or "_" not in name}
 
 
 def _part(config: DetectionConfig, rank: int) -> Path:
