@@ -173,20 +173,21 @@ def test_average_precision_of_known_detections(few: Path) -> None:
 
 @pytest.mark.detection
 @pytest.mark.skipif(not os.environ.get("PERVIT_DETECTION"), reason="takes minutes: set PERVIT_DETECTION=1")
-@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
-def test_it_learns_to_detect_digits(tmp_path: Path, detector: str) -> None:
-    """From scratch, a narrow PosMLP, minutes on two cores. Guards against all that a loss which falls does not show."""
+def test_it_learns_to_detect_digits(tmp_path: Path) -> None:
+    """RetinaNet on a narrow PosMLP, from scratch: 400 steps. Guards against all that a loss which falls does not show."""
     needs_torchvision()
-    data = write_digit_set(tmp_path / "set", train=400, val=60)
+    data = write_digit_set(tmp_path / "set", train=320, val=48, side=64, digits=(0, 1))
     config = write_config(
         tmp_path,
         data,
-        model={"detector": detector, "image_size": 96, "pyramid_width": 64, "drop_path": 0.0},
-        data={"short_side": 96, "long_side": 120, "flip": 0.0},  # a mirrored 4 is no 4
-        train={"epochs": 12, "global_batch_size": 8, "micro_batch_size": 8, "max_steps": None},
-        optim={"warmup_steps": 20, "decay_epochs": [9, 11]},
+        model={"pyramid_width": 64, "drop_path": 0.0},
+        data={"flip": 0.0},
+        train={"epochs": 10, "global_batch_size": 8, "micro_batch_size": 8, "max_steps": None},
+        optim={"warmup_steps": 20, "decay_epochs": [7, 9]},
+        eval={"every_epochs": 2, "batch_size": 24},
+        checkpoint={"every_steps": None},
     )
     train(config, data)
-    evaluation = rows(tmp_path / "run")[-1]
-    print(evaluation)
-    assert evaluation["AP50"] > 50
+    evaluations = [row for row in rows(tmp_path / "run") if "AP" in row]
+    print(*evaluations, sep="\n")
+    assert evaluations[-1]["AP50"] > 50
