@@ -76,7 +76,7 @@ def test_links_lead_somewhere(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_files_that_are_named_are_there(page: str) -> None:
     """Guards against a page that sends its reader to a module which was moved. Paths may leave out the first folders."""
-    folders = ("pipeline", "data_prep", "configs", "launch", "docs", "tests", "benchmarks")
+    folders = ("pipeline", "data_prep", "configs", "examples", "launch", "docs", "tests", "benchmarks")
     files = [*REPOSITORY.glob("*.md"), *(path for folder in folders for path in (REPOSITORY / folder).rglob("*.*"))]
     there = [f"/{path.relative_to(REPOSITORY).as_posix()}" for path in files]
     named = set(re.findall(r"(?<![\w/*.-])[a-z][\w/]*\.(?:py|sh|slurm|md|yaml)\b", (REPOSITORY / page).read_text()))

@@ -11,12 +11,12 @@ from pipeline.config.bounds import Section
 from pipeline.config.sections import Config
 
 
-def config_to_yaml(config: Config) -> str:
+def config_to_yaml(config: Section) -> str:
     """The resolved config, every key written out; :func:`load_config` reads it back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def flatten(config: Config) -> dict[str, Any]:
+def flatten(config: Section) -> dict[str, Any]:
     """Dotted key -> value, in the order of the sections."""
     flat: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json").items():
@@ -24,28 +24,29 @@ def flatten(config: Config) -> dict[str, Any]:
     return flat
 
 
-def section_fields(name: str) -> dict[str, FieldInfo]:
-    """The keys of a section, of the top level for an empty name; none for what is no section."""
+def section_fields(name: str, root: type[Section] = Config) -> dict[str, FieldInfo]:
+    """The keys of a section of ``root``, of its top level for an empty name; none for what is no section."""
     if not name:
-        return Config.model_fields
-    annotation = Config.model_fields[name].annotation if name in Config.model_fields else None
+        return root.model_fields
+    annotation = root.model_fields[name].annotation if name in root.model_fields else None
     return annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, Section) else {}
 
 
-def markdown_table(beginnings: tuple[str, ...] = ("",)) -> str:
+def markdown_table(beginnings: tuple[str, ...] = ("",), root: type[Section] = Config) -> str:
     """Markdown table of keys, defaults and meanings, as ``python -m pipeline.config`` prints it.
 
     Args:
         beginnings: prefixes; only keys that start with one of them are listed.
+        root: the config; each of its keys has a default.
     """
-    defaults = flatten(Config())
+    defaults = flatten(root())
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for key, default in defaults.items():
         if not key.startswith(beginnings):
             continue
         section, _, name = key.rpartition(".")
         shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
-        lines.append(f"| `{key}` | `{shown}` | {section_fields(section)[name].description} |")
+        lines.append(f"| `{key}` | `{shown}` | {section_fields(section, root)[name].description} |")
     return "\n".join(lines)
 
 

@@ -83,14 +83,33 @@ def config_from_dict(tree: dict, source: str) -> Config:
     return _validate([Layer(f"config {source}", tree)])
 
 
+def load_config_as(root: type[AnySection], path: str | Path, overrides: Sequence[str] = ()) -> AnySection:
+    """:func:`load_config` for the config of another program.
+
+    Args:
+        root: its class; every key has a default.
+        path, overrides: as for :func:`load_config`.
+
+    Raises:
+        UserError: as for :func:`load_config`.
+    """
+    layers = _read_with_bases(find_recipe(path), seen=())
+    layers += [Layer(f"override {shown(override)}", _override(override, root)) for override in overrides]
+    return _validate_as(root, layers)
+
+
 def _validate(layers: list[Layer]) -> Config:
+    return _validate_as(Config, layers)
+
+
+def _validate_as(root: type[AnySection], layers: list[Layer]) -> AnySection:
     tree: dict = {}
     for layer in layers:
         tree = _merge(tree, layer.tree)
     try:
-        return Config.model_validate(tree)
+        return root.model_validate(tree)
     except ValidationError as error:
-        raise UserError(describe(error, layers)) from None
+        raise UserError(describe(error, layers, root)) from None
 
 
 def section_from_dict(section: type[AnySection], values: Mapping[str, Any], key: str) -> AnySection:
@@ -143,16 +162,16 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
     return [*_read_with_bases(find_recipe(base, path.parent), (*seen, path.resolve())), layer]
 
 
-def _override(text: str) -> dict:
+def _override(text: str, root: type[Section] = Config) -> dict:
     """``dotted.key=value`` as a nested dictionary."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UserError(f"override {shown(text)} is not of the form dotted.key=value", "write for example train.epochs=100")
     names = key.split(".")
     if len(names) > _DEEPEST:
-        raise UserError(f"override {shown(text)}: {unknown_key(key)}")
+        raise UserError(f"override {shown(text)}: {unknown_key(key, root=root)}")
     try:
-        tree = _value_of(key, value)
+        tree = _value_of(key, value, root)
     except ValueError as error:
         raise UserError(
             f"override {shown(text)}: the text after the = is not a YAML value ({error})", "correct it, or quote it"
@@ -162,10 +181,10 @@ def _override(text: str) -> dict:
     return tree
 
 
-def _value_of(key: str, text: str) -> Any:
+def _value_of(key: str, text: str, root: type[Section] = Config) -> Any:
     """The value of an override: literal for string keys, else YAML; see :func:`load_config`."""
     section, _, name = key.rpartition(".")
-    fields = section_fields(section)
+    fields = section_fields(section, root)
     if name not in fields or not _takes_text(fields[name].annotation):
         return parse_value(text)
     if text == "null" and NoneType in get_args(fields[name].annotation):

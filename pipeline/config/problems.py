@@ -42,17 +42,18 @@ class Layer:
         return True
 
 
-def describe(error: ValidationError, layers: list[Layer]) -> str:
+def describe(error: ValidationError, layers: list[Layer], root: type[Section] = Config) -> str:
     """The first problem as one sentence.
 
     Args:
-        error: from validating a complete :class:`Config`.
+        error: from validating a complete config.
         layers: all layers; later ones override earlier ones.
+        root: the config's class.
     """
     problem = error.errors(include_url=False)[0]
     loc, message = problem["loc"], _message(problem)
     key = ".".join(str(part) for part in loc[:2] if not isinstance(part, int))
-    return f"{_source(loc, message, layers)}: {_complaint(problem, key, message, _missing(error, loc))}"
+    return f"{_source(loc, message, layers, root)}: {_complaint(problem, key, message, _missing(error, loc), root)}"
 
 
 def _message(problem: ErrorDetails) -> str:
@@ -65,20 +66,20 @@ def _missing(error: ValidationError, loc: tuple) -> int:
     return sum(other["type"] == "missing" and other["loc"][:-1] == loc[:-1] for other in error.errors())
 
 
-def _source(loc: tuple, message: str, layers: list[Layer]) -> str:
+def _source(loc: tuple, message: str, layers: list[Layer], root: type[Section]) -> str:
     """The layer that set the value. For an error across several keys, which the message names: the last layer that set one."""
     paths = [loc]
     if len(loc) < 2:
         named = [(*loc, *word.split(".")) for word in _KEY.findall(message)]
-        paths = [path for path in named if ".".join(map(str, path)) in flatten(Config())] or [loc]
+        paths = [path for path in named if ".".join(map(str, path)) in flatten(root())] or [loc]
     setting = (layer for layer in reversed(layers) if any(layer.sets(path) for path in paths))
     return next(setting, layers[-1] if loc else layers[0]).label
 
 
-def _complaint(problem: ErrorDetails, key: str, message: str, missing: int) -> str:
+def _complaint(problem: ErrorDetails, key: str, message: str, missing: int, root: type[Section]) -> str:
     kind, found = problem["type"], problem["input"]
     if kind == "extra_forbidden":
-        return unknown_key(key, found)
+        return unknown_key(key, found, root)
     if kind == "missing":
         return f"{key} has {len(found)} values, {'one' if missing == 1 else missing} more needed: add {'it' if missing == 1 else 'them'}."
     if kind == "too_long" and isinstance(found, list | tuple):
@@ -86,7 +87,7 @@ def _complaint(problem: ErrorDetails, key: str, message: str, missing: int) -> s
     if kind in ("model_type", "dict_type"):
         return f"{key or 'the config'} is {shown(found)}, but it is a section: write {key}.NAME=VALUE."
     if kind in ("tuple_type", "list_type"):
-        return f"{key} is {shown(found)}, a list needed: write {key}={_as_list(key, found)}."
+        return f"{key} is {shown(found)}, a list needed: write {key}={_as_list(key, found, root)}."
     if kind == "string_type" and isinstance(found, int | float | datetime.date):
         sort = "a date" if isinstance(found, datetime.date) else "a number"
         value = str(found) if isinstance(found, datetime.date) else shown(found)
@@ -96,10 +97,10 @@ def _complaint(problem: ErrorDetails, key: str, message: str, missing: int) -> s
     return f"{key} is {shown(found)} ({type(found).__name__}), but the value {message}: correct it."
 
 
-def _as_list(key: str, found: Any) -> str:
+def _as_list(key: str, found: Any, root: type[Section]) -> str:
     """A suggestion: the given values in brackets if their number is right, else the default."""
     section, _, name = key.rpartition(".")
-    field = section_fields(section)[name]
+    field = section_fields(section, root)[name]
     parts = found.split(",") if isinstance(found, str) else [shown(found)]
     needed = len(field.default) if isinstance(field.default, tuple) else len(parts)
     words = [part.strip() for part in parts] if len(parts) == needed else [str(part) for part in field.default]

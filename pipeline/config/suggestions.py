@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from pipeline.config.bounds import Section
 from pipeline.config.describe import flatten
 from pipeline.config.sections import Config
 from pipeline.config.values import shown
@@ -52,25 +53,28 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
-def unknown_key(key: str, inside: object = None) -> str:
+def unknown_key(key: str, inside: object = None, root: type[Section] = Config) -> str:
     """That there is no such key, and which were probably meant.
 
     Args:
         key: with its section, as far as it is known.
         inside: its value. Where that is a mapping of one name, as that of a section which does not exist, the name counts too.
+        root: the config that lacks it.
     """
     meant = f"{key}.{next(iter(inside))}" if isinstance(inside, dict) and len(inside) == 1 else key
-    near = nearest_keys(meant) or nearest_keys(key)
+    near = nearest_keys(meant, root) or nearest_keys(key, root)
     *others, last = [repr(each) for each in near] or [""]
     remedy = (
         f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?"
         if near
         else "remove it; `python -m pipeline.config` lists the keys."
+        if root is Config
+        else f"remove it; the keys are: {', '.join(flatten(root()))}."
     )
     return f"unknown key {shown(key)}: {remedy}"
 
 
-def nearest_keys(key: str) -> list[str]:
+def nearest_keys(key: str, root: type[Section] = Config) -> list[str]:
     """Known keys and sections that a dotted name which is none may stand for, the likeliest first; at most three.
 
     A slip within its section goes before the same name in another section, and that before what merely looks alike.
@@ -78,9 +82,10 @@ def nearest_keys(key: str) -> list[str]:
     if len(key) > _LONG:
         return []
     section, _, name = key.lower().replace("-", "_").rpartition(".")
-    keys = list(flatten(Config()))
-    if name in ALIASES:
-        return list(ALIASES[name])
+    keys = list(flatten(root()))
+    aliases = [each for each in ALIASES.get(name, ()) if each in keys]
+    if aliases:
+        return aliases
     siblings = {each.rpartition(".")[2]: each for each in keys if each.rpartition(".")[0] == section}
     near = [siblings[each] for each in difflib.get_close_matches(name, siblings, n=1, cutoff=_CLOSE)]
     near += difflib.get_close_matches(key, [each for each in keys if each.rpartition(".")[2] == name], n=_MOST, cutoff=0)

@@ -109,7 +109,7 @@ class RunLog:
         path = run_dir / METRICS
         try:
             remove_leftovers(path)
-            _drop_rows_after(path, start_step)
+            drop_rows_after(path, start_step)
         except OSError as error:
             raise write_error(path, error) from None
         self._metrics = GrowingFile(path)
@@ -272,7 +272,7 @@ class RunLog:
         return f", {console.duration((time.perf_counter() - began) / (step - first) * (self._total_steps - step))} left"
 
 
-def _drop_rows_after(metrics: Path, step: int) -> None:
+def drop_rows_after(metrics: Path, step: int) -> None:
     """Remove rows of steps that the resumed run repeats, and partial lines left by a kill."""
     if not metrics.exists():
         return

@@ -25,11 +25,15 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
-from pipeline.config import accumulation_steps, load_config, section_from_dict
+from examples.detection.config import DetectionConfig
+from pipeline.config import accumulation_steps, load_config, load_config_as, section_from_dict
 from pipeline.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS += sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "examples").rglob("*.md"))
+# Modules that documents call and that are no commands of the installed package -> ``module:function``.
+EXAMPLES = {name: f"{name}:command" for name in ("examples.detection.train", "examples.detection.config")}
 SBATCH = {"account", "array", "cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks-per-node", "output", "partition"}
 NEEDS = {
     **dict.fromkeys(("sbatch", "eval"), "a Slurm cluster"),
@@ -111,10 +115,12 @@ def check(words: tuple[str, ...]) -> None:
 
 
 def _check_module(module: str, arguments: list[str], processes: int = 1) -> None:
-    target = dict(entry_points().values()).get(module)
+    target = {**dict(entry_points().values()), **EXAMPLES}.get(module)
     if target is None:
         raise ValueError(f"{module} is no command of pyproject.toml")
     options = _parse(target, arguments)
+    if module == "examples.detection.train":
+        accumulation_steps(load_config_as(DetectionConfig, options.config, options.overrides).batches, processes)
     if module == "pipeline.train":
         config = load_config(options.config, options.overrides)
         accumulation_steps(config.train, processes, config.augment.unit)
@@ -216,6 +222,7 @@ def main() -> int:
             try:
                 check(command.words)
                 need = next((NEEDS[word] for word in command.words if word in NEEDS), None)
+                need = need or ("COCO" if "examples.detection.train" in command.words else None)
                 wrong = run(runnable(command.words), folder) if execute and not need else ""
                 verdict = (
                     f"parsed; needs {need}" if need else f"ran, {time.monotonic() - started:.0f} s" if execute else "parsed"

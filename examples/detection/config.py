@@ -1,0 +1,188 @@
+"""Every key of a detection run; ``python -m examples.detection.config`` prints them as a Markdown table."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import Field, model_validator
+
+from pipeline.command_line import command_parser, run_command
+from pipeline.config import DistributedConfig, Section, TrainConfig, markdown_table
+from pipeline.config.bounds import (
+    MAX_SIDE,
+    BatchSize,
+    Deviation,
+    Epochs,
+    Fraction,
+    GlobalBatchSize,
+    Mean,
+    PositiveInt,
+    PositiveRate,
+    Rate,
+    Share,
+    Steps,
+    Text,
+)
+
+Side = Annotated[int, Field(ge=16, le=MAX_SIDE)]
+
+
+class ModelConfig(Section):
+    name: Annotated[Text, Field(max_length=100)] = "posmlp_t"
+    """Backbone; `python -m pipeline.models` lists them."""
+    switches: dict[str, Any] = {}
+    """Switches of the backbone's family."""
+    image_size: Side = 224
+    """Image size that the backbone is built for, as in its classification config; it determines PosMLP's windows."""
+    drop_path: Fraction = 0.0
+    """Stochastic depth rate of the backbone's last block."""
+    init_from: Text | None = None
+    """Run folder or file with the backbone's pretrained weights; null: random initialization."""
+    batchnorm: Literal["frozen", "batch"] = "batch"
+    """BatchNorm of the backbone's stem. frozen: the statistics of the pretrained weights. batch: those of each micro-batch."""
+    detector: Literal["retinanet", "mask_rcnn"] = "retinanet"
+    """Heads, by torchvision."""
+    pyramid_width: Annotated[int, Field(ge=8, le=2048)] = 256
+    """Channels of the feature pyramid and of the heads."""
+    anchor_scale: Annotated[float, Field(gt=0, le=64)] | None = None
+    """Side of a level's smallest anchor in strides of the level; null: the papers' 4 for RetinaNet, 8 for Mask R-CNN."""
+
+
+class DataConfig(Section):
+    train_images: Text = "data/coco/train2017"
+    """Folder with the training images."""
+    train_annotations: Text = "data/coco/annotations/instances_train2017.json"
+    """COCO JSON of the training images."""
+    val_images: Text = "data/coco/val2017"
+    """Folder with the validation images."""
+    val_annotations: Text = "data/coco/annotations/instances_val2017.json"
+    """COCO JSON of the validation images."""
+    short_side: Side = 800
+    """Images are resized to this short side, in pixels."""
+    long_side: Side = 1333
+    """Longest long side, in pixels: an image that would be longer is resized to it."""
+    flip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Probability of a horizontal flip."""
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Decoder threads per rank; null: the node's CPU cores divided by its ranks."""
+    read_ahead: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Micro-batches that are decoded ahead."""
+    mean: tuple[Mean, Mean, Mean] = (0.485, 0.456, 0.406)
+    """Normalization, per RGB channel, of pixels in [0, 1]."""
+    std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
+    """Normalization, per RGB channel, of pixels in [0, 1]."""
+
+    @model_validator(mode="after")
+    def _sides_ascend(self) -> DataConfig:
+        if self.short_side > self.long_side:
+            raise ValueError(f"short_side {self.short_side} must not exceed long_side {self.long_side}")
+        return self
+
+
+class ScheduleConfig(Section):
+    epochs: Epochs = 12
+    """Length of the schedule, in passes over the training images."""
+    max_steps: Steps | None = None
+    """Stop after this many optimizer steps in total; the schedule stays the same. null: run to the end."""
+    global_batch_size: GlobalBatchSize = 16
+    """Images per optimizer step over all ranks."""
+    micro_batch_size: BatchSize = 2
+    """Images per forward pass and rank; the number of gradient accumulation steps follows from it."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: autocast in backbone and feature pyramid, heads in fp32. fp32: single precision throughout."""
+
+
+class OptimConfig(Section):
+    """AdamW, all parameters decayed, as by mmdetection's default; multi-step schedule after a linear warm-up."""
+
+    lr: PositiveRate = 1e-4
+    """Learning rate after the warm-up."""
+    weight_decay: Rate = 0.067
+    """Decoupled weight decay."""
+    warmup_steps: Annotated[int, Field(ge=0, le=10**6)] = 500
+    """Optimizer steps of the linear warm-up."""
+    warmup_factor: Share = 1e-3
+    """The warm-up begins at this fraction of the learning rate."""
+    decay_epochs: Annotated[list[Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=100)] = [8, 11]
+    """Epochs after which the learning rate is multiplied by decay_factor."""
+    decay_factor: Share = 0.1
+    """See decay_epochs."""
+    clip_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Maximum global gradient norm; null: no clipping."""
+
+
+class EvalConfig(Section):
+    every_epochs: Epochs | None = 1
+    """Epochs between evaluations; there is always one at the end, and null means only that one."""
+    batch_size: BatchSize = 2
+    """Images per forward pass and rank."""
+    score_threshold: Fraction = 0.05
+    """Detections with a lower score are dropped."""
+    detections: PositiveInt = 100
+    """Most detections per image; COCO's metrics use 100."""
+
+
+class CheckpointConfig(Section):
+    every_steps: Steps | None = 1000
+    """Steps between checkpoints; there is always one before an evaluation and at the end, and null means only these."""
+    keep_last: Steps = 2
+    """Number of most recent checkpoints to keep."""
+
+
+class LogConfig(Section):
+    every_steps: Steps = 50
+    """Steps between flushes of the log. Every step is logged."""
+
+
+class DetectionConfig(Section):
+    output_dir: Text = "runs/detection"
+    """Run folder: checkpoints, metrics.jsonl, TensorBoard events, detections.json, the resolved config."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Determines initial weights, order of the images, flips and sampled anchors."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: ScheduleConfig = ScheduleConfig()
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    distributed: DistributedConfig = DistributedConfig()
+
+    @model_validator(mode="after")
+    def _frozen_statistics_come_from_somewhere(self) -> DetectionConfig:
+        if self.model.batchnorm == "frozen" and self.model.init_from is None:
+            raise ValueError(
+                "model.batchnorm is frozen, which keeps the statistics of pretrained weights, but model.init_from is null; "
+                "name the weights, or set model.batchnorm=batch to train from scratch"
+            )
+        return self
+
+    @property
+    def batches(self) -> TrainConfig:
+        """The batch sizes in the form that ``accumulation_steps`` takes."""
+        train = self.train
+        return TrainConfig(global_batch_size=train.global_batch_size, micro_batch_size=train.micro_batch_size)
+
+
+def is_free(key: str) -> bool:
+    """Whether a resumed run may change a key: it affects neither the images of a step nor the weights beyond rounding.
+
+    The paths are free because the annotations are compared by content.
+    """
+    free = ("output_dir", "train.max_steps", "train.micro_batch_size", "data.num_threads", "data.read_ahead")
+    paths = ("data.train_images", "data.train_annotations", "data.val_images", "data.val_annotations")
+    return key in (*free, *paths) or key.startswith(("eval.", "checkpoint.", "log.", "distributed."))
+
+
+def main() -> None:
+    command_parser("examples.detection.config", __doc__).parse_args()
+    print(markdown_table(root=DetectionConfig))
+
+
+def command() -> NoReturn:
+    """``python -m examples.detection.config``."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()

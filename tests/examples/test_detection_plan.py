@@ -1,0 +1,181 @@
+"""What a detection run is made of before any tensor: its keys, its configs, its order of images, its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples.detection.checkpoints import (
+    check_same_run,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
+from examples.detection.config import DetectionConfig
+from examples.detection.loader import mirrored
+from examples.detection.plan import Schedule, learning_rate, request
+from pipeline.config import load_config_as
+from pipeline.errors import UserError
+from pipeline.models import create_model
+from support.launching import REPOSITORY
+
+CONFIGS = sorted((REPOSITORY / "examples" / "detection" / "configs").glob("*_posmlp_?.yaml"))
+
+
+def load(path: Path, *overrides: str) -> DetectionConfig:
+    return load_config_as(DetectionConfig, path, overrides)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_configs_state_the_schedule_of_the_paper(path: Path) -> None:
+    """Guards against a 1x run with another schedule than PosMLP's Section 5.5 and mmdetection's 1x."""
+    config = load(path)
+    assert (config.optim.lr, config.optim.weight_decay, config.train.epochs, config.train.global_batch_size) == (
+        1e-4,
+        0.067,
+        12,
+        16,
+    )
+    assert (config.data.short_side, config.data.long_side, config.train.micro_batch_size) == (800, 1333, 2)
+    assert (config.optim.decay_epochs, config.optim.warmup_steps, config.model.batchnorm) == ([8, 11], 500, "frozen")
+    assert path.stem == f"{config.model.detector}_{config.model.name}" and config.output_dir == f"runs/{path.stem}"
+    assert f"bash launch/local.sh 8 -- examples.detection.train --config {path.relative_to(REPOSITORY)}\n" in path.read_text()
+
+
+def test_four_configs() -> None:
+    assert len(CONFIGS) == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optim.learning_rate=1", "unknown key 'optim.learning_rate': did you mean 'optim.lr'?"),
+        ("model.detector=yolo", "model.detector is 'yolo' (str), but the value should be 'retinanet' or 'mask_rcnn'"),
+        ("data.short_side=2000", "short_side 2000 must not exceed long_side 1333"),
+        ("model.init_from=null", "model.batchnorm is frozen, which keeps the statistics of pretrained weights"),
+        ("augment.mixup=0.8", "unknown key 'augment'"),
+    ],
+)
+def test_a_wrong_key_is_one_sentence(override: str, said: str) -> None:
+    """Guards against the sentences of the training's config, whose keys a detection run does not have."""
+    with pytest.raises(UserError) as error:
+        load(CONFIGS[0], override)
+    assert said in str(error.value)
+
+
+def config(**train: object) -> DetectionConfig:
+    return DetectionConfig.model_validate({"train": {"global_batch_size": 8, **train}})
+
+
+def test_a_step_takes_the_same_images_on_any_number_of_processes() -> None:
+    """Guards against images that are lost or repeated when a run goes on with more processes, and an epoch that is no permutation."""
+    its = config()
+    images = [
+        np.concatenate([request(its, 20, step, part, parts).sample for part in range(parts)])
+        for parts in (1, 2, 8)
+        for step in range(5)
+    ]
+    of_one = np.concatenate(images[:5])
+    assert all(np.array_equal(of_one, np.concatenate(images[first : first + 5])) for first in (5, 10))
+    assert sorted(of_one[:20]) == sorted(of_one[20:]) == list(range(20))
+    assert of_one[:20].tolist() != of_one[20:].tolist()
+
+
+def test_what_is_drawn_depends_on_the_place_alone() -> None:
+    """Guards against flips and sampled anchors that a restart or another split draws anew."""
+    whole, parts = request(config(), 20, 3, 0, 1), [request(config(), 20, 3, part, 4) for part in range(4)]
+    for name in ("flip", "torch_seed", "epoch", "position"):
+        assert np.array_equal(getattr(whole, name), np.concatenate([getattr(each, name) for each in parts]))
+    many = request(config(global_batch_size=2000), 20, 0, 0, 1)
+    assert 0.45 < np.mean(many.flip) < 0.55
+    assert len(set(many.torch_seed.tolist())) == 2000
+
+
+def test_the_schedule_of_the_learning_rate() -> None:
+    """Guards against decays at another step than that of the epoch's end, and a warm-up that jumps."""
+    its = DetectionConfig()
+    schedule = Schedule(117_266, 12, 16, None)  # COCO's images with boxes
+    assert schedule.last_step == 87_950
+    rates = [learning_rate(step, schedule, its) for step in (0, 250, 499, 500, 58_632, 58_633, 80_620, 80_621)]
+    assert rates == pytest.approx([1e-7, 5.005e-5, 9.98002e-5, 1e-4, 1e-4, 1e-5, 1e-5, 1e-6])
+
+
+def test_when_it_is_evaluated() -> None:
+    schedule = Schedule(20, 2.5, 8, None)  # 50 images are 7 steps
+    assert [step for step in range(8) if schedule.evaluates(step, 1)] == [3, 5, 7]
+    assert [step for step in range(8) if schedule.evaluates(step, None)] == [7]
+    assert Schedule(20, 2.5, 8, 4).last_step == 4
+
+
+def test_a_mirrored_image_keeps_its_boxes() -> None:
+    """Guards against boxes that are flipped about another axis than their pixels."""
+    image = torch.zeros(3, 6, 10, dtype=torch.uint8)
+    image[:, 1:3, 2:5] = 9
+    target = {"boxes": torch.tensor([[2.0, 1, 5, 3]]), "labels": torch.tensor([1]), "masks": image[:1] // 9}
+    flipped, its = mirrored(image, target)
+    x1, y1, x2, y2 = its["boxes"][0].int().tolist()
+    assert bool((flipped[:, y1:y2, x1:x2] == 9).all()) and int((flipped == 9).sum()) == 18
+    assert torch.equal(its["masks"][0] * 9, flipped[0])
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """Guards against a resumed run without its moments, one that loads half a file, and a folder that fills the disk."""
+    its = DetectionConfig.model_validate({"output_dir": str(tmp_path), "checkpoint": {"keep_last": 2}})
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in (1, 2, 3):
+        optimizer.zero_grad()
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+        save_checkpoint(its, step, "digest", model, optimizer)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        f"step-0000000{step}.{kind}" for step in (2, 3) for kind in ("json", "safetensors")
+    ]
+    begun = newest_checkpoint(tmp_path)
+    assert begun is not None and begun.step == 3
+
+    other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    its_optimizer = torch.optim.AdamW(other.parameters())
+    load_checkpoint(tmp_path, 3, other, its_optimizer)
+    for mine, theirs in ((model, other), (optimizer, its_optimizer)):
+        texts = [json.dumps(each.state_dict(), default=torch.Tensor.tolist, sort_keys=True) for each in (mine, theirs)]
+        assert texts[0] == texts[1]
+
+    check_same_run(its.model_copy(update={"log": its.log.model_copy(update={"every_steps": 7})}), "digest", begun)
+    with pytest.raises(UserError, match="was begun with other annotations"):
+        check_same_run(its, "another", begun)
+    changed = its.model_copy(update={"optim": its.optim.model_copy(update={"lr": 1.0})})
+    with pytest.raises(
+        UserError, match="was begun with optim.lr=0.0001, this run has 1.0: set it back, or choose another output_dir."
+    ):
+        check_same_run(changed, "digest", begun)
+
+    newest = tmp_path / "checkpoints" / "step-00000003.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    older = newest_checkpoint(tmp_path)
+    assert older is not None and older.step == 2
+    assert (tmp_path / "checkpoints" / "step-00000003.damaged").exists()
+
+
+def test_the_backbone_starts_from_a_classifier(tmp_path: Path) -> None:
+    """Guards against a detector that is trained from scratch without a word, and a sentence that names another program's key."""
+    from examples.detection.model import build_features
+    from support.narrow_detector import posmlp_narrow  # registers it
+
+    classifier = create_model(posmlp_narrow.__name__, num_classes=7)
+    torch.nn.init.uniform_(classifier.stem.norms[0].running_mean)
+    torch.save(classifier.state_dict(), tmp_path / "weights.pth")
+    model = {"name": posmlp_narrow.__name__, "init_from": str(tmp_path / "weights.pth"), "batchnorm": "frozen"}
+    features, notes = build_features(DetectionConfig.model_validate({"model": model}), fresh=True)
+    theirs = classifier.state_dict()
+    own = {name: value for name, value in features.state_dict().items() if not name.startswith("output_norms.")}
+    assert own.keys() == {name for name in theirs if not name.startswith("head.")}
+    assert all(torch.equal(value, theirs[name]) for name, value in own.items())
+    assert "weights.pth" in notes[0]
+    model["init_from"] = str(tmp_path / "none")
+    with pytest.raises(UserError, match="model.init_from .*none does not exist: pass a run folder or a file"):
+        build_features(DetectionConfig.model_validate({"model": model}), fresh=True)

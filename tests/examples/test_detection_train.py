@@ -1,0 +1,193 @@
+"""Detectors that are trained, killed, resumed and evaluated. Needs torchvision beside the PyTorch build it was made for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from support.detection import needs_torchvision
+from support.detection_set import overrides, write_digit_set
+from support.launching import PATIENCE, REPOSITORY, clean_environment, run_module
+
+PROGRAM = "support.narrow_detector"
+PATHS = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """12 images to train on, 4 to evaluate."""
+    needs_torchvision()
+    return write_digit_set(tmp_path_factory.mktemp("digits") / "set", train=12, val=4, side=64)
+
+
+def write_config(folder: Path, data: Path, **sections: dict) -> Path:
+    """A run of seconds."""
+    config = {
+        "output_dir": str(folder / "run"),
+        "model": {"name": "posmlp_narrow", "image_size": 64, "pyramid_width": 16, "drop_path": 0.1},
+        "data": {"short_side": 64, "long_side": 80, "num_threads": 1},
+        "train": {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 4},
+        "optim": {"lr": 1e-3, "warmup_steps": 2},
+        "eval": {"every_epochs": None},
+        "checkpoint": {"every_steps": 2},
+        "log": {"every_steps": 1},
+    }
+    for name, keys in sections.items():
+        config[name] = {**config.get(name, {}), **keys}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def train(config: Path, data: Path, *more: str, processes: int = 1, check: bool = True) -> subprocess.CompletedProcess:
+    arguments = ("--config", config, *overrides(data), *more)
+    return run_module(PROGRAM, *arguments, processes=processes, check=check, **PATHS)
+
+
+def rows(run: Path) -> list[dict]:
+    """The rows of metrics.jsonl, without what a clock says."""
+    timed = ("time", "images_per_second", "data_wait", "memory_gib")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in timed} for line in lines]
+
+
+@pytest.mark.parametrize("detector", ["retinanet", "mask_rcnn"])
+def test_a_killed_run_goes_on_exactly(few: Path, tmp_path: Path, detector: str) -> None:
+    """Guards against a resumed run with other images, flips, anchors, moments or statistics than one that was not killed."""
+    sizes = {"global_batch_size": 2, "micro_batch_size": 1} if detector == "mask_rcnn" else {}  # whose heads take seconds
+    config = write_config(tmp_path, few, model={"detector": detector}, train=sizes)
+    train(config, few, f"output_dir={tmp_path / 'whole'}")
+    killed = tmp_path / "killed"
+    command = [sys.executable, "-m", PROGRAM, "--config", str(config), *overrides(few), f"output_dir={killed}"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=clean_environment(**PATHS), stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + PATIENCE
+    while not (killed / "metrics.jsonl").exists() or '"step": 3' not in (killed / "metrics.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert (killed / "checkpoints" / "step-00000002.json").exists()
+    said = train(config, few, f"output_dir={killed}").stdout
+    assert "steps 2 to 4" in said
+    assert rows(killed) == rows(tmp_path / "whole")
+    checksums = [
+        json.loads((run / "checkpoints" / "step-00000004.json").read_text())["checksum"] for run in (killed, tmp_path / "whole")
+    ]
+    assert checksums[0] == checksums[1]
+    evaluation = rows(killed)[-1]
+    assert {"AP", "AP50"} <= evaluation.keys() and ("mask_AP50" in evaluation) == (detector == "mask_rcnn")
+    if detector == "retinanet":
+        assert "is complete at step 4: nothing to train" in train(config, few, f"output_dir={killed}").stdout
+
+
+def test_two_processes_train_as_one(few: Path, tmp_path: Path) -> None:
+    """Guards against gradients that are not averaged, and draws that depend on the rank. Micro-batches are the same two images."""
+    config = write_config(tmp_path, few, train={"max_steps": 2})
+    for processes in (1, 2):
+        train(config, few, f"output_dir={tmp_path / str(processes)}", processes=processes)
+    one, two = (rows(tmp_path / name) for name in "12")
+    assert len(one) == len(two) == 3
+    for mine, theirs in zip(one[:2], two[:2]):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_signal_saves_and_the_command_goes_on(few: Path, tmp_path: Path) -> None:
+    """Guards against a job at its time limit that loses the steps since its last checkpoint."""
+    config = write_config(tmp_path, few, train={"max_steps": 400}, checkpoint={"every_steps": None})
+    command = [sys.executable, "-m", PROGRAM, "--config", str(config), *overrides(few)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=clean_environment(**PATHS), stdout=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + PATIENCE
+    while not metrics.exists() or not metrics.read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGUSR1)
+    said, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 75 and "stopped by a signal at step" in said
+    stopped = rows(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{stopped:08d}.json").exists()
+    said = train(config, few, f"train.max_steps={stopped + 1}").stdout
+    assert f"steps {stopped} to {stopped + 1}" in said
+
+
+def test_an_image_that_cannot_be_read_ends_the_run_with_its_name(few: Path, tmp_path: Path) -> None:
+    """Guards against a traceback of a decoder's thread."""
+    data = Path(shutil.copytree(few, tmp_path / "set"))
+    (data / "train" / "000005.jpg").write_bytes(b"nothing")
+    failed = train(write_config(tmp_path, data), data, check=False)
+    assert failed.returncode == 2
+    assert "000005.jpg cannot be decoded" in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_the_parameters_of_table_8() -> None:
+    """PosMLP's Table 8. Guards against a pyramid or heads of another size; the differences are named in the example's README."""
+    needs_torchvision()
+    from examples.detection.config import DetectionConfig
+    from examples.detection.model import build_detector
+    from pipeline.config import load_config_as
+
+    counted = {}
+    for path in sorted((REPOSITORY / "examples" / "detection" / "configs").glob("*_posmlp_?.yaml")):
+        with torch.device("meta"):
+            detector, _ = build_detector(load_config_as(DetectionConfig, path), categories=80, fresh=False)
+        counted[path.stem] = sum(parameter.numel() for parameter in detector.parameters())
+    paper = {"retinanet_posmlp_t": 31.1, "retinanet_posmlp_s": 47.3, "mask_rcnn_posmlp_t": 40.5, "mask_rcnn_posmlp_s": 56.1}
+    for name, millions in paper.items():
+        assert counted[name] / 1e6 == pytest.approx(millions, abs=0.14), name
+        assert (
+            f"| {counted[name] / 1e6:.2f} | {millions} |" in (REPOSITORY / "examples" / "detection" / "README.md").read_text()
+        )
+
+
+def test_average_precision_of_known_detections(few: Path) -> None:
+    """Guards against boxes as corners where COCO's have a width, category ids that are labels, and masks with rows for columns."""
+    from examples.detection.evaluation import score
+
+    truth = json.loads((few / "val.json").read_text())
+    found = [{**each, "score": 0.9} for each in truth["annotations"]]
+    for kind in ("bbox", "segm"):
+        copies = [{key: each[key] for key in ("image_id", "category_id", "bbox", "score")} for each in found]
+        if kind == "segm":
+            from pycocotools import mask
+
+            for copy, each in zip(copies, found):
+                height, width = each["segmentation"]["size"]
+                encoded = mask.frPyObjects(each["segmentation"], height, width)
+                copy["segmentation"] = {"size": encoded["size"], "counts": encoded["counts"].decode()}
+        assert score(truth, copies, kind)["AP"] == pytest.approx(100)
+    for each in copies:
+        each["bbox"][0] += 1000.0
+    assert score(truth, copies, "bbox")["AP"] == 0
+    assert score(truth, [], "bbox")["AP50"] == 0
+
+
+@pytest.mark.detection
+@pytest.mark.skipif(not os.environ.get("PERVIT_DETECTION"), reason="takes minutes: set PERVIT_DETECTION=1")
+def test_it_learns_to_detect_digits(tmp_path: Path) -> None:
+    """RetinaNet on a narrow PosMLP, from scratch: 400 steps. Guards against all that a loss which falls does not show."""
+    needs_torchvision()
+    data = write_digit_set(tmp_path / "set", train=320, val=48, side=64, digits=(0, 1))
+    config = write_config(
+        tmp_path,
+        data,
+        model={"pyramid_width": 64, "drop_path": 0.0},
+        data={"flip": 0.0},
+        train={"epochs": 10, "global_batch_size": 8, "micro_batch_size": 8, "max_steps": None},
+        optim={"warmup_steps": 20, "decay_epochs": [7, 9]},
+        eval={"every_epochs": 2, "batch_size": 24},
+        checkpoint={"every_steps": None},
+    )
+    train(config, data)
+    evaluations = [row for row in rows(tmp_path / "run") if "AP" in row]
+    print(*evaluations, sep="\n")
+    assert evaluations[-1]["AP50"] > 50

@@ -1,0 +1,20 @@
+"""Whether a detector can be built here."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+
+def needs_torchvision() -> None:
+    """Skip the test where torchvision's operators do not load beside this PyTorch, or pycocotools is missing."""
+    from examples.detection.model import import_torchvision
+    from pipeline.errors import UserError
+
+    try:
+        import_torchvision()
+    except UserError as error:
+        pytest.skip(str(error))
+    if importlib.util.find_spec("pycocotools") is None:
+        pytest.skip("there is no package 'pycocotools': pip install '.[detection]'")
