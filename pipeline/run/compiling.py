@@ -181,7 +181,7 @@ class Compilation:
     def _parts(self) -> Iterator[tuple[nn.Module, str]]:
         """Modules and the names of their methods that are compiled."""
         if self.kind != BLOCKS:
-            yield self._model, "forward"
+            yield self._model, "class_scores"
             return
         yield from ((module, "forward") for name, module in self._model.named_modules() if _BLOCK.fullmatch(name))
         if isinstance(self._model, PhiModel) and self._model.phi_design:

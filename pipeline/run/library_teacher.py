@@ -80,7 +80,7 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
     if not file.is_file():
         raise UserError(
             f"train.teacher_weights {file} is not a file, the weights of {train.teacher} needed",
-            "download them; docs/models.md says from where",
+            "download them; the repository's docs/models.md says from where",
         )
     weights = read_initial_weights(file, key="train.teacher_weights").weights
     network, mean, std = _build(library, name, module, model.num_classes)

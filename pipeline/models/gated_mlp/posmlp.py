@@ -186,7 +186,8 @@ class PosMLP(VisionModel):
         """
         height, width = images.shape[-2:]
         check_windows([stage.window for stage in self.stages], height, width)
-        outputs, for_head = self._run_stages(images, noise, self.shift_windows)
+        # The stem here, not deeper: `train.compile=model` leaves it out, and ends a graph in every function around its call.
+        outputs, for_head = self._run_stages(self.stem(images), noise, self.shift_windows)
         features = self.norm(outputs[-1]).mean(dim=(1, 2))  # (B, 8 * width)
         return self.head(self._dropout(features, for_head))
 
@@ -213,17 +214,17 @@ class PosMLP(VisionModel):
         """
         height, width = images.shape[-2:]
         check_sides(height, width, STEM_STRIDE if isinstance(self.stages[1].merging, ConvMerging) else STRIDE)
-        outputs, _ = self._run_stages(images, noise, self.shift_windows or max(height, width) > self.image_size)
+        outputs, _ = self._run_stages(self.stem(images), noise, self.shift_windows or max(height, width) > self.image_size)
         return [self.normed_map(x, stage) for stage, x in enumerate(outputs)]
 
-    def _run_stages(self, images: Tensor, noise: Tensor | None, shifts: bool) -> tuple[list[Tensor], Tensor]:
-        """Outputs (B, rows, columns, width) of all stages, and the head's part of the noise."""
+    def _run_stages(self, x: Tensor, noise: Tensor | None, shifts: bool) -> tuple[list[Tensor], Tensor]:
+        """From what the stem made: outputs (B, rows, columns, width) of all stages, and the head's part of the noise."""
         if noise is None:
-            noise = torch.rand(len(images), self.noise_per_sample if self.training else 0, device=images.device)
+            noise = torch.rand(len(x), self.noise_per_sample if self.training else 0, device=x.device)
         counts = self._noise_counts() if self.training else (0, 0, 0)
         for_branches, for_blocks, for_head = noise[:, : sum(counts)].split(counts, dim=1)
-        scales = self.branch_scales(len(images), for_branches)  # (B, blocks) or None
-        x = self.absolute_position(self.stem(images))  # (B, H / 4, W / 4, width)
+        scales = self.branch_scales(len(x), for_branches)  # (B, blocks) or None
+        x = self.absolute_position(x)  # (B, H / 4, W / 4, width)
         outputs: list[Tensor] = []
         first = 0
         for stage in self.stages:

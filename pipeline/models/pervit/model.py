@@ -199,7 +199,10 @@ class PerViT(PhiModel):
         Raises:
             UserError: H or W does not fit the stem.
         """
-        return self.head(self.norm(self._tokens(images, noise)).mean(dim=1))  # (B, num_classes)
+        _check_size(*images.shape[-2:])
+        # Here, not deeper: `train.compile=model` leaves the stem out, and ends a graph in every function around its call.
+        x = self._tokens(self.stem(images), noise)  # (B, N, width)
+        return self.head(self.norm(x).mean(dim=1))  # (B, num_classes)
 
     def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (STEM_STRIDE,), (self.norm.normalized_shape[0],)
@@ -220,13 +223,12 @@ class PerViT(PhiModel):
         Raises:
             UserError: H or W does not fit the stem, or the switch ``phi_p_distance`` is "learned" and the grid another.
         """
-        x = self._tokens(images, noise)  # (B, N, width)
+        _check_size(*images.shape[-2:])
+        x = self._tokens(self.stem(images), noise)  # (B, N, width)
         return [self.normed_map(x.unflatten(1, self.token_grid(images)), 0)]
 
-    def _tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
-        """(B, 3, H, W) -> (B, N, width of the last stage) after the last block."""
-        _check_size(*images.shape[-2:])
-        x = self.stem(images)  # (B, width, rows, columns)
+    def _tokens(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        """The stem's result (B, width, rows, columns) -> (B, N, width of the last stage) after the last block."""
         grid = (int(x.shape[2]), int(x.shape[3]))  # int: under tracing the sizes are tensors
         x = x.flatten(2).transpose(1, 2)  # (B, N, width)
         if hasattr(self, "position_embedding"):
