@@ -89,4 +89,4 @@ gpu-check:   ## on a machine with CUDA GPUs: tests and measurements, 8 minutes a
 
 clean:    ## remove generated files; runs/, data/ and logs stay
 	rm -rf $(VENV) demo build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .coverage .coverage.*
-	find pipeline data_prep tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find pipeline data_prep examples tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
