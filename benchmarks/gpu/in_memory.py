@@ -105,10 +105,13 @@ def one_process_plan(shards: Any, config: Any) -> Any:
 @contextmanager
 def batches_in_memory(also_for_evaluation: bool) -> Iterator[None]:
     """Runs that start within have :class:`InMemory` for their training loader."""
+    from pipeline.distributed.world import World
     from pipeline.run import start
 
     def loader(*given: Any) -> InMemory:
-        shards, config, *_, world, first_step = given  # versions differ in what is between
+        shards, config, *rest = given  # versions differ in what else there is
+        position = next(i for i, each in enumerate(rest) if isinstance(each, World))
+        world, first_step = rest[position : position + 2]
         plan = one_process_plan(shards, config)
         return InMemory(plan, world.device, config.data.max_bad_samples, first_step * plan.batches_per_step)
 

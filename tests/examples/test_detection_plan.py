@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from examples.detection.loader import mirrored
 from examples.detection.plan import Schedule, learning_rate, request
 from pipeline.config import load_config_as
 from pipeline.errors import UserError
-from pipeline.models import create_model
+from pipeline.models import create_model, registry
 from support.launching import REPOSITORY
 
 CONFIGS = sorted((REPOSITORY / "examples" / "detection" / "configs").glob("*_posmlp_?.yaml"))
@@ -161,15 +162,23 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "step-00000003.damaged").exists()
 
 
-def test_the_backbone_starts_from_a_classifier(tmp_path: Path) -> None:
-    """Guards against a detector that is trained from scratch without a word, and a sentence that names another program's key."""
-    from examples.detection.model import build_features
+@pytest.fixture
+def narrow() -> Iterator[str]:
+    """The name of a small backbone, which this process knows for one test."""
     from support.narrow_detector import posmlp_narrow  # registers it
 
-    classifier = create_model(posmlp_narrow.__name__, num_classes=7)
+    yield posmlp_narrow.__name__
+    del registry._registered[posmlp_narrow.__name__]
+
+
+def test_the_backbone_starts_from_a_classifier(narrow: str, tmp_path: Path) -> None:
+    """Guards against a detector that is trained from scratch without a word, and a sentence that names another program's key."""
+    from examples.detection.model import build_features
+
+    classifier = create_model(narrow, num_classes=7)
     torch.nn.init.uniform_(classifier.stem.norms[0].running_mean)
     torch.save(classifier.state_dict(), tmp_path / "weights.pth")
-    model = {"name": posmlp_narrow.__name__, "init_from": str(tmp_path / "weights.pth"), "batchnorm": "frozen"}
+    model = {"name": narrow, "init_from": str(tmp_path / "weights.pth"), "batchnorm": "frozen"}
     features, notes = build_features(DetectionConfig.model_validate({"model": model}), fresh=True)
     theirs = classifier.state_dict()
     own = {name: value for name, value in features.state_dict().items() if not name.startswith("output_norms.")}
