@@ -183,7 +183,7 @@ def test_make_clean_leaves_what_it_cannot_make_again(tmp_path: Path) -> None:
     gone = [
         tmp_path / name for name in (".venv/bin", "demo/shards", "build", "pervit_pipeline.egg-info", "pipeline/__pycache__")
     ]
-    for folder in [*kept, *gone, *(tmp_path / name for name in ("data_prep", "tests", "benchmarks"))]:
+    for folder in [*kept, *gone, *(tmp_path / name for name in ("data_prep", "examples", "tests", "benchmarks"))]:
         folder.mkdir(parents=True)
     make(tmp_path, "clean")
     assert [folder for folder in kept if not folder.exists()] == []
