@@ -1,14 +1,5 @@
 """Base class and layers shared by the model families.
 
-``base``    :class:`VisionModel`: interface, stochastic depth, activation checkpointing
-``layers``  MLP, fused attention with a bias, dropout, initialization
-``vit``     patch and position embedding, self-attention and block of a plain ViT
-``irpe``    self-attention with image relative position encoding
-``peg``     position encoding generator of CPVT
-``probe``   records inner values of a forward pass for analyses
-``tables``  constants that depend on sizes alone, computed once
-==========  ==========================================================================
-=======
 ============  ==========================================================================
 ``base``      :class:`VisionModel`: interface, stochastic depth, activation checkpointing
 ``features``  the feature form, without a classifier; position embeddings on any grid
@@ -16,6 +7,7 @@
 ``vit``       patch and position embedding, self-attention and block of a plain ViT
 ``irpe``      self-attention with image relative position encoding
 ``peg``       position encoding generator of CPVT
+``windows``   window partition, optionally shifted, and relative positions in a window
 ``probe``     records inner values of a forward pass for analyses
 ``tables``    constants that depend on sizes alone, computed once
 ============  ==========================================================================

@@ -5,7 +5,6 @@
 ``posmlp``           PosMLP, a four-stage pyramid of windows
 ``gating``           the gated block that both consist of, and its switches
 ``token_mixing``     the token-mixing maps: learned, or a Gaussian of the relative position
-``windows``          window partition, optionally shifted
 ``partition``        windows that tile a grid, or pad one of any size
 ``posmlp_sizes``     PosMLP's layout, and the images and windows that suit it
 ``posmlp_switches``  PosMLP's ablation switches

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeline.models.common.tables import constant_table
-from pipeline.models.gated_mlp.windows import connected_tokens, from_windows, to_windows
+from pipeline.models.common.windows import connected_tokens, from_windows, to_windows
 
 _PADDING = 2  # label of a token beyond the grid; 0: inside, 1: inside, moved to the other end by the shift
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeline.models.common.base import VisionModel, linear_drop_path
 from pipeline.models.common.layers import drop_path_scales
 from pipeline.models.common.module_list import ModuleList
+from pipeline.models.common.windows import relative_index
 from pipeline.models.gated_mlp.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBlock
 from pipeline.models.gated_mlp.partition import PaddedTiling, Tiling
 from pipeline.models.gated_mlp.posmlp_layers import (
@@ -37,7 +38,7 @@ from pipeline.models.gated_mlp.posmlp_sizes import (
     check_windows,
 )
 from pipeline.models.gated_mlp.posmlp_switches import PosMLPSwitches
-from pipeline.models.gated_mlp.token_mixing import GaussianMap, quadratic_terms, relative_index
+from pipeline.models.gated_mlp.token_mixing import GaussianMap, quadratic_terms
 from pipeline.models.registry import register
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.models.common.probe import probe
 from pipeline.models.common.tables import constant_table
+from pipeline.models.common.windows import relative_index
 from pipeline.models.gated_mlp.partition import Runs
 
 Covariance = Literal["isotropic", "free", "semidefinite"]
@@ -38,20 +39,6 @@ def quadratic_terms(window: int, device: torch.device, dtype: torch.dtype) -> Te
     dx = x[None, :] - x[:, None]  # (N, N)
     dy = y[:, None] - y[None, :]  # (N, N)
     return torch.stack([dx, dy, dx * dx, dy * dy, dx * dy], dim=-1).to(dtype)
-
-
-@constant_table
-def relative_index(window: int, device: torch.device) -> Tensor:
-    """Index of each pair of tokens into a table of all (2 window - 1)² relative positions.
-
-    Returns:
-        (N, N) integers: [query, key] = (y_query - y_key + window - 1) (2 window - 1) + x_query - x_key + window - 1.
-    """
-    index = torch.arange(window * window, device=device)
-    y, x = index // window, index % window  # (N,)
-    rows = y[:, None] - y[None, :] + window - 1  # (N, N)
-    columns = x[:, None] - x[None, :] + window - 1  # (N, N)
-    return rows * (2 * window - 1) + columns
 
 
 class LearnedMap(nn.Module):

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from pipeline.models.common.base import scale_branch
 from pipeline.models.common.layers import MLP
 from pipeline.models.common.probe import probe
-from pipeline.models.gated_mlp.token_mixing import relative_index
-from pipeline.models.gated_mlp.windows import connected_tokens, from_windows, to_windows
+from pipeline.models.common.windows import connected_tokens, from_windows, relative_index, to_windows
 
 # Swin's 7 does not divide LSAT's first grid (32 x 32, at 32 pixels and for LSAT-T at 224), and its code takes no other; 8 is the
 # nearest side that does. It divides LSAT-S's 56 x 56 too. The paper does not say what it took.

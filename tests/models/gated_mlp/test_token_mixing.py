@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from pipeline.models.common.windows import connected_tokens, from_windows, to_windows
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, LearnedMap, mix_tokens
-from pipeline.models.gated_mlp.windows import connected_tokens, from_windows, to_windows
 
 
 def test_the_gaussian_map_is_equation_5() -> None:

@@ -50,3 +50,17 @@ def connected_tokens(grid: tuple[int, int], window: int, shift: int, device: tor
     region = 4 * sides[0][:, None] + sides[1][None, :]  # (rows, columns)
     region = to_windows(region[None, :, :, None], window)[0, :, :, 0]  # (windows, window²)
     return region[:, :, None] == region[:, None, :]
+
+
+@constant_table
+def relative_index(window: int, device: torch.device) -> Tensor:
+    """Index of each pair of tokens into a table of all (2 window - 1)² relative positions.
+
+    Returns:
+        (N, N) integers: [query, key] = (y_query - y_key + window - 1) (2 window - 1) + x_query - x_key + window - 1.
+    """
+    index = torch.arange(window * window, device=device)
+    y, x = index // window, index % window  # (N,)
+    rows = y[:, None] - y[None, :] + window - 1  # (N, N)
+    columns = x[:, None] - x[None, :] + window - 1  # (N, N)
+    return rows * (2 * window - 1) + columns
