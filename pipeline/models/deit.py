@@ -27,6 +27,7 @@ from pipeline.models.common.vit import (
     PATCH,
     REFERENCE_NAMES,
     Block,
+    ClassTokenModel,
     PatchEmbedding,
     PositionEmbedding,
     SelfAttention,
@@ -63,7 +64,7 @@ class DeiTSwitches(Switches):
         return self
 
 
-class DeiT(PhiModel):
+class DeiT(ClassTokenModel, PhiModel):
     """DeiT with a class token.
 
     Probes of every layer: ``attention`` (B, heads, N + 1, N + 1), class token first; with Φp also ``phi_p`` (heads, N, N) of
@@ -129,40 +130,7 @@ class DeiT(PhiModel):
         generators = {f"position_generators.{i}.weight" for i in range(len(self.position_generators))}
         return super().no_weight_decay() | generators | {"class_token", "position_embedding.weight"}
 
-    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Class scores.
-
-        Args:
-            images: (B, 3, image_size, image_size); with ``conditional_position`` (B, 3, H, W), multiples of 16.
-            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; see
-                :meth:`~pipeline.models.common.base.VisionModel.branch_scales`.
-
-        Returns:
-            (B, num_classes).
-
-        Raises:
-            UserError: not the size that the model was built for.
-        """
-        return self.head(self.norm(self._tokens(images, noise)[:, 0]))
-
-    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (PATCH,), (self.norm.normalized_shape[0],)
-
-    def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
-        """The patches after the last block, normalized; the class token is dropped.
-
-        Args:
-            images: (B, 3, H, W), multiples of 16; the position embedding is resampled to their grid.
-            noise: as in :meth:`class_scores`.
-
-        Returns:
-            One map, (B, width, H / 16, W / 16).
-        """
-        patches = self._tokens(images, noise)[:, 1:]  # (B, N, width)
-        return [self.normed_map(patches.unflatten(1, patch_grid(*images.shape[-2:])), 0)]
-
-    def _tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
-        """(B, 3, H, W) -> (B, N + 1, width) after the last block, class token first."""
+    def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
         grid = patch_grid(*images.shape[-2:])
         patches = self.patch_embedding(images)  # (B, N, width)
         x = torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)  # (B, N + 1, width)

@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 from pipeline.kernels import peripheral_attention
 from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
 from pipeline.kernels.peripheral import uses_triton
-from pipeline.models.common.base import scale_branch
+from pipeline.models.common.base import VisionModel, scale_branch
 from pipeline.models.common.features import GridEmbedding, resample_grid
 from pipeline.models.common.layers import MLP, init_linear
 from pipeline.models.common.probe import probe
@@ -205,3 +205,45 @@ def patch_grid(height: int, width: int) -> tuple[int, int]:
                 f"set it to {max(1, round(size / PATCH)) * PATCH}",
             )
     return int(height) // PATCH, int(width) // PATCH  # int: under tracing the sizes are tensors, which cannot be cache keys
+
+
+class ClassTokenModel(VisionModel):
+    """A plain ViT whose class token the head reads. A subclass creates ``norm`` and ``head`` and runs its blocks in :meth:`tokens`."""
+
+    head: nn.Linear
+
+    def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
+        """(B, 3, H, W) -> (B, N + 1, width) after the last block, class token first."""
+        raise NotImplementedError
+
+    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Class scores.
+
+        Args:
+            images: (B, 3, image_size, image_size); (B, 3, H, W), multiples of 16, where no position embedding fixes the size.
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; see
+                :meth:`~pipeline.models.common.base.VisionModel.branch_scales`.
+
+        Returns:
+            (B, num_classes).
+
+        Raises:
+            UserError: not the size that the model was built for.
+        """
+        return self.head(self.norm(self.tokens(images, noise)[:, 0]))
+
+    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (PATCH,), (self.norm.normalized_shape[0],)
+
+    def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
+        """The patches after the last block, normalized; the class token is dropped.
+
+        Args:
+            images: (B, 3, H, W), multiples of 16; a position embedding is resampled to their grid.
+            noise: as in :meth:`class_scores`.
+
+        Returns:
+            One map, (B, width, H / 16, W / 16).
+        """
+        patches = self.tokens(images, noise)[:, 1:]  # (B, N, width)
+        return [self.normed_map(patches.unflatten(1, patch_grid(*images.shape[-2:])), 0)]

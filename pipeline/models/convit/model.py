@@ -15,14 +15,14 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from pipeline.config import Positive, section_from_dict
-from pipeline.models.common.base import Switches, VisionModel, linear_drop_path, scales_of_block
+from pipeline.models.common.base import Switches, linear_drop_path, scales_of_block
 from pipeline.models.common.layers import init_linear
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.vit import (
     LAYER_NORM_EPS,
-    PATCH,
     REFERENCE_NAMES,
     Block,
+    ClassTokenModel,
     PatchEmbedding,
     PositionEmbedding,
     SelfAttention,
@@ -74,7 +74,7 @@ class ConViTSwitches(Switches):
         return self
 
 
-class ConViT(VisionModel):
+class ConViT(ClassTokenModel):
     """Vision transformer with soft convolutional inductive biases.
 
     Probes: ``attention`` of every layer; ``position`` and ``gate`` of GPSA layers, which have no class token. Shapes: see
@@ -144,40 +144,7 @@ class ConViT(VisionModel):
             if isinstance(block.attn, GatedPositionalSelfAttention):
                 block.attn.test_gate = 1.0 if layer < content_layers else 0.0 if layer < position_layers else None
 
-    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Class scores.
-
-        Args:
-            images: (B, 3, image_size, image_size).
-            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; see
-                :meth:`~pipeline.models.common.base.VisionModel.branch_scales`.
-
-        Returns:
-            (B, num_classes).
-
-        Raises:
-            UserError: not the size that the model was built for.
-        """
-        return self.head(self.norm(self._tokens(images, noise)[:, 0]))  # (B, num_classes), from the class token
-
-    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (PATCH,), (self.norm.normalized_shape[0],)
-
-    def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
-        """The patches after the last block, normalized; the class token is dropped.
-
-        Args:
-            images: (B, 3, H, W), multiples of 16; the position embedding is resampled to their grid.
-            noise: as in :meth:`class_scores`.
-
-        Returns:
-            One map, (B, width, H / 16, W / 16).
-        """
-        patches = self._tokens(images, noise)[:, 1:]  # (B, N, width)
-        return [self.normed_map(patches.unflatten(1, patch_grid(*images.shape[-2:])), 0)]
-
-    def _tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
-        """(B, 3, H, W) -> (B, N + 1, width) after the last block, class token first."""
+    def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
         grid = patch_grid(*images.shape[-2:])
         x = self.position_embedding(self.patch_embedding(images), grid)  # (B, N, width)
         offsets = relative_positions(*grid, images.device, self.drop_path_rates.dtype)  # (N, N, 3)
