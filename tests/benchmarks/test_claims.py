@@ -16,21 +16,14 @@ from pipeline.models import create_model
 from support.launching import PATIENCE, REPOSITORY, clean_environment, run_module
 
 
+def claims(images: Path, folder: Path, epochs: float, variant: str) -> list[object]:
+    """The command for one run of one variant."""
+    return ["benchmarks.claims", "--source", images, "--folder", folder, "--epochs", epochs, "--seeds", 1, "--only", variant]
+
+
 def test_a_run_that_is_complete_is_not_repeated(digits_images: Path, tmp_path: Path) -> None:
     """Guards against a variant that no longer trains, and against a second start that begins again or loses what was there."""
-    command = (
-        "benchmarks.claims",
-        "--source",
-        digits_images,
-        "--folder",
-        tmp_path,
-        "--epochs",
-        0.1,
-        "--seeds",
-        1,
-        "--only",
-        "no_phi_p",
-    )
+    command = claims(digits_images, tmp_path, epochs=0.1, variant="no_phi_p")
     first = run_module(*command)
     assert "| without Φp |" in first.stdout and "a new run" in first.stderr
     metrics = (tmp_path / "no_phi_p_0" / "metrics.jsonl").read_text()
@@ -41,19 +34,7 @@ def test_a_run_that_is_complete_is_not_repeated(digits_images: Path, tmp_path: P
 
 def test_a_stop_reaches_the_runs(digits_images: Path, tmp_path: Path) -> None:
     """Guards against runs that go on alone, and against one that is lost: the same command goes on from a checkpoint."""
-    command = [
-        "benchmarks.claims",
-        "--source",
-        digits_images,
-        "--folder",
-        tmp_path,
-        "--epochs",
-        60,
-        "--seeds",
-        1,
-        "--only",
-        "no_cpe",
-    ]
+    command = claims(digits_images, tmp_path, epochs=60, variant="no_cpe")
     process = subprocess.Popen(
         [sys.executable, "-m", *map(str, command)], cwd=REPOSITORY, env=clean_environment(), stderr=subprocess.PIPE, text=True
     )

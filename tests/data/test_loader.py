@@ -17,6 +17,7 @@ from pipeline.data.jpeg import image_size
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
+from support.plans import train_plan
 
 GLOBAL_BATCH = 48
 CPU = torch.device("cpu")
@@ -38,17 +39,8 @@ def train_loader(
     config: DataConfig = CONFIG,
     augment: AugmentConfig = NOTHING,
 ) -> Loader:
-    plan = TrainPlan(
-        shards=shards,
-        seed=seed,
-        image_size=size,
-        global_batch_size=GLOBAL_BATCH,
-        batch_size=micro_batch,
-        rank=rank,
-        world_size=world_size,
-        data=config,
-        augment=augment,
-    )
+    split = {"rank": rank, "world_size": world_size, "micro_batch": micro_batch}
+    plan = train_plan(shards, global_batch=GLOBAL_BATCH, image_size=size, seed=seed, data=config, augment=augment, **split)
     return Loader(plan, config, CPU, start=start)
 
 

@@ -16,6 +16,7 @@ from pipeline.data.augment import mixing
 from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.data.views import SIDE_BY_SIDE, STREAM_VERSION, Placing, epoch_length
+from support.plans import train_plan
 
 SPREAD = STREAM_VERSION
 FULL, BLOCK = DataConfig(), DataConfig(order="block", block_size=50, window_blocks=4)
@@ -31,18 +32,8 @@ def plan_of(
     stream: int = SPREAD,
     data: DataConfig = FULL,
 ) -> TrainPlan:
-    return TrainPlan(
-        shards=shards,
-        seed=7,
-        image_size=64,
-        global_batch_size=48,
-        batch_size=micro_batch,
-        rank=rank,
-        world_size=world_size,
-        data=data,
-        augment=augment,
-        stream=stream,
-    )
+    split = {"rank": rank, "world_size": world_size, "micro_batch": micro_batch}
+    return train_plan(shards, global_batch=48, data=data, augment=augment, stream=stream, **split)
 
 
 def global_batch(shards: ShardSet, step: int, world_size: int, micro_batch: int, stream: int) -> dict[str, np.ndarray]:

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import AugmentConfig, DataConfig
+from pipeline.config import AugmentConfig
 from pipeline.data.plan import BatchRequest, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.logs.sample_log import SampleLog, augmentation_digests
 from support.launching import REPOSITORY, clean_environment
+from support.plans import train_plan
 
 EVERYTHING = AugmentConfig(rand_augment_ops=2, erasing=0.5, mixup=0.8, cutmix=1.0, mix_group=4)
 
@@ -50,17 +51,8 @@ while True:
 def plan(
     shards: Path, rank: int = 0, size: int = 1, micro_batch_size: int = 16, augment: AugmentConfig = EVERYTHING
 ) -> TrainPlan:
-    return TrainPlan(
-        shards=ShardSet(shards, "train"),
-        seed=7,
-        image_size=64,
-        global_batch_size=32,
-        batch_size=micro_batch_size,
-        rank=rank,
-        world_size=size,
-        data=DataConfig(),
-        augment=augment,
-    )
+    split = {"rank": rank, "world_size": size, "micro_batch": micro_batch_size}
+    return train_plan(ShardSet(shards, "train"), global_batch=32, augment=augment, **split)
 
 
 def record(run_dir: Path, shards: Path, size: int, micro_batch_size: int, steps: range) -> None:

@@ -22,6 +22,7 @@ from pipeline.data.shards import ShardSet
 from pipeline.logs.sample_log import augmentation_digests
 from pipeline.philox import Stream, uniforms
 from support.launching import REPOSITORY
+from support.plans import train_plan
 from support.randaugment_reference import GEOMETRIC, reference
 
 BATCH = 24
@@ -32,16 +33,10 @@ LAYERS = AugmentConfig(rand_augment_ops=2)
 def plan_of(
     folder: Path, rule: str, augment: AugmentConfig = LAYERS, rank: int = 0, ranks: int = 1, size: int = 64
 ) -> TrainPlan:
-    return TrainPlan(
-        shards=ShardSet(folder, "train"),
-        seed=7,
-        image_size=size,
-        global_batch_size=BATCH,
-        batch_size=BATCH // ranks,
-        rank=rank,
-        world_size=ranks,
-        data=DataConfig(num_threads=1, train_interpolation=rule),
-        augment=augment,
+    data, split = DataConfig(num_threads=1, train_interpolation=rule), {"rank": rank, "world_size": ranks}
+    shards = ShardSet(folder, "train")
+    return train_plan(
+        shards, global_batch=BATCH, micro_batch=BATCH // ranks, image_size=size, data=data, augment=augment, **split
     )
 
 

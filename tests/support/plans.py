@@ -1,0 +1,36 @@
+"""Small training plans."""
+
+from __future__ import annotations
+
+from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data.plan import TrainPlan
+from pipeline.data.shards import ShardSet
+from pipeline.data.views import STREAM_VERSION
+
+
+def train_plan(
+    shards: ShardSet,
+    *,
+    global_batch: int,
+    micro_batch: int,
+    rank: int = 0,
+    world_size: int = 1,
+    image_size: int = 64,
+    seed: int = 7,
+    data: DataConfig | None = None,
+    augment: AugmentConfig | None = None,
+    stream: int = STREAM_VERSION,
+) -> TrainPlan:
+    """The micro-batches of one rank."""
+    return TrainPlan(
+        shards=shards,
+        seed=seed,
+        image_size=image_size,
+        global_batch_size=global_batch,
+        batch_size=micro_batch,
+        rank=rank,
+        world_size=world_size,
+        data=data or DataConfig(),
+        augment=augment or AugmentConfig(),
+        stream=stream,
+    )
