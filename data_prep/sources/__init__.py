@@ -17,12 +17,11 @@
 from data_prep.sources.base import Source, SourceImage
 from data_prep.sources.detect import open_sources
 from data_prep.sources.image_folder import ImageFolder
-from data_prep.sources.subset import FIRST, RANDOM, RULES, check_fraction, hold_out, take_subset
+from data_prep.sources.subset import FIRST, RANDOM, check_fraction, hold_out, take_subset
 
 __all__ = [
     "FIRST",
     "RANDOM",
-    "RULES",
     "ImageFolder",
     "Source",
     "SourceImage",

@@ -11,7 +11,7 @@ from pipeline.data.order import sample_at
 from pipeline.errors import UserError
 from pipeline.philox import Stream
 
-RULES = (RANDOM, FIRST) = ("random", "first")
+RANDOM, FIRST = "random", "first"  # rules of a subset
 
 
 def take_subset(source: Source, fraction: float, seed: int, rule: str = RANDOM) -> Source:
@@ -26,7 +26,7 @@ def take_subset(source: Source, fraction: float, seed: int, rule: str = RANDOM) 
         source: a complete split.
         fraction: above 0, at most 1; 1 returns the source unchanged.
         seed: determines the random orders.
-        rule: one of RULES.
+        rule: RANDOM or FIRST.
 
     Raises:
         UserError: the fraction is out of range.

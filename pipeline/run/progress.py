@@ -29,9 +29,8 @@ class Schedule:
     @property
     def last_step(self) -> int:
         """The end of the schedule, or ``max_steps`` if that comes first."""
-        whole = math.ceil(
-            (self.epochs + self.cooldown_epochs) * self.steps_per_epoch - 1e-9
-        )  # 1e-9: a rounding error must not add a step
+        steps = (self.epochs + self.cooldown_epochs) * self.steps_per_epoch
+        whole = math.ceil(steps - 1e-9)  # 1e-9: a rounding error must not add a step
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
     def samples(self, step: int) -> int:
