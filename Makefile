@@ -47,12 +47,12 @@ ifeq ($(BUILD),cpu)
 endif
 ifeq ($(BUILD),cuda12)
 	$(BIN)/pip install --quiet --constraint constraints.txt --extra-index-url $(CU12_INDEX) "$(TORCH)+cu126"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint,cuda12]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint,insight,cuda12]'
 	@# Both builds of DALI install the same files. The one for CUDA 13, which the package requires, is removed.
 	$(BIN)/pip uninstall --quiet --yes $(DALI_BUILDS)
 	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt nvidia-dali-cuda120
 else
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint,insight]'
 endif
 	rm -f $(VENV)/.began*
 	touch $@

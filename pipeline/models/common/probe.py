@@ -10,7 +10,12 @@ and an analysis records it during a forward pass::
         model(images)
     values["attention"]  # list with one entry per layer, in order of execution
 
-Outside of ``recorded`` the function is never called: an unused probe costs one lookup. Recording does not change the forward
+or looks at each value as it comes, without keeping any::
+
+    with observed(lambda name, value: print(name, value.shape), "attention"):
+        model(images)
+
+Outside of both the function is never called: an unused probe costs one lookup. Neither changes the forward
 pass, which still runs the fused kernels. Names in use: ``attention``, ``phi_p``, ``phi_c``, ``gate``, ``position``,
 ``covariance``; the docstrings of the modules give the shapes.
 """
@@ -24,29 +29,37 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-_recording: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("recording", default=None)
+Observer = Callable[[str, Tensor], None]
+_observing: ContextVar[tuple[Observer, frozenset[str]] | None] = ContextVar("observing", default=None)
 
 
 def probe(name: str, compute: Callable[[], Tensor]) -> None:
     """Offer a value: ``compute`` is called only while ``name`` is being recorded. Compiled code (``train.compile``) has no probes."""
     if torch.compiler.is_compiling():
         return
-    recording = _recording.get()
-    if recording is not None and name in recording:
-        recording[name].append(compute().detach())
+    observing = _observing.get()
+    if observing is not None and name in observing[1]:
+        observing[0](name, compute().detach())
 
 
 def is_recording() -> bool:
     """Whether any value is being recorded; compiled code cannot offer one."""
-    return _recording.get() is not None
+    return _observing.get() is not None
+
+
+@contextmanager
+def observed(observer: Observer, *names: str) -> Iterator[None]:
+    """Call ``observer(name, value)`` for the values offered under these names within the ``with`` block, in order of execution."""
+    token = _observing.set((observer, frozenset(names)))
+    try:
+        yield
+    finally:
+        _observing.reset(token)
 
 
 @contextmanager
 def recorded(*names: str) -> Iterator[dict[str, list[Tensor]]]:
     """Record the values offered under these names within the ``with`` block."""
     values: dict[str, list[Tensor]] = {name: [] for name in names}
-    token = _recording.set(values)
-    try:
+    with observed(lambda name, value: values[name].append(value), *names):
         yield values
-    finally:
-        _recording.reset(token)

@@ -1,0 +1,118 @@
+"""One pass over images that adds up inner values of a model, layer by layer, so that memory does not grow with the images.
+
+A collector says which values it looks at (names of :mod:`pipeline.models.common.probe`) and adds what it makes of them to sums in
+float64. Every image counts once; over several ranks the sums are added at the end, so that their number does not change a figure
+beyond rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.data.loader import Loader
+from pipeline.data.plan import EvalPlan
+from pipeline.distributed.world import World
+from pipeline.models.common.probe import observed
+
+
+class Collector:
+    """Base of what looks at a forward pass. ``layer`` is the number of the layer, from 0, that offers a value now.
+
+    Args:
+        probes: names of the values to look at, in the order in which a layer offers them. The last must be one that every layer
+            offers exactly once: it ends the layer.
+
+    Attributes:
+        sums: name -> float64 tensor on the device; :meth:`add` creates and adds. All are summed over the ranks.
+        count: images seen by all ranks, after the pass.
+    """
+
+    def __init__(self, *probes: str) -> None:
+        self.probes = probes
+        self.layer = 0
+        self.sums: dict[str, Tensor] = {}
+        self.count = 0
+
+    def begin(self, valid: Tensor) -> None:
+        """Before a batch. Args: valid: (B,) bool, False for padding, which must not count."""
+        self.layer, self.valid = 0, valid
+
+    def see(self, name: str, value: Tensor) -> None:
+        """A layer offers a value: (B, heads, N, N) for those of images."""
+        raise NotImplementedError
+
+    def add(self, name: str, layer: int, per_image: Tensor) -> None:
+        """Add a value of each image (B, ...) to ``sums[name][layer]``; padding does not count."""
+        mask = self.valid.view(-1, *[1] * (per_image.dim() - 1))  # (B, 1, ...)
+        total = per_image.double().where(mask, 0.0).sum(0)  # (...)
+        held = self.sums.get(name)
+        if held is None or len(held) <= layer:  # a layer more
+            grown = torch.zeros(layer + 1, *total.shape, dtype=torch.float64, device=total.device)
+            if held is not None:
+                grown[: len(held)] = held
+            self.sums[name] = held = grown
+        held[layer] += total
+
+    def mean(self, name: str) -> Tensor:
+        """(layers, ...) float64 on the CPU: the mean over all images, after the pass."""
+        return (self.sums[name] / self.count).cpu()
+
+
+@torch.no_grad()
+def run_pass(
+    forward: Callable[[Tensor], object],
+    loader: Loader[EvalPlan],
+    world: World,
+    collectors: Sequence[Collector],
+    progress: Callable[[range], range] = lambda batches: batches,
+) -> int:
+    """One pass over the loader's set. Collective.
+
+    Args:
+        forward: images (B, 3, H, W) -> anything; a model in eval mode, not compiled.
+        loader: an evaluation's, from :func:`pipeline.run.evaluation.evaluation_loader`.
+        world: all ranks.
+        collectors: each sees the values that it names.
+        progress: wraps the range of batches, as tqdm does.
+
+    Returns:
+        Images seen by all ranks.
+    """
+    names = {name for each in collectors for name in each.probes}
+
+    def observe(name: str, value: Tensor) -> None:
+        for each in collectors:
+            if name in each.probes:
+                each.see(name, value)
+                each.layer += name == each.probes[-1]
+
+    count = torch.zeros((), dtype=torch.float64, device=world.device)
+    for _ in progress(range(len(loader.plan))):
+        batch = next(loader)
+        for each in collectors:
+            each.begin(batch.valid)
+        with observed(observe, *names):
+            forward(batch.images)
+        count += batch.valid.sum()
+    total = int(world.sum(count).item())
+    for each in collectors:
+        each.count = total
+        for name in sorted(each.sums):  # the same order on all ranks
+            world.sum(each.sums[name])
+    return total
+
+
+class Evaluating:
+    """Context: a model in eval mode, and back in the mode that it was in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._was = model, model.training
+
+    def __enter__(self) -> nn.Module:
+        return self.model.eval()
+
+    def __exit__(self, *error: object) -> None:
+        self.model.train(self._was)
