@@ -20,6 +20,10 @@ def pytest_configure() -> None:
     processes whose Ctrl-C and hang-up are tested."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if (
+        "PYTEST_XDIST_WORKER" in os.environ
+    ):  # beside another test, threads of small operations wait for each other: 40 % of the time
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
