@@ -129,13 +129,14 @@ def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path:
     events.Reload()
     shown = {
         "eval": {"top1", "top5", "loss"},  # TensorBoard opens the first two groups
-        "train": {"loss", "lr", "grad_norm"},
-        "trouble": {"replaced", "bad_samples", "skipped_steps"},
-        "utilization": {"images_per_second", "mfu", "data_wait", "memory_gib", "peak_memory_gib"},
+        "train": {"loss", "lr", "grad_norm", "images_per_second", "data_wait", "bad_samples", "skipped_steps"},
+        "trouble": {"replaced"},
+        "utilization": {"mfu", "memory_gib", "peak_memory_gib"},
     }
     assert set(events.Tags()["scalars"]) == {f"{group}/{name}" for group, names in shown.items() for name in names}
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 19))
     assert [event.step for event in events.Images("train/images")] == [1]
+    assert [event.step for event in events.Images("eval/worst_and_best_classes")] == [9, 18]
     assert [event.step for event in events.Images("weights/peripheral_attention")] == [0, 9, 18]
     assert "config/text_summary" in events.Tags()["tensors"]
 

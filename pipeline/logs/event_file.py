@@ -11,6 +11,7 @@ import io
 import os
 import socket
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog, SourceMetadata
@@ -54,6 +55,18 @@ class EventFile:
     def text(self, name: str, markdown: str, step: int) -> None:
         """Add a page of text."""
         self._add(Event(summary=summary.text(name, markdown)), step)
+
+    def hyperparameters(self, values: Mapping[str, float | str], metrics: Iterable[str], step: int) -> None:
+        """Add a row of TensorBoard's table of runs (HParams).
+
+        Args:
+            values: the columns, which must be the same for all runs in it.
+            metrics: names of scalars, whose latest values are further columns.
+            step: of this start.
+        """
+        experiment, started, _ = summary.hparams(dict(values), dict.fromkeys(metrics))
+        for part in (experiment, started):
+            self._add(Event(summary=part), step)
 
     def flush(self, to_disk: bool = False) -> None:
         """Write the records; see :meth:`GrowingFile.flush`.

@@ -32,14 +32,15 @@ from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_t
 from pipeline.logs import console
 from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.logs.hardware import memory_gib, peak_flops
+from pipeline.logs.hyperparameters import METRICS as HPARAMS_METRICS
+from pipeline.logs.hyperparameters import hyperparameters
 
 _log = logging.getLogger(__name__)
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 
-# TensorBoard sorts groups by name and expands the first two: these names put eval and train there.
-_UTILIZATION = ("images_per_second", "mfu", "data_wait", "memory_gib", "peak_memory_gib")
-_TROUBLE = ("replaced", "bad_samples", "skipped_steps")
-_GROUPS = {**dict.fromkeys(_UTILIZATION, "utilization"), **dict.fromkeys(_TROUBLE, "trouble")}
+# TensorBoard sorts groups by name and expands the first two, eval and train. They hold what tells whether a run learns, is fast and is
+# healthy; what explains why not is in the others.
+_GROUPS = {**dict.fromkeys(("mfu", "memory_gib", "peak_memory_gib"), "utilization"), "replaced": "trouble"}
 _NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count")  # straight lines, or duplicates
 
 
@@ -114,6 +115,7 @@ class RunLog:
             raise write_error(path, error) from None
         self._metrics = GrowingFile(path)
         self._events = EventFile(run_dir / TENSORBOARD, purge_step=start_step + 1)
+        self._events.hyperparameters(hyperparameters(self._config), HPARAMS_METRICS, start_step)
         if start_step == 0:
             self._events.text("config", f"```yaml\n{config_to_yaml(self._config)}```", step=0)
 
@@ -184,7 +186,7 @@ class RunLog:
             self.bad_samples.update(met)
         return [int(count) for count in replaced]
 
-    def evaluation(self, step: int, epoch: float, samples: int, results: dict[str, dict[str, float]]) -> None:
+    def evaluation(self, step: int, epoch: float, samples: int, results: dict[str, dict[str, Any]]) -> None:
         """Write an evaluation's results by name of the weights (``model``, ``ema``). Collective.
 
         Raises:
@@ -193,7 +195,7 @@ class RunLog:
         where = {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
         for weights, result in results.items():
             if self._world.is_main:
-                self._add_row({**where, "weights": weights, **result}, "eval", "" if weights == "model" else f"_{weights}")
+                self._add_row({**where, "weights": weights, **result}, "eval", suffix(weights))
             self.say(
                 f"step {step} epoch {epoch:.2f}: {weights} top-1 {result['top1']:.2f} % top-5 {result['top5']:.2f} % "
                 f"loss {result['loss']:.4f} on {result['count']} images"
@@ -270,6 +272,11 @@ class RunLog:
         if not first < step < self._total_steps:
             return ""
         return f", {console.duration((time.perf_counter() - began) / (step - first) * (self._total_steps - step))} left"
+
+
+def suffix(weights: str) -> str:
+    """What the names of an evaluation's curves end with: "_ema" for averaged weights."""
+    return "" if weights == "model" else f"_{weights}"
 
 
 def drop_rows_after(metrics: Path, step: int) -> None:
