@@ -28,7 +28,7 @@ from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.errors import PREEMPTED
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
-from pipeline.logs import console, pictures, run_log
+from pipeline.logs import console, curves, pictures
 from pipeline.logs.run_log import StepRecord
 from pipeline.optim.adamw import learning_rate
 from pipeline.optim.engine import micro_batches, optimizer_step, set_learning_rate
@@ -223,7 +223,7 @@ def note_results(run: Run, results: dict[str, dict[str, Any]]) -> bool:
         if "nonfinite" in result:
             run.log.warn(f"{weights} scores of {result['nonfinite']} images are not finite: these count as wrong")
         bars = pictures.class_bars(run.train_set.classes, result["class_correct"], result["class_count"])
-        run.log.image(pictures.CLASSES + run_log.suffix(weights), bars, run.step)
+        run.log.image(pictures.CLASSES + curves.suffix(weights), bars, run.step)
     phi = pictures.peripheral_maps(run.engine.module, run.config.model.image_size)
     if phi is not None:
         run.log.image(pictures.PHI, pictures.map_grid(phi), run.step)

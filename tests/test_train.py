@@ -128,10 +128,18 @@ def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path:
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
     shown = {
+        "at_a_glance": {
+            "1_top1",
+            "2_loss",
+            "3_images_per_second",
+            "4_bad_samples_and_skipped_steps",
+            "5_grad_norm",
+            "6_data_wait",
+        },
         "eval": {"top1", "top5", "loss"},  # TensorBoard opens the first two groups
-        "train": {"loss", "lr", "grad_norm", "images_per_second", "data_wait", "bad_samples", "skipped_steps"},
-        "trouble": {"replaced"},
-        "utilization": {"mfu", "memory_gib", "peak_memory_gib"},
+        "train": {"loss", "lr", "grad_norm"},
+        "trouble": {"replaced", "bad_samples", "skipped_steps"},
+        "utilization": {"images_per_second", "mfu", "data_wait", "memory_gib", "peak_memory_gib"},
     }
     assert set(events.Tags()["scalars"]) == {f"{group}/{name}" for group, names in shown.items() for name in names}
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 19))

@@ -4,6 +4,7 @@
 ``console.py``           the handler of the package's logger; progress lines
 ``run_log.py``           ``metrics.jsonl``: a row per step and per evaluation
 ``event_file.py``        TensorBoard scalars and images
+``curves.py``            their names and groups
 ``hyperparameters.py``   what its HParams compares runs by
 ``pictures.py``          those images: training batches, peripheral attention, accuracy by class
 ``run_files.py``         ``config.yaml`` and ``environment.json``: how it was started

@@ -48,6 +48,11 @@ class EventFile:
         """Add a point of a curve."""
         self._add(Event(summary=summary.scalar(name, value)), step)
 
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Add a point of each of several curves, by name."""
+        for name, value in values.items():
+            self.scalar(name, value, step)
+
     def image(self, name: str, image: Tensor, step: int) -> None:
         """Add an image (3, H, W), uint8."""
         self._add(Event(summary=summary.image(name, image, dataformats="CHW")), step)

@@ -21,7 +21,7 @@ _KEYS: dict[str, float | str | None] = {
 }
 
 
-def hyperparameters(config: Config) -> dict[str, float | str]:
+def of(config: Config) -> dict[str, float | str]:
     """Dotted key -> value; the model's switches are one text, empty for the paper's model."""
     values = flatten(config)
     chosen = {key: instead if values[key] is None else values[key] for key, instead in _KEYS.items()}

@@ -65,7 +65,8 @@ def _lines(run: Run, width: int, now: float, unicode: bool) -> list[tuple[str, R
         lines.append(("top-1" if weights == "model" else f"top-1 {weights}"[:_LABEL], Text.assemble(*curve)))
     if run.best:
         last = next(reversed(run.evaluations.values()))
-        words = f"{run.best['top1']:.2f} % at step {run.best['step']:,}; last evaluation at step {last['step']:,}"
+        kind = "" if run.best["weights"] == "model" else f" ({run.best['weights']})"
+        words = f"{run.best['top1']:.2f} % at step {run.best['step']:,}{kind}; last evaluation at step {last['step']:,}"
         lines.append(("best", Text(words)))
     if row:
         speed = [f"{_number(row.get('images_per_second'), ',.1f')} images/s", f"MFU {_number(row.get('mfu'), '.1%')}"]

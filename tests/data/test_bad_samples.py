@@ -228,7 +228,7 @@ def test_a_run_goes_on_counts_and_stops_past_the_limit(small_run: Path, shards: 
     assert result.stderr.count("was changed after it was written") == 2  # one of training, one of evaluation
     assert evaluation_rows(run_dir)[-1]["count"] == 358
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
-    assert [event.value for event in events.Scalars("train/bad_samples")] == [1, 1, 1, 1]
+    assert [event.value for event in events.Scalars("trouble/bad_samples")] == [1, 1, 1, 1]
     assert [event.value for event in events.Scalars("trouble/replaced")] == [1, 0, 0, 0]
 
     # Met by one process after the other over the epochs, it stays one bad sample.

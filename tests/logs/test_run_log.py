@@ -272,6 +272,11 @@ RunLog(config_from_dict(averaged, "a test"), world, 0, 100, 1.0).close()
 """
     assert run(tmp_path, scenario)[0][0] == 0
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[5])["class_correct"] == [2, 0]
+    glance = {"1_top1": [50.0], "2_loss": [4.0, 9.0], "4_bad_samples_and_skipped_steps": [0, 0], "5_grad_norm": [0.5, 0.5]}
+    shown = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    for curve, expected in glance.items():  # a point per flush: the mean of five steps
+        assert [event.value for event in shown.Scalars(f"at_a_glance/{curve}")] == expected
+    assert min(shown.Tags()["scalars"]).startswith("at_a_glance/"), "not the group that TensorBoard shows first"
     values = []
     for name in ("run", "other"):
         events = EventAccumulator(str(tmp_path / name / "tensorboard")).Reload()
