@@ -132,7 +132,7 @@ def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path:
             "1_top1",
             "2_loss",
             "3_images_per_second",
-            "4_bad_samples_and_skipped_steps",
+            "4_skipped_or_bad",
             "5_grad_norm",
             "6_data_wait",
         },

@@ -35,7 +35,7 @@ def of_steps(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     values = {
         "2_loss": math.fsum(row["loss"] for row in rows) / len(rows),
         "3_images_per_second": last["images_per_second"],
-        "4_bad_samples_and_skipped_steps": last["bad_samples"] + last["skipped_steps"],
+        "4_skipped_or_bad": last["bad_samples"] + last["skipped_steps"],
         "5_grad_norm": last["grad_norm"],
         "6_data_wait": last["data_wait"],
     }

@@ -11,7 +11,7 @@ import io
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog, SourceMetadata
@@ -61,17 +61,14 @@ class EventFile:
         """Add a page of text."""
         self._add(Event(summary=summary.text(name, markdown)), step)
 
-    def hyperparameters(self, values: Mapping[str, float | str], metrics: Iterable[str], step: int) -> None:
-        """Add a row of TensorBoard's table of runs (HParams).
+    def hyperparameters(self, values: Mapping[str, float | str], step: int) -> None:
+        """Add a row of TensorBoard's table of runs (HParams), whose further columns are the curves' latest values.
 
-        Args:
-            values: the columns, which must be the same for all runs in it.
-            metrics: names of scalars, whose latest values are further columns.
-            step: of this start.
+        A description of the experiment, which TensorBoard would take from any of the runs, is left out: so it lists the columns of
+        all, those first in which runs differ.
         """
-        experiment, started, _ = summary.hparams(dict(values), dict.fromkeys(metrics))
-        for part in (experiment, started):
-            self._add(Event(summary=part), step)
+        _, started, _ = summary.hparams(dict(values), {})
+        self._add(Event(summary=started), step)
 
     def flush(self, to_disk: bool = False) -> None:
         """Write the records; see :meth:`GrowingFile.flush`.

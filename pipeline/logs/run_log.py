@@ -29,9 +29,10 @@ from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
-from pipeline.logs import console, curves, hyperparameters
+from pipeline.logs import console, curves
 from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.logs.hardware import memory_gib, peak_flops
+from pipeline.logs.hyperparameters import hyperparameters
 
 _log = logging.getLogger(__name__)
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
@@ -108,7 +109,7 @@ class RunLog:
             raise write_error(path, error) from None
         self._metrics = GrowingFile(path)
         self._events = EventFile(run_dir / TENSORBOARD, purge_step=start_step + 1)
-        self._events.hyperparameters(hyperparameters.of(self._config), hyperparameters.METRICS, start_step)
+        self._events.hyperparameters(hyperparameters(self._config), start_step)
         if start_step == 0:
             self._events.text("config", f"```yaml\n{config_to_yaml(self._config)}```", step=0)
 

@@ -43,7 +43,7 @@ def table(runs: Sequence[Run], now: float | None = None) -> RenderableType:
     now = time.time() if now is None else now
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     result.add_column("run", overflow="fold")
-    for name in ("step", "loss", "top-1", "images/s"):
+    for name in ("step", "loss", "best top-1", "images/s"):
         result.add_column(name, justify="right", no_wrap=True)
     result.add_column("")
     for run in runs:

@@ -255,9 +255,7 @@ def test_durations() -> None:
 
 
 def test_tensorboard_compares_runs_by_their_hyperparameters(tmp_path: Path) -> None:
-    """Guards against a table of runs that lacks those with another key set to null, or one that a resume fills twice."""
-    import math
-
+    """Guards against a table of runs that lacks those with another key set to null, and a first group without its curves."""
     from tensorboard.plugins.hparams import metadata
 
     scenario = """
@@ -272,7 +270,7 @@ RunLog(config_from_dict(averaged, "a test"), world, 0, 100, 1.0).close()
 """
     assert run(tmp_path, scenario)[0][0] == 0
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[5])["class_correct"] == [2, 0]
-    glance = {"1_top1": [50.0], "2_loss": [4.0, 9.0], "4_bad_samples_and_skipped_steps": [0, 0], "5_grad_norm": [0.5, 0.5]}
+    glance = {"1_top1": [50.0], "2_loss": [4.0, 9.0], "4_skipped_or_bad": [0, 0], "5_grad_norm": [0.5, 0.5]}
     shown = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     for curve, expected in glance.items():  # a point per flush: the mean of five steps
         assert [event.value for event in shown.Scalars(f"at_a_glance/{curve}")] == expected
@@ -281,16 +279,10 @@ RunLog(config_from_dict(averaged, "a test"), world, 0, 100, 1.0).close()
     for name in ("run", "other"):
         events = EventAccumulator(str(tmp_path / name / "tensorboard")).Reload()
         content = events.PluginTagToContent(metadata.PLUGIN_NAME)
-        compared = [
-            info.name.tag for info in metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG]).metric_infos
-        ]
-        assert {"eval/top1", "eval/top1_ema", "eval/loss", "train/loss"} == set(compared)
-        if name == "run":
-            assert set(compared) <= set(events.Tags()["scalars"]), "a column that is never filled"
+        assert metadata.EXPERIMENT_TAG not in content, "TensorBoard would show the columns of one run only"
         started = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
         values.append({key: getattr(value, value.WhichOneof("kind")) for key, value in started.hparams.items()})
-    assert values[0].keys() == values[1].keys() and all(
-        not isinstance(v, float) or math.isfinite(v) for v in values[0].values()
-    )
+    assert values[0].keys() == values[1].keys() and len(values[0]) > 30
     differing = {key for key in values[0] if values[0][key] != values[1][key]}
-    assert differing == {"train.ema_decay", "model.switches"} and values[1]["model.switches"] == "conv_stem=False"
+    assert differing == {"train.ema_decay", "model.switches"} and values[1]["model.switches"] == "conv_stem=false"
+    assert values[0]["train.ema_decay"] == "none" and values[0]["optim.betas"] == "0.9,0.999"
