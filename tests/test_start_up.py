@@ -18,6 +18,7 @@ COMMANDS = [
     "pipeline.config",
     "pipeline.models",
     "pipeline.flops",
+    "pipeline.watch",
 ]
 COMMANDS += ["pipeline.faults.restart"]
 
