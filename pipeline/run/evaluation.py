@@ -16,7 +16,7 @@ from tqdm import tqdm
 from pipeline.config import Config
 from pipeline.data.image_folder import ImageFolder
 from pipeline.data.loader import Batch, Loader
-from pipeline.data.plan import EvalPlan
+from pipeline.data.plan import EvalPlan, Samples
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -26,7 +26,7 @@ from pipeline.models.weights.transfer import first_difference
 Consumer = Callable[[Batch, Tensor, Tensor, Tensor], None]
 
 
-def evaluation_loader(shards: ShardSet | ImageFolder, config: Config, world: World) -> Loader[EvalPlan]:
+def evaluation_loader(shards: Samples, config: Config, world: World) -> Loader[EvalPlan]:
     """This rank's batches for :func:`evaluate`, pass after pass."""
     plan = EvalPlan(
         shards=shards,
