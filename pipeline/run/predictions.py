@@ -10,8 +10,7 @@
 ``loss``                  its cross entropy, in nats
 ========================= =============================================================================================
 
-The rows are in the data set's order and those that the evaluation counted, for any world size and batch size. Each rank writes its
-part to a hidden file beside the result, and rank 0 merges them batch by batch: memory does not grow with the number of images.
+The rows are in the data set's order and those that the evaluation counted, for any world size and batch size.
 """
 
 from __future__ import annotations
@@ -19,16 +18,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from secrets import token_hex
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.files import check_writable, disk_reason, remove_leftovers, replace_file
+from pipeline.files import check_writable, replace_file
+from pipeline.run.rank_rows import RankRows, write_refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
 
 PARQUET, CSV = ".parquet", ".csv"
 _COLUMNS = ("key", "label", "predicted", "top5", "probabilities", "label_probability", "loss")
-_ROWS_AT_ONCE = 16384  # in memory, and a row group of the parquet file
 
 
 def check_predictions(path: Path) -> None:
@@ -64,7 +60,7 @@ def check_predictions(path: Path) -> None:
 class Predictions:
     """Collects the predictions of one pass as a consumer of :func:`pipeline.run.evaluation.evaluate`, then writes them.
 
-    A context manager, which removes this rank's hidden file. Construction is collective.
+    A context manager, which removes this rank's hidden files. Construction is collective.
 
     Args:
         path: the file, in a folder that all ranks see.
@@ -76,24 +72,11 @@ class Predictions:
     """
 
     def __init__(self, path: Path, plan: EvalPlan, world: World) -> None:
-        from pipeline.distributed.agreement import raise_on_all
-
         self._path, self._plan, self._world = path, plan, world
         best = min(5, len(plan.shards.classes))
-        self._dtype = np.dtype(
-            [("valid", "?"), ("index", "<i8"), ("label", "<i4"), ("top", "<i4", (best,)), ("probability", "<f4", (best,))]
-            + [("label_probability", "<f4"), ("loss", "<f4")]
-        )
-        if world.is_main:
-            remove_leftovers(path)
-        self._token = world.gather(token_hex(4))[0]  # apart from those of another evaluation into the same file
-        self._failure: UserError | None = None
-        self._part: BinaryIO | None = None
-        try:
-            self._part = open(self._part_of(world.rank), "xb")
-        except OSError as error:
-            self._failure = self._refusal(error)
-        raise_on_all(self._failure, world)
+        fields: list[tuple] = [("valid", "?"), ("index", "<i8"), ("label", "<i4"), ("top", "<i4", (best,))]
+        fields += [("probability", "<f4", (best,)), ("label_probability", "<f4"), ("loss", "<f4")]
+        self._rows = RankRows(path, np.dtype(fields), plan, world)
 
     def __call__(self, batch: Batch, scores: Tensor, best: Tensor, losses: Tensor) -> None:
         """Note a batch.
@@ -104,10 +87,8 @@ class Predictions:
             best: (B, 5) int64, the classes with the highest scores.
             losses: (B,).
         """
-        if self._failure:
-            return
         probabilities = scores.softmax(dim=1)  # (B, classes)
-        rows = np.empty(len(scores), self._dtype)
+        rows = np.empty(len(scores), self._rows.dtype)
         rows["index"] = batch.request.index
         columns = {
             "valid": batch.valid,
@@ -119,11 +100,7 @@ class Predictions:
         }
         for name, values in columns.items():
             rows[name] = values.cpu().numpy()
-        try:
-            assert self._part
-            self._part.write(rows.tobytes())
-        except OSError as error:  # said when all ranks are done: the others are in a collective
-            self._failure = self._refusal(error)
+        self._rows.add(rows)
 
     def write(self) -> None:
         """Write the file, or replace it as a whole. Collective.
@@ -131,30 +108,22 @@ class Predictions:
         Raises:
             UserError: on every rank: it cannot be written.
         """
-        from pipeline.distributed.agreement import do_in_main, raise_on_all
+        from pipeline.distributed.agreement import do_in_main
 
-        try:
-            assert self._part
-            self._part.close()
-        except OSError as error:
-            self._failure = self._failure or self._refusal(error)
-        raise_on_all(self._failure, self._world)  # from here on all parts are complete
+        self._rows.complete()
         do_in_main(self._merge, self._world)
 
     def __enter__(self) -> Predictions:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            assert self._part
-            self._part.close()
-        self._part_of(self._world.rank).unlink(missing_ok=True)
+        self._rows.close()
 
     def _merge(self) -> None:
         try:
             replace_file(self._path, self._write_parquet if self._path.suffix == PARQUET else self._write_csv)
         except OSError as error:
-            raise self._refusal(error) from None
+            raise write_refusal(self._path, error) from None
 
     def _write_parquet(self, file: BinaryIO) -> None:
         import pyarrow as pa
@@ -164,7 +133,7 @@ class Predictions:
         types = (pa.string(), whole, whole, pa.list_(whole), pa.list_(real), real, real)
         schema = pa.schema(list(zip(_COLUMNS, types)), metadata={"classes": json.dumps(self._plan.shards.classes)})
         with pq.ParquetWriter(file, schema) as writer:
-            for rows in self._rows():
+            for rows, _ in self._rows.merged():
                 columns = [self._keys(rows), rows["label"], rows["top"][:, 0], list(rows["top"]), list(rows["probability"])]
                 columns += [rows["label_probability"], rows["loss"]]
                 writer.write_table(pa.table([pa.array(*column) for column in zip(columns, types)], schema=schema))
@@ -173,7 +142,7 @@ class Predictions:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(_COLUMNS)
-        for rows in self._rows():
+        for rows, _ in self._rows.merged():
             for key, row in zip(self._keys(rows), rows):
                 top = row["top"].tolist()
                 probabilities, rest = row["probability"].tolist(), (row["label_probability"], row["loss"])
@@ -183,29 +152,6 @@ class Predictions:
 
     def _keys(self, rows: np.ndarray) -> list[str]:
         return [self._plan.shards.key(index) for index in rows["index"].tolist()]
-
-    def _rows(self) -> Iterator[np.ndarray]:
-        """The valid rows of all ranks in the data set's order, some at a time: batch after batch, and in each rank after rank."""
-        with ExitStack() as stack:
-            parts = [stack.enter_context(open(self._part_of(rank), "rb")) for rank in range(self._world.size)]
-            held: list[np.ndarray] = []
-            for _ in range(len(self._plan)):
-                for part in parts:
-                    rows = np.fromfile(part, self._dtype, self._plan.batch_size)
-                    held.append(rows[rows["valid"]])
-                if sum(map(len, held)) >= _ROWS_AT_ONCE:
-                    yield np.concatenate(held)
-                    held = []
-            yield np.concatenate([np.empty(0, self._dtype), *held])
-
-    def _part_of(self, rank: int) -> Path:
-        return self._path.with_name(f".{self._path.name}.{self._token}-{rank:05d}.tmp")
-
-    def _refusal(self, error: OSError) -> UserError:
-        return UserError(
-            f"{error.filename or self._path} cannot be written or read ({disk_reason(self._path, error)})",
-            "pass a file in a folder that all processes share and can write, with enough space",
-        )
 
 
 def _digits(value: float) -> str:

@@ -6,10 +6,11 @@ Memory does not grow with the number of rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from secrets import token_hex
+from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -49,10 +50,10 @@ class RankRows:
         try:
             self._files = [open(self._part(kind, world.rank), "xb") for kind in ("rows", "errors")]
         except OSError as error:
-            self._failure = self._refusal(error)
+            self._failure = write_refusal(self._path, error)
         raise_on_all(self._failure, world)
 
-    def add(self, rows: np.ndarray, errors: dict[int, str]) -> None:
+    def add(self, rows: np.ndarray, errors: Mapping[int, str] = MappingProxyType({})) -> None:
         """Add a batch. Args: rows: (batch_size,) of the dtype, padding included; errors: index of an image -> why it has no result."""
         if self._failure:
             return
@@ -61,7 +62,7 @@ class RankRows:
             for index in sorted(errors):
                 self._files[1].write(json.dumps([index, errors[index]]).encode() + b"\n")
         except OSError as error:  # said when all ranks are done: the others are in a collective
-            self._failure = self._refusal(error)
+            self._failure = write_refusal(self._path, error)
 
     def complete(self) -> None:
         """End of the pass: from here on rank 0 may read. Collective.
@@ -75,7 +76,7 @@ class RankRows:
             for file in self._files:
                 file.close()
         except OSError as error:
-            self._failure = self._failure or self._refusal(error)
+            self._failure = self._failure or write_refusal(self._path, error)
         raise_on_all(self._failure, self._world)
 
     def merged(self) -> Iterator[tuple[np.ndarray, list[str]]]:
@@ -108,6 +109,10 @@ class RankRows:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove this rank's hidden files."""
         for kind, file in zip(("rows", "errors"), self._files):
             with suppress(OSError):
                 file.close()
@@ -116,11 +121,13 @@ class RankRows:
     def _part(self, kind: str, rank: int) -> Path:
         return self._path.with_name(f".{self._path.name}.{self._token}-{kind}-{rank:05d}.tmp")
 
-    def _refusal(self, error: OSError) -> UserError:
-        return UserError(
-            f"{error.filename or self._path} cannot be written or read ({disk_reason(self._path, error)})",
-            "pass a file in a folder that all processes share and can write, with enough space",
-        )
+
+def write_refusal(path: Path, error: OSError) -> UserError:
+    """The sentence for a result, or a hidden file beside it, that cannot be written or read."""
+    return UserError(
+        f"{error.filename or path} cannot be written or read ({disk_reason(path, error)})",
+        "pass a file in a folder that all processes share and can write, with enough space",
+    )
 
 
 def _next_error(file: BinaryIO) -> tuple[int, str]:
