@@ -7,69 +7,38 @@ green (Okabe and Ito; viridis).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pipeline.errors import UserError
+from pipeline.analysis.look import (
+    BLUE,
+    COLORS,
+    DIVERGING_COLORS,
+    GREEN,
+    GREY,
+    MAP_COLORS,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    YELLOW,
+    bare,
+    mark_query,
+    new_figure,
+    show,
+    style,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#6E6E6E",
-)  # fmt: skip
-COLORS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY)  # of categories, in this order
-MAP_COLORS = "viridis"  # of attention, low to high
-DIVERGING_COLORS = "RdBu_r"  # of values around 0
-_RC = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib: the same everywhere
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.labelsize": 9,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": False,
-    "axes.axisbelow": True,
-    "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.5,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-    "svg.hashsalt": "pervit",  # ids in an SVG are a function of what is drawn
-}
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """The look of all figures, while they are drawn and while they are written.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("figures need matplotlib", "pip install 'pervit-pipeline[insight]'") from None
-    with matplotlib.rc_context(_RC):
-        yield
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure. Args: width, height: inches; text is 9 points, so 7 to 12 inches fill a page."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+__all__ = [  # those of look, too
+    "BLUE", "COLORS", "DIVERGING_COLORS", "GREEN", "GREY", "MAP_COLORS", "ORANGE", "PINK", "RED", "SKY", "YELLOW",
+    "curves", "image_grid", "layer_head_plot", "layer_head_plots", "map_grid", "mark_query", "new_figure", "overlay", "style",
+]  # fmt: skip
 
 
 def map_grid(
@@ -86,6 +55,7 @@ def map_grid(
     log: bool = False,
     colors: str = MAP_COLORS,
     cell: float | None = None,
+    picture: Any = None,
 ) -> Figure:
     """Heat maps in rows and columns, with one colour bar for all.
 
@@ -97,6 +67,7 @@ def map_grid(
         limits: of the colours (default: the smallest and the largest value).
         log: logarithmic colours; values of 0 and below take the lowest colour.
         cell: side of a map in inches (default: what makes the grid about 7 inches wide).
+        picture: (3, H, W) in [0, 1], shown at the left with the query marked.
     """
     from matplotlib.colors import LogNorm, Normalize
 
@@ -117,8 +88,15 @@ def map_grid(
         mosaic = np.where(mosaic <= low, low, mosaic)
 
     cell = cell or min(1.5, max(0.5, 7 / columns))
-    figure = new_figure(columns * cell + 1.6, rows * cell * height / width + 0.7)
-    axes = figure.add_subplot()
+    side = 0.0 if picture is None else 2.0
+    figure = new_figure(columns * cell + 1.6 + side, max(rows * cell * height / width, side) + 0.7)
+    if picture is None:
+        axes = figure.add_subplot()
+    else:
+        beside, axes = figure.subplots(1, 2, width_ratios=(side, columns * cell))
+        show(beside, picture)
+        if query is not None:
+            mark_query(beside, query, side=np.shape(picture)[-1] / width)
     image = axes.imshow(
         mosaic, cmap=colors, norm=(LogNorm if log else Normalize)(low, high), interpolation="nearest", aspect="equal"
     )
@@ -138,23 +116,6 @@ def map_grid(
         )
     figure.colorbar(image, ax=axes, label=label, fraction=0.03, pad=0.02, aspect=30)
     return figure
-
-
-def mark_query(
-    axes: Axes, query: tuple[int, int], offsets: Sequence[tuple[float, float]] = ((0, 0),), side: float = 1.0
-) -> None:
-    """Frame a patch in maps drawn by imshow.
-
-    Args:
-        query: (row, column) of the patch.
-        offsets: (row, column) of each map's first pixel in the axes.
-        side: of a patch, in pixels of the axes.
-    """
-    from matplotlib.collections import PatchCollection
-    from matplotlib.patches import Rectangle
-
-    frames = [Rectangle((left + query[1] * side - 0.5, top + query[0] * side - 0.5), side, side) for top, left in offsets]
-    axes.add_collection(PatchCollection(frames, facecolor="none", edgecolor=RED, linewidth=0.9))
 
 
 def layer_head_plot(
@@ -193,7 +154,7 @@ def layer_head_plot(
     axes.set_ylim(*ylim)
     axes.grid(axis="y")
     axes.set(xlabel="Layer", ylabel=ylabel, title=title)
-    axes.legend(loc="best")
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1)
     figure = axes.get_figure(root=True)
     assert figure is not None
     return figure
@@ -246,7 +207,7 @@ def curves(
     if legend == "right":
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     elif legend == "inside":
-        axes.legend(loc="best")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1)
     figure = axes.get_figure(root=True)
     assert figure is not None
     return figure
@@ -269,10 +230,11 @@ def overlay(image: Any, attention: Any, *, limits: tuple[float, float] | None = 
     values = np.asarray(attention, dtype=np.float64)
     low, high = limits or (0.0, float(np.nanmax(values)))
     shares = np.clip((values - low) / ((high - low) or 1.0), 0, 1)
-    shares = np.kron(shares, np.ones((pixels.shape[0] // values.shape[0], pixels.shape[1] // values.shape[1])))  # (H, W)
-    tint = matplotlib.colormaps[colors](shares)[..., :3]  # (H, W, 3)
+    tiled = np.kron(shares, np.ones((pixels.shape[0] // values.shape[0], pixels.shape[1] // values.shape[1])))  # (H, W)
+    tint = matplotlib.colormaps[colors](tiled)[..., :3]  # (H, W, 3)
     grey = pixels @ np.array([0.299, 0.587, 0.114])
-    return 0.4 * grey[..., None] + 0.6 * tint
+    blended: np.ndarray = 0.45 * grey[..., None] + 0.55 * tint
+    return blended
 
 
 def image_grid(
@@ -298,9 +260,7 @@ def image_grid(
     figure = new_figure(columns * cell + 1.0, rows * cell + 0.5)
     grid = figure.subplots(rows, columns, squeeze=False, gridspec_kw={"wspace": 0.03, "hspace": 0.03})
     for place, axes in np.ndenumerate(grid):
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.spines[:].set_visible(False)
+        bare(axes)
         if place[0] == 0:
             axes.set_title(column_labels[place[1]], fontsize=8)
         if place[1] == 0:
@@ -308,11 +268,9 @@ def image_grid(
         picture = images[place[0]][place[1]] if place[1] < len(images[place[0]]) else None
         if picture is None:
             continue
-        pixels = np.asarray(picture, dtype=np.float64)
-        pixels = pixels.transpose(1, 2, 0) if pixels.shape[0] == 3 and pixels.shape[-1] != 3 else pixels
-        axes.imshow(np.clip(pixels, 0, 1), interpolation="nearest")
+        height = show(axes, picture)
         if query is not None and patches:
-            mark_query(axes, query, side=pixels.shape[0] / patches)
+            mark_query(axes, query, side=height / patches)
     if title:
         figure.suptitle(title, fontsize=10)
     return figure

@@ -44,7 +44,7 @@ def check_names(only: Sequence[str], findings: Findings, model: str) -> None:
     """
     known = [plot.name for plot in findings.plots] + list(findings.omitted)
     for name in only:
-        if not any(_is_of(each, name) for each in known):
+        if not any(_is_of(each, name) or _is_of(name, each) for each in known):
             has = f"it has {', '.join(dict.fromkeys(known))}" if known else "no figure is known for it"
             raise UserError(
                 f"{model} has no figure {name!r}, {has}", "pass some of these to --only" if known else "choose another model"

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -71,7 +72,7 @@ def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> l
             "versions": _versions(),
         }
         files = [Path(file) for each in pictures for file in each.entry["files"]] + [Path(ANALYSIS), Path(PAGE)]
-        (hidden / ANALYSIS).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        (hidden / ANALYSIS).write_text(_json(result), encoding="utf-8")
         (hidden / PAGE).write_text(page(result, pictures), encoding="utf-8")
         former = _former_files(folder)
         (folder / FIGURES).mkdir(exist_ok=True)
@@ -110,6 +111,12 @@ def _former_files(folder: Path) -> set[Path]:
     except (OSError, ValueError, KeyError, TypeError):
         return set()
     return {Path(file) for file in listed if isinstance(file, str) and Path(file).parent == Path(FIGURES)}
+
+
+def _json(value: Any) -> str:
+    """JSON in which lists of numbers take one line."""
+    text = json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    return re.sub(r'\[\n[^\[\]{}"]*\]', lambda found: " ".join(found[0].split()), text)
 
 
 def _plain(value: Any) -> Any:
