@@ -95,6 +95,7 @@ def map_grid(
     else:
         beside, axes = figure.subplots(1, 2, width_ratios=(side, columns * cell))
         show(beside, picture)
+        beside.set_anchor("N")
         if query is not None:
             mark_query(beside, query, side=np.shape(picture)[-1] / width)
     image = axes.imshow(
@@ -144,7 +145,7 @@ def layer_head_plot(
         finite = np.isfinite(heads)
         width = 0.8 / len(heads)
         places = layer - 0.4 + width * (np.arange(len(heads)) + 0.5)
-        axes.bar(places[finite], heads[finite], width * 0.9, color=color, alpha=0.55, linewidth=0)
+        axes.bar(places[finite], heads[finite], width * 0.9, color=_lighter(color), linewidth=0)
         means.append(heads[finite].mean() if finite.any() else np.nan)
     axes.plot(range(1, len(means) + 1), means, color="black", marker="o", markersize=3, label="mean of the heads")
     axes.set_xticks(range(1, len(means) + 1))
@@ -274,3 +275,10 @@ def image_grid(
     if title:
         figure.suptitle(title, fontsize=10)
     return figure
+
+
+def _lighter(color: str) -> tuple[float, ...]:
+    """Half way to white; not transparent, so that no grid shows through."""
+    from matplotlib.colors import to_rgb
+
+    return tuple((1 + channel) / 2 for channel in to_rgb(color))

@@ -154,7 +154,7 @@ class DeiTChapter(Chapter):
                 "average_maps",
                 f"Attention averaged over {self._average.count:,} images",
                 "Attention of the marked patch to all patches, mean over the images, which leaves what does not depend on their content. "
-                "One row per layer, one column per head; the colours are logarithmic.",
+                "One column per layer, one row per head; the colours are logarithmic.",
                 "ConViT, Fig. 15",
                 partial(_draw_maps, maps, self.query),
             )
@@ -186,7 +186,7 @@ class DeiTChapter(Chapter):
                 Plot(
                     f"attention_maps_{number}",
                     f"Attention on {example.label} ({example.key})",
-                    "Attention of the marked patch to all patches. One row per layer, one column per head; the colours are logarithmic.",
+                    "Attention of the marked patch to all patches. One column per layer, one row per head; the colours are logarithmic.",
                     "ConViT, Fig. 16 and 17",
                     partial(_draw_maps, maps, self.query, example.pixels),
                 )
@@ -211,15 +211,16 @@ def rounded(values: Tensor) -> Any:
 
 def _draw_maps(maps: Tensor, query: tuple[int, int], picture: Tensor | None = None) -> Figure:
     layers, heads = ([str(1 + i) for i in range(count)] for count in maps.shape[:2])
+    maps = maps.transpose(0, 1)  # layers across, which are more
     largest = float(maps.max())
     limits = (max(float(maps.min()), largest * 1e-4), largest)
     return map_grid(
         maps,
-        layers,
         heads,
+        layers,
         label="Attention",
-        xlabel="Head",
-        ylabel="Layer",
+        xlabel="Layer",
+        ylabel="Head",
         query=query,
         limits=limits,
         log=True,
