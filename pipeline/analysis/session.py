@@ -64,7 +64,9 @@ def analyze(subject: Subject, options: Options) -> None:
     findings = survey.weights_findings(Request(subject.model, its.image_size, options.query))
     survey.check_names(options.only, findings, its.name)
     split = numbers = None
-    if options.data is not None:
+    if options.data is None:
+        survey.restrict(findings, options.only)  # raises before the start of several processes
+    else:
         split = choosing.open_images(options.data, options.split, subject)
         numbers = choosing.example_numbers(split, options.example, options.examples, options.seed)
     world = init_world()

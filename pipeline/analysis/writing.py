@@ -27,11 +27,13 @@ _HIDDEN = ".analysis.tmp"
 
 
 def prepare_output(folder: Path) -> None:
-    """Create the folder and check, before the work begins, that files can be written to it.
+    """Create the folder and check, before the work begins, that figures can be drawn and files be written to it.
 
     Raises:
-        UserError: they cannot.
+        UserError: they cannot; matplotlib is not installed.
     """
+    with style():
+        pass
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file, the name of a folder needed", "choose another name")
     try:

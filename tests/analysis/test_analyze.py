@@ -28,7 +28,8 @@ from pipeline.errors import UserError
 from pipeline.models import create_model
 from pipeline.models.common.probe import recorded
 from pipeline.models.weights.exported import Description, read_exported, write_exported
-from support.launching import clean_environment, run_module
+from support.launching import clean_environment
+from support.ranks import run_forked
 
 IMAGES, SEED, SIZE = 21, 3, 48  # no multiple of a batch or of the processes: the last batches are padded; 3 x 3 patches
 ABOUT = {
@@ -62,7 +63,7 @@ def analysis(weights: Path, digits_shards: Path) -> Path:
     """Of one process, with all figures."""
     output = weights.parent / "one"
     arguments = (weights, "--data", digits_shards, "--images", IMAGES, "--seed", SEED, "--examples", 2, "--output", output)
-    run_module("pipeline.analyze", *arguments, "--batch-size", 4)
+    run_forked("pipeline.analyze", *arguments, "--batch-size", 4)
     return output
 
 
@@ -110,7 +111,7 @@ def test_processes_do_not_change_a_number(analysis: Path, weights: Path, digits_
     """Guards against ranks that count padding or an image twice, or draw other images: 2 processes with the batches of 1 give its
     numbers to 1e-9, and the examples and files, too."""
     arguments = (weights, "--data", digits_shards, "--images", IMAGES, "--seed", SEED, "--examples", 2, "--output", tmp_path)
-    run_module("pipeline.analyze", *arguments, "--batch-size", 4, processes=2)
+    run_forked("pipeline.analyze", *arguments, "--batch-size", 4, processes=2)
     one, two = numbers(analysis), numbers(tmp_path)
     for name in ("mean_attention_distance", "nonlocality"):
         values = [each["measures"][name] for each in (one, two)]
@@ -207,6 +208,10 @@ def test_a_former_analysis_is_replaced_when_everything_is_there(tmp_path: Path) 
         (("missing/run",), "missing/run"),
         (("deit_t", "step", 5), "--step is 5, but deit_t is a model with fresh weights: "),
         (("deit_t", "only", ["gates"]), "deit_t has no figure 'gates', it has attention_distance, "),
+        (
+            ("deit_t", "only", ["nonlocality"]),
+            "none of the figures of --only can be made (nonlocality: It needs images: pass --data)",
+        ),
         (("deit_t", "query", (14, 0)), "--query is 14,0, but the model has 14 x 14 tokens: "),
         (("deit_t", "data", Path("missing")), "--data missing is no folder: "),
     ],
