@@ -49,7 +49,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory, digits_shards: Path) -> Pa
     torch.manual_seed(0)
     model = create_model("deit_t", num_classes=10, image_size=SIZE)
     for block in model.blocks:
-        block.attn.qkv.weight.data *= 10
+        block.attn.qkv.weight.data *= 3
     config, path = Config().data, tmp_path_factory.mktemp("weights") / "deit.safetensors"
     crop = {"mean": list(config.mean), "std": list(config.std), "eval_crop": config.eval_crop}
     classes = ShardSet(digits_shards, "val").classes
@@ -83,7 +83,8 @@ def arguments_of(*words: object, output: Path) -> argparse.Namespace:
 
 def test_the_numbers_are_those_of_the_images_one_by_one(analysis: Path, weights: Path, digits_shards: Path) -> None:
     """Guards against padding, which must not count, and against images that count twice or are others than chosen: every image
-    alone, with the attention softmax(Q Kᵀ) taken apart as PerViT's Appendix D and ConViT's Eq. 8 say."""
+    alone, with the attention softmax(Q Kᵀ) taken apart as PerViT's Appendix D and ConViT's Eq. 8 say. Twelve layers in fp32, whose
+    products round otherwise in another batch size, differ by 2e-6; an image too many by 1e-3."""
     model, _ = read_exported(weights)
     split = ShardSet(digits_shards, "val")
     chosen = choosing.choose(len(split), IMAGES, SEED)
@@ -104,7 +105,7 @@ def test_the_numbers_are_those_of_the_images_one_by_one(analysis: Path, weights:
         expected = torch.stack(values).mean(0)
         torch.testing.assert_close(torch.tensor(found[name]).double().view_as(expected), expected, rtol=1e-5, atol=1e-6)
     expected = torch.stack(omega).mean(0)
-    torch.testing.assert_close(torch.tensor(found["nonlocality"]["attention"]).double(), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(torch.tensor(found["nonlocality"]["attention"]).double(), expected, rtol=1e-5, atol=0)
 
 
 def test_processes_do_not_change_a_number(analysis: Path, weights: Path, digits_shards: Path, tmp_path: Path) -> None:
