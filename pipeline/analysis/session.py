@@ -85,8 +85,8 @@ def analyze(subject: Subject, options: Options) -> None:
     if world.is_main:
         findings = survey.restrict(findings, options.only)
         write_analysis(options.output, _about(subject, options, images, examples), findings)
-        made = f"{len(findings.plots)} figures" + (f", {len(findings.omitted)} do not apply" if findings.omitted else "")
-        console.say(f"{made}: {options.output / PAGE}, numbers in {options.output / ANALYSIS}")
+        made = f"figures: {len(findings.plots)}" + (f", omitted: {len(findings.omitted)}" if findings.omitted else "")
+        console.say(f"{made}; {options.output / PAGE}, numbers in {options.output / ANALYSIS}")
     disconnect()
 
 
