@@ -10,10 +10,11 @@ import pytest
 
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 
-HEAVY = ("torch", "deepspeed", "nvidia.dali", "scipy", "fvcore", "tensorboard", "sklearn")
+HEAVY = ("torch", "deepspeed", "nvidia.dali", "scipy", "fvcore", "tensorboard", "sklearn", "matplotlib")
 COMMANDS = [
     "pipeline.train",
     "pipeline.evaluate",
+    "pipeline.analyze",
     "pipeline.checkpoint",
     "pipeline.config",
     "pipeline.models",

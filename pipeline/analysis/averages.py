@@ -7,7 +7,7 @@ beyond rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ def run_pass(
     loader: Loader[EvalPlan],
     world: World,
     collectors: Sequence[Collector],
-    progress: Callable[[range], range] = lambda batches: batches,
+    progress: Callable[[range], Iterable[int]] = lambda batches: batches,
 ) -> int:
     """One pass over the loader's set. Collective.
 

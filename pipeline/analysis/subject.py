@@ -34,7 +34,7 @@ def read_subject(source: str, step: int | str | None = None, seed: int = 0) -> S
     """Read a run folder, one of its checkpoints or an exported file, or build the model of that name with fresh weights.
 
     Raises:
-        UserError: neither a path nor a model's name; damaged; weights not finite.
+        UserError: neither a path nor a model's name; damaged; weights not finite; a step of fresh weights.
     """
     path = Path(source)
     if path.exists() or "/" in source or path.suffix:
@@ -46,6 +46,8 @@ def read_subject(source: str, step: int | str | None = None, seed: int = 0) -> S
             f"{source} is neither a file or folder nor a model",
             f"pass a run folder, an exported file, or one of {', '.join(list_models())}",
         )
+    if step is not None:
+        raise UserError(f"--step is {step}, but {source} is a model with fresh weights", "leave it out, or pass a run folder")
     its = model_entry(source)
     tree = {"model": {"name": source, "image_size": its.image_size, "num_classes": its.num_classes}}
     with torch.random.fork_rng(devices=[]):

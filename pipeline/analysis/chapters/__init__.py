@@ -6,7 +6,10 @@ import importlib
 
 from pipeline.analysis.chapter import Chapter, Request
 
-_CHAPTERS = {"attention": "AttentionChapter"}  # module of this package -> its class, in the page's order
+_CHAPTERS = {  # module of this package -> its class, in the page's order
+    "attention": "AttentionChapter",
+    "deit": "DeiTChapter",
+}
 
 
 def chapters_of(request: Request) -> list[Chapter]:

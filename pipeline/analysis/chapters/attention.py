@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
 from pipeline.analysis.averages import Collector
 from pipeline.analysis.chapter import Chapter
-from pipeline.analysis.findings import Findings
+from pipeline.analysis.findings import Findings, Plot
 from pipeline.analysis.measures import mean_attention_distance, query_key_distances
+from pipeline.analysis.style import layer_head_plot
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import patch_grid
 from pipeline.models.convit.model import ConViT
 from pipeline.models.deit import DeiT
 from pipeline.models.pervit.model import PerViT
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NO_IMAGES = "It needs images: pass --data."
 
 
 class AttentionDistance(Collector):
@@ -25,10 +35,15 @@ class AttentionDistance(Collector):
 
     def see(self, name: str, value: Tensor) -> None:
         tokens = len(self.distances)
-        patches = value[..., -tokens:, -tokens:]  # (B, heads, N, N) or (1, heads, N, N)
-        patches = patches / patches.sum(-1, keepdim=True)
         self.distances = self.distances.to(value.device)
-        self.add("distance", self.layer, mean_attention_distance(patches, self.distances).expand(len(self.valid), -1))
+        patches = value[..., -tokens:, -tokens:]  # (B, heads, N, N) or (1, heads, N, N)
+        per_image = torch.stack([self.distance(each) for each in patches])  # (B, heads): float64 of one image at a time
+        self.add("distance", self.layer, per_image.expand(len(self.valid), -1))
+
+    def distance(self, patches: Tensor) -> Tensor:
+        """(heads, N, N) -> (heads,) float64."""
+        patches = patches.double()
+        return mean_attention_distance(patches / patches.sum(-1, keepdim=True), self.distances)
 
 
 class AttentionChapter(Chapter):
@@ -44,6 +59,27 @@ class AttentionChapter(Chapter):
 
     def add_findings(self, findings: Findings) -> None:
         if self._distance.count == 0:
-            findings.omitted["attention_distance"] = "needs images: pass --data"
+            findings.omitted["attention_distance"] = NO_IMAGES
             return
-        findings.measure("mean_attention_distance", self._distance.mean("distance"), "[layer][head], patches")
+        distance = self._distance.mean("distance")
+        findings.measure("mean_attention_distance", distance, "[layer][head], patches")
+        findings.plots.append(
+            Plot(
+                "attention_distance",
+                "Mean attention distance",
+                "How far from the query a head looks: the mean distance of the patches that it attends to, weighted by the attention, in "
+                f"patches, over all queries and {self._distance.count:,} images. One bar per head. Attention spread evenly over "
+                f"the grid gives {self._even():.2f} (dashed).",
+                "ConViT, Eq. 8 and Fig. 5, at one time of the training",
+                partial(_draw, distance, self._even()),
+            )
+        )
+
+    def _even(self) -> float:
+        return float(self._distance.distances.mean())
+
+
+def _draw(distance: Tensor, even: float) -> Figure:
+    figure = layer_head_plot(distance, "Distance in patches")
+    figure.axes[0].axhline(even, color="black", linestyle="--", linewidth=0.8)
+    return figure

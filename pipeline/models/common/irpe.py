@@ -103,7 +103,7 @@ class KeyPositions(nn.Module):
 class RelativeSelfAttention(SelfAttention):
     """Multi-head self-attention with iRPE on keys.
 
-    Probe: ``attention`` (B, heads, N + 1, N + 1).
+    Probes: ``phi_p`` (B, heads, N + 1, N + 1), exp of iRPE's scores, which depend on the queries; ``attention``, of that shape.
 
     ``forward``: x (B, N + 1, width), class token first, grid (rows, columns) with N = rows * columns -> (B, N + 1, width).
     """
@@ -115,5 +115,6 @@ class RelativeSelfAttention(SelfAttention):
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:  # type: ignore[override]  # the block hands on what it gets
         q, k, v = split_heads(self.qkv(x), 3, self.heads)  # (B, heads, N + 1, head_dim) each
         bias = self.relative_position(q, grid)  # (B, heads, N + 1, N + 1)
+        probe("phi_p", lambda: bias.float().exp())
         probe("attention", lambda: attention_weights(q, k, bias))
         return self.proj(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias)))

@@ -1,0 +1,157 @@
+"""The images of an analysis: some of a split, chosen at random, and examples that are shown with their maps."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.analysis.chapter import Example
+from pipeline.analysis.subject import Subject
+from pipeline.config import Config
+from pipeline.data.image_folder import ImageFolder, open_split
+from pipeline.data.loader import Loader
+from pipeline.data.manifest import MANIFEST
+from pipeline.data.order import sample_at
+from pipeline.data.plan import EvalPlan, Samples
+from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.distributed.world import World
+from pipeline.errors import UserError
+from pipeline.philox import Stream
+from pipeline.run.evaluation import check_same_classes
+
+_log = logging.getLogger(__name__)
+
+
+class ChosenImages(Samples):
+    """Some samples of a split, as a split of its own.
+
+    Args:
+        split: the split.
+        indices: (n,) int64, numbers of its samples.
+    """
+
+    def __init__(self, split: ShardSet | ImageFolder, indices: np.ndarray) -> None:
+        self.folder, self.classes = split.folder, split.classes
+        self._split, self._indices = split, indices
+
+    @property
+    def samples(self) -> Any:
+        return self
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        """(B,) of ``SAMPLE_DTYPE``."""
+        return self._split.samples[self._indices[indices]]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def key(self, index: int) -> str:
+        return self._split.key(int(self._indices[index]))
+
+    def damaged(self, index: int, reason: str) -> DamagedSample:
+        return DamagedSample(int(index), str(self._split.damaged(int(self._indices[index]), reason)))
+
+    def read(self, index: int) -> np.ndarray:
+        try:
+            return self._split.read(int(self._indices[index]))
+        except DamagedSample as damage:
+            raise DamagedSample(int(index), str(damage)) from None  # its number here
+
+    def will_need(self, runs: list[tuple[int, int]]) -> None:
+        """Does nothing: the samples are not adjacent."""
+
+
+def open_images(data: Path, split: str, subject: Subject) -> ShardSet | ImageFolder:
+    """Open the split. A trained model needs images of its own classes; fresh weights take any.
+
+    Args:
+        data: folder with shards, or with a folder of images per class.
+        split: ``train`` or ``val``.
+        subject: the model.
+
+    Raises:
+        UserError: there is no such data, it has no images, or other classes.
+    """
+    classes = subject.classes
+    if not classes and data.is_dir() and not any((folder / MANIFEST).exists() for folder in (data, data / split)):
+        folder = data / split if (data / split).is_dir() else data
+        classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    images = open_split(data, split, classes)
+    if subject.classes:
+        check_same_classes(images, subject.classes, of=str(subject.origin["checkpoint"]))
+    if len(images) == 0:
+        raise UserError(f"{images.folder} has 0 images in {split}, at least 1 needed", "pass another --data or --split")
+    return images
+
+
+def choose(size: int, count: int, seed: int) -> np.ndarray:
+    """Numbers of ``count`` samples out of ``size``, at random without replacement; all of them if there are fewer.
+
+    A function of its arguments alone. The first of them are a random choice too, and the same for every count.
+
+    Returns:
+        (min(count, size),) int64, in random order.
+    """
+    return sample_at(np.arange(min(count, size)), 0, size, seed, Stream.SUBSET)
+
+
+def chosen_images(split: ShardSet | ImageFolder, count: int, seed: int) -> ChosenImages:
+    """The images of the pass, see :func:`choose`, in the order of the split, in which reading is fastest."""
+    return ChosenImages(split, np.sort(choose(len(split), count, seed)))
+
+
+def example_numbers(split: ShardSet | ImageFolder, keys: Sequence[str], count: int, seed: int) -> np.ndarray:
+    """Sample numbers of the examples: those with the given keys, or without keys the first ``count`` of :func:`choose`.
+
+    Raises:
+        UserError: there is no sample of a key.
+    """
+    if not keys:
+        return choose(len(split), count, seed)
+    wanted = dict.fromkeys(keys)
+    found = {key: index for index in range(len(split)) if (key := split.key(index)) in wanted}
+    for key in keys:
+        if key not in found:
+            raise UserError(
+                f"{split.folder} has no sample {key!r} in {split.split or 'the folder'}",
+                f"pass keys such as {split.key(0)} and {split.key(len(split) - 1)}",
+            )
+    return np.array([found[key] for key in keys], dtype=np.int64)
+
+
+def load_examples(split: ShardSet | ImageFolder, numbers: np.ndarray, config: Config, world: World) -> list[Example]:
+    """Decode the examples as an evaluation does. Those that cannot be used are left out, with a warning. Not collective.
+
+    Args:
+        split: the split.
+        numbers: (n,) of samples.
+        config: image size, normalization and decoding.
+        world: for device and threads.
+    """
+    if len(numbers) == 0:
+        return []
+    images = ChosenImages(split, numbers)
+    size, data = config.model.image_size, config.data.model_copy(update={"read_ahead": 1, "prefetch": 1})
+    plan = EvalPlan(shards=images, image_size=size, batch_size=len(numbers), rank=0, world_size=1, eval_crop=data.eval_crop)
+    loader = Loader(plan, data, world.device, world.cpu_threads)
+    batch = next(loader)
+    loader.close()
+    for sentence in loader.bad.take_unreported().values():
+        _log.warning(sentence)
+    mean, std = (torch.tensor(values, device=world.device)[:, None, None] for values in (data.mean, data.std))  # (3, 1, 1)
+    return [
+        Example(
+            key=images.key(place),
+            label=images.classes[int(batch.request.label[place])],
+            pixels=(batch.images[place] * std + mean).clamp(0, 1).cpu(),
+            image=batch.images[place].clone(),
+        )
+        for place in range(len(numbers))
+        if batch.request.valid[place]
+    ]

@@ -1,0 +1,134 @@
+"""Writes an analysis: ``analysis.json``, the figures as PNG and SVG, and ``index.html``, which has them all inside.
+
+Everything is made in a hidden folder first and then renamed, the page last: an analysis that fails leaves the former one as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pipeline.analysis.findings import Findings
+from pipeline.analysis.page import Picture, page
+from pipeline.analysis.style import style
+from pipeline.errors import UserError
+from pipeline.files import sync_folder
+
+ANALYSIS, PAGE, FIGURES = "analysis.json", "index.html", "figures"
+_DOTS_PER_INCH = 150
+_HIDDEN = ".analysis.tmp"
+
+
+def prepare_output(folder: Path) -> None:
+    """Create the folder and check, before the work begins, that figures can be drawn and files be written to it.
+
+    Raises:
+        UserError: they cannot; matplotlib is not installed.
+    """
+    with style():
+        pass
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output {folder} is a file, the name of a folder needed", "choose another name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be created ({error.strerror})", "choose another folder") from None
+    for place in (folder, folder / FIGURES):
+        if place.exists() and not os.access(place, os.W_OK):
+            raise UserError(f"--output {folder}: {place} cannot be written", "change its permissions, or choose another folder")
+
+
+def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> list[Path]:
+    """Write an analysis in place of a former one.
+
+    Args:
+        folder: from :func:`prepare_output`.
+        about: ``model``, ``origin``, ``images`` and what else describes the analysis; JSON.
+        findings: of all chapters.
+
+    Returns:
+        The files, relative to ``folder``.
+
+    Raises:
+        UserError: matplotlib is not installed.
+        OSError: from the system; ``filename`` is set.
+    """
+    hidden = folder / _HIDDEN
+    shutil.rmtree(hidden, ignore_errors=True)
+    try:
+        (hidden / FIGURES).mkdir(parents=True)
+        pictures = [_draw(plot, hidden / FIGURES) for plot in findings.plots]
+        result = {
+            **about,
+            "measures": _plain(findings.measures),
+            "units": findings.units,
+            "figures": [each.entry for each in pictures],
+            "omitted": findings.omitted,
+            "versions": _versions(),
+        }
+        files = [Path(file) for each in pictures for file in each.entry["files"]] + [Path(ANALYSIS), Path(PAGE)]
+        (hidden / ANALYSIS).write_text(_json(result), encoding="utf-8")
+        (hidden / PAGE).write_text(page(result, pictures), encoding="utf-8")
+        former = _former_files(folder)
+        (folder / FIGURES).mkdir(exist_ok=True)
+        for file in files:  # the page is the last
+            os.replace(hidden / file, folder / file)
+        sync_folder(folder)
+        for file in former - set(files):
+            (folder / file).unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    return files
+
+
+def _draw(plot: Any, folder: Path) -> Picture:
+    with style():
+        figure = plot.draw()
+        for suffix in ("png", "svg"):
+            figure.savefig(
+                folder / f"{plot.name}.{suffix}", dpi=_DOTS_PER_INCH, metadata={"Date": None} if suffix == "svg" else None
+            )
+        width, _ = figure.get_size_inches()
+    entry = {
+        "name": plot.name,
+        "title": plot.title,
+        "caption": plot.caption,
+        "source": plot.source,
+        "files": [f"{FIGURES}/{plot.name}.{suffix}" for suffix in ("png", "svg")],
+    }
+    return Picture(entry, (folder / f"{plot.name}.png").read_bytes(), round(96 * width))
+
+
+def _former_files(folder: Path) -> set[Path]:
+    """The figures of a former analysis, by its ``analysis.json``."""
+    try:
+        listed = [file for figure in json.loads((folder / ANALYSIS).read_text())["figures"] for file in figure["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+    return {Path(file) for file in listed if isinstance(file, str) and Path(file).parent == Path(FIGURES)}
+
+
+def _json(value: Any) -> str:
+    """JSON in which lists of numbers take one line."""
+    text = json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    return re.sub(r'\[\n[^\[\]{}"]*\]', lambda found: " ".join(found[0].split()), text)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has neither infinity nor NaN: null."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "numpy", "matplotlib")}}

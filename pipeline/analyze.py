@@ -1,0 +1,83 @@
+"""Make the papers' figures of what a model has learned: attention maps, where heads look, how much position and content count.
+
+    python -m pipeline.analyze runs/pervit_t --data data/imagenet --output analysis/pervit_t
+    python -m pipeline.analyze deit_s --data folder/of/images --images 100 --only attention_distance --output analysis/deit_s
+
+Writes index.html, a page with all figures; the figures as PNG and SVG; and analysis.json with the numbers. Without --data there is
+what the weights alone show. A model's name stands for fresh weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline.checkpoint.folder import parse_step
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
+
+
+def main() -> None:
+    parser = command_parser("pipeline.analyze", __doc__)
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="a run folder, one of its checkpoints, an exported file, or a model's name")
+    add("--data", type=Path, metavar="DIR", help="folder with shards, or with images: CLASS/*.JPEG or SPLIT/CLASS/*.JPEG")
+    add("--split", default="val", help="default: val")
+    add("--images", type=int, default=1024, metavar="N", help="images to average over, chosen at random (default: 1024)")
+    add("--only", nargs="+", default=[], metavar="NAME", help="figures to make, by the names of their files (default: all)")
+    add("--query", type=_query, metavar="ROW,COLUMN", help="token whose maps are shown, from 0 (default: the centre)")
+    add("--example", nargs="+", default=[], metavar="KEY", help="images to show with their maps, by their keys")
+    add("--examples", type=int, default=4, metavar="N", help="images to show, chosen at random, without --example (default: 4)")
+    add("--batch-size", type=int, default=16, help="images per process and forward pass (default: 16); no figure depends on it")
+    add("--seed", type=int, default=0, help="of the choice of images, and of fresh weights (default: 0)")
+    add("--step", type=parse_step, help="which checkpoint: a number or best (default: the newest)")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder to write to; a former analysis there is replaced")
+    run(parser.parse_args())
+
+
+def _query(text: str) -> tuple[int, int]:
+    try:
+        row, column = text.split(",")
+        return int(row), int(column)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROW,COLUMN, such as 7,7") from None
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, least, most in (("images", 1, None), ("examples", 0, 64), ("batch_size", 1, 65536), ("seed", 0, 2**64 - 1)):
+        value = getattr(args, name)
+        if value < least or (most is not None and value > most):
+            needed = f"at least {least}" if most is None or value < least else f"at most {most}"
+            raise UserError(f"--{name.replace('_', '-')} is {value}, {needed} needed", "change it")
+    if args.data is None and args.example:
+        raise UserError("--example names images, but there is no --data that holds them", "add --data")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command. Collective.
+
+    Raises:
+        UserError: there is no such model, data, figure or image, or the output cannot be written.
+    """
+    _check(args)
+    from pipeline.analysis.writing import prepare_output
+
+    prepare_output(args.output)
+
+    from pipeline.analysis.session import Options, analyze  # PyTorch takes seconds to import, and --help must not wait for it
+    from pipeline.analysis.subject import read_subject
+    from pipeline.logs import console
+
+    console.install()
+    subject = read_subject(args.checkpoint, args.step, args.seed)
+    options = {name: value for name, value in vars(args).items() if name not in ("checkpoint", "step")}
+    analyze(subject, Options(**options))
+
+
+def command() -> None:
+    """``python -m pipeline.analyze``."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,98 @@
+"""DeiT's measures against the definitions of PerViT's Appendix D, from queries and keys."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.analysis.chapters.deit import AverageMap, DeiTMeasures
+from pipeline.models import create_model
+from pipeline.models.common.irpe import KeyPositions
+from pipeline.models.common.probe import observed
+from pipeline.models.common.vit import SelfAttention
+from pipeline.models.deit import DeiT
+
+SIDE, TOKENS = 3, 9
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "iRPE"])
+def model(request: pytest.FixtureRequest) -> DeiT:
+    """DeiT-T on 3 x 3 patches, whose heads and relative positions prefer some tokens."""
+    torch.manual_seed(0)
+    model = create_model("deit_t", 5, image_size=16 * SIDE, switches={"relative_position": request.param})
+    assert isinstance(model, DeiT)
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.qkv.weight.data *= 10
+        elif isinstance(module, KeyPositions):
+            module.weight.data.normal_()
+    return model.eval()
+
+
+def scores(model: DeiT, images: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Of each layer, Q Kᵀ / sqrt(head_dim) and iRPE's part: (B, heads, N + 1, N + 1) each, recorded at the modules' borders."""
+    found: list[tuple[Tensor, Tensor]] = []
+    biases: list[Tensor] = []
+
+    def keep(module: SelfAttention, _: object, qkv: Tensor) -> None:
+        q, k, _v = qkv.unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4).double()  # (B, heads, N + 1, head_dim) each
+        content = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(q.shape[-1])
+        found.append((content, torch.zeros_like(content)))
+
+    hooks = [block.attn.qkv.register_forward_hook(keep) for block in model.blocks]
+    for block in model.blocks:
+        if hasattr(block.attn, "relative_position"):
+            hooks.append(block.attn.relative_position.register_forward_hook(lambda *a: biases.append(a[-1].double())))
+    with torch.no_grad():
+        model(images)
+    for hook in hooks:
+        hook.remove()
+    return [(content, bias) for (content, _), bias in zip(found, biases)] if biases else found
+
+
+def test_measures_are_those_of_exponentiated_scores(model: DeiT) -> None:
+    """Ω and Ψ by loops over queries and keys: guards against rows normalized over the patches alone, a class token that counts,
+    measures of a mean map, and images that do not count."""
+    torch.manual_seed(1)
+    images = torch.randn(3, 3, 16 * SIDE, 16 * SIDE)
+    valid = torch.tensor([True, True, False])
+    measures, average = DeiTMeasures((SIDE, SIDE), model.relative_position), AverageMap(query=5)
+
+    def observe(name: str, value: Tensor) -> None:
+        for each in (measures, average):
+            if name in each.probes:
+                each.see(name, value)
+                each.layer += name == each.probes[-1]
+
+    measures.begin(valid), average.begin(valid)
+    with observed(observe, "phi_p", "attention"), torch.no_grad():
+        model(images)
+    measures.count = average.count = 2
+
+    for layer in (0, 11):
+        content, bias = scores(model, images)[layer]
+        for head in range(3):
+            omega, psi_p, psi_c, row = 0.0, 0.0, 0.0, torch.zeros(TOKENS, dtype=torch.float64)
+            for image in range(2):
+                s, r = content[image, head], bias[image, head]
+                far = near_p = near_c = 0.0
+                for q in range(TOKENS):
+                    highest = (s[q + 1]).max()
+                    for k in range(TOKENS):
+                        phi_c = math.exp(s[q + 1, k + 1] - highest)
+                        phi_p = math.exp(r[q + 1, k + 1])
+                        far += phi_c * phi_p * math.hypot(q // SIDE - k // SIDE, q % SIDE - k % SIDE)
+                        near_p += (phi_c * phi_p - phi_p) ** 2
+                        near_c += (phi_c * phi_p - phi_c) ** 2
+                omega += far / TOKENS**2 / 2
+                row += (s + r)[5 + 1].softmax(-1)[1:] / 2
+                psi_p += 1 / math.sqrt(near_p) / 2
+                psi_c += 1 / math.sqrt(near_c) / 2 if near_c else math.inf
+            assert measures.mean("omega")[layer, head] == pytest.approx(omega, rel=1e-5)
+            torch.testing.assert_close(average.mean("map")[layer, head], row, rtol=1e-5, atol=1e-7)
+            if model.relative_position:
+                assert measures.mean("psi_p")[layer, head] == pytest.approx(psi_p, rel=1e-5)
+                assert measures.mean("psi_c")[layer, head] == pytest.approx(psi_c, rel=1e-5)
