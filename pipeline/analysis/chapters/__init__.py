@@ -6,7 +6,14 @@ import importlib
 
 from pipeline.analysis.chapter import Chapter, Request
 
-_CHAPTERS = {"attention": "AttentionChapter"}  # module of this package -> its class, in the page's order
+_CHAPTERS = {  # module of this package -> its class, in the page's order
+    "attention": "AttentionChapter",
+    "pervit_maps": "MapsChapter",
+    "pervit_regions": "RegionsChapter",
+    "pervit_images": "ImagesChapter",
+    "pervit": "PerViTChapter",
+    "pervit_extremes": "ExtremesChapter",
+}
 
 
 def chapters_of(request: Request) -> list[Chapter]:
