@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.averages import Collector
+from pipeline.analysis.chapter import Request
 from pipeline.analysis.chapters.pervit_drawing import PHI, bars_by_head
 from pipeline.analysis.chapters.pervit_position import NO_IMAGES, NO_PHI_C, NO_PHI_P, PeripheralChapter, finite
 from pipeline.analysis.findings import Findings, Plot
@@ -67,8 +68,11 @@ class PeripheralMeasures(Collector):
 class PerViTChapter(PeripheralChapter):
     """``nonlocality.{phi_p,phi_c,attention}`` and ``impact.{phi_p,phi_c}``."""
 
-    def collectors(self) -> list[Collector]:
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
         self._measures = PeripheralMeasures(self.grid, self.has_phi_p)
+
+    def collectors(self) -> list[Collector]:
         return [self._measures] if self.has_phi_c else []
 
     def add_findings(self, findings: Findings) -> None:

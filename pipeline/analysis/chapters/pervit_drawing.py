@@ -44,6 +44,8 @@ def draw_maps(
         notes: text above each map.
         apart: rows with more space before them.
     """
+    zoom = max(1, round(14 / maps.shape[-1]))  # pixels a token: the gaps of small grids are no wider than those of large ones
+    maps = maps.repeat_interleave(zoom, -2).repeat_interleave(zoom, -1)
     count, across, height, width = maps.shape
     gap = max(1, round(0.08 * width))
     above = gap + max(1, round(0.2 * height)) if notes else gap
@@ -65,7 +67,7 @@ def draw_maps(
     axes.set_yticks([tops[row] + (height - 1) / 2 for row in rows], list(rows.values()))
     axes.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
     axes.spines[:].set_visible(False)
-    mark_query(axes, query, [(y, x) for y in tops for x in lefts])
+    mark_query(axes, query, [(y, x) for y in tops for x in lefts], zoom)
 
 
 def map_figure(

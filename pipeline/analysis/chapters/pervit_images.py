@@ -98,14 +98,17 @@ def _few_layers(examples: Sequence[Example], maps: Sequence[_Maps], query: tuple
     depth, heads, patches, _ = maps[0].phi_c.shape
     layers = [layer for layer in _LAYERS if layer <= depth]
     shown = torch.linspace(0, heads - 1, min(heads, _HEADS)).round().int().tolist()
-    static = [[name, each] for name, each in maps[0].parts().items() if name == PHI["phi_p"]]
-    blocks = [(None, static)] if static else []
+    static = [(name, each) for name, each in maps[0].parts().items() if name == PHI["phi_p"]]
+    blocks: list[tuple[Example | None, list[tuple[str, Tensor]]]] = [(None, static)] if static else []
     blocks += [(example, list(each.parts().items())[len(static) :]) for example, each in zip(examples, maps)]
     heights = [len(rows) for _, rows in blocks]
     figure = new_figure(0.58 * len(shown) * len(layers) + 2.4, 0.64 * sum(heights) + 0.1 * len(blocks) + 0.4)
     grid = figure.add_gridspec(
         len(blocks), 1 + len(layers), height_ratios=heights, width_ratios=(2, *[len(shown)] * len(layers))
     )
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.set(wspace=0.03)  # type: ignore[call-arg]  # layers stand further apart than heads
     for number, (example, rows) in enumerate(blocks):
         if example is not None:
             _show_image(figure.add_subplot(grid[number, 0]), example, query, patches)
@@ -124,9 +127,9 @@ def _all_layers(example: Example, maps: _Maps, query: tuple[int, int]) -> Figure
     layers, heads, patches, _ = maps.phi_c.shape
     starts = {index * heads: name for index, name in enumerate(parts)}
     rows = torch.cat([stretched(each) for each in parts.values()], dim=1).transpose(0, 1)
-    cell = 0.5
-    figure = new_figure(layers * cell + 2.2, len(rows) * cell * 1.08 + 0.3 * len(parts) + 0.4)
-    left, right = figure.subplots(1, 2, width_ratios=(1.5, layers * cell))
+    cell = 0.5  # inches
+    figure = new_figure(1.06 * layers * cell + 1.9, 1.06 * len(rows) * cell + 0.2 * len(parts) + 0.5)
+    left, right = figure.subplots(1, 2, width_ratios=(1.2, 1.06 * layers * cell))
     _show_image(left, example, query, patches)
     left.set_anchor("N")
     draw_maps(right, rows, query, rows=starts, columns=numbers(layers), apart=list(starts)[1:])
