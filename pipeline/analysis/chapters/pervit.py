@@ -99,9 +99,9 @@ class PerViTChapter(PeripheralChapter):
     def _nonlocality_plot(self, omega: dict[str, Tensor], seen: bool) -> Plot:
         parts = "A bar is a head, in the model's order; the line is the mean of a layer."
         if not self.has_phi_p:
-            parts += f" There is no Ωp, and Φa is Φc: {NO_PHI_P}."
+            parts += f" {NO_PHI_P} So Φa is Φc."
         elif not self.has_phi_c:
-            parts += f" Ωa is Ωp: {NO_PHI_C}."
+            parts += f" {NO_PHI_C}"
         elif not seen:
             parts += " Ωc and Ωa need images (--data)."
         caption = (
@@ -115,7 +115,7 @@ class PerViTChapter(PeripheralChapter):
 
     def _add_impact(self, findings: Findings, seen: bool) -> None:
         if not self.has_phi_p:
-            findings.omitted["impact"] = f"{NO_PHI_P}, so Φa equals Φc"
+            findings.omitted["impact"] = f"{NO_PHI_P} So Φa is Φc."
         elif not self.has_phi_c:
             findings.omitted["impact"] = NO_PHI_C
         elif not seen:
@@ -126,10 +126,12 @@ class PerViTChapter(PeripheralChapter):
                 findings.measure(
                     f"impact.{name}", finite(values), "[layer][head], no unit; null: infinite, both attentions are equal"
                 )
+            equal = " A head without a bar has an infinite impact: both attentions are equal."
+            some = not all(bool(values.isfinite().all()) for values in psi.values())
             caption = (
                 "What shapes the mixed attention Φa: the inverse of its Frobenius distance from the position-based Φp (above) and from the "
                 "content-based Φc (below), averaged over the images. The higher, the closer Φa is to that attention. "
-                "A bar is a head, in the model's order; the line is the mean of a layer."
+                f"A bar is a head, in the model's order; the line is the mean of a layer.{equal if some else ''}"
             )
             draw = partial(bars_by_head, {_PSI[name]: values for name, values in psi.items()}, "impact", one_scale=False)
             findings.plots.append(Plot("impact", "Impact", caption, "PerViT, Fig. 7 and S15", draw))
@@ -150,7 +152,7 @@ class PerViTChapter(PeripheralChapter):
         title = (f"({row}) {told}" if row else told) if is_pervit else f"DeiT with {PHI['phi_p']}"
         caption = (
             "Nonlocality by layer, in patches: the line is the mean of the heads, the band reaches from the most local to the most global "
-            "head. Φa below Φc is what Φp removes. One checkpoint gives one curve of the paper's figure; its other curves are models that "
+            f"head. {'What Ωa is below Ωc, Φp has removed. ' if 'phi_c' in omega and self.has_phi_p else ''}One checkpoint gives one curve of the paper's figure; its other curves are models that "
             "were trained without a component."
         )
         plot = Plot(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.analysis.chapter import Example
 from pipeline.analysis.chapters.pervit_drawing import PHI, draw_maps, numbers, stretched
-from pipeline.analysis.chapters.pervit_position import NO_IMAGES, NO_PHI_C, PeripheralChapter, reordered, rounded
+from pipeline.analysis.chapters.pervit_position import NO_EXAMPLES, NO_PHI_C, PeripheralChapter, reordered, rounded
 from pipeline.analysis.findings import Findings, Plot
 from pipeline.analysis.style import mark_query, new_figure
 from pipeline.models.common.probe import observed
@@ -44,7 +44,7 @@ class ImagesChapter(PeripheralChapter):
 
     def add_findings(self, findings: Findings) -> None:
         if not self.has_phi_c or not self.request.examples:
-            findings.omitted["attention_images"] = NO_IMAGES if self.has_phi_c else NO_PHI_C
+            findings.omitted["attention_images"] = NO_EXAMPLES if self.has_phi_c else NO_PHI_C
             return
         maps = [self._maps(example) for example in self.request.examples]
         for example, each in zip(self.request.examples, maps):

@@ -76,7 +76,7 @@ class MapsChapter(PeripheralChapter):
             )
         else:
             findings.omitted["initialization_norm"] = (
-                "the paper shows it for its own Φp (Euc + N + ML) with peripheral initialization"
+                "The paper shows it for its own Φp (Euc + N + ML) with peripheral initialization, which this model does not have."
             )
 
 

@@ -17,9 +17,12 @@ from pipeline.models.common.vit import patch_grid
 from pipeline.models.pervit.model import PerViT
 from pipeline.models.pervit.phi_model import PhiModel
 
-NO_PHI_P = "the model has no position-based attention (model.switches.phi_p=false)"
-NO_PHI_C = "the model has no content-based attention (model.switches.phi_c=false): its attention is Φp, the same for all images"
-NO_IMAGES = "needs images: pass --data"
+NO_PHI_P = "The model has no position-based attention (model.switches.phi_p=false)."
+NO_PHI_C = (
+    "The model has no content-based attention (model.switches.phi_c=false): its attention is Φp, the same for all images."
+)
+NO_IMAGES = "It needs images: pass --data."
+NO_EXAMPLES = "It shows examples: pass --data and --examples."
 
 
 class PeripheralChapter(Chapter):
