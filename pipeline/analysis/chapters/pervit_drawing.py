@@ -32,6 +32,7 @@ def draw_maps(
     *,
     rows: Mapping[int, str] | None = None,
     columns: Sequence[str] = (),
+    title: str = "",
     notes: Sequence[Sequence[str]] | None = None,
     apart: Collection[int] = (),
 ) -> None:
@@ -41,6 +42,7 @@ def draw_maps(
         maps: (rows, columns, h, w).
         rows: number of a row -> its label.
         columns: labels, above; none: no labels.
+        title: above them.
         notes: text above each map.
         apart: rows with more space before them.
     """
@@ -62,6 +64,7 @@ def draw_maps(
             if notes:
                 axes.text(x + (width - 1) / 2, y - 0.8, notes[row][column], ha="center", va="bottom", fontsize=6)
     axes.imshow(mosaic, cmap=MAP_COLORS, vmin=0, vmax=1, interpolation="nearest", aspect="equal")
+    axes.set_title(title)
     axes.set_xticks([x + (width - 1) / 2 for x in lefts] if columns else [], columns)
     rows = rows or {}
     axes.set_yticks([tops[row] + (height - 1) / 2 for row in rows], list(rows.values()))
@@ -75,7 +78,7 @@ def map_figure(
     query: tuple[int, int],
     label: str,
     *,
-    xlabel: str = "Layer",
+    title: str = "Layer",
     rows: Mapping[int, str] | None = None,
     notes: Sequence[Sequence[str]] | None = None,
     apart: Collection[int] = (),
@@ -87,9 +90,7 @@ def map_figure(
         across * cell + (2.0 if rows else 1.2), count * cell * (1.25 if notes else 1.07) + 0.2 * len(apart) + 0.6
     )
     axes = figure.add_subplot()
-    draw_maps(axes, maps, query, rows=rows, columns=numbers(across), notes=notes, apart=apart)
-    axes.set_xlabel(xlabel)
-    axes.xaxis.set_label_position("top")
+    draw_maps(axes, maps, query, rows=rows, columns=numbers(across), title=title, notes=notes, apart=apart)
     bar = figure.colorbar(axes.images[0], ax=axes, label=label, fraction=0.03, pad=0.02, aspect=20)
     if label == OWN_SCALE:
         bar.set_ticks([0, 1], labels=["least", "largest"])

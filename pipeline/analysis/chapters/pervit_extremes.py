@@ -152,4 +152,4 @@ class ExtremesChapter(PeripheralChapter):
 
 def _draw(maps: Tensor, query: tuple[int, int]) -> Figure:
     labels = {0: "convolution", 1: "self-attention"}
-    return map_figure(maps, query, f"{PHI['phi_p']}, largest = 1", xlabel="Head", rows=labels)
+    return map_figure(maps, query, f"{PHI['phi_p']}, largest = 1", title="Head", rows=labels)

@@ -108,16 +108,17 @@ def _few_layers(examples: Sequence[Example], maps: Sequence[_Maps], query: tuple
     )
     engine = figure.get_layout_engine()
     assert engine is not None
-    engine.set(wspace=0.03)  # type: ignore[call-arg]  # layers stand further apart than heads
+    engine.set(wspace=0.1)  # type: ignore[call-arg]  # layers stand further apart than heads
     for number, (example, rows) in enumerate(blocks):
         if example is not None:
             _show_image(figure.add_subplot(grid[number, 0]), example, query, patches)
         for column, layer in enumerate(layers):
             axes = figure.add_subplot(grid[number, 1 + column])
             labels = {row: name for row, (name, _) in enumerate(rows)} if column == 0 else None
-            draw_maps(axes, torch.stack([stretched(each[layer - 1][shown]) for _, each in rows]), query, rows=labels)
-            if number == 0:
-                axes.set_title(f"Layer {layer}")
+            title = "" if number else f"Layer {layer}"
+            draw_maps(
+                axes, torch.stack([stretched(each[layer - 1][shown]) for _, each in rows]), query, rows=labels, title=title
+            )
     return figure
 
 
@@ -132,9 +133,8 @@ def _all_layers(example: Example, maps: _Maps, query: tuple[int, int]) -> Figure
     left, right = figure.subplots(1, 2, width_ratios=(1.2, 1.06 * layers * cell))
     _show_image(left, example, query, patches)
     left.set_anchor("N")
-    draw_maps(right, rows, query, rows=starts, columns=numbers(layers), apart=list(starts)[1:])
-    right.set_xlabel("Layer")
-    right.xaxis.set_label_position("top")
+    draw_maps(right, rows, query, rows=starts, columns=numbers(layers), title="Layer", apart=list(starts)[1:])
+    right.set_anchor("N")
     return figure
 
 
