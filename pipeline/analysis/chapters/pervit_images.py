@@ -49,7 +49,9 @@ class ImagesChapter(PeripheralChapter):
         maps = [self._maps(example) for example in self.request.examples]
         for example, each in zip(self.request.examples, maps):
             findings.measures.setdefault("example_maps", []).append({"key": example.key, "phi_c": rounded(each.phi_c, 4)})
-        findings.units["example_maps"] = "phi_c: [layer][head][row][column], of the query; heads as in the figures"
+        findings.units["example_maps"] = (
+            "phi_c: [layer][place][row][column], Φc of the query; heads in head_order, if there is one"
+        )
         heads = "the heads sorted by Ωp" if self.has_phi_p else "the heads in the model's order"
         fewer = f", {_HEADS} of them from the most local to the most global" if maps[0].phi_c.shape[1] > _HEADS else ""
         caption = (

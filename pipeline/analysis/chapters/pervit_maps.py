@@ -35,6 +35,7 @@ class MapsChapter(PeripheralChapter):
             return
         findings.measure("query", list(self.query), "row and column of the token whose maps are shown, from 0")
         maps, order, omega = self.query_maps(), self.order(), self.phi_p_nonlocality()
+        findings.measure("head_order", order, "[layer][place], heads from 0 as the figures sort them, the most local first")
         findings.measure("phi_p_maps", rounded(maps), "[layer][head][row][column], Φp of the query, 0 to 1")
         caption = (
             f"Position-based attention Φp of one query (framed: {self.query_text}). Columns are layers; in each the heads are sorted by "
