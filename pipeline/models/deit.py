@@ -67,8 +67,8 @@ class DeiTSwitches(Switches):
 class DeiT(ClassTokenModel, PhiModel):
     """DeiT with a class token.
 
-    Probes of every layer: ``attention`` (B, heads, N + 1, N + 1), class token first; with Φp also ``phi_p`` (heads, N, N) of
-    the patches.
+    Probes of every layer: ``attention`` (B, heads, N + 1, N + 1), class token first, and, without iRPE, ``phi_c`` likewise; with
+    Φp also ``phi_p`` (heads, N, N) of the patches, before the two.
 
     How PerViT's authors added Φp to DeiT is not published. Here Φp = 1 to and from the class token, the absolute position
     embedding stays (as with iRPE, which Table 2 compares with Φp), and Φp has the peripheral initialization. Its figures for CPVT

@@ -9,6 +9,11 @@ from pipeline.analysis.chapter import Chapter, Request
 _CHAPTERS = {  # module of this package -> its class, in the page's order
     "attention": "AttentionChapter",
     "deit": "DeiTChapter",
+    "pervit_maps": "MapsChapter",
+    "pervit_regions": "RegionsChapter",
+    "pervit_images": "ImagesChapter",
+    "pervit": "PerViTChapter",
+    "pervit_extremes": "ExtremesChapter",
 }
 
 

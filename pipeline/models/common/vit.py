@@ -91,7 +91,7 @@ class PositionEmbedding(GridEmbedding):
 class SelfAttention(nn.Module):
     """Multi-head self-attention, optionally with a bias on the scores.
 
-    Probe: ``attention`` (B, heads, N, N).
+    Probes: ``phi_c`` (B, heads, N, N), exp(q kᵀ / sqrt(head_dim) - row maximum) without the bias; ``attention`` (B, heads, N, N).
 
     ``forward``: x (B, N, width), bias (heads, N, N) or None -> (B, N, width).
     """
@@ -105,6 +105,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x)  # (B, N, 3 * width)
         q, k, _ = split_heads(qkv, 3, self.heads)  # (B, heads, N, head_dim) each
+        probe("phi_c", lambda: content_attention(q, k))
         probe("attention", lambda: attention_weights(q, k, bias))
         return self.proj(packed_attention(qkv, self.heads, bias))
 
@@ -190,6 +191,12 @@ def content_scores(q: Tensor, k: Tensor) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
         dtype = torch.promote_types(q.dtype, torch.float32)
         return q.to(dtype) @ k.to(dtype).transpose(-1, -2) * q.shape[-1] ** -0.5
+
+
+def content_attention(q: Tensor, k: Tensor) -> Tensor:
+    """exp(scores - row maximum) of :func:`content_scores`, without overflow: (B, heads, N, N); for probes."""
+    scores = content_scores(q, k)
+    return (scores - scores.amax(-1, keepdim=True)).exp()
 
 
 def patch_grid(height: int, width: int) -> tuple[int, int]:

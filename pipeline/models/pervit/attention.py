@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from pipeline.models.common.probe import probe
-from pipeline.models.common.vit import attention_weights, content_scores, merge_heads, packed_attention, split_heads
+from pipeline.models.common.vit import attention_weights, content_attention, merge_heads, packed_attention, split_heads
 
 
 class PeripheralAttention(nn.Module):
@@ -30,7 +30,7 @@ class PeripheralAttention(nn.Module):
         q, k, _ = split_heads(qkv, 3, self.heads)  # (B, heads, N, head_dim) each
         if log_phi is not None:
             probe("phi_p", lambda: log_phi.exp())
-        probe("phi_c", lambda: _exponentiated(content_scores(q, k)))
+        probe("phi_c", lambda: content_attention(q, k))
         probe("attention", lambda: attention_weights(q, k, log_phi))
         return self.proj(packed_attention(qkv, self.heads, log_phi))
 
@@ -55,8 +55,3 @@ class StaticAttention(nn.Module):
         probe("phi_p", lambda: log_phi.exp())
         probe("attention", lambda: weights)
         return self.proj(merge_heads(weights.to(v.dtype) @ v))  # (B, N, width)
-
-
-def _exponentiated(scores: Tensor) -> Tensor:
-    """exp(scores - row maximum) of (B, heads, N, N), without overflow."""
-    return (scores - scores.amax(-1, keepdim=True)).exp()
