@@ -217,7 +217,9 @@ def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
         results["ema"] = average
     if first:  # before the rows of the evaluation, which stay the last ones
         measures = first.measures()
-        run.log.analysis(run.step, run.schedule.epoch(run.step), run.schedule.samples(run.step), measures, layer_means(measures))
+        run.log.analysis(
+            run.step, run.schedule.epoch(run.step), run.schedule.samples(run.step), measures, layer_means(measures)
+        )
     return results
 
 

@@ -9,6 +9,7 @@ from pipeline.analysis.chapter import Chapter, Request
 _CHAPTERS = {  # module of this package -> its class, in the page's order
     "attention": "AttentionChapter",
     "deit": "DeiTChapter",
+    "convit": "ConViTChapter",
 }
 
 
