@@ -37,7 +37,7 @@ def small(**switches: object) -> ConViT:
 def found(model: ConViT, images: torch.Tensor | None = None, query: tuple[int, int] | None = None) -> tuple[Findings, list]:
     """What the chapter finds, with all images averaged and the first as an example; and its collectors."""
     size = 64 if images is None else images.shape[-1]
-    examples = [] if images is None else [Example("a/1", "a", torch.rand(3, size, size), images[0])]
+    examples = [] if images is None else [Example("a/1.JPEG", "a", torch.rand(3, size, size), images[0])]
     chapter = ConViTChapter(Request(model, size, query, examples))
     collectors = chapter.collectors()
     if images is not None:
@@ -112,7 +112,7 @@ def test_initial_positions_are_those_of_equation_5(heads: int, strength: float) 
                 x, y = k % side - q % side, k // side - q // side
                 scores.append(math.exp(-strength * ((x - dx) ** 2 + (y - dy) ** 2)))
             expected = [score / sum(scores) for score in scores]
-            np.testing.assert_allclose(maps[head, q], expected, rtol=1e-9, err_msg=f"head {head} query {q}")
+            np.testing.assert_allclose(maps[head, q], expected, rtol=1e-6, err_msg=f"head {head} query {q}")
 
 
 def test_maps_are_those_of_the_query() -> None:
@@ -121,7 +121,7 @@ def test_maps_are_those_of_the_query() -> None:
     findings, _ = found(model, images, query=(1, 3))
     with torch.no_grad(), recorded("attention", "position") as values:
         model(images)
-    maps, mean = findings.measures["attention_maps"]["a/1"], findings.measures["average_attention"]
+    maps, mean = findings.measures["attention_maps"]["a/1.JPEG"], findings.measures["average_attention"]
     for layer, attention in enumerate(values["attention"]):
         patches = attention[:, :, -16:, -16:][:, :, 1 * 4 + 3].unflatten(-1, (4, 4))  # (3, heads, 4, 4)
         np.testing.assert_allclose(maps[layer], patches[0], rtol=1e-3)  # four digits are kept
@@ -130,7 +130,7 @@ def test_maps_are_those_of_the_query() -> None:
     distances = findings.measures["position_distance"]
     assert distances[10:] == [None, None]
     assert distances[3][2] == pytest.approx(slow_distance(values["position"][3][2], 4), rel=1e-5)
-    assert set(findings.units) >= {"gate", "position_distance", "average_attention", "attention_maps.a/1"}
+    assert set(findings.units) >= {"gate", "position_distance", "average_attention", "attention_maps"}
 
 
 ALL = {"gates", "attention_maps_1", "average_maps", "position_maps", "position_distance", "initial_positions"}

@@ -99,9 +99,11 @@ class ConViTChapter(Chapter):
         """Fig. 7, 16 and 17."""
         if not self.request.examples:
             findings.omitted["attention_maps"] = _IMAGES
+            return
+        shown: dict[str, Any] = {}  # a key may have dots, which a measure's name cannot
         for number, example in enumerate(self.request.examples, start=1):
             maps = self._maps_of(example)  # (layers, heads, rows, columns)
-            findings.measure(f"attention_maps.{example.key}", _numbers(maps), _unit("", self._query))
+            shown[example.key] = _numbers(maps)
             findings.plots.append(
                 Plot(
                     f"attention_maps_{number}",
@@ -113,6 +115,7 @@ class ConViTChapter(Chapter):
                     partial(figures.attention_maps, maps, self._gates, self._query, example.pixels),
                 )
             )
+        findings.measure("attention_maps", shown, _unit("", self._query, "image -> [layer][head]"))
 
     @torch.no_grad()
     def _maps_of(self, example: Example) -> Tensor:
@@ -189,12 +192,10 @@ class ConViTChapter(Chapter):
         heads = self.model.blocks[0].attn.heads
         rows = {f"α = {strength:g}": initial_positions(heads, self._grid, strength) for strength in LOCALITY_STRENGTHS}
         shown = {label: maps[:, self._number].unflatten(-1, self._grid) for label, maps in rows.items()}
-        for strength, maps in zip(LOCALITY_STRENGTHS, shown.values()):
-            findings.measure(f"initial_positions.alpha_{strength:g}", _numbers(maps), _unit("", self._query, "[head]"))
         if self.request.examples:
-            content = self._untrained_content(self.request.examples[0])
-            findings.measure("initial_positions.content", _numbers(content), _unit("", self._query, "[head]"))
-            shown = {"content": content, **shown}
+            shown = {"content": self._untrained_content(self.request.examples[0]), **shown}
+        numbers = {label.replace("α = ", "alpha_"): _numbers(maps) for label, maps in shown.items()}
+        findings.measure("initial_positions", numbers, _unit("", self._query, "locality strength, or untrained content -> [head]"))
         findings.plots.append(
             Plot(
                 name,
