@@ -71,7 +71,6 @@ class ConViTChapter(Chapter):
     def _add_gates(self, findings: Findings) -> None:
         """Fig. 6 and 14 at this checkpoint."""
         self._gates = gates(self.model)
-        heads = self.model.blocks[0].attn.heads
         findings.measure("gate", self._gates, "[layer][head], share of position in [0, 1]; null: a layer without gates")
         switches = self.model.switches
         frozen = None if switches.train_gating else "model.switches.train_gating is false: all gates are frozen at 0.5"
@@ -91,7 +90,7 @@ class ConViTChapter(Chapter):
                 "The gate σ(λ) of each head: 1 attends by position alone, 0 by content alone. All begin at 0.73 (dashed). Layers without "
                 "bars are plain self-attention.",
                 "ConViT, Fig. 6 and 14",
-                partial(figures.gates, self._gates, heads),
+                partial(figures.gates, self._gates, positional_layers(self.model)[0].heads),
             )
         )
 
@@ -179,7 +178,8 @@ class ConViTChapter(Chapter):
     def _initial_distance(self) -> float | None:
         if not self.model.switches.conv_init:
             return None
-        maps = initial_positions(self.model.blocks[0].attn.heads, self._grid, self.model.switches.locality_strength)
+        heads = positional_layers(self.model)[0].heads
+        maps = initial_positions(heads, self._grid, self.model.switches.locality_strength)
         return float(mean_attention_distance(maps, query_key_distances(*self._grid)).mean())
 
     def _add_initialization(self, findings: Findings) -> None:
@@ -189,13 +189,15 @@ class ConViTChapter(Chapter):
             random = "model.switches.conv_init is false: positions begin at random"
             findings.omitted[name] = random if self.model.gpsa_layers else _NO_GPSA
             return
-        heads = self.model.blocks[0].attn.heads
+        heads = positional_layers(self.model)[0].heads
         rows = {f"α = {strength:g}": initial_positions(heads, self._grid, strength) for strength in LOCALITY_STRENGTHS}
         shown = {label: maps[:, self._number].unflatten(-1, self._grid) for label, maps in rows.items()}
         if self.request.examples:
             shown = {"content": self._untrained_content(self.request.examples[0]), **shown}
         numbers = {label.replace("α = ", "alpha_"): _numbers(maps) for label, maps in shown.items()}
-        findings.measure("initial_positions", numbers, _unit("", self._query, "locality strength, or untrained content -> [head]"))
+        findings.measure(
+            "initial_positions", numbers, _unit("", self._query, "locality strength, or untrained content -> [head]")
+        )
         findings.plots.append(
             Plot(
                 name,
@@ -211,7 +213,7 @@ class ConViTChapter(Chapter):
     @torch.no_grad()
     def _untrained_content(self, example: Example) -> Tensor:
         """(heads, rows, columns): attention of an untrained SA layer to an image, Fig. 3 b."""
-        attention = self.model.blocks[0].attn
+        attention = positional_layers(self.model)[0]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             layout = ViTLayout(attention.heads, attention.proj.out_features, depth=1)
@@ -219,6 +221,11 @@ class ConViTChapter(Chapter):
         with recorded("attention") as values:
             fresh(example.image[None].float().cpu())
         return _row(values["attention"][0], self._number, self._grid[0] * self._grid[1])[0].unflatten(-1, self._grid)
+
+
+def positional_layers(model: ConViT) -> list[PositionalSelfAttention]:
+    """The attention of the leading layers that have positional attention, with or without gates."""
+    return [block.attn for block in model.blocks if isinstance(block.attn, PositionalSelfAttention)]
 
 
 def gates(model: ConViT) -> list[list[float] | None]:
@@ -232,8 +239,7 @@ def positions(model: ConViT, grid: tuple[int, int]) -> Tensor:
     """The positional term softmax(v r) of Eq. 7 in each GPSA layer: (GPSA layers, heads, N, N) on the CPU."""
     like = model.drop_path_rates
     offsets = relative_positions(*grid, like.device, like.dtype)  # (N, N, 3)
-    layers = [block.attn.position_scores(offsets).softmax(-1) for block in model.blocks[: model.gpsa_layers]]
-    return torch.stack(layers).cpu()
+    return torch.stack([each.position_scores(offsets).softmax(-1) for each in positional_layers(model)]).cpu()
 
 
 @torch.no_grad()
