@@ -26,11 +26,13 @@ from pipeline.optim.engine import Engine
 
 IMAGES = 256  # of the validation set, whatever the number of ranks and the batch size
 _PART = 32  # images in a forward pass: ConViT-B's attention maps of 32 images are 80 MB for a layer
+_IMAGE_DIMENSIONS = 4  # of what is of images, (B, heads, N, N)
 _DIGITS = 6  # significant digits in metrics.jsonl
 
 
 class _OfWeights(Collector):
-    """A value (heads, ...) of each layer that depends on no image. Layers that do not offer it have None.
+    """A value (heads, ...) of each layer that depends on no image. Layers that do not offer it have None, as have those whose value is
+    of images: iRPE's scores, which depend on the queries.
 
     Args:
         probe: its name; a layer offers it before ``attention``.
@@ -43,7 +45,7 @@ class _OfWeights(Collector):
         self._values: dict[int, Tensor] = {}  # by layer
 
     def see(self, name: str, value: Tensor) -> None:
-        if name == self.probes[0]:
+        if name == self.probes[0] and value.dim() < _IMAGE_DIMENSIONS:
             self._values[self.layer] = self._measure(value)
 
     def value(self) -> list[list[float | None] | None] | None:

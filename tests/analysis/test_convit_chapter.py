@@ -121,7 +121,7 @@ def test_maps_are_those_of_the_query() -> None:
     findings, _ = found(model, images, query=(1, 3))
     with torch.no_grad(), recorded("attention", "position") as values:
         model(images)
-    maps, mean = findings.measures["attention_maps"]["a/1.JPEG"], findings.measures["average_attention"]
+    maps, mean = findings.measures["attention_maps"][0], findings.measures["average_attention"]
     for layer, attention in enumerate(values["attention"]):
         patches = attention[:, :, -16:, -16:][:, :, 1 * 4 + 3].unflatten(-1, (4, 4))  # (3, heads, 4, 4)
         np.testing.assert_allclose(maps[layer], patches[0], rtol=1e-3)  # four digits are kept
@@ -171,7 +171,7 @@ def test_figures_are_drawn() -> None:
     assert all(plot.caption and plot.title and plot.source for plot in findings.plots)
 
     without, _ = found(model)
-    assert without.omitted == dict.fromkeys(("attention_maps", "average_maps"), "needs images: pass --data")
+    assert without.omitted == dict.fromkeys(("attention_maps", "average_maps"), "It needs images: pass --data.")
     with style():
         assert all(plot.draw() for plot in without.plots)
 

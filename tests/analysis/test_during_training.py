@@ -143,3 +143,19 @@ def test_what_is_not_finite_is_null(small_run: Path, world: World) -> None:
     measured = json.loads(json.dumps(first.measures(), allow_nan=False))
     assert measured["gate"][4] == [None] * 4 and measured["mean_attention_distance"][4] == [None] * 4
     assert "gate/layer_05" not in layer_means(measured) and "gate/layer_04" in layer_means(measured)
+
+
+@pytest.mark.parametrize(("switch", "followed"), [("peripheral_position", True), ("relative_position", False)])
+def test_deit_is_followed_with_each_position(switch: str, followed: bool, small_run: Path, world: World) -> None:
+    """Guards against a position encoding that depends on the image, iRPE's, taken for Φp, and against Φp that is left out."""
+    config = load_config(small_run)
+    loader = evaluation_loader(ShardSet(config.data.path, "val"), config, world)
+    first = FirstImages(create_model("deit_t", 10, 32, switches={switch: True}).eval(), 32, world)
+    with torch.no_grad():
+        first(next(loader))
+    loader.close()
+    measured = first.measures()
+    assert np.shape(measured["mean_attention_distance"]) == (12, 3)
+    assert measured.keys() - {"mean_attention_distance"} == ({"nonlocality"} if followed else set())
+    if followed:
+        assert np.shape(measured["nonlocality"]["phi_p"]) == (12, 3)

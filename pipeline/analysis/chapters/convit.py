@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeline.analysis.averages import Collector
 from pipeline.analysis.chapter import Chapter, Example
 from pipeline.analysis.chapters import convit_figures as figures
+from pipeline.analysis.chapters.attention import NO_IMAGES
 from pipeline.analysis.findings import Findings, Plot
 from pipeline.analysis.measures import mean_attention_distance, query_key_distances
 from pipeline.models.common.base import VisionModel
@@ -25,8 +26,7 @@ from pipeline.models.convit.model import ConViT, ConViTSwitches
 
 LOCALITY_STRENGTHS = (0.1, 0.3, 1.0, 3.0)  # α of the initial maps that are shown; 1 is the paper's choice
 _DIGITS = 4  # significant digits of maps in analysis.json
-_NO_GPSA = "model.switches.gpsa_layers is 0: a plain ViT has no positional attention"
-_IMAGES = "needs images: pass --data"
+_NO_GPSA = "model.switches.gpsa_layers is 0: a plain ViT has no positional attention."
 
 
 class QueryMaps(Collector):
@@ -73,11 +73,11 @@ class ConViTChapter(Chapter):
         self._gates = gates(self.model)
         findings.measure("gate", self._gates, "[layer][head], share of position in [0, 1]; null: a layer without gates")
         switches = self.model.switches
-        frozen = None if switches.train_gating else "model.switches.train_gating is false: all gates are frozen at 0.5"
+        frozen = None if switches.train_gating else "model.switches.train_gating is false: all gates are frozen at 0.5."
         if not switches.train_gpsa:
-            frozen = "model.switches.train_gpsa is false: all gates are frozen at their initial value"
+            frozen = "model.switches.train_gpsa is false: all gates are frozen at their initial value."
         without = (
-            "model.switches.positional_gating is false: content and position are summed before the softmax, without a gate"
+            "model.switches.positional_gating is false: content and position are summed before the softmax, without a gate."
         )
         reason = _NO_GPSA if self.model.gpsa_layers == 0 else without if not switches.positional_gating else frozen
         if reason:
@@ -97,12 +97,12 @@ class ConViTChapter(Chapter):
     def _add_images(self, findings: Findings) -> None:
         """Fig. 7, 16 and 17."""
         if not self.request.examples:
-            findings.omitted["attention_maps"] = _IMAGES
+            findings.omitted["attention_maps"] = "It shows examples: pass --examples." if self._maps.count else NO_IMAGES
             return
-        shown: dict[str, Any] = {}  # a key may have dots, which a measure's name cannot
+        shown = []
         for number, example in enumerate(self.request.examples, start=1):
             maps = self._maps_of(example)  # (layers, heads, rows, columns)
-            shown[example.key] = _numbers(maps)
+            shown.append(_numbers(maps))
             findings.plots.append(
                 Plot(
                     f"attention_maps_{number}",
@@ -114,7 +114,7 @@ class ConViTChapter(Chapter):
                     partial(figures.attention_maps, maps, self._gates, self._query, example.pixels),
                 )
             )
-        findings.measure("attention_maps", shown, _unit("", self._query, "image -> [layer][head]"))
+        findings.measure("attention_maps", shown, _unit("", self._query, "[example][layer][head]"))
 
     @torch.no_grad()
     def _maps_of(self, example: Example) -> Tensor:
@@ -126,7 +126,7 @@ class ConViTChapter(Chapter):
     def _add_average(self, findings: Findings) -> None:
         """Fig. 15."""
         if self._maps.count == 0:
-            findings.omitted["average_maps"] = _IMAGES
+            findings.omitted["average_maps"] = NO_IMAGES
             return
         maps = self._maps.mean("maps").unflatten(-1, self._grid)  # (layers, heads, rows, columns)
         findings.measure("average_attention", _numbers(maps), _unit("mean over the images, ", self._query))
@@ -186,7 +186,7 @@ class ConViTChapter(Chapter):
         """Fig. 3."""
         name = "initial_positions"
         if self.model.gpsa_layers == 0 or not self.model.switches.conv_init:
-            random = "model.switches.conv_init is false: positions begin at random"
+            random = "model.switches.conv_init is false: positions begin at random."
             findings.omitted[name] = random if self.model.gpsa_layers else _NO_GPSA
             return
         heads = positional_layers(self.model)[0].heads
