@@ -45,7 +45,7 @@ class _OfWeights(Collector):
         self._values: dict[int, Tensor] = {}  # by layer
 
     def see(self, name: str, value: Tensor) -> None:
-        if name == self.probes[0] and value.dim() < _IMAGE_DIMENSIONS:
+        if name == self.probes[0] and value.dim() < _IMAGE_DIMENSIONS and self.layer not in self._values:
             self._values[self.layer] = self._measure(value)
 
     def value(self) -> list[list[float | None] | None] | None:

@@ -45,16 +45,16 @@ def attention_maps(maps: Tensor, values: Gates, query: tuple[int, int], pixels: 
         pixels: (3, S, S) in [0, 1]; None: without an image.
     """
     layers, heads, rows, columns = maps.shape
-    cell = min(0.8, max(0.42, 7 / heads))
+    cell = min(0.62, max(0.44, 7 / heads))
     left = 2.0 if pixels is not None else 0.0
-    figure = new_figure(left + heads * cell + 1.4, layers * cell * 1.22 + 0.8)
+    figure = new_figure(left + heads * cell * 1.1 + 2.2, layers * cell * 1.26 + 0.7)
     if pixels is None:
         axes = figure.add_subplot()
     else:
-        beside, axes = figure.subplots(1, 2, width_ratios=[left, heads * cell + 1.0])
+        beside, axes = figure.subplots(1, 2, width_ratios=[left, heads * cell * 1.1 + 2.2])
         _show_image(beside, pixels, query, rows)
         beside.set_anchor("N")
-    strip, gap = max(1.0, 0.2 * rows), max(1, round(0.08 * columns))  # strip: height of a gate's label, in patches
+    strip, gap = max(1.0, 0.25 * rows), max(1, round(0.08 * columns))  # strip: height of a gate's label, in patches
     labels = [(layer, head) for layer in range(layers) for head in range(heads) if values[layer] is not None]
     pitch_y, pitch_x = rows + strip, columns + gap
     corners = [(layer * pitch_y, head * pitch_x) for layer in range(layers) for head in range(heads)]
@@ -121,7 +121,7 @@ def _label(axes: Axes, top: float, left: float, width: float, height: float, gat
 
     colour = matplotlib.colormaps[_GATE_COLORS](0.75 * gate)
     axes.add_patch(Rectangle((left, top - height), width, height, facecolor=colour, edgecolor=GREY, linewidth=0.3))
-    axes.text(left + width / 2, top - height / 2, f"{gate:.2f}", ha="center", va="center_baseline", fontsize=5.5)
+    axes.text(left + width / 2, top - height / 2, f"{gate:.2f}", ha="center", va="center_baseline", fontsize=5)
 
 
 def _show_image(axes: Axes, pixels: Tensor, query: tuple[int, int], rows: int) -> None:
