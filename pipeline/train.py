@@ -205,7 +205,7 @@ def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
 
     run.engine.eval()
     first = FirstImages.of(run.engine, run.config, run.world)
-    own = evaluate(run.engine, run.val_loader, run.world, stopped, look=first)
+    own = evaluate(run.engine, run.val_loader, run.world, stopped, consumer=first)
     if own is None:
         return None
     results = {"model": own}

@@ -81,7 +81,7 @@ class FirstImages:
             return None
         return cls(engine, config.model.image_size, world)
 
-    def __call__(self, batch: Batch) -> None:
+    def __call__(self, batch: Batch, *results: object) -> None:
         first = self._batches * self._world.size * len(batch.images)  # of this batch, over all ranks
         self._batches += 1
         if first >= IMAGES:

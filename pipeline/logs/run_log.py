@@ -207,7 +207,7 @@ class RunLog:
             where = {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
             self._add_row({**where, "analysis": measures}, "analysis")
             for name, value in curves.items():
-                self._events.scalar(f"analysis/{name}", value, step)
+                self._events.scalar(f"weights/{name}", value, step)
 
     def image(self, name: str, picture: Tensor, step: int) -> None:
         """Add an image (3, H, W), uint8, to the next flush."""

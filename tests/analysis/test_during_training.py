@@ -96,9 +96,9 @@ def test_convit_is_followed_and_does_not_notice(small_run: Path, tmp_path: Path,
 
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    shown = {tag for tag in events.Tags()["scalars"] if tag.startswith("analysis/")}
-    assert shown == {f"analysis/{name}" for name in layer_means(measured)} and len(shown) == 22
-    (point,) = [each for each in events.Scalars("analysis/gate/layer_02") if each.step == 5]
+    shown = {tag for tag in events.Tags()["scalars"] if tag.startswith("weights/")}
+    assert shown == {f"weights/{name}" for name in layer_means(measured)} and len(shown) == 22
+    (point,) = [each for each in events.Scalars("weights/gate/layer_02") if each.step == 5]
     assert point.value == pytest.approx(np.mean(measured["gate"][1]))
 
 
