@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
 from pipeline.config import Config, Recipe, accumulation_steps
 from pipeline.data.loader import Batch
 from pipeline.distributed.world import World, disconnect, init_world
@@ -85,6 +86,8 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
         if run is None:
             return 0
         with run:
+            if config.eval.analyses and (reason := nothing_to_follow(run.engine.module)):
+                run.log.say(f"note: eval.analyses writes nothing for {config.model.name}: {reason}")
             stopping = stopped_early = run.agreement.ask(stop.received != 0)  # received while the run was built
             if run.evaluation_due and not stopping:
                 stopping = complete_step(run, stopping=False)
@@ -193,7 +196,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
 def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
     """Evaluate the current weights, and their average if there is one; None if a signal interrupted it.
 
-    Leaves the engine in eval mode.
+    With ``eval.analyses``, also logs what the current weights do with the first images. Leaves the engine in eval mode.
     """
 
     def stopped() -> bool:
@@ -201,14 +204,23 @@ def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
         return run.tell().stop != 0
 
     run.engine.eval()
-    own = evaluate(run.engine, run.val_loader, run.world, stopped)
+    first = FirstImages.of(run.engine, run.config, run.world)
+    own = evaluate(run.engine, run.val_loader, run.world, stopped, consumer=first)
     if own is None:
         return None
-    if not run.ema:
-        return {"model": own}
-    with run.ema.applied():
-        average = evaluate(run.engine, run.val_loader, run.world, stopped)
-    return None if average is None else {"model": own, "ema": average}
+    results = {"model": own}
+    if run.ema:
+        with run.ema.applied():
+            average = evaluate(run.engine, run.val_loader, run.world, stopped)
+        if average is None:
+            return None
+        results["ema"] = average
+    if first:  # before the rows of the evaluation, which stay the last ones
+        measures = first.measures()
+        run.log.analysis(
+            run.step, run.schedule.epoch(run.step), run.schedule.samples(run.step), measures, layer_means(measures)
+        )
+    return results
 
 
 def note_results(run: Run, results: dict[str, dict[str, Any]]) -> bool:

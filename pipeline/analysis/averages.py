@@ -81,6 +81,24 @@ def run_pass(
     Returns:
         Images seen by all ranks.
     """
+    count = torch.zeros((), dtype=torch.float64, device=world.device)
+    for _ in progress(range(len(loader.plan))):
+        batch = next(loader)
+        look(forward, batch.images, batch.valid, collectors)
+        count += batch.valid.sum()
+    return add_over_ranks(count, world, collectors)
+
+
+@torch.no_grad()
+def look(forward: Callable[[Tensor], object], images: Tensor, valid: Tensor, collectors: Sequence[Collector]) -> None:
+    """Show one forward pass to the collectors.
+
+    Args:
+        forward: as in :func:`run_pass`.
+        images: (B, 3, H, W).
+        valid: (B,) bool, False for images that must not count.
+        collectors: each sees the values that it names.
+    """
     names = {name for each in collectors for name in each.probes}
 
     def observe(name: str, value: Tensor) -> None:
@@ -89,14 +107,21 @@ def run_pass(
                 each.see(name, value)
                 each.layer += name == each.probes[-1]
 
-    count = torch.zeros((), dtype=torch.float64, device=world.device)
-    for _ in progress(range(len(loader.plan))):
-        batch = next(loader)
-        for each in collectors:
-            each.begin(batch.valid)
-        with observed(observe, *names):
-            forward(batch.images)
-        count += batch.valid.sum()
+    for each in collectors:
+        each.begin(valid)
+    with observed(observe, *names):
+        forward(images)
+
+
+def add_over_ranks(count: Tensor, world: World, collectors: Sequence[Collector]) -> int:
+    """Add up what all ranks have seen, at the end of a pass. Collective.
+
+    Args:
+        count: (), images that counted on this rank.
+
+    Returns:
+        Images of all ranks.
+    """
     total = int(world.sum(count).item())
     for each in collectors:
         each.count = total

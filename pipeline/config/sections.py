@@ -144,6 +144,8 @@ class EvalConfig(Section):
     """Epochs between evaluations; there is always one at the end, and null means only that one."""
     batch_size: BatchSize = 128
     """Images per forward pass and rank. Does not affect accuracy, and the loss only by rounding."""
+    analyses: bool = False
+    """With each evaluation, also write how far attention heads look, ConViT's gates and the nonlocality of Φp, from the first 256 validation images."""
 
 
 class CheckpointConfig(Section):

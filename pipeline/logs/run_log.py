@@ -4,7 +4,7 @@
 
     RUN/config.yaml         the resolved config                                              (run_files.py)
     RUN/environment.json    versions, git commit, hosts, Slurm job; one entry per start      (run_files.py)
-    RUN/metrics.jsonl       one JSON object per line, for each step and each evaluation; ``time`` is Unix time in seconds
+    RUN/metrics.jsonl       one JSON object per line, for each step, evaluation and analysis; ``time`` is Unix time in s
     RUN/tensorboard/        the same as scalars, and images                                  (event_file.py)
 
 If a file cannot be written, or was removed, the run ends on all ranks with one error: a run without its log is of no use.
@@ -200,6 +200,14 @@ class RunLog:
             self._events.scalars(curves.of_evaluation(results), step)
         self._write_files()
         self._since = time.perf_counter()  # evaluation time is not training time
+
+    def analysis(self, step: int, epoch: float, samples: int, measures: dict[str, Any], curves: dict[str, float]) -> None:
+        """Add a row ``analysis`` with measures of the weights, and its curves for TensorBoard, to the next flush."""
+        if self._world.is_main:
+            where = {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
+            self._add_row({**where, "analysis": measures}, "analysis")
+            for name, value in curves.items():
+                self._events.scalar(f"weights/{name}", value, step)
 
     def image(self, name: str, picture: Tensor, step: int) -> None:
         """Add an image (3, H, W), uint8, to the next flush."""

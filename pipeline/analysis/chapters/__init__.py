@@ -14,6 +14,7 @@ _CHAPTERS = {  # module of this package -> its class, in the page's order
     "pervit_images": "ImagesChapter",
     "pervit": "PerViTChapter",
     "pervit_extremes": "ExtremesChapter",
+    "convit": "ConViTChapter",
 }
 
 
