@@ -6,7 +6,11 @@ import importlib
 
 from pipeline.analysis.chapter import Chapter, Request
 
-_CHAPTERS = {"attention": "AttentionChapter"}  # module of this package -> its class, in the page's order
+_CHAPTERS = {
+    "attention": "AttentionChapter",
+    "lsat": "LSATChapter",
+    "gated_mlp": "GatedMLPChapter",
+}  # module of this package -> its class, in the page's order
 
 
 def chapters_of(request: Request) -> list[Chapter]:
