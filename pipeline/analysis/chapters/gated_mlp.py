@@ -57,7 +57,7 @@ class GatedMLPChapter(Chapter):
         queries, maps, groups = [], [], []
         for layer in (self._layers[i] for i in shown):
             window, all_groups = layer.window, layer.map()
-            row, column = layer.query(self.request.query)
+            row, column = layer.query(self.request.query, self.request.image_size)
             chosen = spread(len(all_groups), 8)
             queries.append((row, column))
             groups.append(chosen)
@@ -117,7 +117,7 @@ class GatedMLPChapter(Chapter):
         parts = [self._layers[i].parts() for i in shown]
         rows = []
         for layer in (self._layers[i] for i in shown):
-            row, column = layer.query(self.request.query)
+            row, column = layer.query(self.request.query, self.request.image_size)
             rows.append(row * layer.window + column)
         findings.measure("token_mixing_rows.layers", [i + 1 for i in shown], "[shown layer], from 1")
         findings.measure("token_mixing_rows.rows", rows, "[shown layer], index of the query, from 0, row by row of the window")
@@ -142,7 +142,7 @@ class GatedMLPChapter(Chapter):
             if each.gate.bias is not None
         ]
         if not biases:
-            findings.omitted["bias_maps"] = "the model has no bias after token mixing (model.switches.token_bias: false)"
+            findings.omitted["bias_maps"] = "The model has no bias after token mixing (model.switches.token_bias: false)."
             return
         findings.measure("token_bias", [each.tolist() for each in biases], "[layer][row][column], b of Eq. 15 (gMLP: Eq. 1)")
         findings.plots.append(
@@ -160,7 +160,7 @@ class GatedMLPChapter(Chapter):
         gaussians = [each.gate.mixing for each in self._layers if isinstance(each.gate.mixing, GaussianMap)]
         if not gaussians:
             findings.omitted["covariance_gain"] = (
-                f"Σ is that of the Gaussian maps of ggqpe, and model.switches.mixing is {self._mixing}"
+                f"Σ is that of the Gaussian maps of ggqpe, and model.switches.mixing is {self._mixing}."
             )
             return
         gains = [covariance_gain(each.covariance().detach().cpu()) for each in gaussians]

@@ -154,7 +154,7 @@ def mixing_rows(parts: Sequence[Mapping[str, Tensor]], rows: Sequence[int], labe
         if len(of_layer) > 1:
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7)
         if place == len(parts) - 1:
-            axes.set_xlabel("key")
+            axes.set_xlabel("key", fontsize=8)
             for each in grid[place, :columns]:
                 each.set_xlabel("key", fontsize=8)
     return figure

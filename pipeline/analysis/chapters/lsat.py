@@ -28,6 +28,7 @@ from pipeline.models.lsat.shifts import Shift, ShiftEmbedding
 from pipeline.models.lsat.swin import SwinBlock
 
 Grid = tuple[int, int]  # (rows, columns) of patches
+NO_IMAGES = "It needs images: pass --data."
 _LOCAL_FIGURES = ("shift_weights", "shift_weights_by_place", "shift_offsets_on_images", "shift_weights_on_image")
 
 
@@ -144,7 +145,7 @@ class LSATChapter(Chapter):
     def add_findings(self, findings: Findings) -> None:
         if self._shifts is None:
             reason = (
-                f"the model has no shifted variants ({self._without_variants()}): its first block attends from patch to patch"
+                f"The model has no shifted variants ({self._without_variants()}): its first block attends from patch to patch."
             )
             findings.omitted.update(dict.fromkeys(_LOCAL_FIGURES, reason))
         else:
@@ -159,7 +160,7 @@ class LSATChapter(Chapter):
 
     def _add_averages(self, findings: Findings, shifts: Tensor) -> None:
         if self._attention.count == 0:
-            findings.omitted.update(dict.fromkeys(_LOCAL_FIGURES[:2], "needs images: pass --data"))
+            findings.omitted.update(dict.fromkeys(_LOCAL_FIGURES[:2], NO_IMAGES))
             return
         weights = self._attention.mean("weights")[0]  # (heads, N, T)
         findings.measure("shift_weights", weights.mean(1)[None], "[layer][head][shift], share; mean over images and patches")
@@ -197,16 +198,17 @@ class LSATChapter(Chapter):
 
     def _add_examples(self, findings: Findings, shifts: Tensor) -> None:
         if not self.request.examples:
-            findings.omitted.update(dict.fromkeys(_LOCAL_FIGURES[2:], "needs images: pass --data"))
+            findings.omitted.update(dict.fromkeys(_LOCAL_FIGURES[2:], NO_IMAGES))
             return
         examples = list(self.request.examples)
         weights = [self._weights_of(each) for each in examples]  # (heads, N, T) each
-        offsets = [(each @ -shifts.double()).unflatten(1, self._grid) for each in weights]  # (heads, rows, columns, 2)
+        equal = -shifts.double().mean(0)  # (2,): not 0, for the sets have more shifts to one side
+        offsets = [(each @ -shifts.double() - equal).unflatten(1, self._grid) for each in weights]  # (heads, rows, columns, 2)
         findings.measure("shift_examples.keys", [each.key for each in examples], "[example]")
         findings.measure(
             "shift_examples.offsets",
             [each.round(decimals=4).tolist() for each in offsets],
-            "[example][head][row][column of the patch][down, right], pixels from the unshifted patch",
+            "[example][head][row][column of the patch][down, right], pixels from where equal weights look",
         )
         first = weights[0].transpose(1, 2).unflatten(-1, self._grid)  # (heads, T, rows, columns)
         findings.measure(
@@ -218,8 +220,9 @@ class LSATChapter(Chapter):
             Plot(
                 "shift_offsets_on_images",
                 "Where each patch looks, on images",
-                "Mean place of a patch's variants by their weights, relative to the unshifted patch, one column per head: arrows point "
-                "there (drawn larger than they are, all at one scale), colours are their length in pixels.",
+                "Mean place of a patch's variants by their weights, from the place that equal weights would give "
+                f"({equal[0]:+.2f} pixels down, {equal[1]:+.2f} right of the patch), one column per head. Arrows point there, all at one "
+                "scale, larger than they are; colours are their length in pixels.",
                 "LSAT, Eq. 3 (the paper has no such figure)",
                 partial(figures.offsets_on_images, examples, offsets),
             )
@@ -250,7 +253,7 @@ class LSATChapter(Chapter):
 
     def _add_distances(self, findings: Findings) -> None:
         if self._attention.count == 0:
-            findings.omitted["attention_distance"] = "needs images: pass --data"
+            findings.omitted["attention_distance"] = NO_IMAGES
             return
         first = 0 if self._shifts is None else 1
         layers = range(first, len(self._blocks))

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 def place_name(shift: Any) -> str:
     """Where a variant's patch lies, pixels down and right of the unshifted one: "0, 0", "-1, +2"."""
-    down, right = (-int(each) for each in shift)
-    return f"{down:+d}, {right:+d}" if down or right else "0, 0"
+    return ", ".join(_signed(-int(each)) for each in shift)
+
+
+def _signed(value: int) -> str:
+    return f"{value:+d}" if value else "0"
 
 
 def shift_planes(weights: Tensor, shifts: Tensor) -> Figure:
@@ -33,7 +36,7 @@ def shift_planes(weights: Tensor, shifts: Tensor) -> Figure:
     down = ceil(len(weights) / across)
     figure = new_figure(2.1 * across + 0.9, 2.3 * down * max(rows / columns, 0.6))
     grid = figure.subplots(down, across, squeeze=False)
-    highest = float(weights.max())
+    lowest, highest = float(weights.min()), float(weights.max())
     for axes in grid.flat:
         axes.set_axis_off()
     image = None
@@ -42,13 +45,13 @@ def shift_planes(weights: Tensor, shifts: Tensor) -> Figure:
         plane[offsets[:, 0] - top, offsets[:, 1] - left] = of_head
         axes.set_axis_on()
         axes.spines[:].set_visible(False)
-        image = axes.imshow(plane, cmap=MAP_COLORS, vmin=0.0, vmax=highest)
+        image = axes.imshow(plane, cmap=MAP_COLORS, vmin=lowest, vmax=highest)
         for (y, x), weight in zip(offsets, of_head):
-            color = "black" if weight > 0.6 * highest else "white"
+            color = "black" if weight > lowest + 0.6 * (highest - lowest) else "white"
             axes.text(x - left, y - top, f"{100 * weight:.1f}", ha="center", va="center", fontsize=7, color=color)
         mark_query(axes, (-top, -left))
-        axes.set_xticks(range(columns), [f"{left + i:+d}" if left + i else "0" for i in range(columns)])
-        axes.set_yticks(range(rows), [f"{top + i:+d}" if top + i else "0" for i in range(rows)])
+        axes.set_xticks(range(columns), [_signed(left + i) for i in range(columns)])
+        axes.set_yticks(range(rows), [_signed(top + i) for i in range(rows)])
         axes.tick_params(length=0)
         axes.set_title(f"head {head}", fontsize=9)
     for axes in grid[:, 0]:
@@ -69,8 +72,7 @@ def shift_maps(weights: Tensor, shifts: Tensor) -> Figure:
         label="weight",
         xlabel="Place of the variant, pixels down, right",
         ylabel="Head",
-        limits=(0.0, float(weights.max())),
-        cell=0.72,
+        cell=max(0.6, 8 / len(shifts)),
     )
 
 
@@ -87,7 +89,7 @@ def offsets_on_images(examples: Sequence[Example], offsets: Sequence[Tensor]) ->
     for place, of_image in enumerate(offsets):
         for head in range(heads):
             _arrows(figure.axes[place * (heads + 1) + 1 + head], of_image[head], examples[place].pixels.shape[-1], longest)
-    _color_bar(figure, longest, "mean offset, pixels")
+    _color_bar(figure, 0.0, longest, "mean offset, pixels")
     return figure
 
 
@@ -108,23 +110,22 @@ def _arrows(axes: Axes, offsets: Tensor, size: int, longest: float) -> None:
 def weights_on_image(example: Example, weights: Tensor, shifts: Tensor) -> Figure:
     """An image, and on it each variant's weights by head. Args: weights: (heads, T, rows, columns); shifts: (T, 2)."""
     heads = min(len(weights), 6)
-    highest = float(weights.max())
+    limits = (float(weights.min()), float(weights.max()))
     pictures = [
-        [example.pixels, *(overlay(example.pixels, each, limits=(0.0, highest)) for each in weights[head])]
-        for head in range(heads)
+        [example.pixels, *(overlay(example.pixels, each, limits=limits) for each in weights[head])] for head in range(heads)
     ]
     columns = ["image", *(place_name(each) for each in shifts)]
     figure = image_grid(pictures, [f"head {head + 1}" for head in range(heads)], columns, cell=0.66)
-    _color_bar(figure, highest, "weight")
+    _color_bar(figure, *limits, "weight")
     return figure
 
 
-def _color_bar(figure: Figure, highest: float, label: str) -> None:
+def _color_bar(figure: Figure, lowest: float, highest: float, label: str) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     figure.colorbar(
-        ScalarMappable(Normalize(0.0, highest), MAP_COLORS), ax=figure.axes, label=label, fraction=0.03, pad=0.01, aspect=25
+        ScalarMappable(Normalize(lowest, highest), MAP_COLORS), ax=figure.axes, label=label, fraction=0.03, pad=0.01, aspect=25
     )
 
 
