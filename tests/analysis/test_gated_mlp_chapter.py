@@ -153,7 +153,9 @@ def test_biases_are_maps_row_by_row() -> None:
         assert bias[1][2] == side + 2
 
 
-@pytest.mark.parametrize(("query", "expected"), [((0, 0), [(2, 2), (1, 1), (0, 0), (0, 0)]), ((1, 2), [(2, 2), (3, 1), (1, 2), (0, 1)])])
+@pytest.mark.parametrize(
+    ("query", "expected"), [((0, 0), [(2, 2), (1, 1), (0, 0), (0, 0)]), ((1, 2), [(2, 2), (3, 1), (1, 2), (0, 1)])]
+)
 def test_a_query_is_followed_into_the_windows_of_each_stage(query: tuple[int, int], expected: list[tuple[int, int]]) -> None:
     """Guards against a patch of 16 pixels that is looked up in another window: at 64 pixels the stages have grids of 16, 8, 4, 2."""
     queries = [layer.query(query, 64) for layer in mixing_layers(small_posmlp())]
@@ -175,7 +177,8 @@ def test_every_map_of_table_1_has_figures_or_reasons(mixing: str) -> None:
         assert set(findings.omitted) == (set() if mixing == "ggqpe" else {"covariance_gain"})
         assert all(mixing in reason for reason in findings.omitted.values())
         json.dumps(findings.measures, allow_nan=False)
-        draw_all(findings)
+        if isinstance(model, GMLP) or mixing == "glrpe":
+            draw_all(findings)
 
 
 @pytest.mark.parametrize(
@@ -201,4 +204,5 @@ def test_every_variant_of_the_other_tables_has_figures_or_reasons(switches: dict
     findings = findings_of(GatedMLPChapter, small_posmlp(**switches), 64)
     assert names(findings) == FIGURES and set(findings.omitted) == omitted
     json.dumps(findings.measures, allow_nan=False)
-    draw_all(findings)
+    if "windows" in switches or omitted:  # the others are drawn as those of Table 1
+        draw_all(findings)

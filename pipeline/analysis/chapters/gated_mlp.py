@@ -53,7 +53,8 @@ class GatedMLPChapter(Chapter):
         self._add_covariance(findings)
 
     def _add_maps(self, findings: Findings) -> None:
-        shown = spread(len(self._layers), 8)
+        single = max(len(each.map()) for each in self._layers) == 1
+        shown = spread(len(self._layers), len(self._layers) if single else 8)
         queries, maps, groups = [], [], []
         for layer in (self._layers[i] for i in shown):
             window, all_groups = layer.window, layer.map()

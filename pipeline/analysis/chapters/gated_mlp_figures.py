@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from torch import Tensor
@@ -23,7 +23,7 @@ def mixing_maps(
     groups: Sequence[Sequence[int]],
     signed: bool,
 ) -> Figure:
-    """PosMLP, Fig. 4: a row per layer, a column per channel group.
+    """PosMLP, Fig. 4: a row per layer, a column per channel group; with one group, layer after layer (Fig. 1d).
 
     Args:
         maps: per layer (groups, window, window); windows and numbers of groups may differ.
@@ -32,22 +32,28 @@ def mixing_maps(
         groups: numbers of the shown groups per layer, from 0.
         signed: whether weights may be negative.
     """
-    side, columns = max(each.shape[-1] for each in maps), max(len(each) for each in maps)
+    label = "weight / largest magnitude" if signed else "weight / largest weight"
+    limits, colors = ((-1.0, 1.0), DIVERGING_COLORS) if signed else ((0.0, 1.0), MAP_COLORS)
+    columns = max(len(each) for each in maps)
+    if columns == 1:
+        relative = [each[0] / each.abs().max().clamp_min(1e-300) for each in maps]
+        return layer_maps(relative, [f"layer {each}" for each in labels], label, limits, colors, queries)
+    side = max(each.shape[-1] for each in maps)
     grid = np.full((len(maps), columns, side, side), np.nan)
     for row, each in enumerate(maps):
         index = np.arange(side) * each.shape[-1] // side  # the nearest token: a small window is drawn as large as the others
-        relative = (each / each.abs().amax((1, 2), keepdim=True).clamp_min(1e-300)).numpy()
-        grid[row, : len(each)] = relative[:, index][:, :, index]
+        shares = (each / each.abs().amax((1, 2), keepdim=True).clamp_min(1e-300)).numpy()
+        grid[row, : len(each)] = shares[:, index][:, :, index]
     same = all(each == groups[0] for each in groups)
     figure = map_grid(
         grid,
         labels,
         [str(group + 1) for group in groups[0]] if same else [""] * columns,
-        label="weight / largest magnitude" if signed else "weight / largest weight",
+        label=label,
         xlabel="Channel group" if same else "Channel groups, evenly chosen",
         ylabel="Layer",
-        limits=(-1.0, 1.0) if signed else (0.0, 1.0),
-        colors=DIVERGING_COLORS if signed else MAP_COLORS,
+        limits=limits,
+        colors=colors,
         cell=min(1.2, max(0.7, 7 / columns)),
     )
     gap = max(1, round(0.08 * side))  # of map_grid
@@ -75,18 +81,27 @@ def per_group(
     """
     figure = new_figure(max(5.0, 0.27 * len(values) + 1.0), 3.2)
     axes = figure.add_subplot()
-    for layer, each in enumerate(values, start=1):
+    grouped = max(len(each) for each in values) > 1
+    for layer, each in enumerate(values, start=1) if grouped else ():
         spread = np.linspace(-0.22, 0.22, len(each)) if len(each) > 1 else np.zeros(1)
         axes.plot(
             layer + spread, each.numpy(), ".", color=BLUE, alpha=0.45, markersize=4, label="group" if layer == 1 else None
         )
     means = [each.nanmean().item() for each in values]
-    axes.plot(range(1, len(means) + 1), means, color="black", marker="o", markersize=3, label="mean of the groups")
+    axes.plot(
+        range(1, len(means) + 1),
+        means,
+        color="black",
+        marker="o",
+        markersize=3,
+        label="mean of the groups" if grouped else "map",
+    )
     if reference is not None:
         pieces = zip(reference, range(1, len(reference) + 1))
         for value, layer in pieces:
             axes.plot([layer - 0.5, layer + 0.5], [value] * 2, "--", color=GREY, label="equal weights" if layer == 1 else None)
-    axes.set_ylim(0, None)
+    highest = np.nanmax([float(each.nan_to_num(0.0).max()) for each in values] + list(reference or []))
+    axes.set_ylim(0, 1.06 * highest or 1.0)
     mark_stages(axes, stages, "stage")
     step = 1 if len(values) <= 12 else 2
     axes.set_xticks(range(1, len(values) + 1, step))
@@ -105,13 +120,13 @@ def mark_stages(axes: Axes, stages: Sequence[int | None], word: str) -> None:
     for stage in dict.fromkeys(each for each in stages if each is not None):
         layers = [layer for layer, each in enumerate(stages, start=1) if each == stage]
         axes.annotate(
-            f"{word} {stage}" if len(layers) > 2 else str(stage),
+            f"{word} {stage}",
             (sum(layers) / len(layers), 1.0),
             xycoords=("data", "axes fraction"),
             xytext=(0, 3),
             textcoords="offset points",
             ha="center",
-            fontsize=8,
+            fontsize=7,
             color=GREY,
         )
 
@@ -133,7 +148,11 @@ def mixing_rows(parts: Sequence[Mapping[str, Tensor]], rows: Sequence[int], labe
         image = None
         for axes, (name, matrix) in zip(grid[place], of_layer.items()):
             image = axes.imshow(
-                matrix.numpy(), cmap=DIVERGING_COLORS if signed else MAP_COLORS, vmin=-largest if signed else 0.0, vmax=largest
+                matrix.numpy(),
+                interpolation="nearest",
+                cmap=DIVERGING_COLORS if signed else MAP_COLORS,
+                vmin=-largest if signed else 0.0,
+                vmax=largest,
             )
             axes.axhline(row, color="black" if signed else RED, linewidth=0.6)
             axes.set_title(name, fontsize=8)
@@ -162,26 +181,46 @@ def mixing_rows(parts: Sequence[Mapping[str, Tensor]], rows: Sequence[int], labe
 
 def bias_maps(biases: Sequence[Tensor], labels: Sequence[str]) -> Figure:
     """PosMLP, Fig. 5: the bias of each token, a map per layer. Args: biases: per layer (window, window); labels: of the layers."""
-    columns = min(len(biases), 6 if len(biases) <= 12 else 10 if len(biases) > 24 else 8)
-    rows = ceil(len(biases) / columns)
-    figure = new_figure(1.15 * columns + 0.8, 1.5 * rows + 0.2)
+    titles, maps = [], []
+    for bias, label in zip(biases, labels):
+        mean, deviation = float(bias.mean()), float(bias.std(correction=0))
+        maps.append((bias - mean) / deviation if deviation > 1e-12 * max(abs(mean), 1.0) else bias * 0)
+        titles.append(f"{label}\n{mean:.2g} ± {deviation:.1g}")
+    return layer_maps(maps, titles, "(bias - mean) / deviation", (-2.5, 2.5), DIVERGING_COLORS, extend="both")
+
+
+def layer_maps(
+    maps: Sequence[Tensor],
+    titles: Sequence[str],
+    label: str,
+    limits: tuple[float, float],
+    colors: str,
+    queries: Sequence[tuple[int, int]] = (),
+    extend: Literal["neither", "both"] = "neither",
+) -> Figure:
+    """A map per layer, one after another, with one colour bar.
+
+    Args:
+        maps: (side, side) each; sides may differ.
+        titles: one each.
+        label: of the colour bar.
+        limits: of the colours.
+        queries: (row, column) of the patch that each map marks, or none.
+        extend: whether values lie beyond the limits.
+    """
+    columns = min(len(maps), 6 if len(maps) <= 12 else 10 if len(maps) > 24 else 8)
+    rows = ceil(len(maps) / columns)
+    height = 1.3 + 0.15 * max(title.count("\n") for title in titles)
+    figure = new_figure(1.15 * columns + 0.8, height * rows + 0.2)
     grid = figure.subplots(rows, columns, squeeze=False)
-    image = None
     for axes in grid.flat:
         axes.set_axis_off()
-    for axes, bias, label in zip(grid.flat, biases, labels):
-        mean, deviation = float(bias.mean()), float(bias.std(correction=0))
-        scaled = (bias - mean) / deviation if deviation > 1e-12 * max(abs(mean), 1.0) else bias * 0
-        image = axes.imshow(scaled.numpy(), cmap=DIVERGING_COLORS, vmin=-2.5, vmax=2.5, interpolation="nearest")
-        axes.set_title(f"{label}\n{mean:.2g} ± {deviation:.1g}", fontsize=7)
-    if image is not None:
-        figure.colorbar(
-            image,
-            ax=grid.ravel().tolist(),
-            label="(bias - mean) / deviation",
-            fraction=0.02,
-            pad=0.02,
-            aspect=25,
-            extend="both",
-        )
+    image = None
+    for axes, each, title in zip(grid.flat, maps, titles):
+        image = axes.imshow(each.numpy(), cmap=colors, vmin=limits[0], vmax=limits[1], interpolation="nearest")
+        axes.set_title(title, fontsize=7)
+    for axes, query in zip(grid.flat, queries):
+        mark_query(axes, query)
+    assert image is not None
+    figure.colorbar(image, ax=grid.ravel().tolist(), label=label, fraction=0.02, pad=0.02, aspect=25, extend=extend)
     return figure
