@@ -15,7 +15,10 @@ _CHAPTERS = {  # module of this package -> its class, in the page's order
     "pervit": "PerViTChapter",
     "pervit_extremes": "ExtremesChapter",
     "convit": "ConViTChapter",
+    "lsat": "LSATChapter",
+    "gated_mlp": "GatedMLPChapter",
 }
+
 
 
 def chapters_of(request: Request) -> list[Chapter]:

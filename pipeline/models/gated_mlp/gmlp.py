@@ -57,6 +57,7 @@ class GMLP(VisionModel):
         UserError: ``image_size`` or the groups do not fit.
     """
 
+    switches: GMLPSwitches
     reference_names = (
         ("stem.proj.", "stem."),
         ("blocks.*.mlp_channels.fc*.", "blocks.*.fc*."),

@@ -77,6 +77,7 @@ class LSAT(VisionModel):
         UserError: ``image_size`` or ``switches.heads`` does not suit the layout.
     """
 
+    switches: LSATSwitches
     reference_names = (
         ("to_patch_embedding.", "embedding."),
         ("layers.0.0.layers.0.0.Wq_even.", "levels.0.blocks.0.attention.query."),  # the local block
