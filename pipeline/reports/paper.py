@@ -1,0 +1,99 @@
+"""The figure of the paper that a run is to be compared with, and the recipe that its config comes from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import config_from_dict, flatten, load_config, shipped_recipes
+from pipeline.errors import UserError
+from pipeline.reports.run_folder import RunFolder
+
+_TOP1 = re.compile(r"Paper: (\d+(?:\.\d+)?) % top-1")
+_OF_THE_RECIPE = ("model.", "data.", "augment.", "train.", "optim.")
+_NOT_OF_IT = ("data.path", "data.decode", "data.num_threads", "data.prefetch", "data.read_ahead", "train.micro_batch_size",
+              "train.zero_stage", "train.compile", "train.precision", "train.teacher_weights", "data.max_bad_samples",
+              "train.activation_checkpointing", "train.deterministic", "train.max_skipped_steps")  # fmt: skip
+_FAR = 3  # keys of the recipe that may differ before a comparison with the paper would mislead
+
+
+@dataclass(frozen=True)
+class PaperRecipe:
+    """The shipped config that is nearest to a run's.
+
+    Attributes:
+        file: relative to the folder of configs.
+        heading: the comment lines of the file that name paper and table.
+        top1: in percent, from the file's comment ``Paper: ... % top-1``; None if the paper has none.
+        changed: keys in which the run differs, with the recipe's value and the run's.
+    """
+
+    file: str
+    heading: str
+    top1: float | None
+    changed: dict[str, tuple[Any, Any]]
+
+    @property
+    def decisive(self) -> list[str]:
+        """Those of the changed keys that decide what is trained."""
+        return [key for key in self.changed if key.startswith(_OF_THE_RECIPE) and key not in _NOT_OF_IT]
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the run trains what the paper's figure is of."""
+        return not self.decisive
+
+
+def paper_recipe(run: RunFolder) -> PaperRecipe | None:
+    """The shipped config with the same model, switches and number of classes that differs in the fewest keys; None if there is none."""
+    try:
+        values = flatten(config_from_dict(run.config, source=str(run.path)))
+    except UserError:
+        return None
+    found: list[tuple[int, str, PaperRecipe]] = []
+    folder = shipped_recipes()
+    for path in sorted(folder.rglob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        if path.parent.name == "base" or not _may_be_of(text, str(values["model.name"]), folder, path):
+            continue
+        try:
+            its = flatten(load_config(path))
+        except UserError:
+            continue
+        changed = {key: (its[key], values[key]) for key in its if its[key] != values.get(key) and key != "output_dir"}
+        if "model.name" in changed:
+            continue
+        name = path.relative_to(folder).as_posix()
+        recipe = PaperRecipe(name, _heading(text), _top1(text), changed)
+        weight = 100 * ("model.switches" in changed) + len(recipe.decisive) + 0.01 * len(changed)
+        weight += 0.005 * name.startswith("ablations/")  # of two equal ones the plain config
+        found.append((round(1000 * weight), name, recipe))
+    return min(found, key=lambda each: each[:2])[2] if found else None
+
+
+def _may_be_of(text: str, model: str, folder: Path, path: Path) -> bool:
+    """Whether a config, or what it begins from, names a model: reading all configs in full would take seconds."""
+    named = re.search(r"^  name: (\S+)", text, re.MULTILINE)
+    if named:
+        return named[1] == model
+    base = re.search(r"^base: (\S+)", text, re.MULTILINE)
+    if not base:
+        return model == "pervit_t"  # the default
+    try:
+        below = (path.parent / base[1]).resolve()
+        return _may_be_of(below.read_text(encoding="utf-8"), model, folder, below)
+    except (OSError, RecursionError):
+        return False
+
+
+def _heading(text: str) -> str:
+    lines = [line[2:].strip() for line in text.splitlines() if line.startswith("# ")]
+    kept = [line for line in lines if not re.match(r"(sbatch|bash|or:|make|Paper:|The shards:)", line)]
+    return kept[0] if kept else ""
+
+
+def _top1(text: str) -> float | None:
+    found = _TOP1.search(text)
+    return float(found[1]) if found else None
