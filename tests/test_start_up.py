@@ -18,6 +18,7 @@ COMMANDS = [
     "pipeline.config",
     "pipeline.models",
     "pipeline.flops",
+    "pipeline.report",
 ]
 COMMANDS += ["pipeline.faults.restart"]
 

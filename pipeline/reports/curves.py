@@ -71,10 +71,10 @@ def with_mean(name: str, steps: np.ndarray, values: np.ndarray, colour: str = CO
 
 
 def curve_figure(
-    title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), unit: str = "", log: bool = False, percent: bool = False,
+    title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), unit: str = "", log: bool = False, last: float | None = None,
     height: int = 300, x_title: str = "step",
 ) -> Figure:  # fmt: skip
-    """Curves over steps in one figure, with its marks as lines (starts) and ticks at the bottom (evaluations, saves)."""
+    """Curves over steps in one figure, with its marks as lines (starts) and signs at the bottom; ``last`` is the end of the axis."""
     traces = [_trace(curve, COLOURS[number % len(COLOURS)]) for number, curve in enumerate(curves)]
     kinds = {"start": ("line-ns-open", COLOURS[7], "starts"), "evaluation": ("triangle-up", COLOURS[2], "evaluations"),
              "save": ("square", COLOURS[4], "saves")}  # fmt: skip
@@ -92,15 +92,15 @@ def curve_figure(
                "line": {"color": COLOURS[7], "width": 1, "dash": "dot"}} for x in starts]  # fmt: skip
     vertical: dict[str, Any] = {"type": "log"} if log else {}
     if log:
-        vertical["dtick"] = 1 if _decades(curves) > 1.5 else None
+        vertical["dtick"] = 1 if _decades(curves) > 1.5 else "D2"
         vertical["exponentformat"] = "power"
-    if percent:
-        vertical["tickformat"] = ".3~%"
-    layout = {
+    layout: dict[str, Any] = {
         "title": {"text": escape(title + (f" ({unit})" if unit else "")), "font": {"size": 13}, "x": 0, "xanchor": "left", "y": 0.985, "yanchor": "top"},
         "xaxis": {"title": {"text": x_title, "font": {"size": 11}}}, "yaxis": {k: v for k, v in vertical.items() if v is not None},
-        "showlegend": len(traces) > 1, "shapes": shapes, "margin": {"t": 58 if len(traces) > 1 else 34},
+        "showlegend": len(traces) > 1, "shapes": shapes,
     }  # fmt: skip
+    if last:
+        layout["xaxis"]["range"] = [0, 1.01 * last]
     if any(trace.get("yaxis") for trace in traces):
         layout["yaxis2"] = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     return Figure(traces, layout, height, title)

@@ -9,9 +9,10 @@
   // Figures: colours of text and grid come from the style sheet, so that they follow dark, light and print by themselves.
   const touch = matchMedia("(pointer: coarse)").matches;
   const common = {
-    margin: { l: 54, r: 14, t: 34, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { l: 50, r: 14, t: 34, b: 44 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12 }, hovermode: "x unified",
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", xanchor: "left" },
+    legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top", xanchor: "left", font: { size: 11 } },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: "#8a9096", activecolor: "#3f7fd0" },
     xaxis: { zeroline: false, automargin: true }, yaxis: { zeroline: false, automargin: true },
     dragmode: touch ? false : "zoom",  // a finger scrolls the page; the buttons of a figure zoom it
   };
@@ -27,7 +28,7 @@
     const shown = JSON.parse(place.querySelector("script").textContent);
     const options = {
       responsive: true, displaylogo: false, displayModeBar: touch ? true : "hover",
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "toImage"],
+      modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
     };
     Plotly.newPlot(place, shown.data, merged(common, shown.layout), options);
   }

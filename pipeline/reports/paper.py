@@ -89,9 +89,10 @@ def _may_be_of(text: str, model: str, folder: Path, path: Path) -> bool:
 
 
 def _heading(text: str) -> str:
+    """The comment line of a config that names paper and table; empty if there is none."""
     lines = [line[2:].strip() for line in text.splitlines() if line.startswith("# ")]
-    kept = [line for line in lines if not re.match(r"(sbatch|bash|or:|make|Paper:|The shards:)", line)]
-    return kept[0] if kept else ""
+    named = [line for line in lines if re.search(r"et al\.|Table|Fig|Sec\.|recipe of", line) and not line.startswith("Paper:")]
+    return named[0] if named else ""
 
 
 def _top1(text: str) -> float | None:

@@ -21,21 +21,21 @@ def curves(run: RunFolder, starts: list[Start], paper: float | None) -> Html | N
     if len(steps):
         its = with_mean("training", steps, losses)
         its += [each for each in _evaluated(run, "loss", "validation, ")]
-        figures.append(curve_figure("Loss", its, marks))
+        figures.append(curve_figure("Loss", its, marks, last=run.step))
     accuracy = _evaluated(run, "top1", "top-1, ") + _evaluated(run, "top5", "top-5, ", dash="dot")
     if accuracy:
         if paper is not None:
             ends = np.array([0.0, float(run.last_step or run.step)])
             accuracy.append(Curve(f"paper, {paper:g}", ends, np.full(2, paper), dash="dash", colour="#8a9096"))
-        figures.append(curve_figure("Accuracy", accuracy, marks, unit="%"))
+        figures.append(curve_figure("Accuracy", accuracy, marks, unit="%", last=run.step))
     steps, rates = run.curve("lr")
     if len(steps):
-        figures.append(curve_figure("Learning rate", [Curve("learning rate", steps, rates)], marks))
+        figures.append(curve_figure("Learning rate", [Curve("learning rate", steps, rates)], marks, last=run.step))
     steps, norms = run.curve("grad_norm")
     if len(steps):
         positive = norms > 0
         its = with_mean("gradient norm", steps[positive], norms[positive], COLOURS[1])
-        figures.append(curve_figure("Gradient norm", its, marks, log=True))
+        figures.append(curve_figure("Gradient norm", its, marks, log=True, last=run.step))
     if not figures:
         return None
     return join([html('<div class="plots">{}</div>', [figure(each) for each in figures]), _how_to_read(run, starts)])
@@ -52,11 +52,11 @@ def speed(run: RunFolder, starts: list[Start]) -> Html | None:
     ):
         steps, values = run.curve(name)
         if len(steps):
-            figures.append(curve_figure(title, [Curve(title.lower(), steps, factor * values)], marks, unit))
+            figures.append(curve_figure(title, [Curve(title.lower(), steps, factor * values)], marks, unit, last=run.step))
     memory = [(name, *run.curve(name)) for name in ("memory_gib", "peak_memory_gib")]
     its = [Curve({"memory_gib": "now", "peak_memory_gib": "peak"}[name], x, y) for name, x, y in memory if len(x)]
     if its:
-        figures.append(curve_figure("Memory of a process", its, marks, "GiB"))
+        figures.append(curve_figure("Memory of a process", its, marks, "GiB", last=run.step))
     if not figures:
         return None
     rate = run.curve("images_per_second")[1]
