@@ -52,7 +52,7 @@
     folded = Array.from(document.querySelectorAll("details:not([open])"));
     for (const part of folded) part.open = true;
     drawOpened();
-    document.querySelectorAll(".js-plotly-plot").forEach((place) => Plotly.relayout(place, { width: Math.min(place.clientWidth, 680) }));
+    document.querySelectorAll(".js-plotly-plot").forEach((place) => Plotly.relayout(place, { width: place.closest(".plots") ? 325 : 670 }));
   });
   addEventListener("afterprint", function () {
     for (const part of folded) part.open = false;

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from pipeline.errors import UserError
 from pipeline.reports.run_folder import read_run
@@ -168,3 +169,34 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     bad.write_text("key,label\na,1\n")
     with pytest.raises(UserError, match="has no column 'predicted'"):
         run_page(read_run(tmp_path), Sources(predictions=bad))
+
+
+def test_figures_of_an_analysis_and_measures_over_training(tmp_path: Path) -> None:
+    """Guards against measures and figures that were made and are not shown; a layer without a gate has no line."""
+    run, analysis = tmp_path / "run", tmp_path / "run" / "analysis"
+    analysis.mkdir(parents=True)
+    rows = []
+    for step in (1, 2, 3):
+        measures = {"mean_attention_distance": [[3.0 + step, 5.0], [7.0, 7.0]], "gate": [[0.9, 0.7], []]}
+        rows.append(
+            {
+                "step": step,
+                "time": 1e9,
+                "epoch": step / 2,
+                "samples": 8,
+                "analysis": {**measures, "nonlocality": {"phi_p": [[0.5]]}},
+            }
+        )
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (analysis / "analysis.json").write_text('{"images": 1024}')
+    Image.new("RGB", (40, 30), "red").save(analysis / "phi_p_maps.png")
+    (analysis / "torn.png").write_bytes(b"\x89PNG")
+    page = run_page(read_run(run), Sources())
+    text = words(page)
+    assert "over 1,024 images" in text and "phi p maps" in text
+    assert "torn.png cannot be decoded" in text
+    shown = [json.loads(data) for data in re.findall(r'<script type="application/json">(.*?)</script>', page)]
+    lines = {each["layout"]["title"]["text"]: {trace["name"]: trace["y"] for trace in each["data"]} for each in shown}
+    assert lines["Nonlocality (mean attention distance) (patches)"] == {"layer 1": [4.5, 5, 5.5], "layer 2": [7, 7, 7]}
+    assert lines["Gate (share of positional attention)"] == {"layer 1": [0.8, 0.8, 0.8]}
+    assert lines["nonlocality, phi_p"] == {"layer 1": [0.5, 0.5, 0.5]}
