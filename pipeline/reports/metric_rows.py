@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -68,7 +68,7 @@ def read_metrics(path: Path) -> MetricRows:
     return found
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether a value of a file is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 

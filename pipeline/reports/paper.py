@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import config_from_dict, flatten, load_config, shipped_recipes
+from pipeline.config import Config, config_from_dict, flatten, load_config, shipped_recipes
 from pipeline.errors import UserError
 from pipeline.reports.run_folder import RunFolder
 
@@ -47,9 +47,9 @@ class PaperRecipe:
 
 
 def paper_recipe(run: RunFolder) -> PaperRecipe | None:
-    """The shipped config with the same model, switches and number of classes that differs in the fewest keys; None if there is none."""
+    """The shipped config of the same model that differs in the fewest switches, then keys; None if there is none."""
     try:
-        values = flatten(config_from_dict(run.config, source=str(run.path)))
+        values = _keys(config_from_dict(run.config, source=str(run.path)))
     except UserError:
         return None
     found: list[tuple[int, str, PaperRecipe]] = []
@@ -59,18 +59,26 @@ def paper_recipe(run: RunFolder) -> PaperRecipe | None:
         if path.parent.name == "base" or not _may_be_of(text, str(values["model.name"]), folder, path):
             continue
         try:
-            its = flatten(load_config(path))
+            its = _keys(load_config(path))
         except UserError:
             continue
-        changed = {key: (its[key], values[key]) for key in its if its[key] != values.get(key) and key != "output_dir"}
+        keys = [key for key in {**its, **values} if key != "output_dir"]
+        changed = {key: (its.get(key), values.get(key)) for key in keys if its.get(key) != values.get(key)}
         if "model.name" in changed:
             continue
         name = path.relative_to(folder).as_posix()
         recipe = PaperRecipe(name, _heading(text), _top1(text), changed)
-        weight = 100 * ("model.switches" in changed) + len(recipe.decisive) + 0.01 * len(changed)
+        switches = sum(key.startswith("model.switches.") for key in changed)
+        weight = 10 * switches + len(recipe.decisive) + 0.01 * len(changed)
         weight += 0.005 * name.startswith("ablations/")  # of two equal ones the plain config
         found.append((round(1000 * weight), name, recipe))
     return min(found, key=lambda each: each[:2])[2] if found else None
+
+
+def _keys(config: Config) -> dict[str, Any]:
+    """Dotted key -> value, a switch of the model as a key of its own."""
+    values = flatten(config)
+    return {**values, **{f"model.switches.{name}": value for name, value in values.pop("model.switches").items()}}
 
 
 def _may_be_of(text: str, model: str, folder: Path, path: Path) -> bool:
