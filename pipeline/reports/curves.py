@@ -72,31 +72,28 @@ def with_mean(name: str, steps: np.ndarray, values: np.ndarray, colour: str = CO
 
 def curve_figure(
     title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), unit: str = "", log: bool = False, last: float | None = None,
-    height: int = 300, x_title: str = "step",
+    height: int = 300,
 ) -> Figure:  # fmt: skip
     """Curves over steps in one figure, with its marks as lines (starts) and signs at the bottom; ``last`` is the end of the axis."""
     traces = [_trace(curve, COLOURS[number % len(COLOURS)]) for number, curve in enumerate(curves)]
-    kinds = {"start": ("line-ns-open", COLOURS[7], "starts"), "evaluation": ("triangle-up", COLOURS[2], "evaluations"),
+    kinds = {"start": ("line-ns-open", COLOURS[7], "restarts"), "evaluation": ("triangle-up", COLOURS[2], "evaluations"),
              "save": ("square", COLOURS[4], "saves")}  # fmt: skip
     for kind, (symbol, colour, name) in kinds.items():
         its = [mark for mark in marks if mark.kind == kind]
         if its:
             its = [its[i] for i in sorted(set(np.linspace(0, len(its) - 1, min(len(its), 400)).astype(int).tolist()))]
             traces.append({
-                "type": "scatter", "mode": "markers", "name": name, "x": [mark.step for mark in its], "y": [0.02] * len(its),
+                "type": "scatter", "mode": "markers", "name": name, "x": [mark.step for mark in its], "y": [0.09 if kind == "evaluation" else 0.02] * len(its),
                 "text": [escape(mark.text) for mark in its], "hovertemplate": "%{text}<extra></extra>", "yaxis": "y2",
                 "marker": {"symbol": symbol, "color": colour, "size": 7 if kind != "start" else 12, "line": {"width": 2, "color": colour}},
             })  # fmt: skip
     starts = [mark.step for mark in marks if mark.kind == "start"][:50]
     shapes = [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "opacity": 0.6,
                "line": {"color": COLOURS[7], "width": 1, "dash": "dot"}} for x in starts]  # fmt: skip
-    vertical: dict[str, Any] = {"type": "log"} if log else {}
-    if log:
-        vertical["dtick"] = 1 if _decades(curves) > 1.5 else "D2"
-        vertical["exponentformat"] = "power"
+    vertical = {"type": "log", "dtick": 1, "minor": {"showgrid": True}} if log and _decades(curves) > 1 else {}
     layout: dict[str, Any] = {
         "title": {"text": escape(title + (f" ({unit})" if unit else "")), "font": {"size": 13}, "x": 0, "xanchor": "left", "y": 0.985, "yanchor": "top"},
-        "xaxis": {"title": {"text": x_title, "font": {"size": 11}}}, "yaxis": {k: v for k, v in vertical.items() if v is not None},
+        "xaxis": {"tickformat": "~s"}, "yaxis": vertical,
         "showlegend": len(traces) > 1, "shapes": shapes,
     }  # fmt: skip
     if last:

@@ -11,9 +11,9 @@
   const common = {
     margin: { l: 50, r: 14, t: 34, b: 44 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12 }, hovermode: "x unified",
-    legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top", xanchor: "left", font: { size: 11 } },
+    legend: { orientation: "h", x: 0, y: -0.14, yanchor: "top", xanchor: "left", font: { size: 11 } },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: "#8a9096", activecolor: "#3f7fd0" },
-    xaxis: { zeroline: false, automargin: true }, yaxis: { zeroline: false, automargin: true },
+    xaxis: { zeroline: false, automargin: true }, yaxis: { zeroline: false, automargin: true, exponentformat: "power" },
     dragmode: touch ? false : "zoom",  // a finger scrolls the page; the buttons of a figure zoom it
   };
   function merged(below, above) {

@@ -75,7 +75,9 @@ def over_training(run: RunFolder) -> Html | None:
     figures = [drawn for (name, part), points in found.items() if (drawn := _by_layer(name, part, points))]
     if not figures:
         return None
-    note = html('<p class="quiet">A line per layer: the mean over its heads. Layer 1 is the first; darker is deeper.</p>')
+    note = html(
+        '<p class="quiet">A line per layer over epochs: the mean over its heads, from orange (layer 1) to blue (the last).</p>'
+    )
     return join([note, html('<div class="plots">{}</div>', [figure(each) for each in figures])])
 
 
@@ -99,7 +101,7 @@ def _by_layer(name: str, part: str, points: list[tuple[float, list[list[float]]]
     if not curves:
         return None
     title, unit = _MEASURES.get(name, (name.replace("_", " ") + (f", {part}" if part else ""), ""))
-    return curve_figure(title, curves, unit=unit, height=360, x_title="epoch")
+    return curve_figure(title, curves, unit=unit, height=360)
 
 
 def _shade(depth: float) -> str:

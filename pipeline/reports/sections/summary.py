@@ -80,10 +80,10 @@ def _comparison(run: RunFolder, recipe: PaperRecipe | None, final: dict[str, Any
     if recipe is None:
         return Html("")
     named = html("<code>configs/{}</code>", recipe.file)
-    about = f" ({recipe.heading.rstrip('.')})" if recipe.heading else ""
+    about = f": {recipe.heading.rstrip('.')}" if recipe.heading else ""
     if recipe.top1 is None:
         return html("<p>The nearest recipe is {}{}. No paper has a top-1 figure for it.</p>", named, about)
-    head = html("The nearest recipe is {}{}, for which the paper has {} % top-1.", named, about, f"{recipe.top1:g}")
+    head = html("The nearest recipe is {}{}. The paper has {} % top-1 for it.", named, about, f"{recipe.top1:g}")
     if not recipe.comparable:
         keys = [html("<code>{}</code>", key) for key in recipe.decisive[:_KEYS_SHOWN]]
         more = f" and {len(recipe.decisive) - _KEYS_SHOWN} more" if len(recipe.decisive) > _KEYS_SHOWN else ""

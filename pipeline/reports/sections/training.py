@@ -109,7 +109,7 @@ def _pauses(run: RunFolder) -> Html:
 
 def _how_to_read(run: RunFolder, starts: list[Start]) -> Html:
     count = len(run.metrics.steps.get("step", ()))
-    words = []
+    words = ["the horizontal axis counts steps"]
     if count > 2 * BINS:
         words.append(
             f"{count:,} steps are thinned: each curve shows the least and the greatest value of each of {BINS:,} equal parts, so that no "
