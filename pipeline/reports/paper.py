@@ -78,7 +78,8 @@ def paper_recipe(run: RunFolder) -> PaperRecipe | None:
 def _keys(config: Config) -> dict[str, Any]:
     """Dotted key -> value, a switch of the model as a key of its own."""
     values = flatten(config)
-    return {**values, **{f"model.switches.{name}": value for name, value in values.pop("model.switches").items()}}
+    switches = values.pop("model.switches")
+    return {**values, **{f"model.switches.{name}": value for name, value in switches.items()}}
 
 
 def _may_be_of(text: str, model: str, folder: Path, path: Path) -> bool:

@@ -47,7 +47,11 @@ def config_section(run: RunFolder, recipe: PaperRecipe | None) -> Html | None:
 
 
 def _marked(key: str, value: Any, changed: dict[str, tuple[Any, Any]]) -> Html:
-    return html("<b>{}</b>", _shown(value)) if key in changed else html("{}", _shown(value))
+    return (
+        html("<b>{}</b>", _shown(value))
+        if any(f"{each}.".startswith(f"{key}.") for each in changed)
+        else html("{}", _shown(value))
+    )
 
 
 def _shown(value: Any) -> str:
