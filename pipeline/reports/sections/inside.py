@@ -38,7 +38,7 @@ def analysis_figures(folder: Path) -> tuple[Html | None, list[str]]:
         images = None
     parts: list[Html] = []
     left_out, size = 0, 0
-    for path in sorted(folder.rglob("*.png")):
+    for path in sorted(folder.rglob("*.png"), key=lambda path: ("image" in path.stem, path)):  # single images last
         if len(parts) >= _MOST_FIGURES or size >= _MOST_BYTES:
             left_out += 1
             continue

@@ -118,9 +118,9 @@ def _matrix(found: Predictions, classes: np.ndarray, name: Namer) -> Figure:
     }  # fmt: skip
     ticks = {"tickvals": list(range(len(names))), "ticktext": names, "automargin": True, "showgrid": False}
     layout = {
-        "title": _title("Confusion matrix (mistakes only)"), "hovermode": "closest",
-        "xaxis": {**ticks, "title": {"text": "predicted", "font": {"size": 11}}},
-        "yaxis": {**ticks, "title": {"text": "class", "font": {"size": 11}}, "autorange": "reversed"},
+        "title": _title("Mistakes: class (rows), predicted (columns)"), "hovermode": "closest",
+        "xaxis": ticks,
+        "yaxis": {**ticks, "autorange": "reversed"},
     }  # fmt: skip
     return Figure([trace], layout, max(340, 120 + 24 * len(names)), "Confusion matrix")
 
