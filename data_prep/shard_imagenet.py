@@ -9,6 +9,10 @@ IMAGES is one of the following; archives are read in place. Images may be .JPEG,
     ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar (with ILSVRC2012_devkit_t12.tar.gz beside it), or a folder with all three
     cifar-10-python.tar.gz or cifar-100-python.tar.gz
     an iNaturalist folder: train2019.json, val2019.json and the images that they list
+    a .csv, .tsv or .jsonl with the columns path and label, and perhaps split (train, val)
+    a folder of parquet files with images, as Hugging Face stores data sets
+    WebDataset tars of others (KEY.jpg with KEY.cls or KEY.json): a folder, or a path or URL with {000..123} in it
+The images of the last two are copied into DIR first, since they can only be read from front to back; the copy is removed at the end.
 
 Each split becomes indexed tars in DIR, described by DIR/manifest.json. A finished split is kept, an interrupted one completed.
 Every image is decoded once to check it; DIR/reencoded.jsonl and DIR/rejected.jsonl list re-encoded and rejected images.
@@ -30,6 +34,8 @@ from data_prep import MAX_REJECTED, SPLITS, counted
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 
+STAGED = ".staged"  # folder of --output with the images of a source that cannot be read in any order
+
 if TYPE_CHECKING:  # imported lazily at run time, so that --help and the workers start fast
     from data_prep.sources import Source
     from data_prep.writer import Share
@@ -43,6 +49,8 @@ def main() -> None:
     parser.add_argument("--output", required=True, help="folder for the shards")
     parser.add_argument("--split", choices=SPLITS, help="default: all splits of the source")
     parser.add_argument("--devkit", help="path of ILSVRC2012_devkit_t12.tar.gz if it is not beside ILSVRC2012_img_val.tar")
+    parser.add_argument("--image-column", metavar="NAME", help="of parquet files (default: by type and name)")
+    parser.add_argument("--label-column", metavar="NAME", help="of parquet files (default: by type and name)")
     parser.add_argument(
         "--subset",
         type=float,
@@ -82,6 +90,7 @@ def main() -> None:
 
 
 def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
+    from data_prep.sources.staged import drop_copies
     from data_prep.split_classes import same_images
     from data_prep.workers import stop_like_ctrl_c
     from data_prep.writer import write_shards
@@ -116,6 +125,7 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
             f"{args.output}: {split} has {about}, {info.reencoded} re-encoded, {info.rejected} rejected "
             f"({time.monotonic() - started:.1f} s)"
         )
+    drop_copies(Path(args.output, STAGED))
 
 
 def _splits_in(folder: str) -> dict[str, SplitInfo]:
@@ -127,8 +137,11 @@ def _splits_in(folder: str) -> dict[str, SplitInfo]:
 
 def _open_sources(args: argparse.Namespace) -> dict[str, Source]:
     from data_prep.job import refuse_untaught_classes
-    from data_prep.sources import RANDOM, check_fraction, hold_out, open_sources, take_subset
+    from data_prep.sources import RANDOM, Reading, check_fraction, hold_out, open_sources, take_subset
     from data_prep.split_classes import unseen_classes
+
+    stage = None if args.tasks > 1 else Path(args.output, STAGED)
+    reading = Reading(stage, frozenset(_splits_in(args.output)), args.image_column, args.label_column)
 
     check_fraction(args.subset)
     if args.subset_rule and args.subset == 1:
@@ -136,11 +149,11 @@ def _open_sources(args: argparse.Namespace) -> dict[str, Source]:
             f"--subset-rule is {args.subset_rule}, but there is no --subset to choose for", "pass --subset FRACTION, or drop it"
         )
     if args.val_share is None:
-        sources = open_sources(args.source, args.split, args.devkit)
+        sources = open_sources(args.source, args.split, args.devkit, reading)
     else:
         if not 0 < args.val_share < 1:
             raise UserError(f"--val-share is {args.val_share:g}, above 0 and below 1 needed", "pass a fraction such as 0.1")
-        sources = open_sources(args.source, None, args.devkit)
+        sources = open_sources(args.source, None, args.devkit, reading)
         if list(sources) != ["train"]:
             raise UserError(
                 f"--val-share is {args.val_share:g}, but {args.source} has the splits {list(sources)}, only train needed to hold "

@@ -1,4 +1,5 @@
-# launch/train_job.sh CONFIG [dotted.key=value ...]: shared by train.slurm and pervit_{t,s,m}.slurm.
+# launch/train_job.sh CONFIG [dotted.key=value ...]: shared by train.slurm, pervit_{t,s,m}.slurm and
+# examples/detection/detection.slurm.
 #
 # Sourced by a Slurm batch script in the repository root; runs on the job's first node and starts one
 # task per GPU. PERVIT_DATA and PERVIT_OUTPUT, if set, replace the config's data.path and output_dir.
@@ -33,6 +34,9 @@
 #
 # The CPUs of a node are divided among its tasks, unless sbatch was given --cpus-per-task.
 #
+# A script that sources this one may set train_module and restart_module, for another training with the same options and exit
+# codes than pipeline.train, and for the question whether it may be restarted.
+#
 # Where Python is in a container: PERVIT_SRUN has srun's options for it, or the command that runs it, split at spaces
 # outside of quotes. Both see the repository, the shards and the run folder under the paths that they have here:
 #
@@ -52,6 +56,7 @@ whole_number SLURM_RESTART_COUNT "${SLURM_RESTART_COUNT:-0}"
 whole_number SLURM_CPUS_PER_TASK "${SLURM_CPUS_PER_TASK:-1}"
 
 config=$1 job=$SLURM_JOB_ID
+train_module=${train_module:-pipeline.train} restart_module=${restart_module:-pipeline.faults.restart}
 shift
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID   # the id of one task is also the whole array's: scontrol would act on all
@@ -124,7 +129,7 @@ run=(--config "$config" ${PERVIT_DATA:+"data.path=$PERVIT_DATA"} ${PERVIT_OUTPUT
 # When Slurm ends the job, this shell gets SIGTERM too. It must outlive the tasks, which save a checkpoint.
 trap : TERM
 
-# pipeline.train reads its rank from Slurm's variables: no ssh, no torchrun.
+# The training reads its rank from Slurm's variables: no ssh, no torchrun.
 #   --kill-on-bad-exit   0: no SIGTERM when a task fails, see above
 #   --wait               seconds from the first task's exit to SIGTERM for the others; well above
 #                        distributed.silence_timeout, after which they name the lost rank and exit
@@ -137,7 +142,7 @@ bind=()
 [ -z "${SLURM_GPUS_ON_NODE:-}" ] || bind=(--gpu-bind=none --cpu-bind=none)
 code=0
 srun --kill-on-bad-exit=0 --wait=120 --label --export=ALL --cpus-per-task="$cpus" --distribution=block:block "${bind[@]}" \
-  "${container[@]}" python -u -m pipeline.train "${run[@]}" || code=$?
+  "${container[@]}" python -u -m "$train_module" "${run[@]}" || code=$?
 trap '' TERM                               # inherited by the commands below: they decide whether the run goes on
 
 # ---- requeue? ----------------------------------------------------------------------------------
@@ -177,7 +182,7 @@ see_that_it_may_go_on() {
 # Where only the container has a Python, the question is a step of the job, of one task. A job past its time limit starts no
 # step any more: as many restarts as the question allows without progress are allowed then, however much was saved.
 may_restart() {
-  local question=(python -m pipeline.faults.restart --exit-code "$code" "${run[@]}") restarts=${SLURM_RESTART_COUNT:-0}
+  local question=(python -m "$restart_module" --exit-code "$code" "${run[@]}") restarts=${SLURM_RESTART_COUNT:-0}
   if [ "${#container[@]}" = 0 ]; then "${question[@]}"; return; fi
   if [ "$past_time_limit" = no ]; then
     srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task="$cpus" --overlap --export=ALL \

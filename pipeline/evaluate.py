@@ -2,6 +2,7 @@
 
     python -m pipeline.evaluate --checkpoint runs/pervit_t --data data/imagenet --json result.json
     python -m pipeline.evaluate --checkpoint pervit_t.safetensors --data folder/of/images --batch-size 64
+    python -m pipeline.evaluate --checkpoint runs/pervit_t --data data/imagenet --predictions predictions.parquet
 
 If the run kept an average of its weights (train.ema_decay), the average is evaluated unless --weights says otherwise.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +60,12 @@ def main() -> None:
         help="override a switch of the model, such as ConViT's attention masks; repeatable",
     )
     add("--json", type=Path, metavar="FILE", help="also write the result to this file")
+    add(
+        "--predictions",
+        type=Path,
+        metavar="FILE",
+        help="also write what the model says of each image, to a .parquet or .csv file in a folder that all processes share",
+    )
     run(parser.parse_args())
 
 
@@ -69,6 +77,10 @@ def run(args: argparse.Namespace) -> None:
     """
     if args.json:
         check_writable(args.json)
+    if args.predictions:
+        from pipeline.run.predictions import check_predictions
+
+        check_predictions(args.predictions)
 
     from pipeline.checkpoint.trained import read_trained
     from pipeline.config import config_from_dict  # imported only now: PyTorch takes seconds, and --help must not wait for it
@@ -79,6 +91,7 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.run.decoding import with_decoding
     from pipeline.run.evaluation import check_same_classes, evaluate, evaluation_loader
     from pipeline.run.precision import autocast, choose_evaluation_precision
+    from pipeline.run.predictions import Predictions
 
     console.install()
     trained = read_trained(args.checkpoint, args.step, args.weights)
@@ -106,15 +119,18 @@ def run(args: argparse.Namespace) -> None:
             return model(images)
 
     loader = evaluation_loader(images, config, world)
-    result = evaluate(forward, loader, world)
-    assert result is not None  # nothing gives the pass up
-    loader.close()
-    if "nonfinite" in result:
-        raise UserError(
-            f"{args.checkpoint} gives scores that are not finite for {result['nonfinite']} of {result['count']} images in {precision.name}, "
-            f"so it has no accuracy",
-            f"{'' if precision.name == 'fp32' else 'try --precision fp32, or '}take a checkpoint of an earlier --step",
-        )
+    with Predictions(args.predictions, loader.plan, world) if args.predictions else nullcontext() as predictions:
+        result = evaluate(forward, loader, world, consumer=predictions)
+        assert result is not None  # nothing gives the pass up
+        loader.close()
+        if "nonfinite" in result:
+            raise UserError(
+                f"{args.checkpoint} gives scores that are not finite for {result['nonfinite']} of {result['count']} images in {precision.name}, "
+                f"so it has no accuracy",
+                f"{'' if precision.name == 'fp32' else 'try --precision fp32, or '}take a checkpoint of an earlier --step",
+            )
+        if predictions:
+            predictions.write()
     if world.is_main:
         row = {
             "model": config.model.name,

@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.errors import PREEMPTED
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
-from pipeline.logs import console, pictures
+from pipeline.logs import console, curves, pictures
 from pipeline.logs.run_log import StepRecord
 from pipeline.optim.adamw import learning_rate
 from pipeline.optim.engine import micro_batches, optimizer_step, set_learning_rate
@@ -194,7 +195,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
     return stopping
 
 
-def evaluate_run(run: Run) -> dict[str, dict[str, float]] | None:
+def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
     """Evaluate the current weights, and their average if there is one; None if a signal interrupted it.
 
     Leaves the engine in eval mode.
@@ -215,7 +216,7 @@ def evaluate_run(run: Run) -> dict[str, dict[str, float]] | None:
     return None if average is None else {"model": own, "ema": average}
 
 
-def note_results(run: Run, results: dict[str, dict[str, float]]) -> bool:
+def note_results(run: Run, results: dict[str, dict[str, Any]]) -> bool:
     """Log an evaluation.
 
     Returns:
@@ -226,6 +227,8 @@ def note_results(run: Run, results: dict[str, dict[str, float]]) -> bool:
     for weights, result in results.items():
         if "nonfinite" in result:
             run.log.warn(f"{weights} scores of {result['nonfinite']} images are not finite: these count as wrong")
+        bars = pictures.class_bars(run.train_set.classes, result["class_correct"], result["class_count"])
+        run.log.image(pictures.CLASSES + curves.suffix(weights), bars, run.step)
     phi = pictures.peripheral_maps(run.engine.module, run.config.model.image_size)
     if phi is not None:
         run.log.image(pictures.PHI, pictures.map_grid(phi), run.step)

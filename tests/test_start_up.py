@@ -19,6 +19,7 @@ COMMANDS = [
     "pipeline.models",
     "pipeline.flops",
     "pipeline.report",
+    "pipeline.watch",
 ]
 COMMANDS += ["pipeline.faults.restart"]
 

@@ -128,6 +128,14 @@ def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path:
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
     shown = {
+        "at_a_glance": {
+            "1_top1",
+            "2_loss",
+            "3_images_per_second",
+            "4_skipped_or_bad",
+            "5_grad_norm",
+            "6_data_wait",
+        },
         "eval": {"top1", "top5", "loss"},  # TensorBoard opens the first two groups
         "train": {"loss", "lr", "grad_norm"},
         "trouble": {"replaced", "bad_samples", "skipped_steps"},
@@ -136,6 +144,7 @@ def test_evaluation_is_exact_and_everything_is_logged(small_run: Path, tmp_path:
     assert set(events.Tags()["scalars"]) == {f"{group}/{name}" for group, names in shown.items() for name in names}
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 19))
     assert [event.step for event in events.Images("train/images")] == [1]
+    assert [event.step for event in events.Images("eval/worst_and_best_classes")] == [9, 18]
     assert [event.step for event in events.Images("weights/peripheral_attention")] == [0, 9, 18]
     assert "config/text_summary" in events.Tags()["tensors"]
 

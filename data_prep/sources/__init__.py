@@ -9,13 +9,17 @@
 ``devkit``          labels of ImageNet's val tar
 ``cifar``           CIFAR-10 and CIFAR-100 archives
 ``inaturalist``     iNaturalist folders with annotation files
+``listing``         a CSV or JSON lines of paths and labels
+``parquet``         parquet files that hold images (Hugging Face)
+``webdataset_tars`` other people's WebDataset tars, local or behind URLs
+``staged``          a copy, for sources that cannot be read in any order
 ``subset``          a fraction of each class; a held-out val split
 ``tar_gz``          reads members of a ``.tar.gz``
 ==================  ==================================================================
 """
 
 from data_prep.sources.base import Source, SourceImage
-from data_prep.sources.detect import open_sources
+from data_prep.sources.detect import Reading, open_sources
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.subset import FIRST, RANDOM, check_fraction, hold_out, take_subset
 
@@ -23,6 +27,7 @@ __all__ = [
     "FIRST",
     "RANDOM",
     "ImageFolder",
+    "Reading",
     "Source",
     "SourceImage",
     "check_fraction",

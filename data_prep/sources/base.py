@@ -20,6 +20,13 @@ from pipeline.files import open_regular
 # unlabelled.
 SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "test")}
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
+SPLIT_NAMES = {
+    "train": "train",
+    "val": "val",
+    "validation": "val",
+    "dev": "val",
+    "test": "val",
+}  # in tables and file names -> split
 LARGEST_IMAGE = 256 << 20  # bytes: more than any decodable image has, and a bound for zip bombs
 
 
@@ -170,6 +177,12 @@ def refuse_duplicates(path: str | Path, entries: list[Entry], remedy: str) -> No
         if entry.name in seen:
             raise UserError(f"{path} has 2 images named {entry.name}, 1 needed", remedy)
         seen.add(entry.name)
+
+
+def in_order(class_names: Iterable[str]) -> list[str]:
+    """Class names in index order: by number if all are whole numbers, so that 10 comes after 9 and labels stay what they were."""
+    names = list(class_names)
+    return sorted(names, key=int) if all(name.isascii() and name.isdigit() for name in names) else sorted(names)
 
 
 def is_image(name: str) -> bool:

@@ -8,18 +8,23 @@ from functools import partial
 from pathlib import Path
 
 from data_prep import SPLITS
-from data_prep.sources.base import Source
+from data_prep.sources.base import SPLIT_NAMES, Source
 from data_prep.sources.cifar import Cifar
 from data_prep.sources.devkit import DEVKIT, Devkit
 from data_prep.sources.image_folder import ImageFolder, class_folders, split_folders
 from data_prep.sources.imagenet_tars import TRAIN_TAR, VAL_TAR, tar_split, train_classes, train_source, val_source
 from data_prep.sources.inaturalist import INaturalist, annotation_files
+from data_prep.sources.listing import LISTING_SUFFIXES, Listing, listing_splits
+from data_prep.sources.parquet import parquet_files, parquet_parts
+from data_prep.sources.staged import Part, Staged
+from data_prep.sources.webdataset_tars import is_remote, tar_parts, tar_urls
 from data_prep.sources.zip_folder import ZipFolder, zip_splits
 from pipeline.errors import UserError
 
 ACCEPTED = (
     f"a folder of train/CLASS/*.JPEG and val/CLASS/*.JPEG or of CLASS/*.JPEG, a .zip of one, {TRAIN_TAR}, {VAL_TAR} or a folder "
-    f"with both and {DEVKIT}, cifar-10-python.tar.gz, cifar-100-python.tar.gz, or an iNaturalist folder with trainYEAR.json"
+    f"with both and {DEVKIT}, cifar-10-python.tar.gz, cifar-100-python.tar.gz, an iNaturalist folder with trainYEAR.json, a .csv or "
+    f".jsonl of paths and labels, a folder of parquet files, or WebDataset tars (a folder, or a path or URL with {{000..123}})"
 )
 
 
@@ -31,13 +36,35 @@ class _Found:
     default: tuple[str, ...]
 
 
-def open_sources(location: str | Path, split: str | None = None, devkit: str | Path | None = None) -> dict[str, Source]:
+@dataclass(frozen=True)
+class Reading:
+    """How foreign data sets are read.
+
+    Attributes:
+        stage: folder for a copy of images that cannot be read in any order; None: such sources are refused.
+        finished: splits whose shards are written.
+        image_column, label_column: of parquet files; None: by type and name.
+    """
+
+    stage: Path | None = None
+    finished: frozenset[str] = frozenset()
+    image_column: str | None = None
+    label_column: str | None = None
+
+
+def open_sources(
+    location: str | Path,
+    split: str | None = None,
+    devkit: str | Path | None = None,
+    reading: Reading = Reading(),  # noqa: B008 (frozen)
+) -> dict[str, Source]:
     """Detect the format of a path and list its images.
 
     Args:
         location: in one of the formats of ``ACCEPTED``.
         split: ``train`` or ``val``; None: all splits that exist, where a tree without split folders is train.
         devkit: devkit archive for ImageNet's val tar, if it is not beside it.
+        reading: for parquet files and WebDataset tars.
 
     Returns:
         Split -> source.
@@ -45,11 +72,19 @@ def open_sources(location: str | Path, split: str | None = None, devkit: str | P
     Raises:
         UserError: unknown format, ambiguous content, or a damaged source.
     """
+    if is_remote(str(location)) or "{" in Path(location).name:
+        return _opened(_webdataset(str(location), reading), location, split)
     location = Path(location)
+    if location.is_dir() and (foreign := _foreign_folder(location, reading)):
+        return _opened(foreign, location, split)
     imagenet = _imagenet_tars(location)
     if devkit is not None and "val" not in imagenet:
         raise UserError(f"--devkit is {devkit}, but {location} has 0 of the 1 {VAL_TAR} that it labels", "drop --devkit")
-    found = _find_imagenet(imagenet, split, devkit) if imagenet else _find(location)
+    return _opened(_find_imagenet(imagenet, split, devkit) if imagenet else _find(location), location, split)
+
+
+def _opened(found: _Found, location: str | Path, split: str | None) -> dict[str, Source]:
+    """Open the splits that are wanted."""
     wanted = (split,) if split else found.default
     if wanted[0] not in found.openers:
         raise UserError(
@@ -76,6 +111,8 @@ def _find(location: Path) -> _Found:
 def _find_file(location: Path) -> _Found:
     if location.name.endswith((".tar.gz", ".tgz")):
         return _all({split: partial(Cifar, location, split) for split in SPLITS})
+    if location.suffix in LISTING_SUFFIXES:
+        return _tree(listing_splits(location), partial(Listing, location))
     if location.suffix == ".zip":
         return _tree(zip_splits(location), partial(ZipFolder, location))
     raise UserError(f"source {location} is a file of an unknown format", f"pass --source with {ACCEPTED}")
@@ -117,3 +154,47 @@ def _find_imagenet(tars: dict[str, Path], split: str | None, devkit: str | Path 
     if kit:
         openers["val"] = partial(val_source, tars["val"], kit, train_classes(tars["train"]) if "train" in tars else ())
     return _all(openers)
+
+
+def _foreign_folder(location: Path, reading: Reading) -> _Found | None:
+    """A folder of parquet files, or of tars that are not ImageNet's."""
+    if files := parquet_files(location):
+        parts, names = {}, None
+        for split, its in files.items():
+            parts[split], known = parquet_parts(its, reading.image_column, reading.label_column)
+            names = known or names
+        return _staged(location, "parquet", {split: partial(list, its) for split, its in parts.items()}, reading, names)
+    folders = [location, *(location / name for name in SPLIT_NAMES)]
+    if any(path.name not in (TRAIN_TAR, VAL_TAR) for folder in folders for path in folder.glob("*.tar")):
+        return _webdataset(str(location), reading)
+    return None
+
+
+def _webdataset(location: str, reading: Reading) -> _Found:
+    urls = tar_urls(location)
+    return _staged(location, "webdataset", {split: partial(tar_parts, its) for split, its in urls.items()}, reading)
+
+
+def _staged(
+    location: str | Path,
+    kind: str,
+    parts: Mapping[str, Callable[[], list[Part]]],
+    reading: Reading,
+    class_names: list[str] | None = None,
+) -> _Found:
+    """Splits whose images are copied first.
+
+    Raises:
+        UserError: one of several tasks, which would each copy all of them.
+    """
+    if reading.stage is None:
+        raise UserError(
+            f"{location} can only be read from front to back, which --tasks cannot share",
+            "shard it with one task, without --tasks",
+        )
+
+    def open_split(split: str) -> Source:
+        assert reading.stage
+        return Staged(location, kind, parts[split](), reading.stage / split, class_names, split in reading.finished)
+
+    return _all({split: partial(open_split, split) for split in parts})

@@ -43,7 +43,9 @@ class ModelConfig(Section):
     detector: Literal["retinanet", "mask_rcnn"] = "retinanet"
     """Heads, by torchvision."""
     pyramid_width: Annotated[int, Field(ge=8, le=2048)] = 256
-    """Channels of the feature pyramid and of the heads."""
+    """Channels of the feature pyramid and of the heads; the box head of Mask R-CNN has four times as many."""
+    box_samples: Annotated[int, Field(ge=1, le=10**5)] = 512
+    """Proposals per image on which the heads of Mask R-CNN train, at most a quarter of them on an object."""
     anchor_scale: Annotated[float, Field(gt=0, le=64)] | None = None
     """Side of a level's smallest anchor in strides of the level; null: the papers' 4 for RetinaNet, 8 for Mask R-CNN."""
 

@@ -26,6 +26,7 @@ ASPECT_RATIOS = (0.5, 1.0, 2.0)
 FIRST_STRIDE = {"retinanet": 8, "mask_rcnn": 4}  # of the finest map that the pyramid takes: C3, C2
 ANCHOR_SCALE = {"retinanet": 4.0, "mask_rcnn": 8.0}
 OCTAVES = (1.0, 2 ** (1 / 3), 2 ** (2 / 3))  # RetinaNet's anchors per level (Lin et al., ICCV 2017, Sec. 4)
+BOX_WIDTH = 4  # channels of Mask R-CNN's box head for each of the pyramid: 1024 at 256, as published
 PROPOSALS = 1000  # that training passes on to the heads; torchvision passes on 2000
 
 
@@ -198,14 +199,23 @@ def _mask_rcnn(detection: Any, pyramid: Pyramid, categories: int, anchors: Any, 
         "box_roi_pool": MultiScaleRoIAlign(maps, output_size=7, sampling_ratio=2),
         "mask_roi_pool": MultiScaleRoIAlign(maps, output_size=14, sampling_ratio=2),
     }
+    width, labels = pyramid.out_channels, categories + 1  # label 0 is the background
+    heads = {  # torchvision's, whose widths are fixed, in the widths of the pyramid; made in its order, so drawn alike
+        "mask_head": detection.mask_rcnn.MaskRCNNHeads(width, (width,) * 4, 1),
+        "mask_predictor": detection.mask_rcnn.MaskRCNNPredictor(width, width, labels),
+        "rpn_head": detection.rpn.RPNHead(width, anchors.num_anchors_per_location()[0]),
+        "box_head": detection.faster_rcnn.TwoMLPHead(width * 7**2, BOX_WIDTH * width),
+        "box_predictor": detection.faster_rcnn.FastRCNNPredictor(BOX_WIDTH * width, labels),
+    }
     return detection.MaskRCNN(
         pyramid,
-        categories + 1,  # 0 is the background
         rpn_anchor_generator=anchors,
         rpn_post_nms_top_n_train=PROPOSALS,
+        box_batch_size_per_image=config.model.box_samples,
         box_score_thresh=config.eval.score_threshold,
         box_detections_per_img=config.eval.detections,
         **pools,
+        **heads,
         **common,
     )
 

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -39,7 +40,9 @@ class Restart:
     step: int | None  # of the checkpoint that the restart resumes from; None: from scratch
 
 
-def allow_restart(run_dir: Path, job: str, number: int, exit_code: int) -> Restart:
+def allow_restart(
+    run_dir: Path, job: str, number: int, exit_code: int, newest: Callable[[Path], int | None] = latest_step
+) -> Restart:
     """Record the next restart of a job.
 
     Args:
@@ -47,6 +50,7 @@ def allow_restart(run_dir: Path, job: str, number: int, exit_code: int) -> Resta
         job: restarts of other jobs do not count: whoever submits again may have fixed the cause.
         number: of this restart.
         exit_code: of the training.
+        newest: the step of a run folder's newest checkpoint; None: there is none.
 
     Raises:
         UserError: no progress over the last :data:`LIMIT` restarts, or a file that cannot be read.
@@ -54,7 +58,7 @@ def allow_restart(run_dir: Path, job: str, number: int, exit_code: int) -> Resta
     """
     path = run_dir / RESTARTS
     restarts = read_restarts(path)
-    step = latest_step(run_dir)
+    step = newest(run_dir)
     last = [each for each in restarts if each.job == job][-LIMIT:]
     if len(last) == LIMIT and all(each.step == step for each in last):
         raise UserError(
@@ -114,7 +118,24 @@ def _place(step: int | None) -> str:
 
 
 def main() -> int:
-    parser = command_parser("pipeline.faults.restart", __doc__)
+    return answer("pipeline.faults.restart", __doc__, lambda path, words: load_config(path, words).output_dir, latest_step)
+
+
+def answer(
+    program: str,
+    description: str | None,
+    run_folder: Callable[[Path, list[str]], str],
+    newest: Callable[[Path], int | None],
+) -> int:
+    """The command, for one kind of training; returns the exit code.
+
+    Args:
+        program: its module.
+        description: its documentation.
+        run_folder: of a training with this config file and these overrides.
+        newest: see :func:`allow_restart`.
+    """
+    parser = command_parser(program, description)
     parser.add_argument("--exit-code", required=True, type=int, help="the training's exit code")
     parser.add_argument("--config", required=True, type=Path, help="the training's config")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the training's overrides")
@@ -122,8 +143,8 @@ def main() -> int:
     job = job_name(os.environ) or "none"
     ended = f"{reason(args.exit_code)} (exit code {args.exit_code})"
     try:
-        config = load_config(args.config, args.overrides)
-        restart = allow_restart(Path(config.output_dir), job, _earlier_restarts() + 1, args.exit_code)
+        folder = Path(run_folder(args.config, args.overrides))
+        restart = allow_restart(folder, job, _earlier_restarts() + 1, args.exit_code, newest)
     except Exception as error:  # whatever it is, the job script needs an answer, and its log a reason
         print(f"no restart of job {job}: {ended}, and {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1

@@ -4,7 +4,9 @@
 ``console.py``           the handler of the package's logger; progress lines
 ``run_log.py``           ``metrics.jsonl``: a row per step and per evaluation
 ``event_file.py``        TensorBoard scalars and images
-``pictures.py``          those images: training batches, peripheral attention
+``curves.py``            their names and groups
+``hyperparameters.py``   what its HParams compares runs by
+``pictures.py``          those images: training batches, peripheral attention, accuracy by class
 ``run_files.py``         ``config.yaml`` and ``environment.json``: how it was started
 ``run_events.py``        ``events.jsonl``: starts, evaluations, saves and ends, for reports
 ``sample_log.py``        every sample that each rank trained on (``log.samples``)

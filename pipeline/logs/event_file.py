@@ -11,6 +11,7 @@ import io
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog, SourceMetadata
@@ -47,6 +48,11 @@ class EventFile:
         """Add a point of a curve."""
         self._add(Event(summary=summary.scalar(name, value)), step)
 
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Add a point of each of several curves, by name."""
+        for name, value in values.items():
+            self.scalar(name, value, step)
+
     def image(self, name: str, image: Tensor, step: int) -> None:
         """Add an image (3, H, W), uint8."""
         self._add(Event(summary=summary.image(name, image, dataformats="CHW")), step)
@@ -54,6 +60,15 @@ class EventFile:
     def text(self, name: str, markdown: str, step: int) -> None:
         """Add a page of text."""
         self._add(Event(summary=summary.text(name, markdown)), step)
+
+    def hyperparameters(self, values: Mapping[str, float | str], step: int) -> None:
+        """Add a row of TensorBoard's table of runs (HParams), whose further columns are the curves' latest values.
+
+        A description of the experiment, which TensorBoard would take from any of the runs, is left out: so it lists the columns of
+        all, those first in which runs differ.
+        """
+        _, started, _ = summary.hparams(dict(values), {})
+        self._add(Event(summary=started), step)
 
     def flush(self, to_disk: bool = False) -> None:
         """Write the records; see :meth:`GrowingFile.flush`.

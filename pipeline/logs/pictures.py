@@ -1,4 +1,4 @@
-"""Images for TensorBoard: training samples with their labels, and peripheral attention."""
+"""Images for TensorBoard: training samples with their labels, peripheral attention, and accuracy by class."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from pipeline.data.loader import Batch
 from pipeline.models.pervit.phi_model import PhiModel
 
 IMAGES, PHI = "train/images", "weights/peripheral_attention"  # names in TensorBoard; "weights" sorts after the curves
+CLASSES = "eval/worst_and_best_classes"
 
 _GAP = 6  # pixels between two tiles
 _TEXT, _LINE = 11, 14  # height of letters, of a line of text
 _SMALLEST_IMAGE, _SMALLEST_MAP = 112, 56  # pixels per side; smaller ones are enlarged by a whole factor, to be legible
+_MANY_CLASSES, _BAR = 20, 120  # worst or best classes that are shown; pixels of a full bar
+_LONGEST_NAME, _MOST_LETTERS = 150, 40  # of a class: pixels, and letters before it is measured, which takes time
 _VIRIDIS = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30", "fde725")  # from 0 to 1
 
 
@@ -78,21 +81,88 @@ def peripheral_maps(model: nn.Module, image_size: int) -> Tensor | None:
 def map_grid(maps: Tensor) -> Tensor:
     """An image of :func:`peripheral_maps`: one row per layer, one column per head, from 0 (violet) to 1 (yellow).
 
+    The axes count patches, and have the row and the column of the query.
+
     Returns:
         (3, height, width) uint8.
     """
-    layers, heads, _, _ = maps.shape
+    layers, heads, rows, columns = maps.shape
     tiles = [_enlarge(_coloured(each), _SMALLEST_MAP) for each in maps.flatten(0, 1).numpy()]
-    left, above = [f"layer {layer + 1}" for layer in range(layers)], [f"head {head + 1}" for head in range(heads)]
+    left, above = [f"layer {layer + 1}        " for layer in range(layers)], [f"head {head + 1}" for head in range(heads)]
     sheet = _sheet(tiles, columns=heads, left=left, above=above)
+    title = f"Phi_p of the query in the middle: patch ({rows // 2}, {columns // 2}) of {rows} x {columns}"
     bar = Image.fromarray(_coloured(np.linspace(0, 1, 128)[None].repeat(_TEXT, axis=0)))
-    whole = Image.new("RGB", (max(sheet.width, bar.width + 8 * _TEXT), sheet.height + _LINE + _GAP), "white")
-    whole.paste(sheet)
-    x, y = _GAP + _width(["0 "]), sheet.height
-    whole.paste(bar, (x, y))
+    sides = 2 * _GAP + _width(["0 "]), _width([" 1"])
+    wide = max(sheet.width, _width([title]) + 2 * _GAP, bar.width + sum(sides))
+    whole = Image.new("RGB", (wide, sheet.height + 3 * _LINE + 2 * _GAP), "white")
+    whole.paste(sheet, (0, _LINE))
+    _write(whole, (_GAP, _GAP // 2), title, wide)
+    height, width, _ = tiles[0].shape
+    x0, y0 = sheet.width - heads * (width + _GAP), _LINE + sheet.height - layers * (height + _GAP)  # of the first tile
+    for row in range(layers):
+        _ticks(whole, x0 - 2, y0 + row * (height + _GAP), rows, height // rows, downward=True)
+    for column in range(heads):
+        _ticks(whole, x0 + column * (width + _GAP), y0 + layers * (height + _GAP) - _GAP + 1, columns, width // columns)
+    y = whole.height - _LINE - _GAP // 2
     _write(whole, (_GAP, y), "0", 2 * _TEXT)
-    _write(whole, (x + bar.width + _GAP, y), "1", 2 * _TEXT)
+    whole.paste(bar, (sides[0], y + 1))
+    _write(whole, (sides[0] + bar.width, y), " 1", 2 * _TEXT)
     return _tensor(whole)
+
+
+def _ticks(sheet: Image.Image, x: int, y: int, patches: int, size: int, downward: bool = False) -> None:
+    """Label the first, the middle and the last patch of a tile, below it, or left of it going down.
+
+    Args:
+        x, y: where the axis begins.
+        patches: along the axis.
+        size: of a patch in pixels.
+    """
+    shown = dict.fromkeys((0, patches // 2, patches - 1))
+    draw, font = ImageDraw.Draw(sheet), _font()
+    for patch in shown:
+        if patch not in (0, patches - 1) and (patches - 1 - patch) * size < _TEXT + 1:
+            continue  # it would run into the last
+        place, text = round((patch + 0.5) * size), str(patch)
+        if downward:
+            draw.line([(x - 2, y + place), (x, y + place)], fill="black")
+            draw.text((x - 4 - _width([text]), y + place - _LINE // 2), text, fill="black", font=font)
+        else:
+            draw.line([(x + place, y), (x + place, y + 2)], fill="black")
+            left = min(max(place - _width([text]) // 2, 0), patches * size - _width([text]))
+            draw.text((x + left, y + 3), text, fill="black", font=font)
+
+
+def class_bars(classes: Sequence[str], correct: Sequence[int], count: Sequence[int]) -> Tensor:
+    """Top-1 accuracy of the classes as bars: of all, or of the 20 worst and the 20 best.
+
+    Args:
+        classes: names.
+        correct, count: right and all images of each class; a class without images is left out.
+
+    Returns:
+        (3, height, width) uint8.
+    """
+    shares = sorted((right / of, name[:_MOST_LETTERS], of) for name, right, of in zip(classes, correct, count) if of)
+    few = len(shares) <= 2 * _MANY_CLASSES
+    parts = [shares] if few else [shares[:_MANY_CLASSES], shares[-_MANY_CLASSES:]]
+    titles = ["top-1 by class"] if few else [f"the {_MANY_CLASSES} worst of {len(shares)} classes", f"the {_MANY_CLASSES} best"]
+    name_width = min(_LONGEST_NAME, _width([name for part in parts for _, name, _ in part] or [""]))
+    numbers = name_width + 3 * _GAP + _BAR
+    width = numbers + _width(["100.0 % of 9999"]) + 2 * _GAP
+    rows = max(map(len, parts))
+    sheet = Image.new("RGB", (width * len(parts), (rows + 1) * _LINE + 2 * _GAP), "white")
+    draw = ImageDraw.Draw(sheet)
+    for x, title, part in zip(range(0, sheet.width, width), titles, parts):
+        _write(sheet, (x + _GAP, _GAP // 2), title, width)
+        for row, (share, name, of) in enumerate(part):
+            y, begin = _GAP + (row + 1) * _LINE, x + name_width + 2 * _GAP
+            _write(sheet, (x + _GAP, y), name, name_width)
+            draw.rectangle((begin, y + 2, begin + _BAR, y + _LINE - 2), fill="#e6e6e6")
+            if share:
+                draw.rectangle((begin, y + 2, begin + round(share * _BAR), y + _LINE - 2), fill="#21918c")
+            _write(sheet, (x + numbers, y), f"{100 * share:.1f} % of {of}", width)
+    return _tensor(sheet)
 
 
 def _sheet(

@@ -30,18 +30,13 @@ from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
-from pipeline.logs import console
+from pipeline.logs import console, curves
 from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.logs.hardware import memory_gib, peak_flops
+from pipeline.logs.hyperparameters import hyperparameters
 
 _log = logging.getLogger(__name__)
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
-
-# TensorBoard sorts groups by name and expands the first two: these names put eval and train there.
-_UTILIZATION = ("images_per_second", "mfu", "data_wait", "memory_gib", "peak_memory_gib")
-_TROUBLE = ("replaced", "bad_samples", "skipped_steps")
-_GROUPS = {**dict.fromkeys(_UTILIZATION, "utilization"), **dict.fromkeys(_TROUBLE, "trouble")}
-_NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count")  # straight lines, or duplicates
 
 
 @dataclass
@@ -115,6 +110,7 @@ class RunLog:
             raise write_error(path, error) from None
         self._metrics = GrowingFile(path)
         self._events = EventFile(run_dir / TENSORBOARD, purge_step=start_step + 1)
+        self._events.hyperparameters(hyperparameters(self._config), start_step)
         if start_step == 0:
             self._events.text("config", f"```yaml\n{config_to_yaml(self._config)}```", step=0)
 
@@ -156,11 +152,13 @@ class RunLog:
         norms = [float(r.grad_norm) for r in records]
         if self._world.is_main:
             speed = self._speed(records)
+            rows = []
             for record, loss, norm, count in zip(records, losses, norms, replaced):
                 row = {"step": record.step, "time": round(record.time, 3), "epoch": record.epoch, "samples": record.samples}
                 row = {**row, "loss": loss, "lr": record.lr, "grad_norm": norm, **speed, "replaced": count}
-                row = {**row, "bad_samples": len(self.bad_samples), "skipped_steps": record.skipped_steps}
-                self._add_row(row, group="train")
+                rows.append({**row, "bad_samples": len(self.bad_samples), "skipped_steps": record.skipped_steps})
+                self._add_row(rows[-1], group="train")
+            self._events.scalars(curves.of_steps(rows), records[-1].step)
             self._show(records[-1], losses[-1], norms[-1], speed)
 
     def _speed(self, records: list[StepRecord]) -> dict[str, float]:
@@ -185,7 +183,7 @@ class RunLog:
             self.bad_samples.update(met)
         return [int(count) for count in replaced]
 
-    def evaluation(self, step: int, epoch: float, samples: int, results: dict[str, dict[str, float]]) -> None:
+    def evaluation(self, step: int, epoch: float, samples: int, results: dict[str, dict[str, Any]]) -> None:
         """Write an evaluation's results by name of the weights (``model``, ``ema``). Collective.
 
         Raises:
@@ -194,11 +192,13 @@ class RunLog:
         where = {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
         for weights, result in results.items():
             if self._world.is_main:
-                self._add_row({**where, "weights": weights, **result}, "eval", "" if weights == "model" else f"_{weights}")
+                self._add_row({**where, "weights": weights, **result}, "eval", curves.suffix(weights))
             self.say(
                 f"step {step} epoch {epoch:.2f}: {weights} top-1 {result['top1']:.2f} % top-5 {result['top5']:.2f} % "
                 f"loss {result['loss']:.4f} on {result['count']} images"
             )
+        if self._world.is_main:
+            self._events.scalars(curves.of_evaluation(results), step)
         self._write_files()
         self._since = time.perf_counter()  # evaluation time is not training time
 
@@ -235,9 +235,7 @@ class RunLog:
     def _add_row(self, row: dict[str, Any], group: str, suffix: str = "") -> None:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}  # JSON has no NaN
         self._metrics.add(json.dumps(plain).encode() + b"\n")
-        for name, value in row.items():
-            if isinstance(value, (int, float)) and name not in _NO_CURVES:
-                self._events.scalar(f"{_GROUPS.get(name, group)}/{name}{suffix}", value, row["step"])
+        self._events.scalars(curves.of_row(row, group, suffix), row["step"])
 
     def _write_files(self, to_disk: bool = False) -> None:
         """Collective, so that all ranks stop when rank 0 cannot write."""

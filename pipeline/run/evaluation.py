@@ -6,6 +6,7 @@ Used by the command ``pipeline.evaluate`` and during training.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +15,18 @@ from tqdm import tqdm
 
 from pipeline.config import Config
 from pipeline.data.image_folder import ImageFolder
-from pipeline.data.loader import Loader
-from pipeline.data.plan import EvalPlan
+from pipeline.data.loader import Batch, Loader
+from pipeline.data.plan import EvalPlan, Samples
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.models.weights.transfer import first_difference
 
+Consumer = Callable[[Batch, Tensor, Tensor, Tensor], None]
 
-def evaluation_loader(shards: ShardSet | ImageFolder, config: Config, world: World) -> Loader[EvalPlan]:
+
+def evaluation_loader(shards: Samples, config: Config, world: World) -> Loader[EvalPlan]:
     """This rank's batches for :func:`evaluate`, pass after pass."""
     plan = EvalPlan(
         shards=shards,
@@ -38,8 +41,12 @@ def evaluation_loader(shards: ShardSet | ImageFolder, config: Config, world: Wor
 
 @torch.no_grad()
 def evaluate(
-    forward: Callable[[Tensor], Tensor], loader: Loader[EvalPlan], world: World, stop: Callable[[], bool] | None = None
-) -> dict[str, float] | None:
+    forward: Callable[[Tensor], Tensor],
+    loader: Loader[EvalPlan],
+    world: World,
+    stop: Callable[[], bool] | None = None,
+    consumer: Consumer | None = None,
+) -> dict[str, Any] | None:
     """Evaluate one pass over the set. Collective.
 
     Args:
@@ -47,13 +54,17 @@ def evaluate(
         loader: from :func:`evaluation_loader`.
         world: all ranks.
         stop: called before every batch; returns True, on all ranks alike, to abandon the pass.
+        consumer: gets each batch of this rank with its logits (B, classes) float32, the best classes (B, 5), and its losses (B,)
+            float64. Padding and images that cannot be used are among them: ``batch.valid`` is False.
 
     Returns:
-        None if it was abandoned, else ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), and the integers
-        ``correct1``, ``correct5`` and ``count``. Images that cannot be used are logged and excluded from the count. If
-        some logits are not finite, also ``nonfinite``, the number of these images, which count as wrong.
+        None if it was abandoned, else ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), the integers
+        ``correct1``, ``correct5`` and ``count``, and by class the lists of integers ``class_correct`` and ``class_count``.
+        Images that cannot be used are logged and excluded from the count. If some logits are not finite, also
+        ``nonfinite``, the number of these images, which count as wrong.
     """
     totals = torch.zeros(5, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count, nonfinite
+    by_class = torch.zeros(2, len(loader.plan.shards.classes), dtype=torch.float64, device=world.device)  # correct, count
     batches = tqdm(
         range(len(loader.plan)), desc="evaluating", unit="batch", leave=False, disable=None if world.is_main else True
     )
@@ -68,8 +79,12 @@ def evaluate(
         losses = F.cross_entropy(scores, batch.labels, reduction="none").double().where(batch.valid, 0)
         lost = batch.valid & ~finite
         totals += torch.stack([hits[:, 0].sum(), hits.sum(), losses.sum(), batch.valid.sum(), lost.sum()])
+        by_class.index_add_(1, batch.labels, torch.stack([hits[:, 0], batch.valid]).double())
+        if consumer:
+            consumer(batch, scores, best, losses)
     BadSampleReport(world).update(loader.bad.take_unreported())
     correct1, correct5, loss, count, nonfinite = world.sum(totals).tolist()
+    class_correct, class_count = world.sum(by_class).long().tolist()
     return {
         "top1": 100 * correct1 / count,
         "top5": 100 * correct5 / count,
@@ -77,6 +92,8 @@ def evaluate(
         "correct1": int(correct1),
         "correct5": int(correct5),
         "count": int(count),
+        "class_correct": class_correct,
+        "class_count": class_count,
         **({"nonfinite": int(nonfinite)} if nonfinite else {}),
     }
 

@@ -48,3 +48,30 @@ def test_peripheral_maps_are_readable_on_a_small_grid() -> None:
         assert (grid[:, start : start + 56, :left].amax(dim=0) < 128).any(), "a row without its layer's name"
     assert (grid[:, : starts[0]].amax(dim=0) < 128).any(), "no names of heads"
     assert is_one[-22:].any() and is_zero[-22:].any(), "no scale"
+
+
+def test_the_axes_count_patches() -> None:
+    """Guards against maps of which nobody can tell how many patches they have and which of them is the query's."""
+    small, large = (pictures.map_grid(torch.zeros(2, 2, side, side)) for side in (4, 14))
+    is_zero = (large == torch.tensor([0x44, 0x01, 0x54])[:, None, None]).all(dim=0)[:-22]
+    ends = is_zero.any(dim=1).int().diff().eq(-1).nonzero().flatten() + 1
+    assert len(ends) == 2 and (large[:, ends[-1] : -22].amax(dim=0) < 128).any(), "no axis below the maps"
+    ticks = [((grid[:, :, 20:70] < 128).all(dim=0)).any(dim=0).int() for grid in (small, large)]
+    assert not torch.equal(*ticks), "the axis is the same for 4 and for 14 patches"
+
+
+def test_classes_are_bars_and_many_of_them_the_worst_and_the_best() -> None:
+    """Guards against a picture of a thousand lines, bars of the wrong length, and a class without images that counts as wrong."""
+    green = torch.tensor([0x21, 0x91, 0x8C])[:, None, None]
+    grid = pictures.class_bars(["all", "none", "half", "absent"], [4, 0, 2, 0], [4, 4, 4, 0])
+    lengths = (grid == green).all(dim=0).sum(dim=1)
+    assert sorted(set(lengths.tolist())) == [0, 61, 121]
+    assert lengths.nonzero().min() < lengths.argmax(), "not sorted from the worst to the best"
+
+    many = pictures.class_bars([f"class {i} " + "x" * 80 for i in range(1000)], range(1000), [1000] * 1000)
+    assert many.shape[1] < 330 and many.shape[2] < 900
+    middle = many.shape[2] // 2
+    lengths = [(part == green).all(dim=0).sum(dim=1) for part in (many[:, :, :middle], many[:, :, middle:])]
+    assert lengths[0].max() <= 4 and (lengths[1] >= 118).any()  # of 121: the worst are below 2 %, the best above 98 %
+    assert ((many[:, :, 4:150] < 128).all(dim=0)).any(dim=1).sum() > 100, "no names"
+    assert pictures.class_bars(["a"], [0], [0]).shape[0] == 3

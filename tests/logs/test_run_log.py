@@ -252,3 +252,37 @@ def test_durations() -> None:
     assert [duration(s) for s in (0, 29, 60, 3599, 3600, 4300, 86399, 86400, 183_000)] == [
         "0 s", "29 s", "1 min", "1 h 0 min", "1 h 0 min", "1 h 12 min", "1 d 0 h", "1 d 0 h", "2 d 3 h",
     ]  # fmt: skip
+
+
+def test_tensorboard_compares_runs_by_their_hyperparameters(tmp_path: Path) -> None:
+    """Guards against a table of runs that lacks those with another key set to null, and a first group without its curves."""
+    from tensorboard.plugins.hparams import metadata
+
+    scenario = """
+from pipeline.config import config_from_dict
+result = {"top1": 50.0, "top5": 90.0, "loss": 1.5, "correct1": 2, "correct5": 4, "count": 4, "class_correct": [2, 0], "class_count": [2, 2]}
+log = RunLog(config, world, 0, 100, 1.0); steps(log, 1, 5); log.evaluation(5, 0.5, 10, {"model": result, "ema": result}); log.close()
+log = RunLog(config, world, 5, 100, 1.0); steps(log, 6, 10); log.close()
+averaged = {**config.model_dump(), "output_dir": str(Path(folder) / "other"), "train": {**config.train.model_dump(), "ema_decay": 0.9}}
+averaged["model"] = {**averaged["model"], "switches": {"conv_stem": False}}
+Path(averaged["output_dir"]).mkdir()
+RunLog(config_from_dict(averaged, "a test"), world, 0, 100, 1.0).close()
+"""
+    assert run(tmp_path, scenario)[0][0] == 0
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[5])["class_correct"] == [2, 0]
+    glance = {"1_top1": [50.0], "2_loss": [4.0, 9.0], "4_skipped_or_bad": [0, 0], "5_grad_norm": [0.5, 0.5]}
+    shown = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    for curve, expected in glance.items():  # a point per flush: the mean of five steps
+        assert [event.value for event in shown.Scalars(f"at_a_glance/{curve}")] == expected
+    assert min(shown.Tags()["scalars"]).startswith("at_a_glance/"), "not the group that TensorBoard shows first"
+    values = []
+    for name in ("run", "other"):
+        events = EventAccumulator(str(tmp_path / name / "tensorboard")).Reload()
+        content = events.PluginTagToContent(metadata.PLUGIN_NAME)
+        assert metadata.EXPERIMENT_TAG not in content, "TensorBoard would show the columns of one run only"
+        started = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+        values.append({key: getattr(value, value.WhichOneof("kind")) for key, value in started.hparams.items()})
+    assert values[0].keys() == values[1].keys() and len(values[0]) > 30
+    differing = {key for key in values[0] if values[0][key] != values[1][key]}
+    assert differing == {"train.ema_decay", "model.switches"} and values[1]["model.switches"] == "conv_stem=false"
+    assert values[0]["train.ema_decay"] == "none" and values[0]["optim.betas"] == "0.9,0.999"

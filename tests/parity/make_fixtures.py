@@ -30,7 +30,7 @@ def record(family: str, checkout: Path, timm: Path, output: Path) -> None:
     checkouts.prepare(checkout, timm)
     import numpy as np
     import torch
-    from recording import draws, models, recipes
+    from recording import draws, initial_weights, models, recipes
 
     torch.manual_seed(0)
     made = {
@@ -45,6 +45,7 @@ def record(family: str, checkout: Path, timm: Path, output: Path) -> None:
     fixture = made | {"schedules": schedules, "groups": groups, "evaluation": evaluation} | drawn
     (output / f"{family}.json").write_text(_readable(fixture) + "\n")
     for name in models.SMALL[family]:
+        np.savez_compressed(output / f"{name}_initial.npz", made=json.dumps(made), **initial_weights.summaries(name))
         arrays = models.trajectory(family, name, checkout)
         np.savez_compressed(output / f"{name}.npz", made=json.dumps(made), **arrays)
 

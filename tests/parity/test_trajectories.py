@@ -16,43 +16,16 @@ import torch
 from torch.nn import functional as F
 
 from pipeline.config import load_config
-from pipeline.models.common.base import VisionModel
-from pipeline.models.common.vit import ViTLayout
-from pipeline.models.convit.model import ConViT, ConViTSwitches
-from pipeline.models.deit import DeiT
-from pipeline.models.gated_mlp.gmlp import GMLP
-from pipeline.models.gated_mlp.posmlp import PosMLP, PosMLPSwitches
-from pipeline.models.lsat.model import LSAT, LSATLayout
-from pipeline.models.lsat.shifts import SHIFTS_32, SHIFTS_224
-from pipeline.models.pervit.model import PerViT, PerViTLayout
 from pipeline.models.weights.reference_names import authors_names, load_reference_state_dict, reference_state_dict
 from pipeline.optim.adamw import build_optimizer
 from pipeline.run.loss import mixture_of_two
 from support import parity
+from support.small_models import build
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Losses and scores differ by at most 6e-15. Tensors by at most 2e-8 of AdamW's steps: those are biases in front of a normalization,
 # whose gradients are rounding errors, which AdamW divides by their own size plus epsilon. A missing weight decay is 1e-3.
 LOSS, STEP = 1e-10, 1e-6
-
-
-def build(name: str) -> VisionModel:
-    """The small model as the authors' side builds it, in ``recording/models.py``."""
-    variant = parity.VARIANTS[name]
-    common = dict(num_classes=parity.CLASSES, image_size=variant.image_size, drop_path=variant.drop_path)
-    if name == "pervit":
-        return PerViT(PerViTLayout(2, (16, 24, 32, 40), (8, 8, 12, 16)), **common)
-    if name == "convit":
-        return ConViT(ViTLayout(4, 32, depth=4), switches=ConViTSwitches(gpsa_layers=2), **common)
-    if name == "deit":
-        return DeiT(ViTLayout(2, 32, depth=3), **common)
-    if name == "lsat_224":
-        return LSAT(LSATLayout((16, 24, 32), (2, 2, 4), (2, 2, 2), 4, 4, 0, SHIFTS_224, "per_head"), **common)
-    if name == "lsat_32":
-        return LSAT(LSATLayout((16,) * 4, (2,) * 4, (2,) * 4, 3, 1, 1, SHIFTS_32, "shared"), **common)
-    if name == "posmlp":
-        return PosMLP(8, switches=PosMLPSwitches(groups=(2, 4, 8, 16), block_dropout=0, head_dropout=0), **common)
-    return GMLP(32, 4, 6, **common)
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.checkpoint import latest_step
 from pipeline.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.run.folder import check_same_run
 from pipeline.run.library_teacher import LibraryTeacher
 from pipeline.run.teacher import describe_teacher, load_teacher
-from support.ranks import run_forked
+from support.ranks import Job, run_forked
 from support.runs import step_rows
 
 CPU = torch.device("cpu")
@@ -180,3 +181,23 @@ def test_a_student_learns_the_networks_decisions(precision: str, weights: Path, 
     losses = {run: [row["loss"] for row in step_rows(tmp_path / run)] for run in ("alone", "taught", "whole")}
     assert losses["taught"] == losses["whole"]
     assert all(a != t for a, t in zip(losses["alone"], losses["taught"]))
+
+
+def test_two_ranks_are_taught_as_one(weights: Path, small_run: Path, tmp_path: Path) -> None:
+    """Guards against a teacher that differs between ranks, and a killed run of two that goes on otherwise than one that was not."""
+    teacher = [f"train.teacher=torchvision:{SMALLEST['torchvision']}", f"train.teacher_weights={weights}"]
+    arguments = ["--config", small_run, "model.name=deit_t", *teacher, "train.max_steps=4", "checkpoint.every_steps=2"]
+    run_forked("pipeline.train", *arguments, f"output_dir={tmp_path / 'one'}")
+    run_forked("pipeline.train", *arguments, f"output_dir={tmp_path / 'two'}", processes=2)
+    killed = tmp_path / "killed"
+    job = Job(2, *arguments, f"output_dir={killed}", "train.max_steps=400")
+    assert job.until(lambda: latest_step(killed) is not None), job.outputs()
+    job.kill()
+    job.wait()
+    after = latest_step(killed) + 2
+    resumed = run_forked("pipeline.train", *arguments, f"output_dir={killed}", f"train.max_steps={after}", processes=2)
+    assert "resum" in resumed.stdout.lower()
+    one, two, again = ([row["loss"] for row in step_rows(tmp_path / run)] for run in ("one", "two", "killed"))
+    assert len(two) == 4 and len(again) == after
+    assert again[:4] == two
+    assert two == pytest.approx(one, rel=1e-5)

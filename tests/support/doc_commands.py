@@ -158,9 +158,10 @@ def _check_sbatch(words: list[str]) -> None:
     if script.stem == "shard_imagenet":
         _check_module("data_prep.shard_imagenet", arguments)
     else:
-        config = arguments.pop(0) if script.stem == "train" else f"configs/{script.stem}.yaml"
+        config = arguments.pop(0) if script.stem in ("train", "detection") else f"configs/{script.stem}.yaml"
         processes = int(size["nodes"]) * int(size["ntasks-per-node"])
-        _check_module("pipeline.train", ["--config", config, *arguments], processes)
+        module = "examples.detection.train" if script.stem == "detection" else "pipeline.train"
+        _check_module(module, ["--config", config, *arguments], processes)
 
 
 def runnable(words: tuple[str, ...]) -> list[str]:

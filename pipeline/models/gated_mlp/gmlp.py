@@ -20,6 +20,7 @@ from pipeline.models.gated_mlp.partition import PaddedTiling
 from pipeline.models.registry import register
 
 PATCH = 16  # side of a patch in pixels
+TRUNCATED_STD = 0.87962566103423978  # of a normal distribution cut off at two standard deviations
 GROUPS = 8  # default channel groups of grouped maps (PosMLP, Table 3)
 
 
@@ -103,7 +104,7 @@ class GMLP(VisionModel):
                 nn.init.xavier_uniform_(linear.weight)
                 nn.init.normal_(linear.bias, std=1e-6)
         fan_in = 3 * PATCH * PATCH
-        nn.init.trunc_normal_(self.stem.weight, std=fan_in**-0.5)  # LeCun initialization
+        nn.init.trunc_normal_(self.stem.weight, std=fan_in**-0.5 / TRUNCATED_STD)  # LeCun initialization, as timm computes it
         if self.stem.bias is not None:
             nn.init.zeros_(self.stem.bias)
         nn.init.zeros_(self.head.weight)

@@ -1,0 +1,134 @@
+"""A table of paths and labels: CSV, TSV or JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from data_prep import SPLITS
+from data_prep.sources.base import SPLIT_NAMES, Entry, ListedSource, in_order, read_listed
+from pipeline.errors import UserError
+
+LISTING_SUFFIXES = (".csv", ".tsv", ".jsonl")
+_PATH, _LABEL, _SPLIT = (
+    ("path", "file", "filename", "file_name", "image"),
+    ("label", "class", "class_name", "target"),
+    ("split",),
+)
+_SHOWN = 3  # missing files named in a message
+
+
+class Listing(ListedSource):
+    """A file with a line per image: its path, relative to the file's folder or absolute, its class, and perhaps its split.
+
+    The first line of a CSV or TSV names the columns: ``path`` (or file, filename, file_name, image), ``label`` (or class, class_name,
+    target) and, if there are splits, ``split`` (train, val; validation and test are val). JSON lines have these as keys.
+
+    Args:
+        path: the file.
+        split: ``train`` or ``val``.
+
+    Raises:
+        UserError: a column, value or image is missing, or the split has no image.
+    """
+
+    kind = "listing"
+
+    def __init__(self, path: str | Path, split: str) -> None:
+        rows = _rows(Path(path))
+        has_splits = any(row[2] for row in rows)
+        wanted = [(name, label) for name, label, its in rows if not has_splits or its == split]
+        if not wanted:
+            raise UserError(
+                f"{path} lists 0 images of the {split} split, at least 1 needed", "add some, or pass another --split"
+            )
+        self._folder = Path(path).parent
+        missing = [name for name, _ in wanted if not (self._folder / name).is_file()]
+        if missing:
+            shown = ", ".join(missing[:_SHOWN])
+            raise UserError(
+                f"{path} lists {len(missing)} images that are not there ({shown}{', ...' if len(missing) > _SHOWN else ''}), 0 needed",
+                f"write paths that are absolute or relative to {self._folder}",
+            )
+        entries = [Entry(label, name, (self._folder / name).stat().st_size) for name, label in wanted]
+        super().__init__(path, in_order({label for _, label, _ in rows}), entries)
+
+    def _bytes(self, sample: int) -> bytes:
+        return read_listed(self._folder / self._names[sample], int(self._sizes[sample]))
+
+
+def listing_splits(path: Path) -> list[str]:
+    """The splits that a listing names; empty without a split column.
+
+    Raises:
+        UserError: as :class:`Listing`.
+    """
+    named = {split for _, _, split in _rows(path)}
+    return [split for split in SPLITS if split in named]
+
+
+def _rows(path: Path) -> list[tuple[str, str, str]]:
+    """(path, label, split or "") of each line.
+
+    Raises:
+        UserError: a line that cannot be read, a column or a value that is missing, or an image listed twice.
+    """
+    rows, seen = [], set()
+    for number, row in _parsed(path):
+        name, label = (_value(path, number, row, names) for names in (_PATH, _LABEL))
+        split = str(_found(row, _SPLIT) or "")
+        if split and split not in SPLIT_NAMES:
+            raise UserError(f"{path}, line {number}: split is {split!r}", f"write one of {', '.join(SPLIT_NAMES)}")
+        if name in seen:
+            raise UserError(f"{path}, line {number}: {name} is listed twice, once needed", "remove one of the lines")
+        seen.add(name)
+        rows.append((name, label, SPLIT_NAMES.get(split, "")))
+    if not rows:
+        raise UserError(
+            f"{path} has 0 lines with images, at least 1 needed",
+            f"write the columns {_PATH[0]},{_LABEL[0]} and a line per image",
+        )
+    unsplit = sum(not split for _, _, split in rows)
+    if 0 < unsplit < len(rows):
+        raise UserError(
+            f"{path} has {unsplit} lines without a split and {len(rows) - unsplit} with one", "give each line a split, or none"
+        )
+    return rows
+
+
+def _parsed(path: Path) -> Iterator[tuple[int, dict]]:
+    """Line number and content of each line."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            if path.suffix == ".jsonl":
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        row = json.loads(line)
+                        if not isinstance(row, dict):
+                            raise ValueError(f"line {number} is no object")
+                        yield number, row
+            else:
+                reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+                for row in reader:
+                    yield reader.line_num, row
+    except (ValueError, csv.Error, RecursionError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}), {path.suffix[1:].upper()} in UTF-8 needed", "correct the line"
+        ) from None
+
+
+def _found(row: dict, names: tuple[str, ...]) -> object:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _value(path: Path, number: int, row: dict, names: tuple[str, ...]) -> str:
+    value = _found(row, names)
+    if value is None or str(value) == "" or isinstance(value, dict | list):
+        columns = ", ".join(str(key) for key in row) or "nothing"
+        raise UserError(
+            f"{path}, line {number} has {columns}, a {names[0]} needed",
+            f"add the column {names[0]} (or {', '.join(names[1:])})",
+        )
+    return str(value)

@@ -1,0 +1,185 @@
+"""The images that a user names on a command line: files, folders, patterns, tars, zips, shard sets, a list on standard input."""
+
+from __future__ import annotations
+
+import glob
+import os
+import stat
+import tarfile
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.data.manifest import MANIFEST
+from pipeline.errors import UserError
+
+SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
+STDIN = "-"
+_IN_FILE = -1  # place of an image that is a file of its own
+
+
+class PackedNames(Sequence[str]):
+    """A list of strings in one block of bytes: ten million paths take their length and 8 bytes each.
+
+    Args:
+        names: any strings, file names that are no UTF-8 among them.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        block, ends = bytearray(), [0]
+        for name in names:
+            block += os.fsencode(name)
+            ends.append(len(block))
+        self._block, self._ends = bytes(block), np.array(ends, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> str:  # type: ignore[override]
+        return os.fsdecode(self._block[self._ends[index] : self._ends[index + 1]])
+
+
+class NamedImages:
+    """Encoded images by number.
+
+    Args:
+        found: (name, container, place, size) each: name as it is reported; the tar or zip that holds it, "" for a file; offset in the
+            tar or number in the zip; bytes.
+    """
+
+    def __init__(self, found: Iterable[tuple[str, str, int, int]]) -> None:
+        numbers: list[int] = []
+        places: list[tuple[int, int]] = []
+        self._containers: list[str] = [""]
+        number_of = {"": 0}
+
+        def remembered() -> Iterator[str]:
+            for name, container, place, size in found:
+                if container not in number_of:
+                    number_of[container] = len(self._containers)
+                    self._containers.append(container)
+                numbers.append(number_of[container])
+                places.append((place, size))
+                yield name
+
+        self._names = PackedNames(remembered())
+        self._numbers = np.array(numbers, dtype=np.int32)  # (n,)
+        self._places = np.array(places, dtype=np.int64).reshape(-1, 2)  # (n, 2)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def name(self, index: int) -> str:
+        """As reported: a path, or a member as ``ARCHIVE/member``."""
+        return self._names[index]
+
+    def data(self, index: int) -> bytes:
+        """The encoded image. Thread-safe.
+
+        Raises:
+            OSError: it cannot be read.
+            zipfile.BadZipFile: its archive is damaged.
+        """
+        container = self._containers[self._numbers[index]]
+        place, size = self._places[index].tolist()
+        if not container:
+            path = self._names[index]
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise OSError(0, "not a regular file")
+            return Path(path).read_bytes()
+        if container.endswith(".zip"):
+            archive = _opened_zip(container)
+            return archive.read(archive.infolist()[place])
+        data = os.pread(_opened_tar(container), size, place)
+        if len(data) != size:
+            raise OSError(0, f"{container} is cut off")
+        return data
+
+
+def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> NamedImages:
+    """All images that the arguments name, in their order; those of a folder sorted by path.
+
+    Args:
+        arguments: files, folders (searched at any depth; a shard set's tars are read in place), patterns with ``*``, ``?`` or ``[``,
+            ``.tar`` and ``.zip`` files; ``-`` takes the names from ``lines``. A file may have any ending, and need not exist: it
+            becomes an error of its own row.
+        lines: of standard input.
+
+    Raises:
+        UserError: a folder or archive without an image, a pattern without a match, or a damaged archive.
+    """
+    return NamedImages(_found(arguments, lines))
+
+
+def _found(arguments: Sequence[str], lines: Iterable[str]) -> Iterator[tuple[str, str, int, int]]:
+    for argument in arguments:
+        if argument == STDIN:
+            for line in lines:
+                if name := line.rstrip("\r\n"):
+                    yield name, "", _IN_FILE, 0
+            continue
+        path, none = Path(argument), True
+        for each in _images_of(path, argument):
+            none = False
+            yield each
+        if none:
+            raise UserError(
+                f"{argument} holds 0 images, at least 1 needed",
+                f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them",
+            )
+
+
+def _images_of(path: Path, argument: str) -> Iterator[tuple[str, str, int, int]]:
+    if path.is_dir():
+        if (path / MANIFEST).exists():
+            for tar in sorted(path.glob("*.tar")):
+                yield from _members_of_tar(tar)
+            return
+        for folder, folders, files in os.walk(path):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            yield from ((os.path.join(folder, name), "", _IN_FILE, 0) for name in sorted(files) if _is_image(name))
+    elif path.suffix == ".zip" and path.is_file():
+        for place, member in enumerate(_opened_zip(str(path)).infolist()):
+            if not member.is_dir() and _is_image(member.filename):
+                yield f"{path}/{member.filename}", str(path), place, member.file_size
+    elif path.suffix == ".tar" and path.is_file():
+        yield from _members_of_tar(path)
+    elif not path.exists() and glob.has_magic(argument):
+        matches = sorted(glob.glob(argument, recursive=True))
+        for match in matches:
+            yield from _images_of(Path(match), match)
+    else:
+        yield argument, "", _IN_FILE, 0
+
+
+def _members_of_tar(path: Path) -> Iterator[tuple[str, str, int, int]]:
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                if member.isfile() and _is_image(member.name):
+                    yield f"{path}/{member.name}", str(path), member.offset_data, member.size
+    except tarfile.TarError as error:
+        raise UserError(
+            f"{path} is not a whole tar ({error})", "a compressed one must be unpacked first; else copy it again"
+        ) from None
+
+
+def _is_image(name: str) -> bool:
+    name = name.rpartition("/")[2]
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+@lru_cache(maxsize=64)
+def _opened_tar(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+@lru_cache(maxsize=16)
+def _opened_zip(path: str) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{path} is not a whole zip ({error})", "copy it again") from None

@@ -1,0 +1,186 @@
+"""Predict the classes of images with a trained model.
+
+    python -m pipeline.predict runs/pervit_t cat.jpg holiday/ "archive/*.png"
+    python -m pipeline.predict pervit_t.safetensors photos.zip shards/ --output predictions.csv
+    find / -name "*.jpg" | python -m pipeline.predict runs/pervit_t - --output predictions.parquet
+    python -m pipeline.predict runs/pervit_t val/ --by-folder
+    python -m pipeline.predict runs/pervit_t photos/ --features --output features.npy
+
+IMAGES are files, folders (searched at any depth), patterns, .tar and .zip files, shard sets, or - for a list on standard input. They
+are prepared as in an evaluation. An image that cannot be used is a row with the reason; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.checkpoint.folder import parse_step
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
+from pipeline.files import check_writable, replace_file, replace_text
+
+if TYPE_CHECKING:
+    from pipeline.distributed.world import World
+    from pipeline.run.prediction import Tally
+    from pipeline.run.rank_rows import RankRows
+
+TABLES, FEATURES = (".csv", ".jsonl", ".parquet"), (".npy", ".parquet")
+SOME_FAILED = 1  # exit code: at least one image has no prediction
+_SHOWN = 50  # rows of the table on a terminal
+
+
+def main() -> int:
+    parser = command_parser("pipeline.predict", __doc__)
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="a run folder, one of its checkpoints, or an exported file")
+    add("images", nargs="+", metavar="IMAGES", help="what to predict; see above")
+    add("--top", type=int, default=5, metavar="N", help="classes per image (default: 5)")
+    add("--output", type=Path, metavar="FILE", help="a .csv, .jsonl or .parquet file; with --features .npy or .parquet")
+    add("--features", action="store_true", help="write what the classifier sees, (images, width), in place of classes")
+    add("--by-folder", action="store_true", help="also the accuracy: an image's folder is named after its class")
+    add("--step", type=parse_step, help="which checkpoint: a number or best (default: the newest)")
+    add("--weights", choices=("model", "ema"), help="default: ema if the run kept an average, else model")
+    add("--precision", choices=("auto", "bf16", "fp32"), default="auto", help="as in pipeline.evaluate")
+    add("--decode", choices=("auto", "gpu", "cpu"), default="auto", help="where to decode the images (default: auto)")
+    add("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
+    return run(parser.parse_args())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Collective.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UserError: there is no such model, an argument names no image, or the output cannot be written.
+    """
+    check_arguments(args)
+
+    from pipeline.checkpoint.trained import read_trained  # imported only now: PyTorch takes seconds, and --help must not wait
+    from pipeline.config import config_from_dict
+    from pipeline.data.image_list import ImageList
+    from pipeline.data.image_names import find_images
+    from pipeline.data.loader import decoding_device
+    from pipeline.distributed.world import disconnect, init_world
+    from pipeline.logs import console
+    from pipeline.run.decoding import with_decoding
+    from pipeline.run.evaluation import evaluation_loader
+    from pipeline.run.precision import autocast, choose_evaluation_precision
+    from pipeline.run.prediction import compute_features, features_dtype, pooled_features, predict, prediction_dtype
+    from pipeline.run.rank_rows import RankRows
+
+    console.install()
+    trained = read_trained(args.checkpoint, args.step, args.weights)
+    tree = {**trained.config.model_dump(), "data": {**trained.config.data.model_dump(), "max_bad_samples": 2**31 - 1}}
+    if args.batch_size is not None:
+        tree["eval"] = {"batch_size": args.batch_size}
+    config = with_decoding(config_from_dict(tree, source="--batch-size"), args.decode)
+    model = trained.build_model()
+    world = init_world()
+    decoding_device(args.decode, world.device, "--decode")
+    lines = world.gather(sys.stdin.read().splitlines() if world.is_main and "-" in args.images else [])[0]
+    images = ImageList(find_images(args.images, lines), trained.classes, args.by_folder)
+    model.to(world.device)
+    precision = choose_evaluation_precision(config.train.precision, args.precision, world)
+    top = min(args.top, len(trained.classes))
+    forward = pooled_features(model) if args.features else model
+    width = int(model.get_submodule("head").in_features)  # type: ignore[arg-type]  # a Linear in all families
+
+    def run_model(batch):  # type: ignore[no-untyped-def]  # Tensor -> Tensor; PyTorch is not imported here
+        with autocast(world.device, precision.name):
+            return forward(batch)
+
+    loader = evaluation_loader(images, config, world)
+    with tempfile.TemporaryDirectory() as scratch:
+        beside = args.output or Path(world.gather(scratch)[0], "predictions")
+        with RankRows(beside, features_dtype(width) if args.features else prediction_dtype(top), loader.plan, world) as rows:
+            if args.features:
+                compute_features(run_model, loader, images, rows)
+            else:
+                predict(run_model, loader, images, rows, top)
+            loader.close()
+            tally = write(args, rows, images, trained.classes, world, width)
+        failed = world.gather(tally.errors if tally else 0)[0]
+        disconnect()
+    return SOME_FAILED if failed else 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """What can be wrong before anything is loaded.
+
+    Raises:
+        UserError: it is.
+    """
+    if args.top < 1:
+        raise UserError(f"--top is {args.top}, at least 1 needed", "pass a number of classes")
+    if args.features and not args.output:
+        raise UserError("--features needs --output, 0 given", f"name a file that ends with one of {', '.join(FEATURES)}")
+    if args.features and args.by_folder:
+        raise UserError("--features and --by-folder exclude each other: features have no accuracy", "leave one out")
+    if args.output:
+        from pipeline.run.prediction import check_output
+
+        check_output(args.output, FEATURES if args.features else TABLES)
+        check_writable(args.output)
+
+
+def write(args: argparse.Namespace, rows: RankRows, images, classes: list[str], world: World, width: int) -> Tally | None:  # type: ignore[no-untyped-def]
+    """On rank 0: write the file, or print a table; say what was counted. Collective."""
+    from pipeline.distributed.agreement import do_in_main
+    from pipeline.run.prediction import Tally, write_features, write_rows
+
+    tally = Tally()
+
+    def put() -> None:
+        merged = tally.watch(rows.merged())
+        if not args.output:
+            print_table(merged, images, classes, args.top)
+        elif args.features:
+            replace_file(args.output, lambda file: write_features(args.output, file, merged, images.key, len(images), width))
+            if args.output.suffix == ".npy":
+                names = args.output.with_suffix(".txt")
+                replace_text(names, "".join(f"{images.key(index)}\n" for index in range(len(images))))
+        else:
+            replace_file(args.output, lambda file: write_rows(args.output, file, merged, images.key, classes))
+        report(args, tally)
+
+    do_in_main(put, world)
+    return tally if world.is_main else None
+
+
+def print_table(merged, images, classes: list[str], top: int) -> None:  # type: ignore[no-untyped-def]
+    """The first rows for a terminal: a line per image, its classes with their probabilities."""
+    shown = total = 0
+    for rows, errors in merged:
+        total += len(rows)
+        for row, error in zip(rows[: max(0, _SHOWN - shown)], errors):
+            best = zip(row["top"].tolist(), row["probability"].tolist())
+            text = f"error: {error}" if error else "  ".join(f"{classes[label]} {part:.1%}" for label, part in best)
+            print(f"{images.key(int(row['index']))}  {text}")
+            shown += 1
+    if total > shown:
+        print(f"... and {total - shown} more: --output FILE.csv has all")
+
+
+def report(args: argparse.Namespace, tally: Tally) -> None:
+    """What was counted, on stderr, where it is not in the way of a table."""
+    if args.by_folder and tally.count:
+        for name, correct in (("top-1", tally.correct1), ("top-5", tally.correct5)):
+            if name == "top-1" or args.top >= 5:
+                print(f"{name}  {100 * correct / tally.count:6.2f} %   {correct:,} of {tally.count:,} right")
+    where = f" in {args.output}" if args.output else ""
+    print(f"{tally.count:,} images{where}, {tally.errors:,} with an error", file=sys.stderr)
+
+
+def command() -> None:
+    """``python -m pipeline.predict``."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,212 @@
+"""What a model says of each image of an evaluation, as a table: ``pipeline.evaluate --predictions FILE``.
+
+========================= =============================================================================================
+``key``                   of the image in its shards; ``CLASS/FILE`` of a folder of images
+``label``                 index of its class; the parquet file's metadata has the names as JSON, ``classes``
+``predicted``             index of the class with the highest score
+``top5``                  indices of the five classes with the highest scores, best first; fewer with fewer classes
+``probabilities``         the softmax of these, in the same order
+``label_probability``     the softmax of the label
+``loss``                  its cross entropy, in nats
+========================= =============================================================================================
+
+The rows are in the data set's order and those that the evaluation counted, for any world size and batch size. Each rank writes its
+part to a hidden file beside the result, and rank 0 merges them batch by batch: memory does not grow with the number of images.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+
+from pipeline.errors import UserError
+from pipeline.files import check_writable, disk_reason, remove_leftovers, replace_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.data.loader import Batch
+    from pipeline.data.plan import EvalPlan
+    from pipeline.distributed.world import World
+
+PARQUET, CSV = ".parquet", ".csv"
+_COLUMNS = ("key", "label", "predicted", "top5", "probabilities", "label_probability", "loss")
+_ROWS_AT_ONCE = 16384  # in memory, and a row group of the parquet file
+
+
+def check_predictions(path: Path) -> None:
+    """Check, before the pass, that predictions can be written to ``path``.
+
+    Raises:
+        UserError: it ends with neither ``.parquet`` nor ``.csv``, cannot be written, or PyArrow is missing.
+    """
+    if path.suffix not in (PARQUET, CSV):
+        raise UserError(f"--predictions {path} ends with neither {PARQUET} nor {CSV}", "name a file with one of these")
+    check_writable(path)
+    if path.suffix == PARQUET:
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise UserError(
+                f"--predictions {path} needs PyArrow, which cannot be imported ({error})",
+                f"pip install 'pervit-pipeline[insight]', or write a {CSV} file",
+            ) from None
+
+
+class Predictions:
+    """Collects the predictions of one pass as a consumer of :func:`pipeline.run.evaluation.evaluate`, then writes them.
+
+    A context manager, which removes this rank's hidden file. Construction is collective.
+
+    Args:
+        path: the file, in a folder that all ranks see.
+        plan: of this rank.
+        world: all ranks.
+
+    Raises:
+        UserError: on every rank: the hidden files cannot be created.
+    """
+
+    def __init__(self, path: Path, plan: EvalPlan, world: World) -> None:
+        from pipeline.distributed.agreement import raise_on_all
+
+        self._path, self._plan, self._world = path, plan, world
+        best = min(5, len(plan.shards.classes))
+        self._dtype = np.dtype(
+            [("valid", "?"), ("index", "<i8"), ("label", "<i4"), ("top", "<i4", (best,)), ("probability", "<f4", (best,))]
+            + [("label_probability", "<f4"), ("loss", "<f4")]
+        )
+        if world.is_main:
+            remove_leftovers(path)
+        self._token = world.gather(token_hex(4))[0]  # apart from those of another evaluation into the same file
+        self._failure: UserError | None = None
+        self._part: BinaryIO | None = None
+        try:
+            self._part = open(self._part_of(world.rank), "xb")
+        except OSError as error:
+            self._failure = self._refusal(error)
+        raise_on_all(self._failure, world)
+
+    def __call__(self, batch: Batch, scores: Tensor, best: Tensor, losses: Tensor) -> None:
+        """Note a batch.
+
+        Args:
+            batch: B images.
+            scores: (B, classes) float32.
+            best: (B, 5) int64, the classes with the highest scores.
+            losses: (B,).
+        """
+        if self._failure:
+            return
+        probabilities = scores.softmax(dim=1)  # (B, classes)
+        rows = np.empty(len(scores), self._dtype)
+        rows["index"] = batch.request.index
+        columns = {
+            "valid": batch.valid,
+            "label": batch.labels,
+            "top": best,
+            "probability": probabilities.gather(1, best),
+            "label_probability": probabilities.gather(1, batch.labels[:, None])[:, 0],
+            "loss": losses,
+        }
+        for name, values in columns.items():
+            rows[name] = values.cpu().numpy()
+        try:
+            assert self._part
+            self._part.write(rows.tobytes())
+        except OSError as error:  # said when all ranks are done: the others are in a collective
+            self._failure = self._refusal(error)
+
+    def write(self) -> None:
+        """Write the file, or replace it as a whole. Collective.
+
+        Raises:
+            UserError: on every rank: it cannot be written.
+        """
+        from pipeline.distributed.agreement import do_in_main, raise_on_all
+
+        try:
+            assert self._part
+            self._part.close()
+        except OSError as error:
+            self._failure = self._failure or self._refusal(error)
+        raise_on_all(self._failure, self._world)  # from here on all parts are complete
+        do_in_main(self._merge, self._world)
+
+    def __enter__(self) -> Predictions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            assert self._part
+            self._part.close()
+        self._part_of(self._world.rank).unlink(missing_ok=True)
+
+    def _merge(self) -> None:
+        try:
+            replace_file(self._path, self._write_parquet if self._path.suffix == PARQUET else self._write_csv)
+        except OSError as error:
+            raise self._refusal(error) from None
+
+    def _write_parquet(self, file: BinaryIO) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        whole, real = pa.int32(), pa.float32()
+        types = (pa.string(), whole, whole, pa.list_(whole), pa.list_(real), real, real)
+        schema = pa.schema(list(zip(_COLUMNS, types)), metadata={"classes": json.dumps(self._plan.shards.classes)})
+        with pq.ParquetWriter(file, schema) as writer:
+            for rows in self._rows():
+                columns = [self._keys(rows), rows["label"], rows["top"][:, 0], list(rows["top"]), list(rows["probability"])]
+                columns += [rows["label_probability"], rows["loss"]]
+                writer.write_table(pa.table([pa.array(*column) for column in zip(columns, types)], schema=schema))
+
+    def _write_csv(self, file: BinaryIO) -> None:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        for rows in self._rows():
+            for key, row in zip(self._keys(rows), rows):
+                top = row["top"].tolist()
+                probabilities, rest = row["probability"].tolist(), (row["label_probability"], row["loss"])
+                lists = (" ".join(map(str, top)), " ".join(map(_digits, probabilities)))
+                writer.writerow([key, row["label"], top[0], *lists, *map(_digits, rest)])
+        text.detach()  # the caller closes the file
+
+    def _keys(self, rows: np.ndarray) -> list[str]:
+        return [self._plan.shards.key(index) for index in rows["index"].tolist()]
+
+    def _rows(self) -> Iterator[np.ndarray]:
+        """The valid rows of all ranks in the data set's order, some at a time: batch after batch, and in each rank after rank."""
+        with ExitStack() as stack:
+            parts = [stack.enter_context(open(self._part_of(rank), "rb")) for rank in range(self._world.size)]
+            held: list[np.ndarray] = []
+            for _ in range(len(self._plan)):
+                for part in parts:
+                    rows = np.fromfile(part, self._dtype, self._plan.batch_size)
+                    held.append(rows[rows["valid"]])
+                if sum(map(len, held)) >= _ROWS_AT_ONCE:
+                    yield np.concatenate(held)
+                    held = []
+            yield np.concatenate([np.empty(0, self._dtype), *held])
+
+    def _part_of(self, rank: int) -> Path:
+        return self._path.with_name(f".{self._path.name}.{self._token}-{rank:05d}.tmp")
+
+    def _refusal(self, error: OSError) -> UserError:
+        return UserError(
+            f"{error.filename or self._path} cannot be written or read ({disk_reason(self._path, error)})",
+            "pass a file in a folder that all processes share and can write, with enough space",
+        )
+
+
+def _digits(value: float) -> str:
+    return f"{value:.9g}"  # as many as tell any two float32 apart

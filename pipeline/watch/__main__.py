@@ -1,0 +1,108 @@
+"""Watch a run in a terminal: progress, loss, speed, evaluations, trouble. Reads its files only, so any machine that sees them will do.
+
+    python -m pipeline.watch runs/pervit_t
+    python -m pipeline.watch runs/seed_0 runs/seed_1 runs/seed_2
+    python -m pipeline.watch runs/pervit_t --once
+
+Waits for a run that has not begun. `q` or Ctrl-C ends it, and leaves the run alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from pipeline.watch.follow import Run
+
+_REFRESH = 1.0  # seconds
+
+
+def main() -> None:
+    parser = command_parser("pipeline.watch", __doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's output_dir; of several, each is a line")
+    parser.add_argument("--once", action="store_true", help="print how it stands now, as without a terminal, and end")
+    run(parser.parse_args())
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        UserError: a path is a file, or Rich is missing.
+    """
+    for path in args.runs:
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is a file, a run folder needed", "pass a run's output_dir")
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError as error:
+        raise UserError(
+            f"pipeline.watch needs Rich, which cannot be imported ({error})", "pip install 'pervit-pipeline[insight]'"
+        ) from None
+    from pipeline.watch.follow import Run
+
+    console, runs = Console(), [Run(path) for path in args.runs]
+    if not args.once and console.is_terminal:
+        with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+            try:
+                while True:
+                    live.update(picture(runs, console), refresh=True)
+                    if pressed(_REFRESH) in ("q", "Q"):
+                        break
+            except KeyboardInterrupt:
+                pass
+    console.print(picture(runs, console))  # stays when the page is gone
+
+
+def picture(runs: list[Run], console: Console) -> RenderableType:
+    """The runs as they stand now."""
+    from pipeline.watch import screen
+
+    for each in runs:
+        each.look()
+    return screen.page(runs[0], console) if len(runs) == 1 else screen.table(runs)
+
+
+@contextmanager
+def _keys() -> Iterator:
+    """A function that waits some seconds for a key and returns it, or nothing. Keys are not echoed meanwhile."""
+    if not sys.stdin.isatty():
+        yield time.sleep
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+
+    def pressed(seconds: float) -> str:
+        there, _, _ = select.select([terminal], [], [], seconds)
+        return os.read(terminal, 1).decode(errors="replace") if there else ""
+
+    try:
+        tty.setcbreak(terminal)
+        yield pressed
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def command() -> None:
+    """``python -m pipeline.watch``."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()
