@@ -172,7 +172,9 @@ def complete_step(run: Run, stopping: bool) -> bool:
     if run.evaluation_due and not stopping:
         run.heartbeat.at(run.step, "evaluating")
         run.log.flush()
+        began = time.perf_counter()
         results = evaluate_run(run)
+        run.events.add("evaluation", run.step, seconds=round(time.perf_counter() - began, 3))
         if results:
             improved = note_results(run, results)
             run.evaluation_due = False
@@ -188,7 +190,10 @@ def complete_step(run: Run, stopping: bool) -> bool:
     if any(reasons.values()):
         run.heartbeat.at(run.step, "saving")
         run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
+        began = time.perf_counter()
         run.saver.save(run.engine, run.ema, run.state())
+        reason = next(reason for reason, applies in reasons.items() if applies)
+        run.events.add("save", run.step, seconds=round(time.perf_counter() - began, 3), reason=reason)
         run.log.restart_clock()
     return stopping
 

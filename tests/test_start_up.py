@@ -19,6 +19,7 @@ COMMANDS = [
     "pipeline.config",
     "pipeline.models",
     "pipeline.flops",
+    "pipeline.report",
     "pipeline.watch",
 ]
 COMMANDS += ["pipeline.faults.restart"]

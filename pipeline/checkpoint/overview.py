@@ -28,7 +28,7 @@ def read_manifests(run_dir: Path) -> dict[int, CheckpointManifest | UserError]:
 
 def table(run_dir: Path, manifests: dict[int, CheckpointManifest | UserError]) -> str:
     """One line per checkpoint, then the other folders beside them."""
-    reasons = _reasons_to_keep(manifests)
+    reasons = reasons_to_keep(manifests)
     rows: list[tuple[str, ...]] = [_COLUMNS]
     damaged = []
     for step, manifest in manifests.items():
@@ -105,7 +105,7 @@ def _row(folder: Path, manifest: CheckpointManifest, reason: str) -> tuple[str, 
     )
 
 
-def _reasons_to_keep(manifests: dict[int, CheckpointManifest | UserError]) -> dict[int, str]:
+def reasons_to_keep(manifests: dict[int, CheckpointManifest | UserError]) -> dict[int, str]:
     """Step -> why retention keeps it, by the config of the newest readable checkpoint."""
     readable = [manifest for manifest in manifests.values() if isinstance(manifest, CheckpointManifest)]
     if not readable:

@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,6 +67,7 @@ class Heartbeat:
         self._unanswered = 0.0  # seconds since the store last answered, without those in which this process was suspended
         self._read_at = 0.0  # when it answered, on the monotonic clock
         self._verdict: Verdict | None = None  # the first one counts
+        self.on_loss: Callable[[str, int], None] | None = None  # told the verdict and the step before this process exits
         self._wake, self._done, self._judging = threading.Event(), threading.Event(), threading.Lock()
         if self._size > 1:
             # Two threads, because a request to the store of a suspended process blocks forever: one sends, one watches it.
@@ -235,6 +237,9 @@ class Heartbeat:
         if self._end[0] is Status.ENDED:
             return
         verdict = self._verdict or verdict  # the first one
+        if self.on_loss:
+            with suppress(Exception):  # the exit matters
+                self.on_loss(verdict.sentence, max(0, self._place[0] - 1))
         if self._run_folder:
             nccl.write_flight_record(self._run_folder, self._rank)
         if self._rank in verdict.hanging:

@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "deepspeed", "nvidia-dali-cuda130", "numpy")
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 
-def write_run_files(config: Config, world: World, first_step: int, precision: str, stream_version: int) -> None:
+def write_run_files(config: Config, world: World, first_step: int, precision: str, stream_version: int) -> int | None:
     """Write ``config.yaml`` and append this start to ``environment.json``. Collective.
 
     Args:
@@ -35,6 +35,9 @@ def write_run_files(config: Config, world: World, first_step: int, precision: st
         first_step: of this start, counted from 1.
         precision: the one chosen, and why.
         stream_version: of the stream of samples.
+
+    Returns:
+        On rank 0: which start of the run this is, counted from 1; None elsewhere.
 
     Raises:
         UserError: on every rank: a file cannot be written, or ``environment.json`` is damaged.
@@ -47,10 +50,10 @@ def write_run_files(config: Config, world: World, first_step: int, precision: st
         "first_step": first_step,
         "stream_version": stream_version,
     }
-    do_in_main(lambda: _write(config, start), world)
+    return do_in_main(lambda: _write(config, start), world)
 
 
-def _write(config: Config, start: dict) -> None:
+def _write(config: Config, start: dict) -> int:
     config_file, environment_file = (Path(config.output_dir) / name for name in (CONFIG, ENVIRONMENT))
     starts = [*_earlier_starts(environment_file), start]
     contents = {
@@ -63,6 +66,7 @@ def _write(config: Config, start: dict) -> None:
             replace_text(path, content)
         except OSError as error:
             raise write_error(path, error) from None
+    return len(starts)
 
 
 def _earlier_starts(path: Path) -> list[dict]:

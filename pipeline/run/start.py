@@ -21,6 +21,7 @@ from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs import console, pictures
 from pipeline.logs.bad_sample_report import BadSampleReport
+from pipeline.logs.run_events import RunEvents
 from pipeline.logs.run_files import write_run_files
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
@@ -85,10 +86,13 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
         _say(world, "opening the loaders and the log")
         step = before.step if before else 0
         # Only now: a start that was refused does not change them.
-        write_run_files(config, world, step + 1, str(precision), stream)
+        number = write_run_files(config, world, step + 1, str(precision), stream)
         flops_per_image = learner.cost.training_flops_per_image(config.train.micro_batch_size)
         known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
         agreement, folder = Agreement(config.distributed.collective_timeout), Path(config.output_dir)
+        events, stage = RunEvents(folder, world), zero_stage(config, world.size)
+        events.start(step, number=number, last_step=schedule.last_step, world_size=world.size, zero_stage=stage)
+        heartbeat.on_loss = lambda sentence, at: events.add("end", at, reason=sentence, whole=False)
         run = Run(
             config=config,
             world=world,
@@ -107,6 +111,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             agreement=agreement,
             saver=checkpoint.Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),
             log=RunLog(config, world, step, schedule.last_step, flops_per_image, BadSampleReport(world, known)),
+            events=events,
             samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
             first_step=step,
             step=step,

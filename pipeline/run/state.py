@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.agreement import Agreed, Agreement
 from pipeline.distributed.world import World
+from pipeline.errors import UserError
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
+from pipeline.logs.run_events import RunEvents
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
 from pipeline.models.common.base import VisionModel
@@ -33,6 +36,8 @@ from pipeline.run.decoding import with_decoding
 from pipeline.run.folder import config_hash
 from pipeline.run.lock import RunLock
 from pipeline.run.progress import Schedule
+
+_LONGEST_REASON = 2000  # characters of an error that events.jsonl keeps
 
 
 @dataclass
@@ -56,6 +61,7 @@ class Run:
     agreement: Agreement
     saver: checkpoint.Saver
     log: RunLog
+    events: RunEvents
     samples: SampleLog | None
 
     first_step: int  # done before this start
@@ -100,12 +106,29 @@ class Run:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Stop threads and close files. After an error the lock stays with the process, whose threads may still be writing."""
+        whole = error is None and self.step >= self.schedule.last_step and not self.evaluation_due
+        self.events.add("end", self.step, reason=self._why_it_ends(error, whole), whole=whole)
         with ExitStack() as parts:
             if error is None:
                 parts.callback(self.release)
             for part in (self.samples, self.log, self.val_loader, self.loader):
                 if part:
                     parts.callback(part.close if error is None else partial(_close_quietly, part))
+
+    def _why_it_ends(self, error: BaseException | None, whole: bool) -> str:
+        """For a report."""
+        if isinstance(error, KeyboardInterrupt):
+            return "stopped by Ctrl-C"
+        if error is not None:
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            return kind + (str(error).partition("\n")[0] or "an error")[:_LONGEST_REASON]
+        if whole:
+            return "the end of the schedule"
+        return (
+            f"stopped by {signal.Signals(self.stop.received).name}"
+            if self.stop.received
+            else "stopped by a signal to another rank"
+        )
 
     def release(self) -> None:
         """Let the next run have the folder."""

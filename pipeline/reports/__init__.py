@@ -1,0 +1,18 @@
+"""Pages about runs, made from what lies in their folders.
+
+=================== ==========================================================================
+``run_folder.py``   a run folder as plain data, however incomplete, and what is missing in it
+``metric_rows.py``  ``metrics.jsonl`` as columns
+``tolerant.py``     small files, read as far as they can be
+``story.py``        the starts of a run and how each of them ended
+``paper.py``        the recipe that a config comes from, and its figure in the paper
+``predictions.py``  per-image results of ``pipeline.evaluate``
+``pictures.py``     images of the data set, by their keys
+``curves.py``       curves as plotly figures, thinned where they are long
+``page.py``         the frame of a page: one HTML file that opens without a network
+``sections/``       the parts of the page about one run
+``run_page.py``     that page, put together
+=================== ==========================================================================
+
+``python -m pipeline.report`` is the command.
+"""

@@ -1,0 +1,137 @@
+"""Curves as plotly figures: long ones thinned, so that a page stays small and no spike is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from pipeline.reports.page import Figure
+
+BINS = 1000  # of a thinned curve: two points each, the least and the greatest
+COLOURS = ("#3f7fd0", "#d9762b", "#2f9e6b", "#b4518f", "#8a6fd1", "#a08a1c", "#2aa0b5", "#c9504a")  # legible on light and dark
+_DIGITS = 6  # significant ones of a value in a page
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over steps, (n,) each."""
+
+    name: str
+    steps: np.ndarray
+    values: np.ndarray
+    faint: bool = False
+    dots: bool = False
+    dash: str = ""
+    colour: str = ""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of the run: a start, an evaluation, a save."""
+
+    step: float
+    text: str
+    kind: str  # "start", "evaluation", "save"
+
+
+def thinned(steps: np.ndarray, values: np.ndarray, bins: int = BINS) -> tuple[np.ndarray, np.ndarray]:
+    """At most 2 · ``bins`` points of a curve, (n,) each: the least and the greatest value of each bin, in their order."""
+    if len(steps) <= 2 * bins:
+        return steps, values
+    edges = np.linspace(0, len(steps), bins + 1).astype(int)
+    kept = []
+    for begin, end in zip(edges, edges[1:]):
+        part = values[begin:end]
+        kept += sorted({begin + int(np.argmin(part)), begin + int(np.argmax(part))})
+    return steps[kept], values[kept]
+
+
+def smoothed(values: np.ndarray, width: int) -> np.ndarray:
+    """The mean over a window of ``width`` values around each, (n,) -> (n,); shorter at both ends."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    place = np.arange(len(values))
+    half = width // 2
+    begin, end = np.maximum(0, place - half), np.minimum(len(values), place + half + 1)
+    return (sums[end] - sums[begin]) / (end - begin)
+
+
+def with_mean(name: str, steps: np.ndarray, values: np.ndarray, colour: str = COLOURS[0]) -> list[Curve]:
+    """A noisy curve: each step, faint, and the mean over about a hundredth of the run."""
+    width = max(5, len(steps) // 100)
+    if len(steps) < 30:
+        return [Curve(name, steps, values, colour=colour)]
+    return [
+        Curve("each step", steps, values, faint=True, colour=colour),
+        Curve(f"mean of {width} steps", steps, smoothed(values, width), colour=colour),
+    ]
+
+
+def curve_figure(
+    title: str, curves: Sequence[Curve], marks: Sequence[Mark] = (), unit: str = "", log: bool = False, last: float | None = None,
+    height: int = 300,
+) -> Figure:  # fmt: skip
+    """Curves over steps in one figure, with its marks as lines (starts) and signs at the bottom; ``last`` is the end of the axis."""
+    traces = [_trace(curve, COLOURS[number % len(COLOURS)]) for number, curve in enumerate(curves)]
+    kinds = {"start": ("line-ns-open", COLOURS[7], "restarts"), "evaluation": ("triangle-up", COLOURS[2], "evaluations"),
+             "save": ("square", COLOURS[4], "saves")}  # fmt: skip
+    for kind, (symbol, colour, name) in kinds.items():
+        its = [mark for mark in marks if mark.kind == kind]
+        if its:
+            its = [its[i] for i in sorted(set(np.linspace(0, len(its) - 1, min(len(its), 400)).astype(int).tolist()))]
+            traces.append({
+                "type": "scatter", "mode": "markers", "name": name, "x": [mark.step for mark in its], "y": [0.09 if kind == "evaluation" else 0.02] * len(its),
+                "text": [escape(mark.text) for mark in its], "hovertemplate": "%{text}<extra></extra>", "yaxis": "y2",
+                "marker": {"symbol": symbol, "color": colour, "size": 7 if kind != "start" else 12, "line": {"width": 2, "color": colour}},
+            })  # fmt: skip
+    starts = [mark.step for mark in marks if mark.kind == "start"][:50]
+    shapes = [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "opacity": 0.6,
+               "line": {"color": COLOURS[7], "width": 1, "dash": "dot"}} for x in starts]  # fmt: skip
+    vertical = {"type": "log", "dtick": 1, "minor": {"showgrid": True}} if log and _decades(curves) > 1 else {}
+    layout: dict[str, Any] = {
+        "title": {"text": escape(title + (f" ({unit})" if unit else "")), "font": {"size": 13}, "x": 0, "xanchor": "left", "y": 0.985, "yanchor": "top"},
+        "xaxis": {"tickformat": "~s"}, "yaxis": vertical,
+        "showlegend": len(traces) > 1, "shapes": shapes,
+    }  # fmt: skip
+    if last:
+        layout["xaxis"]["range"] = [0, 1.01 * last]
+    if any(trace.get("yaxis") for trace in traces):
+        layout["yaxis2"] = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
+    return Figure(traces, layout, height, title)
+
+
+def _trace(curve: Curve, colour: str) -> dict[str, Any]:
+    steps, values = thinned(curve.steps, curve.values)
+    few = len(steps) <= 60
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if curve.dots or few and not curve.faint else "lines",
+        "name": escape(curve.name),
+        "x": numbers(steps),
+        "y": numbers(values),
+        "opacity": 0.35 if curve.faint else 1,
+        "line": {
+            "color": curve.colour or colour,
+            "width": 1 if curve.faint else 2,
+            **({"dash": curve.dash} if curve.dash else {}),
+        },
+        "marker": {"size": 5},
+    }
+
+
+def _decades(curves: Sequence[Curve]) -> float:
+    values = np.concatenate([curve.values for curve in curves]) if curves else np.ones(1)
+    values = values[values > 0]
+    return float(np.log10(values.max() / values.min())) if len(values) else 0.0
+
+
+def numbers(values: np.ndarray) -> list[float | int | None]:
+    """Plain numbers of a few digits, for a page."""
+    return [None if not np.isfinite(value) else _plain(float(value)) for value in values]
+
+
+def _plain(value: float) -> float | int:
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,209 @@
+"""The frame of a page: one HTML file with its style, its scripts and its pictures inside, which opens without a network.
+
+Whatever comes from a file (names of classes, keys, messages) goes through :func:`html`, which escapes it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from pipeline.errors import UserError
+
+
+class Html(str):
+    """Text that is HTML already: it is not escaped again."""
+
+
+def html(pattern: str, *values: object, **named: object) -> Html:
+    """A piece of HTML: ``pattern.format(...)`` in which every value is escaped that is not :class:`Html` itself.
+
+    A list or tuple of pieces is joined.
+    """
+    return Html(pattern.format(*map(_piece, values), **{name: _piece(value) for name, value in named.items()}))
+
+
+def join(pieces: Iterable[object], between: str = "") -> Html:
+    """Pieces after each other, each of them escaped unless it is HTML."""
+    return Html(between.join(_piece(piece) for piece in pieces))
+
+
+def _piece(value: object) -> str:
+    if isinstance(value, Html):
+        return value
+    if isinstance(value, list | tuple):
+        return join(value)
+    return escape(str(value))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page.
+
+    Attributes:
+        title: its heading, and its entry in the list of contents.
+        body: HTML.
+        closed: whether it is folded up when the page opens; it is printed all the same.
+    """
+
+    title: str
+    body: Html
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plotly figure.
+
+    Attributes:
+        traces: plotly's ``data``, plain values.
+        layout: plotly's ``layout``, beyond what all figures of a page have.
+        height: in pixels.
+        label: what it shows, for those who cannot see it.
+    """
+
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict)
+    height: int = 320
+    label: str = ""
+
+
+def figure(shown: Figure) -> Html:
+    """The place of a figure, with its data; the page's script draws it."""
+    return html(
+        '<div class="plot" style="height:{}px" role="img" aria-label="{}">{}</div>',
+        shown.height,
+        shown.label,
+        json_script({"data": shown.traces, "layout": shown.layout}),
+    )
+
+
+def json_script(value: Any) -> Html:
+    """Plain values inside of a page, for a script to read; nothing in them can end the element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Html(f'<script type="application/json">{text}</script>')
+
+
+def table(
+    head: Sequence[object], rows: Iterable[Sequence[object]], numeric: Sequence[int] = (), sortable: bool = False, css: str = ""
+) -> Html:
+    """A table that scrolls sideways where it is wider than the page.
+
+    Args:
+        head: titles of the columns; empty for a table without.
+        rows: their cells.
+        numeric: columns that are set flush right.
+        sortable: whether a click on a title sorts by it.
+        css: further classes.
+    """
+    right = ['<{0} class="n">{{}}</{0}>' if number in numeric else "<{0}>{{}}</{0}>" for number in range(1000)]
+    cells = [join(html(right[i].format("td"), cell) for i, cell in enumerate(row)) for row in rows]
+    titles = (
+        html("<thead><tr>{}</tr></thead>", [html(right[i].format("th"), cell) for i, cell in enumerate(head)]) if head else ""
+    )
+    kind = f"{css} sortable" if sortable else css
+    return html(
+        '<div class="wide"><table class="{}">{}<tbody>{}</tbody></table></div>',
+        kind,
+        titles,
+        [html("<tr>{}</tr>", c) for c in cells],
+    )
+
+
+def facts(pairs: Iterable[tuple[object, object]]) -> Html:
+    """Names and values, one pair per line."""
+    return html('<dl class="facts">{}</dl>', [html("<dt>{}</dt><dd>{}</dd>", name, value) for name, value in pairs])
+
+
+def page(title: str, subtitle: object, sections: Sequence[Section], notes: Sequence[object] = (), plots: bool = True) -> str:
+    """A whole page.
+
+    Args:
+        title: of the page and its window.
+        subtitle: a line below it.
+        sections: in their order.
+        notes: what the reader must know first, above all sections: what is missing or damaged.
+        plots: whether there are figures, which need plotly's script (4.8 MB).
+
+    Raises:
+        UserError: plotly is not installed.
+    """
+    names = [f"s{number}" for number, _ in enumerate(sections)]
+    contents = [html('<a href="#{}">{}</a>', name, section.title) for name, section in zip(names, sections)]
+    body = [
+        html(
+            '<details class="section" id="{}"{}><summary><h2>{}</h2></summary>{}</details>',
+            name,
+            Html("" if section.closed else " open"),
+            section.title,
+            section.body,
+        )
+        for name, section in zip(names, sections)
+    ]
+    listed = html('<ul class="notes">{}</ul>', [html("<li>{}</li>", note) for note in notes]) if notes else ""
+    scripts = [plotly_script()] if plots else []
+    return html(
+        _PAGE,
+        title=title,
+        subtitle=subtitle,
+        style=Html(_resource("page.css")),
+        contents=contents,
+        notes=listed,
+        sections=body,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        scripts=[html("<script>{}</script>", Html(script)) for script in (*scripts, _resource("page.js"))],
+    )
+
+
+def plotly_script() -> str:
+    """plotly.js, 4.8 MB: the Python package has no smaller build.
+
+    Raises:
+        UserError: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UserError(
+            "a report needs plotly, which is not installed", "install it with `pip install 'pervit-pipeline[insight]'`"
+        ) from None
+    return get_plotlyjs()
+
+
+def _resource(name: str) -> str:
+    return files("pipeline.reports").joinpath(name).read_text(encoding="utf-8")
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+<header>
+<button id="theme" type="button" aria-label="Light or dark" title="Light or dark">&#9680;</button>
+<h1>{title}</h1>
+<p class="subtitle">{subtitle}</p>
+<nav>{contents}</nav>
+</header>
+<main>
+{notes}
+{sections}
+</main>
+<footer>Made {made} by PerViT Pipeline.</footer>
+{scripts}
+</body>
+</html>
+"""

@@ -1,0 +1,175 @@
+"""Per-image results of ``pipeline.evaluate --predictions FILE``, and what they say: classes, confusions, mistakes."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import UserError
+
+NAMES = ("predictions.parquet", "predictions.csv")  # in the run folder
+_NEEDED = ("key", "label", "predicted", "top5", "probabilities", "label_probability")
+_MAKE = "make it with `python -m pipeline.evaluate --checkpoint RUN --data SHARDS --predictions FILE`"
+_LARGEST_CLASS = 10**6
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """n images, in the file's order.
+
+    Attributes:
+        path: the file.
+        keys: of the images.
+        label, predicted: (n,) class numbers.
+        top5: (n, up to 5) class numbers, the likeliest first; -1 fills up.
+        probabilities: (n, up to 5) float64, of ``top5``.
+        label_probability: (n,) float64.
+    """
+
+    path: Path
+    keys: list[str]
+    label: np.ndarray
+    predicted: np.ndarray
+    top5: np.ndarray
+    probabilities: np.ndarray
+    label_probability: np.ndarray
+
+    @property
+    def right(self) -> np.ndarray:
+        """(n,) bool: the likeliest class is the label."""
+        return self.label == self.predicted
+
+    @property
+    def certainty(self) -> np.ndarray:
+        """(n,) probability of the likeliest class."""
+        return self.probabilities[:, 0]
+
+    def by_class(self) -> list[tuple[int, int, int, int]]:
+        """(class, images, right, right among the first five) of each class with images, by number."""
+        among = (self.top5 == self.label[:, None]).any(axis=1)
+        found = []
+        for label in np.unique(self.label):
+            its = self.label == label
+            found.append((int(label), int(its.sum()), int(self.right[its].sum()), int(among[its].sum())))
+        return found
+
+    def confusions(self) -> list[tuple[int, int, int, float]]:
+        """(label, predicted, images, share of the label's images) of every pair that was confused, the most frequent first."""
+        wrong = ~self.right
+        pairs, counts = np.unique(np.stack([self.label[wrong], self.predicted[wrong]]), axis=1, return_counts=True)
+        size = {label: images for label, images, _, _ in self.by_class()}
+        found = [(int(a), int(b), int(count), count / size[int(a)]) for (a, b), count in zip(pairs.T, counts)]
+        return sorted(found, key=lambda each: (-each[2], -each[3], each[0], each[1]))
+
+    def confident_mistakes(self, count: int) -> list[int]:
+        """Images with the wrong class at the highest probability."""
+        wrong = np.flatnonzero(~self.right)
+        return wrong[np.argsort(-self.certainty[wrong], kind="stable")][:count].tolist()
+
+    def uncertain_hits(self, count: int) -> list[int]:
+        """Images with the right class at the lowest probability."""
+        right = np.flatnonzero(self.right)
+        return right[np.argsort(self.certainty[right], kind="stable")][:count].tolist()
+
+
+def find_predictions(run: Path, given: Path | None) -> Path | None:
+    """The file that was given, or the one in the run folder; None if there is none.
+
+    Raises:
+        UserError: the given one does not exist.
+    """
+    if given:
+        if not given.is_file():
+            raise UserError(f"--predictions {given} does not exist", _MAKE)
+        return given
+    return next((run / name for name in NAMES if (run / name).is_file()), None)
+
+
+def read_predictions(path: Path) -> Predictions:
+    """Read a parquet or CSV file.
+
+    Raises:
+        UserError: it cannot be read, or a column is missing or not of its kind.
+    """
+    columns = _read_csv(path) if path.suffix == ".csv" else _read_parquet(path)
+    missing = [name for name in _NEEDED if name not in columns]
+    if missing:
+        raise UserError(f"{path} has no column {missing[0]!r}, {', '.join(_NEEDED)} needed", _MAKE)
+    if not columns["key"]:
+        raise UserError(f"{path} has 0 images, at least 1 needed", _MAKE)
+    try:
+        found = Predictions(
+            path=path,
+            keys=[str(key) for key in columns["key"]],
+            label=_classes(columns["label"]),
+            predicted=_classes(columns["predicted"]),
+            top5=_matrix(columns["top5"], -1).astype(np.int64),
+            probabilities=_matrix(columns["probabilities"], 0.0),
+            label_probability=np.array([float(value) for value in columns["label_probability"]]),
+        )
+        if not found.probabilities.shape[1] or found.top5.shape != found.probabilities.shape:
+            raise ValueError("top5 and probabilities are of other lengths")
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{path} is damaged ({' '.join(str(error).split())[:100]})", _MAKE) from None
+    return found
+
+
+def _classes(values: list[Any]) -> np.ndarray:
+    numbers = np.array([int(value) for value in values], dtype=np.int64)
+    if ((numbers < 0) | (numbers >= _LARGEST_CLASS)).any():
+        raise ValueError("a class number is out of range")
+    return numbers
+
+
+def _matrix(rows: list[Any], filling: float) -> np.ndarray:
+    """Lists of up to five numbers as (n, longest)."""
+    lists = [[float(value) for value in (row.split() if isinstance(row, str) else row)] for row in rows]
+    longest = max(map(len, lists))
+    if longest > 100:
+        raise ValueError("a list has more than 100 numbers")
+    whole = np.array([row + [filling] * (longest - len(row)) for row in lists], dtype=np.float64)
+    if not np.isfinite(whole).all():
+        raise ValueError("a number is not finite")
+    return whole
+
+
+def _read_csv(path: Path) -> dict[str, list[Any]]:
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = csv.reader(file)
+            names = next(rows, [])
+            listed = [row for row in rows if row]
+    except (OSError, ValueError, csv.Error) as error:
+        raise _unreadable(path, error) from None
+    if any(len(row) != len(names) for row in listed):
+        raise UserError(f"{path} is damaged (a row has other columns than the first line)", _MAKE)
+    return {name: [row[place] for row in listed] for place, name in enumerate(names)}
+
+
+def _read_parquet(path: Path) -> dict[str, list[Any]]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_table
+    except ImportError:
+        raise UserError(
+            f"reading {path} needs pyarrow, which is not installed", "install it with `pip install 'pervit-pipeline[insight]'`"
+        ) from None
+    try:
+        return read_table(path).to_pydict()
+    except (OSError, ArrowException) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return UserError(f"{path} cannot be read ({' '.join(reason.split())[:100]})", _MAKE)
+
+
+def class_namer(classes: list[str]) -> Callable[[int], str]:
+    """The name of a class by its number; its number where there is no name."""
+    return lambda number: classes[number] if 0 <= number < len(classes) else f"class {number}"

@@ -1,0 +1,150 @@
+"""Inside the model: figures of ``pipeline.analyze``, measures over training, and training images as the model saw them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.reports.curves import Curve, curve_figure
+from pipeline.reports.metric_rows import is_number
+from pipeline.reports.page import Figure, Html, figure, html, join
+from pipeline.reports.pictures import data_uri, file_uri
+from pipeline.reports.run_folder import TENSORBOARD, RunFolder
+
+ANALYSIS = "analysis"
+_IMAGES = "train/images"  # in TensorBoard
+_MOST_FIGURES, _MOST_BYTES = 60, 2_000_000  # of an analysis, in a page of 8 MB
+_LARGEST_EVENTS = 2 << 30  # bytes of event files in which the image is looked for
+_LINES = 24  # layers, or heads of a layer, that a figure can tell apart
+_MEASURES = {
+    "mean_attention_distance": ("Nonlocality (mean attention distance)", "patches"),
+    "gate": ("Gate (share of positional attention)", ""),
+}
+
+
+def analysis_figures(folder: Path) -> tuple[Html | None, list[str]]:
+    """Figures that an analysis left, and what cannot be shown of it."""
+    if not (folder / "analysis.json").is_file():
+        return None, []
+    problems = []
+    try:
+        told = json.loads((folder / "analysis.json").read_text(encoding="utf-8"))
+        images = told.get("images")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        problems.append(f"{folder / 'analysis.json'} is damaged ({' '.join(str(error).split())[:80]}).")
+        images = None
+    parts: list[Html] = []
+    left_out, size = 0, 0
+    for path in sorted(folder.rglob("*.png"), key=lambda path: ("image" in path.stem, path)):  # single images last
+        if len(parts) >= _MOST_FIGURES or size >= _MOST_BYTES:
+            left_out += 1
+            continue
+        try:
+            uri = file_uri(path)
+        except (OSError, ValueError):
+            problems.append(f"{path} cannot be decoded.")
+            continue
+        if size + len(uri) > _MOST_BYTES:
+            left_out += 1
+            continue
+        size += len(uri)
+        caption = path.stem.replace("_", " ")
+        parts.append(
+            html('<figure><img class="sheet" alt="{}" src="{}"><figcaption>{}</figcaption></figure>', caption, uri, caption)
+        )
+    if not parts:
+        return None, problems
+    over = f" over {images:,} images" if is_number(images) else ""
+    more = f" {left_out} more figures are in {folder}." if left_out else ""
+    return join([html("<p>Made by <code>pipeline.analyze</code>{}.{}</p>", over, more), *parts]), problems
+
+
+def over_training(run: RunFolder) -> Html | None:
+    """Curves per layer of what ``eval.analyses`` has written with each evaluation (ConViT, Fig. 5 and 6)."""
+    found: dict[tuple[str, str], list[tuple[float, list[list[float]]]]] = {}
+    for row in run.metrics.analyses:
+        at = row["epoch"] if is_number(row.get("epoch")) else row["step"]
+        for name, values in row["analysis"].items():
+            for part, layers in values.items() if isinstance(values, dict) else [("", values)]:
+                numbers = _layers(layers)
+                if numbers:
+                    found.setdefault((str(name), str(part)), []).append((at, numbers))
+    figures = [drawn for (name, part), points in found.items() if (drawn := _by_layer(name, part, points))]
+    if not figures:
+        return None
+    note = html(
+        '<p class="quiet">A line per layer over epochs: the mean over its heads, from orange (layer 1) to blue (the last).</p>'
+    )
+    return join([note, html('<div class="plots">{}</div>', [figure(each) for each in figures])])
+
+
+def _layers(value: Any) -> list[list[float]]:
+    """[layer][head] as it was written; empty for anything else. A layer without a measure is an empty list."""
+    if not isinstance(value, list):
+        return []
+    rows = [[float(x) for x in row if is_number(x)] if isinstance(row, list) else [] for row in value]
+    return rows if any(rows) else []
+
+
+def _by_layer(name: str, part: str, points: list[tuple[float, list[list[float]]]]) -> Figure | None:
+    count = min(max(len(layers) for _, layers in points), _LINES)
+    curves = []
+    for layer in range(count):
+        its = [(at, float(np.mean(layers[layer]))) for at, layers in points if layer < len(layers) and layers[layer]]
+        if its:
+            x, y = np.array(its).T
+            shade = layer / max(1, count - 1)
+            curves.append(Curve(f"layer {layer + 1}", x, y, dots=True, colour=_shade(shade)))
+    if not curves:
+        return None
+    title, unit = _MEASURES.get(name, (name.replace("_", " ") + (f", {part}" if part else ""), ""))
+    return curve_figure(title, curves, unit=unit, height=360)
+
+
+def _shade(depth: float) -> str:
+    """From orange (first layer) to blue (last), legible on light and dark."""
+    first, last = np.array([232, 150, 62]), np.array([58, 92, 190])
+    return "rgb({},{},{})".format(*np.round(first + depth * (last - first)).astype(int).tolist())
+
+
+def training_images(run: RunFolder) -> Html | None:
+    """The picture of the first batch in the event files; None where there is none."""
+    found = _first_image(run.path / TENSORBOARD)
+    if found is None:
+        return None
+    try:
+        uri = data_uri(found, side=1200)
+    except (OSError, ValueError):
+        return None
+    return html(
+        '<p>The first batch of a start, augmented and mixed.</p><img class="sheet" alt="training images" src="{}">', uri
+    )
+
+
+def _first_image(folder: Path) -> bytes | None:
+    """The newest picture of a training batch, as PNG."""
+    files = sorted(folder.glob("events.out.tfevents.*"))
+    try:
+        if not files or sum(path.stat().st_size for path in files) > _LARGEST_EVENTS:
+            return None
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event
+    except (OSError, ImportError):
+        return None
+    for path in reversed(files):
+        newest = None
+        try:
+            for raw in RawEventFileLoader(str(path)).Load():
+                if _IMAGES.encode() not in raw:
+                    continue  # thousands of scalars, which need not be parsed
+                for value in Event.FromString(raw).summary.value:
+                    if value.tag.startswith(_IMAGES):
+                        newest = newest or value.image.encoded_image_string or (value.tensor.string_val or [b"", b"", b""])[-1]
+        except Exception:  # a damaged file raises whatever TensorBoard and protobuf raise
+            continue
+        if newest:
+            return newest
+    return None

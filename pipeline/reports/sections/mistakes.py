@@ -1,0 +1,169 @@
+"""What the model confuses: accuracy per class, confusions, and pictures of mistakes and of hits that were close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+
+import numpy as np
+
+from pipeline.reports.curves import COLOURS, numbers
+from pipeline.reports.page import Figure, Html, figure, html, join, table
+from pipeline.reports.pictures import Pictures
+from pipeline.reports.predictions import Predictions, class_namer
+
+Namer = Callable[[int], str]  # class number -> name
+
+_MATRIX = 25  # classes up to which the confusion matrix is drawn whole
+_BARS = 15  # classes at each end that are drawn of more
+_PAIRS = 15  # confusions listed
+_PICTURES = 12  # of each kind
+_LONGEST_NAME = 28  # characters of a class's name in a figure
+
+
+def mistakes(found: Predictions, classes: list[str], pictures: Pictures | None, no_pictures: str) -> Html:
+    """Everything that per-image results tell.
+
+    Args:
+        found: the results.
+        classes: names in index order; may be empty.
+        pictures: of the same images; None where there are none.
+        no_pictures: why there are none.
+    """
+    name = class_namer(classes)
+    right, count = int(found.right.sum()), len(found.keys)
+    head = html(
+        "<p>{} of {} images right, {} % top-1 (<code>{}</code>).</p>",
+        f"{right:,}", f"{count:,}", f"{100 * right / count:.2f}", found.path.name,
+    )  # fmt: skip
+    missing = html('<p class="quiet">{}</p>', no_pictures) if pictures is None else Html("")
+    return join([head, _per_class(found, name), _confusions(found, name), missing, _shown(found, name, pictures)])
+
+
+def _short(text: str) -> str:
+    cut = text if len(text) <= _LONGEST_NAME else text[: _LONGEST_NAME - 1] + "…"
+    return escape(cut)  # plotly reads tags in its texts
+
+
+def _per_class(found: Predictions, name: Namer) -> Html:
+    rows = found.by_class()
+    ranked = sorted(rows, key=lambda row: (row[2] / row[1], row[0]))
+    many = len(ranked) > 2 * _BARS
+    parts = (
+        [(ranked[:_BARS], "Lowest accuracy"), (ranked[-_BARS:], "Highest accuracy")]
+        if many
+        else [(ranked, "Accuracy by class")]
+    )
+    drawn = [figure(_bars(part, title, name)) for part, title in parts]
+    cells = [
+        (name(label), f"{images:,}", f"{100 * hits / images:.2f}", f"{100 * among / images:.2f}")
+        for label, images, hits, among in ranked
+    ]
+    whole = table(("class", "images", "top-1 %", "top-5 %"), cells, numeric=(1, 2, 3), sortable=True)
+    return html(
+        '<div class="plots">{}</div><details><summary class="quiet">All {} classes as a table</summary>{}</details>',
+        drawn, len(ranked), whole,
+    )  # fmt: skip
+
+
+def _bars(rows: list[tuple[int, int, int, int]], title: str, name: Namer) -> Figure:
+    values = np.array([100 * hits / images for _, images, hits, _ in rows])
+    texts = [f"{_short(name(label))}: {hits:,} of {images:,} right" for label, images, hits, _ in rows]
+    trace = {
+        "type": "bar", "orientation": "h", "x": numbers(values), "y": list(range(len(rows))), "text": [f"{value:.1f}" for value in values],
+        "textposition": "auto", "hovertext": texts, "hoverinfo": "text", "marker": {"color": COLOURS[0]}, "insidetextfont": {"color": "#fff"},
+        "cliponaxis": False,
+    }  # fmt: skip
+    layout = {
+        "title": _title(f"{title} (top-1, %)"), "showlegend": False, "hovermode": "closest",
+        "xaxis": {"range": [0, 106], "tickvals": [0, 25, 50, 75, 100]},
+        "yaxis": {"tickvals": list(range(len(rows))), "ticktext": [_short(name(row[0])) for row in rows], "autorange": "reversed", "automargin": True},
+    }  # fmt: skip
+    return Figure([trace], layout, 70 + 22 * len(rows), title)
+
+
+def _confusions(found: Predictions, name: Namer) -> Html:
+    pairs = found.confusions()
+    if not pairs:
+        return html("<p>No image is confused.</p>")
+    cells = [
+        (name(label), name(predicted), f"{images:,}", f"{100 * share:.1f}")
+        for label, predicted, images, share in pairs[:_PAIRS]
+    ]
+    listed = table(("class", "taken for", "images", "% of the class"), cells, numeric=(2, 3), sortable=True)
+    classes = np.union1d(found.label, found.predicted)
+    drawn = [figure(_matrix(found, classes, name))] if len(classes) <= _MATRIX else []
+    shown = f"The {len(cells)} most frequent of {len(pairs):,} confusions" if len(pairs) > len(cells) else "Confusions"
+    return html('<div class="plots"><div><h3>{}</h3>{}</div>{}</div>', shown, listed, drawn)
+
+
+def _matrix(found: Predictions, classes: np.ndarray, name: Namer) -> Figure:
+    place = {int(label): i for i, label in enumerate(classes)}
+    counts = np.zeros((len(classes), len(classes)))
+    for label, predicted in zip(found.label.tolist(), found.predicted.tolist()):
+        counts[place[label], place[predicted]] += 1
+    wrong = counts.copy()
+    np.fill_diagonal(wrong, np.nan)
+    names = [_short(name(int(label))) for label in classes]
+    texts = [
+        [
+            f"{names[i]}, taken for {names[j]}: {int(counts[i, j])}" if i != j else f"{names[i]}: {int(counts[i, i])} right"
+            for j in range(len(names))
+        ]
+        for i in range(len(names))
+    ]
+    trace = {
+        "type": "heatmap", "z": [numbers(row) for row in wrong], "text": texts, "hoverinfo": "text", "xgap": 1, "ygap": 1,
+        "colorscale": [[0, "rgba(128,128,128,0.10)"], [1, COLOURS[1]]], "zmin": 0, "colorbar": {"thickness": 10, "outlinewidth": 0},
+    }  # fmt: skip
+    ticks = {"tickvals": list(range(len(names))), "ticktext": names, "automargin": True, "showgrid": False}
+    layout = {
+        "title": _title("Mistakes: class (rows), predicted (columns)"), "hovermode": "closest",
+        "xaxis": ticks,
+        "yaxis": {**ticks, "autorange": "reversed"},
+    }  # fmt: skip
+    return Figure([trace], layout, max(340, 120 + 24 * len(names)), "Confusion matrix")
+
+
+def _title(text: str) -> dict[str, object]:
+    return {"text": escape(text), "font": {"size": 13}, "x": 0, "xanchor": "left", "y": 0.985, "yanchor": "top"}
+
+
+def _shown(found: Predictions, name: Namer, pictures: Pictures | None) -> Html:
+    """Captioned pictures; a table with the same where there are no pictures."""
+    kinds = (
+        ("The most confident mistakes", found.confident_mistakes(_PICTURES)),
+        ("The least certain hits", found.uncertain_hits(_PICTURES)),
+    )
+    parts = []
+    for title, images in kinds:
+        if not images:
+            continue
+        tags = [pictures.tag(found.keys[i], int(found.label[i])) if pictures else None for i in images]
+        if any(tags):
+            body = [_captioned(found, i, name, tag) for i, tag in zip(images, tags)]
+            parts.append(html('<h3>{}</h3><div class="pictures">{}</div>', title, body))
+        else:
+            cells = [
+                (found.keys[i], name(int(found.label[i])), name(int(found.predicted[i])), f"{100 * found.certainty[i]:.1f}")
+                for i in images
+            ]
+            parts.append(
+                html("<h3>{}</h3>{}", title, table(("image", "class", "predicted", "probability %"), cells, numeric=(3,)))
+            )
+    return join(parts)
+
+
+def _captioned(found: Predictions, i: int, name: Namer, tag: Html | None) -> Html:
+    label, predicted, certainty = int(found.label[i]), int(found.predicted[i]), f"{100 * found.certainty[i]:.1f} %"
+    if label == predicted:
+        second = (
+            f", then {name(int(found.top5[i, 1]))} {100 * found.probabilities[i, 1]:.1f} %" if found.top5.shape[1] > 1 else ""
+        )
+        words = html("<b>{}</b> {}{}", name(label), certainty, second)
+    else:
+        words = html(
+            "<b>{}</b><br>predicted: {} {}<br>its own class: {} %",
+            name(label), name(predicted), certainty, f"{100 * found.label_probability[i]:.1f}",
+        )  # fmt: skip
+    return html("<figure>{}<figcaption>{}</figcaption></figure>", tag or html("<p>no picture</p>"), words)

@@ -1,0 +1,148 @@
+"""How the run was set up: its config beside the recipe, its environment, its checkpoints."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pipeline.checkpoint.overview import reasons_to_keep, size_text
+from pipeline.checkpoint.whole import find_damage
+from pipeline.reports.page import Html, facts, html, join, table
+from pipeline.reports.paper import PaperRecipe
+from pipeline.reports.run_folder import FOLDER, Checkpoint, RunFolder
+from pipeline.reports.story import clock
+
+_VERIFIED_BYTES = 4_000_000_000  # of checkpoints that are read for their checksums, the newest first
+
+
+def config_section(run: RunFolder, recipe: PaperRecipe | None) -> Html | None:
+    """Every key by section; what differs from the recipe stands out."""
+    if not run.config:
+        return None
+    changed = recipe.changed if recipe else {}
+    intro = Html("")
+    if recipe:
+        words = "no key" if not changed else f"{len(changed)} key{'s' * (len(changed) != 1)}"
+        rows = [
+            (html("<code>{}</code>", key), _shown(old), html("<b>{}</b>", _shown(new))) for key, (old, new) in changed.items()
+        ]
+        differs = table(("key", "recipe", "this run"), rows) if rows else Html("")
+        intro = html("<p>Differs in {} from <code>configs/{}</code>.</p>{}", words, recipe.file, differs)
+    top = [(key, value) for key, value in run.config.items() if not isinstance(value, dict)]
+    parts = [("", top), *((key, list(value.items())) for key, value in run.config.items() if isinstance(value, dict))]
+    columns = [
+        html(
+            '<div><h3>{}</h3><dl class="facts">{}</dl></div>',
+            name or "run",
+            [
+                html("<dt>{}</dt><dd>{}</dd>", key, _marked(f"{name}.{key}".lstrip("."), value, changed))
+                for key, value in values
+            ],
+        )
+        for name, values in parts
+        if values
+    ]
+    whole = html('<details><summary class="quiet">All keys</summary><div class="plots">{}</div></details>', columns)
+    return join([intro, whole])
+
+
+def _marked(key: str, value: Any, changed: dict[str, tuple[Any, Any]]) -> Html:
+    return (
+        html("<b>{}</b>", _shown(value))
+        if any(f"{each}.".startswith(f"{key}.") for each in changed)
+        else html("{}", _shown(value))
+    )
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_shown(each)}" for key, each in value.items()) or "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    return str(value)
+
+
+def environment_section(run: RunFolder) -> Html | None:
+    """Of the last start; earlier ones where they differ."""
+    if not run.starts:
+        return None
+    last = run.starts[-1]
+    pairs: list[tuple[object, object]] = [("precision", run.precision)] if run.precision else []
+    pairs += [
+        (key.replace("_", " "), _shown(value))
+        for key, value in last.items()
+        if not isinstance(value, dict) and value is not None
+    ]
+    pairs += [(f"{key}: {name}", value) for key in ("packages", "slurm") for name, value in _items(last.get(key))]
+    seen = dict.fromkeys(
+        key for start in run.starts for key in ("python", "packages", "git_commit", "device") if start.get(key) != last.get(key)
+    )
+    changes = [
+        f"start {number} had {key.replace('_', ' ')} {_difference(start.get(key), last.get(key))}"
+        for number, start in enumerate(run.starts, 1)
+        for key in seen
+        if start.get(key) != last.get(key)
+    ]
+    notes = html("<p>{}.</p>", "; ".join(changes)) if changes else Html("")
+    return join([facts(pairs), notes])
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def _difference(old: Any, new: Any) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return ", ".join(f"{key} {_shown(old.get(key))}" for key in {**old, **new} if old.get(key) != new.get(key))
+    return _shown(old)
+
+
+def checkpoints_section(run: RunFolder) -> Html | None:
+    """Size and state of each checkpoint; files are compared with their checksums as far as that takes seconds."""
+    if not run.checkpoints:
+        return html("<p>No checkpoint.</p>") if run.config or run.starts else None
+    reasons = reasons_to_keep({each.step: each.manifest for each in run.checkpoints if each.manifest})
+    left, rows = _VERIFIED_BYTES, []
+    for checkpoint in reversed(run.checkpoints):
+        size = checkpoint.bytes
+        read = size is not None and size <= left
+        left -= size if read and size else 0
+        state = checkpoint.manifest.state if checkpoint.manifest else None
+        rows.append(
+            (
+                f"{checkpoint.step:,}",
+                clock(checkpoint.written),
+                "?" if size is None else size_text(size),
+                state.world_size if state else "?",
+                state.zero_stage if state else "?",
+                reasons.get(checkpoint.step, "") if state else "",
+                _verified(checkpoint, read),
+            )
+        )
+    head = ("step", "written", "size", "processes", "ZeRO", "kept as", "files")
+    newest = run.newest_manifest
+    parameters = f"{sum(math.prod(shape) for shape in newest.shapes.values()):,} parameters. " if newest else ""
+    note = html("<p>{}All files are in <code>{}/</code>.</p>", parameters, FOLDER)
+    return join([note, table(head, rows, numeric=(0, 2, 3, 4))])
+
+
+def _verified(checkpoint: Checkpoint, contents: bool) -> Html:
+    if checkpoint.manifest is None:
+        return html('<span class="bad">damaged: {}</span>', checkpoint.problem)
+    try:
+        problems = find_damage(checkpoint.folder, checkpoint.manifest.files, contents)
+    except OSError as error:
+        return html('<span class="bad">cannot be read ({})</span>', error.strerror)
+    if problems and not checkpoint.folder.exists():
+        return html("removed meanwhile, the run goes on")
+    if problems:
+        return html('<span class="bad">damaged: {}</span>', "; ".join(problems))
+    return (
+        html('<span class="good">whole, checksums match</span>')
+        if contents
+        else html("sizes match; checksums not read, they take long")
+    )

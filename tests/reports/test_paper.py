@@ -1,0 +1,36 @@
+"""The recipe that a run is compared with: the nearest one, and no figure for a training that is another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load_config
+from pipeline.reports.paper import paper_recipe
+from pipeline.reports.run_folder import RunFolder
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "file", "top1", "decisive"),
+    [
+        ("pervit_t", ["data.path=/shards", "train.micro_batch_size=64"], "pervit_t.yaml", 78.8, []),
+        ("ablations/pervit_table1_e_no_cpe", ["seed=3"], "ablations/pervit_table1_e_no_cpe.yaml", 78.1, []),
+        ("convit_s_plus", ["train.epochs=100"], "convit_s_plus.yaml", 82.2, ["train.epochs"]),
+        ("convit_s_plus", ["model.switches.gpsa_layers=0"], "ablations/convit_table3_e_no_gpsa.yaml", 79.1, []),
+        ("pervit_m_cifar10", [], "pervit_m_cifar10.yaml", 99.1, []),
+        ("pervit_t", ["model.switches.widths=[16,16,16,16]"], "pervit_t.yaml", 78.8, ["model.switches.widths"]),
+    ],
+)
+def test_the_nearest_recipe(config: str, overrides: list[str], file: str, top1: float, decisive: list[str]) -> None:
+    """Guards against a run beside the figure of another training, with nothing that says so."""
+    tree = load_config(config, overrides).model_dump(mode="json")
+    found = paper_recipe(RunFolder(Path("run"), config=tree))
+    assert found is not None
+    assert (found.file, found.top1, found.decisive) == (file, top1, decisive)
+    assert found.comparable == (not decisive)
+
+
+def test_a_damaged_config_has_no_recipe() -> None:
+    """Guards against a traceback."""
+    assert paper_recipe(RunFolder(Path("run"), config={"train": 3})) is None

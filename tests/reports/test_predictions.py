@@ -1,0 +1,64 @@
+"""Results per image: read from both forms, and counted per class and per pair of classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.reports.predictions import Predictions, read_predictions
+
+ROWS = [  # key, label, predicted, top5, probabilities, label_probability
+    ("a", 0, 0, [0, 1, 2], [0.9, 0.05, 0.05], 0.9),
+    ("b", 0, 1, [1, 0, 2], [0.8, 0.1, 0.1], 0.1),
+    ("c", 1, 2, [2, 0, 3], [0.99, 0.01, 0.0], 0.0),
+    ("d", 1, 1, [1, 0, 2], [0.4, 0.3, 0.3], 0.4),
+    ("e", 0, 1, [1, 2, 0], [0.6, 0.3, 0.1], 0.1),
+]
+
+
+def write(path: Path) -> Path:
+    names = ["key", "label", "predicted", "top5", "probabilities", "label_probability"]
+    if path.suffix == ".csv":
+        cells = [[" ".join(map(str, cell)) if isinstance(cell, list) else str(cell) for cell in row] for row in ROWS]
+        path.write_text("\n".join(",".join(row) for row in [names, *cells]))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow.parquet import write_table
+
+        write_table(pyarrow.table(dict(zip(names, map(list, zip(*ROWS))))), path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["predictions.csv", "predictions.parquet"])
+def test_what_results_say(name: str, tmp_path: Path) -> None:
+    """Guards against accuracies and confusions that are not those of the rows; counted here by hand."""
+    found: Predictions = read_predictions(write(tmp_path / name))
+    assert found.by_class() == [(0, 3, 1, 3), (1, 2, 1, 1)]
+    assert found.confusions() == [(0, 1, 2, 2 / 3), (1, 2, 1, 1 / 2)]
+    assert [found.keys[i] for i in found.confident_mistakes(2)] == ["c", "b"]
+    assert [found.keys[i] for i in found.uncertain_hits(5)] == ["d", "a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("key,label\n", "has no column 'predicted'"),
+        ("key,label,predicted,top5,probabilities,label_probability\n", "has 0 images"),
+        ("key,label,predicted,top5,probabilities,label_probability\na,-1,0,0,1,1\n", "out of range"),
+        ("key,label,predicted,top5,probabilities,label_probability\na,1,0,0 1,1,1\n", "other lengths"),
+        ("key,label,predicted,top5,probabilities,label_probability\na,1,0,0,nan,1\n", "not finite"),
+        ("key,label,predicted,top5,probabilities,label_probability\na,1\n", "other columns"),
+    ],
+)
+def test_damaged_results_are_one_sentence(text: str, said: str, tmp_path: Path) -> None:
+    """Guards against a traceback over a file of another program."""
+    path = tmp_path / "p.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said) as error:
+        read_predictions(path)
+    assert str(path) in str(error.value)
+    (tmp_path / "p.parquet").write_bytes(b"PAR1 junk")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_predictions(tmp_path / "p.parquet")
