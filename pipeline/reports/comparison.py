@@ -108,6 +108,8 @@ def mean_text(values: list[float], digits: int = 2) -> str:
 
 def value_text(value: Any) -> str:
     """A value of a config as it is written there; empty for a key that is not there."""
+    if isinstance(value, float):
+        return f"{value:g}"
     return "" if value is None else yaml.safe_dump(value, default_flow_style=True, width=10_000).split("\n")[0]
 
 
@@ -126,16 +128,23 @@ def _names(keys: list[dict[str, Any]], members: list[list[KnownRun]]) -> list[st
     usual = {key: Counter(str(of_group.get(key)) for of_group in keys).most_common(1)[0][0] for key in every}
     names = []
     for of_group in keys:
-        unusual = [key for key in every if str(of_group.get(key)) != usual[key] and key != IMAGES]
-        unusual.sort(key=lambda key: (not key.startswith("model."), key == "model.num_classes"))
-        parts = [
-            value_text(of_group[key])
-            if key == "model.name"
-            else f"{key.rpartition('.')[2]}={value_text(of_group.get(key)) or 'default'}"
-            for key in unusual[:_NAMED]
-        ]
+        unusual = [key for key in every if str(of_group.get(key)) != usual[key]]
+        unusual.sort(
+            key=lambda key: (key != "model.name", not key.startswith("model."), key != IMAGES, key == "model.num_classes")
+        )
+        if unusual[:1] == ["model.name"] and sum(each["model.name"] == of_group["model.name"] for each in keys) == 1:
+            unusual = unusual[:1]  # another model has another recipe: its name is enough
+        parts = [_part(key, of_group.get(key)) for key in unusual[:_NAMED]]
         names.append(
             ", ".join(parts + [f"and {len(unusual) - _NAMED} more"] * (len(unusual) > _NAMED)) or str(of_group["model.name"])
         )
     twice = {name for name, count in Counter(names).items() if count > 1}
     return [f"{name} ({its[0].folder.name})" if name in twice else name for name, its in zip(names, members)]
+
+
+def _part(key: str, value: Any) -> str:
+    if key == "model.name":
+        return str(value)
+    if key == IMAGES:
+        return "no step yet" if value is None else f"{value:,} training images"
+    return f"{key.rpartition('.')[2]}={value_text(value) or 'default'}"

@@ -77,7 +77,7 @@ def _results(same: SameData) -> Html:
             mean_text(group.best()),
             mean_text(group.values("top5")),
             mean_text(group.values("loss"), 3),
-            mean_text([each for run in group.runs if (each := _epochs(run)) is not None][:1], 1),
+            f"{max(epochs):.1f}" if (epochs := [each for run in group.runs if (each := _epochs(run)) is not None]) else "",
             f"{np.mean(speeds):,.0f}" if (speeds := [each for run in group.runs if (each := _speed(run)) is not None]) else "",
             _state(group),
         ]
@@ -173,7 +173,7 @@ def _dots(same: SameData) -> Figure:
             traces.append({"type": "scatter", "mode": "markers", "x": [float(np.mean(values))], "y": [place], "name": escape(group.name),
                            "hovertemplate": "%{x:.2f} %, mean", "marker": {"color": _colour(group), "size": 18, "symbol": "line-ns-open", "line": {"width": 3}}})  # fmt: skip
     layout = {
-        "title": {"text": "Top-1 (%) of each run, by # of its config; | is the mean", "font": {"size": 13}, "x": 0, "xanchor": "left"},
+        "title": {"text": "Top-1 (%), by #; |: mean", "font": {"size": 13}, "x": 0, "xanchor": "left"},
         "showlegend": False, "hovermode": "closest", "margin": {"l": 30, "t": 34},
         "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": [f"{group.number} " for group in reversed(shown)]},
     }  # fmt: skip
@@ -200,7 +200,7 @@ def _curves(same: SameData) -> Html:
 
     figures = [
         _over_each_other("Top-1 (%)", same.groups, of_evaluations("top1"), along),
-        _over_each_other("Training loss, mean of a fiftieth of the run", same.groups, of_column("loss", True), along),
+        _over_each_other("Training loss, smoothed", same.groups, of_column("loss", True), along),
         _over_each_other("Validation loss", same.groups, of_evaluations("loss"), along),
         _over_each_other("Learning rate", same.groups, of_column("lr", False), along),
         _over_each_other("Images/s", same.groups, of_column("images_per_second", True), along),
@@ -215,9 +215,9 @@ def _curves(same: SameData) -> Html:
         for group in same.groups
     ]
     told = "One colour for the runs of a config: thin the runs, thick their mean. A click on a name hides its curves."
-    plots = [figure(each) for each in figures if each.traces]
+    plots = [figure(each) for each in figures if any(len(trace["x"]) > 1 for trace in each.traces)]
     if not plots:
-        return html("<p>No run has taken a step yet.</p>")
+        return html("<p>No run has taken two steps yet.</p>")
     return html('<div class="chips">{}</div><p class="quiet">{}</p><div class="plots">{}</div>', chips, told, plots)
 
 

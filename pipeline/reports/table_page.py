@@ -12,8 +12,8 @@ from pipeline.reports.table_formats import column_groups, comma_separated, latex
 from pipeline.reports.table_sheet import Sheet, make_sheet
 
 _STYLE = """<style>
-.paper-table th, .paper-table td { padding: 4px 10px; } .paper-table .group { text-align: center; border-bottom: 0; }
-.paper-table .ours { background: var(--soft); } .paper-table td:first-child, .paper-table th:first-child { padding-left: 0; }
+.paper-table th, .paper-table td { padding: 4px 10px; } .paper-table td { white-space: nowrap; } .paper-table .group { text-align: center; border-bottom: 0; }
+.paper-table .ours { background: var(--soft); } .command { white-space: pre-wrap; overflow-wrap: anywhere; } .paper-table td:first-child, .paper-table th:first-child { padding-left: 0; }
 </style>"""
 
 
@@ -47,7 +47,7 @@ def table_page(sheet: Sheet) -> str:
     if sheet.missing:
         commands = [
             html(
-                "<h3>{}</h3><pre><code>{}</code></pre>",
+                '<h3>{}</h3><pre class="command"><code>{}</code></pre>',
                 missing.labels,
                 "\n".join(filter(None, [missing.shards, missing.command])),
             )
@@ -62,7 +62,7 @@ def table_page(sheet: Sheet) -> str:
             for reason, paths in sheet.unused.items()
         ]
         problems = html("<ul>{}</ul>", [html("<li>{}</li>", problem) for problem in sheet.problems]) if sheet.problems else ""
-        sections.append(Section("Runs in no row", html("{}{}", problems, reasons)))
+        sections.append(Section("Runs in no row", html("{}{}", problems, reasons), closed=not sheet.problems))
     return page(sheet.title, sheet.paper, sections, sheet.notes, plots=False)
 
 

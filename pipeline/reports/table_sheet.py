@@ -108,7 +108,8 @@ def make_sheet(filled: Filled, problems: Iterable[str] = ()) -> Sheet:
         for setting in range(len(names)):
             runs = filled.runs.get((number, setting), [])
             cells += [_our_figure(figure, row, runs, filled.any_data) for figure in table.figures]
-            cells += [_our_difference(filled, runs, setting)] * differ + [str(len(runs)) if runs else None]
+            cells += [_our_difference(filled, runs, setting)] if differ else []
+            cells.append(str(len(runs)) if runs else None)
         rows.append(cells)
     return Sheet(
         name=table.name,
@@ -117,7 +118,9 @@ def make_sheet(filled: Filled, problems: Iterable[str] = ()) -> Sheet:
         notes=_notes(filled, names),
         columns=columns,
         rows=rows,
-        footnotes=[RULE_ANY if filled.any_data else RULE] + [COUNTS] * bool({"params_m", "gmacs"} & {*table.figures}),
+        footnotes=[RULE_ANY if filled.any_data else RULE]
+        + [COUNTS] * bool({"params_m", "gmacs"} & {*table.figures})
+        + (_details(filled, names) if filled.any_data else []),
         missing=[_missing(filled, row) for row in filled.missing(0)],
         unused=filled.unused,
         problems=list(problems),
@@ -135,33 +138,32 @@ def _notes(filled: Filled, names: list[str]) -> list[str]:
             f"The paper's figures are of {table.data.title}, ours are not of the same data, size or recipe: compare the differences "
             f"between rows, not the numbers."
         )
-    for name, setting in zip(names, filled.settings):
-        notes.append(f"{name}: {describe_setting(setting)}.")
+    return [*notes, *(f"{name}: {_in_short(setting)}." for name, setting in zip(names, filled.settings))]
+
+
+def _in_short(setting: Setting) -> str:
+    """The data, the size of the images and the length of the schedule, where these are not the rows'."""
+    size, epochs = setting.changes.get("model.image_size"), setting.changes.get("train.epochs")
+    parts = [setting.data] + ([f"{size} pixels"] if size else []) + ([f"{epochs:g} epochs"] if epochs else [])
+    return ", ".join(parts) + ("" if setting.changes else ", the rows' recipes")
+
+
+def _details(filled: Filled, names: list[str]) -> list[str]:
+    """All that differs from the rows' recipes, for each column of ours."""
+    found = []
+    for column, (name, setting) in enumerate(zip(names, filled.settings)):
+        if setting.changes:
+            changes = ", ".join(f"{key}={_value(value)}" for key, value in setting.changes.items())
+            found.append(f"{name}, differences from the rows' recipes: {changes}.")
         widened = {
-            f"{row.labels[0]}: {runs[0].flat.get('model.switches.widths')}"
-            for (number, column), runs in sorted(filled.runs.items())
-            if filled.settings[column] is setting and row_has_own_widths(row := table.rows[number])
+            filled.table.rows[number].labels[0]: str(runs[0].flat.get("model.switches.widths"))
+            for (number, its), runs in sorted(filled.runs.items())
+            if its == column and setting.changes and row_has_own_widths(filled.table.rows[number])
         }
         if widened:
-            notes.append(f"{name}, widths of the rows that are widened to equal cost: {'; '.join(sorted(widened))}.")
-    return notes
-
-
-def describe_setting(setting: Setting) -> str:
-    """The data and what differs from the rows' recipes, as text."""
-    if not setting.changes:
-        return f"{setting.data}, the rows' recipes"
-    changes = dict(setting.changes)
-    changes.pop("model.num_classes", None)
-    first = []
-    if "model.image_size" in changes:
-        first.append(f"{changes.pop('model.image_size')} pixels")
-    if "train.epochs" in changes:
-        first.append(f"{changes.pop('train.epochs'):g} epochs")
-    rest = ", ".join(f"{key}={_value(value)}" for key, value in changes.items())
-    return "; ".join(
-        filter(None, [", ".join([setting.data, *first]), f"further differences from the rows' recipes: {rest}" * bool(rest)])
-    )
+            told = "; ".join(f"{label}: {widths}" for label, widths in widened.items())
+            found.append(f"{name}, widths of the rows that are widened to equal cost: {told}.")
+    return found
 
 
 def _our_figure(figure: str, row: PaperRow, runs: list[KnownRun], any_data: bool) -> Number | None:
@@ -219,7 +221,9 @@ def _missing(filled: Filled, row: PaperRow) -> Missing:
     header = path.read_text(encoding="utf-8")
     labels = ", ".join(label for label in row.labels if label not in ("", "✓", "–"))
     if filled.any_data and filled.settings:
-        return Missing(labels, _command_like(filled, row), "")
+        command = _command_like(filled, row)
+        chosen = "WIDTHS" in command
+        return Missing(f"{labels}; WIDTHS: for equal cost at this size" if chosen else labels, command, "")
     found = re.search(r"^#\s+or: (.*\S)", header, re.MULTILINE) or re.search(
         r"^# (.*pipeline\.train --config \S+)", header, re.MULTILINE
     )
