@@ -141,9 +141,9 @@ def test_every_format_has_every_row(tmp_path: Path) -> None:
     body = text["latex"].partition(r"\midrule")[2].partition(r"\bottomrule")[0].strip().splitlines()
     assert len(body) == 4 and {line.count("&") for line in body} == {4} and r"$\Gamma$$\Gamma$$^\top$" in body[2]
     assert latex_text("a_b & 10 % #") == r"a\_b \& 10 \% \#" and latex_text("Φp ± 1") == r"$\Phi_{\mathrm{p}}$ $\pm$ 1"
-    for name in paper_tables():
-        lines = [line for line in paper_table(name, [], "latex", any_data=True).splitlines() if not line.startswith("%")]
-        assert all(line.isascii() for line in lines), name  # a character that plain LaTeX may not know
+    for each in paper_tables().values():
+        cells = [each.paper, each.title, each.note, *each.columns, *(label for row in each.rows for label in row.labels)]
+        assert all(latex_text(cell).isascii() for cell in cells), each.name  # plain LaTeX may not know other characters
     table = list(csv.DictReader(io.StringIO(text["csv"])))
     assert [row["paper_top1"] for row in table] == ["76.49", "77.61", "77.40", "77.20"]
     assert [row["ours_top1"] for row in table] == ["", "77.6100", "", ""] and table[1]["ours_seeds"] == "1"
@@ -155,7 +155,7 @@ def test_every_format_has_every_row(tmp_path: Path) -> None:
 def test_latex_compiles(name: str, tmp_path: Path) -> None:
     """Guards against a character that LaTeX does not know."""
     packages = r"\usepackage{booktabs}\usepackage{amssymb}"
-    body = paper_table(name, [], "latex")
+    body = paper_table(name, [], "latex", any_data=True)
     (tmp_path / "t.tex").write_text(rf"\documentclass{{article}}{packages}\begin{{document}}{body}\end{{document}}")
     result = subprocess.run(["pdflatex", "-halt-on-error", "t.tex"], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-1500:]
