@@ -1,4 +1,4 @@
-"""The papers' tables as data: ``tables/*.yaml``, in which every value is text as the paper prints it.
+"""The papers' tables as data: ``tables/*.yml``, in which every value is text as the paper prints it.
 
 A row with a ``config`` is a shipped one's, which a run can match (:mod:`pipeline.reports.row_runs`); a row without one is another
 model's, with the paper's figures only. A table is named like its configs in ``configs/ablations/``.
@@ -87,7 +87,7 @@ class PaperTable:
 def paper_tables() -> dict[str, PaperTable]:
     """All tables by name, in the order of the files."""
     found = {}
-    for path in sorted(_FOLDER.glob("*.yaml")):
+    for path in sorted(_FOLDER.glob("*.yml")):
         page = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # BaseLoader: 77.40 stays 77.40
         found.update({name: _table(name, tree, page) for name, tree in page["tables"].items()})
     return found

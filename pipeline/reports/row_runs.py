@@ -109,9 +109,9 @@ def fill(table: PaperTable, runs: list[KnownRun], any_data: bool = False) -> Fil
     if any_data:
         _join_widened_rows(placed, settings, table, filled.unused)
     order = sorted(placed, key=lambda key: -sum(map(len, placed[key].values())))
-    for column, key in enumerate(order):
-        filled.settings.append(settings[key])
-        for number, members in placed[key].items():
+    for column, its in enumerate(order):
+        filled.settings.append(settings[its])
+        for number, members in placed[its].items():
             filled.runs[number, column] = _one_per_seed(members, filled.unused)
     return filled
 

@@ -84,14 +84,10 @@ def comma_separated(sheet: Sheet) -> str:
     for row in sheet.rows:
         cells: list[str] = []
         for column, cell in zip(sheet.columns, row):
+            cells.append(f"{cell.value:.4f}" if isinstance(cell, Number) else cell or "")
             if _has_spread(column):
-                known = isinstance(cell, Number)
-                cells += [
-                    f"{cell.value:.4f}" if isinstance(cell, Number) else "",
-                    f"{cell.spread:.4f}" if known and cell.spread is not None else "",
-                ]
-            else:
-                cells.append(f"{cell.value:.4f}" if isinstance(cell, Number) else cell or "")
+                spread = cell.spread if isinstance(cell, Number) else None
+                cells.append("" if spread is None else f"{spread:.4f}")
         writer.writerow([*cells, ours])
     return file.getvalue()
 
