@@ -1,39 +1,87 @@
-"""One page about a run: its result, curves, speed and story, what it confuses, its config, its checkpoints.
+"""One page about a run: its result, curves, speed and story, what it confuses, its config, its checkpoints. Or about several runs,
+or a table of a paper with ours beside it.
 
     python -m pipeline.report runs/pervit_t
     python -m pipeline.report runs/pervit_t --data data/imagenet --output pervit_t.html
+    python -m pipeline.report runs/pervit_t runs/pervit_t_1 runs/deit_t --output comparison.html
+    python -m pipeline.report --table pervit_table1 runs --format latex --output table1.tex
 
 The page is one file that opens without a network. The run may be going on, and its folder may be incomplete: the page shows what is
 there and says what is missing. ``python -m pipeline.evaluate --predictions RUN/predictions.parquet`` and
-``python -m pipeline.analyze RUN --output RUN/analysis`` make what the sections about mistakes and about the model's inside show.
+``python -m pipeline.analyze RUN --output RUN/analysis`` make what the sections about mistakes and about the model's inside show. With several runs, or a folder that holds some, the page
+compares them. ``--table list`` lists the papers' tables.
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
 from pipeline.files import check_writable, replace_text
 
 
 def main() -> None:
     parser = command_parser("pipeline.report", __doc__)
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="a run's output_dir")
-    add("--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html")
+    add("runs", type=Path, nargs="*", metavar="RUN", help="a run's output_dir, or a folder that holds several")
+    add(
+        "--output", type=Path, metavar="FILE", help="default: report.html; of --table in another format than html, the terminal"
+    )
+    add("--table", metavar="TABLE", help="a table of a paper, as configs/ablations/ names it: pervit_table1; list: all of them")
+    add("--format", choices=("html", "markdown", "latex", "csv"), default="html", help="of --table (default: html)")
+    add(
+        "--any-data",
+        action="store_true",
+        help="of --table: also runs of a row's switches on other data, size or recipe, by themselves",
+    )
     add("--predictions", type=Path, metavar="FILE", help="of pipeline.evaluate (default: RUN/predictions.parquet or .csv)")
     add("--data", type=Path, metavar="DIR", help="shards or folder that the pictures come from (default: the run's data.path)")
     add("--analysis", type=Path, metavar="DIR", help="of pipeline.analyze (default: RUN/analysis)")
     args = parser.parse_args()
-    check_writable(args.output)
+    if args.table == "list":
+        from pipeline.reports.paper_tables import list_tables
 
-    from pipeline.reports.run_folder import read_run
-    from pipeline.reports.run_page import Sources, run_page
+        print(list_tables())
+        return
+    if not args.runs and args.table is None:
+        raise UserError("no run is named, at least one needed", "pass the output_dir of a run, or --table")
+    if args.table is None and (args.format != "html" or args.any_data):
+        raise UserError("--format and --any-data are of a table, and --table is not given", "pass --table, or drop them")
+    output = args.output
+    if output is None and (args.table is None or args.format == "html"):
+        output = Path("report.html")
+    if output is not None:
+        check_writable(output)
+    text = _text(args)
+    if output is None:
+        print(text, end="")
+        return
+    replace_text(output, text)
+    print(f"{output}: {len(text.encode()) / 1e6:.1f} MB")
 
-    run = read_run(args.run)
-    text = run_page(run, Sources(args.predictions, args.data, args.analysis))
-    replace_text(args.output, text)
-    print(f"{args.output}: {len(text.encode()) / 1e6:.1f} MB")
+
+def _text(args: argparse.Namespace) -> str:
+    if args.table is not None:
+        from pipeline.reports.table_page import paper_table
+
+        return paper_table(args.table, args.runs, args.format, args.any_data)
+    if len(args.runs) == 1:
+        from pipeline.reports.known_runs import find_runs, is_run
+
+        run = args.runs[0]
+        if is_run(run) or not find_runs([run])[0]:  # a folder without runs has a sentence of its own
+            from pipeline.reports.run_folder import read_run
+            from pipeline.reports.run_page import Sources, run_page
+
+            return run_page(read_run(run), Sources(args.predictions, args.data, args.analysis))
+    for name in ("predictions", "data", "analysis"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name} is of one run, {len(args.runs)} paths are given", "pass one run, or drop it")
+    from pipeline.reports.comparison_page import comparison_page
+
+    return comparison_page(args.runs)
 
 
 def command() -> None:

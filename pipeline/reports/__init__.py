@@ -10,6 +10,10 @@
 ``pictures.py``     images of the data set, by their keys
 ``curves.py``       curves as plotly figures, thinned where they are long
 ``page.py``         the frame of a page: one HTML file that opens without a network
+``known_runs.py``   several run folders, and what a comparison needs of each
+``comparison.py``   which runs differ only in their seed, in what the others differ; ``comparison_page.py``: their page
+``paper_tables.py`` the papers' tables, ``tables/*.yml``; ``row_runs.py``: which runs belong to a row
+``table_sheet.py``  such a table with ours beside it; ``table_page.py``, ``table_formats.py``: as HTML, Markdown, LaTeX, CSV
 ``sections/``       the parts of the page about one run
 ``run_page.py``     that page, put together
 =================== ==========================================================================

@@ -4,6 +4,7 @@
 ``command.py``      the command line of ``pipeline.train``, before PyTorch is imported
 ``start.py``        start or resume: find the checkpoint, compare, build everything
 ``folder.py``       the run folder: may this config continue the run in it?
+``run_keys.py``     which keys of a config a resumed run may change
 ``lock.py``         one run per folder
 ``progress.py``     the schedule: steps, epochs, evaluations, the end
 ``precision.py``    bf16 or fp32

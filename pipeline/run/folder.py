@@ -15,39 +15,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, config_from_dict, flatten
+from pipeline.config import Config, flatten
 from pipeline.data.views import SIDE_BY_SIDE, STREAM_VERSION
 from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.run.lock import RunLock
+from pipeline.run.run_keys import FORMER, is_free
 
 _log = logging.getLogger(__name__)
 
-# Keys that a resumed run may change freely: they affect neither the order of samples nor the weights beyond rounding. The
-# micro-batch size is one of them so that a run can move to other hardware: all random draws, Mixup's groups too, depend on an
-# image's position in the global batch. Only BatchNorm, in models that have it, normalizes over a micro-batch.
-_FREE_SECTIONS = ("eval.", "checkpoint.", "log.", "distributed.")
-_FREE_KEYS = (
-    "output_dir",
-    "data.path",
-    "data.decode",
-    "data.num_threads",
-    "data.prefetch",
-    "data.read_ahead",
-    "data.max_bad_samples",
-    "train.activation_checkpointing",
-    "train.deterministic",
-    "train.compile",
-    "train.max_skipped_steps",
-    "train.max_steps",
-    "train.micro_batch_size",
-    "train.zero_stage",
-)
 # A checkpoint does not fit other shapes; another global batch size would skip or repeat samples of the stream.
 _NEVER = ("model.name", "model.image_size", "model.num_classes", "model.switches", "train.global_batch_size")
-# Keys whose default is not what runs did before the key was there: key -> what they did.
-_FORMER: dict[str, Any] = {"optim.warmup_prefix": True}
 _DATA = "data"  # in checkpoint.accept: another data set. Keys of the section `data` are accepted one by one.
 _NAMED = 5  # differences listed in a message
 _DIGITS = 12  # of a digest in a message, as in `inspect`
@@ -68,20 +47,6 @@ def open_run_folder(config: Config, world: World) -> RunLock | None:
     return do_in_main(lambda: _lock(Path(config.output_dir)), world)
 
 
-def recorded_config(recorded: dict[str, Any], source: str) -> Config:
-    """The config that a checkpoint has recorded. A key that was not there yet means what runs did then.
-
-    Raises:
-        UserError: it is not valid; the message names ``source``.
-    """
-    tree = {section: dict(values) if isinstance(values, dict) else values for section, values in recorded.items()}
-    for key, value in _FORMER.items():
-        section, _, name = key.partition(".")
-        if isinstance(tree.get(section), dict):
-            tree[section].setdefault(name, value)
-    return config_from_dict(tree, source)
-
-
 def as_begun(config: Config, begun_with: Config | None) -> Config:
     """The config of this start, in which a key with another default than when the run was begun keeps the run's value.
 
@@ -89,9 +54,9 @@ def as_begun(config: Config, begun_with: Config | None) -> Config:
 
     Args:
         config: of this start.
-        begun_with: of the newest checkpoint (:func:`recorded_config`); None if there is none.
+        begun_with: of the newest checkpoint (:func:`~pipeline.run.run_keys.recorded_config`); None if there is none.
     """
-    for key in _FORMER if begun_with else ():
+    for key in FORMER if begun_with else ():
         section, _, name = key.partition(".")
         ours, its = getattr(config, section), getattr(begun_with, section)
         if name not in ours.model_fields_set:
@@ -104,7 +69,7 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
 
     Args:
         config: of this start.
-        begun_with: of the newest checkpoint (:func:`recorded_config`); None if there is none, when everything may change.
+        begun_with: of the newest checkpoint (:func:`~pipeline.run.run_keys.recorded_config`); None if there is none, when everything may change.
         world: rank 0 logs the accepted changes.
 
     Raises:
@@ -182,11 +147,6 @@ def config_hash(config: Config) -> str:
     """SHA-256, hexadecimal, of the keys that determine the weights: equal for two starts of one run."""
     decisive = {key: value for key, value in flatten(config).items() if not is_free(key)}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-
-
-def is_free(key: str) -> bool:
-    """Whether a resumed run may change a key, given as in :func:`pipeline.config.flatten`."""
-    return key in _FREE_KEYS or key.startswith(_FREE_SECTIONS)
 
 
 def _lock(run_dir: Path) -> RunLock:

@@ -33,9 +33,10 @@ from pipeline.optim.engine import Engine, build_engine, zero_stage
 from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import choose_decoding, training_loader
 from pipeline.run.evaluation import check_classes, check_same_classes, evaluation_loader
-from pipeline.run.folder import as_begun, check_same_data, check_same_run, choose_stream, open_run_folder, recorded_config
+from pipeline.run.folder import as_begun, check_same_data, check_same_run, choose_stream, open_run_folder
 from pipeline.run.precision import Precision, choose_precision, with_precision
 from pipeline.run.progress import make_schedule
+from pipeline.run.run_keys import recorded_config
 from pipeline.run.state import Run
 from pipeline.run.teacher import describe_teacher, load_teacher
 

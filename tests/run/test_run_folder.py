@@ -16,7 +16,8 @@ from pipeline.data.views import SIDE_BY_SIDE, STREAM_VERSION
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.logs import console
-from pipeline.run.folder import as_begun, check_same_data, check_same_run, choose_stream, config_hash, recorded_config
+from pipeline.run.folder import as_begun, check_same_data, check_same_run, choose_stream, config_hash
+from pipeline.run.run_keys import recorded_config
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.ranks import run_forked
 

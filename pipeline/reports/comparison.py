@@ -1,0 +1,150 @@
+"""Several runs beside each other: which differ only in their seed, in what the others differ, and how they ended."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import yaml
+
+from pipeline.reports.known_runs import KnownRun
+from pipeline.run.run_keys import is_free
+
+_NOT_COMPARED = ("seed", "output_dir", "train.init_from")
+IMAGES = "training images"  # beside the config keys: data.path does not tell
+_NAMED = 3  # differences in the name of a group
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in their seed, and in what does not decide the weights.
+
+    Attributes:
+        number: from 1, in the order given.
+        name: what distinguishes it from the others.
+        keys: dotted key -> value of its config, and the number of training images.
+    """
+
+    number: int
+    name: str
+    keys: dict[str, Any]
+    runs: list[KnownRun]
+
+    def values(self, figure: str) -> list[float]:
+        """``top1``, ``top5`` or ``loss`` of the last evaluations, one per run that was evaluated."""
+        return [run.result[figure] for run in self.runs if run.result and run.result.get(figure) is not None]
+
+    def best(self) -> list[float]:
+        """The best top-1 of each run that was evaluated."""
+        return [row["top1"] for run in self.runs if (row := run.folder.best()) is not None]
+
+
+@dataclass(frozen=True)
+class SameData:
+    """Groups whose evaluations are of the same data set, so that their accuracies compare."""
+
+    title: str
+    groups: list[Group]
+
+
+def group_runs(runs: list[KnownRun]) -> list[Group]:
+    """Runs by what they train, in the order in which they were given; the runs of a group by seed."""
+    members: dict[str, list[KnownRun]] = {}
+    for run in runs:
+        members.setdefault(str(sorted(_decisive(run).items())), []).append(run)
+    keys = [_decisive(its[0]) for its in members.values()]
+    names = _names(keys, list(members.values()))
+    return [
+        Group(number, name, of_group, sorted(its, key=lambda run: (run.config.seed, str(run.path))))
+        for number, (name, of_group, its) in enumerate(zip(names, keys, members.values()), 1)
+    ]
+
+
+def by_data(groups: list[Group]) -> list[SameData]:
+    """Groups by their data: the numbers of classes and of validation images. One that is not evaluated yet goes with its classes."""
+    found: dict[tuple[int, int | None], list[Group]] = {}
+    for group in sorted(groups, key=lambda group: _val_images(group) is None):  # a stable order: those evaluated first
+        classes, images = group.runs[0].config.model.num_classes, _val_images(group)
+        same = [key for key in found if key[0] == classes and images in (None, key[1])]
+        found.setdefault(same[0] if same else (classes, images), []).append(group)
+    return [
+        SameData(
+            f"{classes:,} classes" + (f", {images:,} validation images" if images else ""),
+            sorted(its, key=lambda group: group.number),
+        )
+        for (classes, images), its in found.items()
+    ]
+
+
+def differing_keys(groups: list[Group]) -> dict[str, list[Any]]:
+    """Dotted key -> its value in each group, for the keys in which groups differ."""
+    names = dict.fromkeys(key for group in groups for key in group.keys)
+    columns = {key: [group.keys.get(key) for group in groups] for key in names}
+    return {key: values for key, values in columns.items() if len({str(value) for value in values}) > 1}
+
+
+def mean_curve(curves: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray] | None:
+    """The mean of several curves where all of them are, at the places of the first: x and y, (n,) each; None if they do not meet."""
+    curves = [(x, y) for x, y in curves if len(x)]
+    if len(curves) < 2:
+        return None
+    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    places = curves[0][0][(curves[0][0] >= first) & (curves[0][0] <= last)]
+    if not len(places):
+        return None
+    return places, np.mean([np.interp(places, x, y) for x, y in curves], axis=0)
+
+
+def mean_text(values: list[float], digits: int = 2) -> str:
+    """Mean ± standard deviation (n - 1) of what several runs reached; empty without any."""
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def value_text(value: Any) -> str:
+    """A value of a config as it is written there; empty for a key that is not there."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "" if value is None else yaml.safe_dump(value, default_flow_style=True, width=10_000).split("\n")[0]
+
+
+def _decisive(run: KnownRun) -> dict[str, Any]:
+    keys = {key: value for key, value in run.flat.items() if not is_free(key) and key not in _NOT_COMPARED}
+    return {**keys, "train.max_steps": run.flat.get("train.max_steps"), IMAGES: run.images}
+
+
+def _val_images(group: Group) -> int | None:
+    return next((run.val_images for run in group.runs if run.val_images), None)
+
+
+def _names(keys: list[dict[str, Any]], members: list[list[KnownRun]]) -> list[str]:
+    """For each group what it has unlike most of the others; with the folder's name where that does not tell two apart."""
+    every = dict.fromkeys(key for of_group in keys for key in of_group)
+    usual = {key: Counter(str(of_group.get(key)) for of_group in keys).most_common(1)[0][0] for key in every}
+    names = []
+    for of_group in keys:
+        unusual = [key for key in every if str(of_group.get(key)) != usual[key]]
+        unusual.sort(
+            key=lambda key: (key != "model.name", not key.startswith("model."), key != IMAGES, key == "model.num_classes")
+        )
+        if unusual[:1] == ["model.name"] and sum(each["model.name"] == of_group["model.name"] for each in keys) == 1:
+            unusual = unusual[:1]  # another model has another recipe: its name is enough
+        parts = [_part(key, of_group.get(key)) for key in unusual[:_NAMED]]
+        names.append(
+            ", ".join(parts + [f"and {len(unusual) - _NAMED} more"] * (len(unusual) > _NAMED)) or str(of_group["model.name"])
+        )
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    return [f"{name} ({its[0].folder.name})" if name in twice else name for name, its in zip(names, members)]
+
+
+def _part(key: str, value: Any) -> str:
+    if key == "model.name":
+        return str(value)
+    if key == IMAGES:
+        return "no step yet" if value is None else f"{value:,} training images"
+    return f"{key.rpartition('.')[2]}={value_text(value) or 'default'}"

@@ -1,0 +1,273 @@
+"""The page about several runs: results that can be sorted and unfolded, curves over each other, what differs in the configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import UserError
+from pipeline.reports.comparison import Group, SameData, by_data, differing_keys, group_runs, mean_curve, mean_text, value_text
+from pipeline.reports.curves import COLOURS, numbers, smoothed
+from pipeline.reports.known_runs import KnownRun, find_runs, read_runs
+from pipeline.reports.page import Figure, Html, Section, figure, html, join, page, table
+
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_POINTS = 30_000  # of all curves of a figure: a page with a hundred runs stays small
+_MOST = 400  # of one curve
+Points = tuple[np.ndarray, np.ndarray]
+
+_STYLE = """<style>
+.chips { display: flex; flex-wrap: wrap; gap: 6px 8px; margin: 10px 0; }
+.chip { border: 1px solid var(--line); border-radius: 8px; background: var(--card); color: var(--ink); font: inherit; font-size: 13px;
+  padding: 3px 10px; cursor: pointer; text-align: left; overflow-wrap: anywhere; }
+.chip[aria-pressed="false"] { opacity: 0.4; }
+.swatch { display: inline-block; width: 18px; height: 0; border-top-width: 3px; margin: 0 7px 3px 0; vertical-align: middle; }
+.runs td, .runs th { padding-right: 16px; } .runs .name { min-width: 170px; } .runs .seed td { color: var(--faint); border-bottom-style: dotted; }
+.fold { border: 0; background: none; color: var(--faint); font: inherit; cursor: pointer; padding: 0; width: 18px; text-align: left; }
+.runs th { cursor: pointer; user-select: none; }
+.runs th[aria-sort="ascending"]::after { content: " ▲"; font-size: 9px; } .runs th[aria-sort="descending"]::after { content: " ▼"; font-size: 9px; }
+.keys th { white-space: normal; min-width: 96px; } .keys td:first-child { white-space: nowrap; }
+@media print { .runs .seed[hidden] { display: table-row; } }
+</style>"""
+
+
+def comparison_page(paths: list[Path]) -> str:
+    """The page about the runs in these folders, and in the folders that hold some.
+
+    Raises:
+        UserError: none of them can be read.
+    """
+    folders, missing = find_runs(paths)
+    runs, damaged = read_runs(folders)
+    if not runs:
+        raise UserError(
+            f"{', '.join(map(str, paths))}: no run that can be read ({' '.join([*missing, *damaged])})",
+            "pass the output_dir of runs",
+        )
+    groups = group_runs(runs)
+    notes = [*missing, *damaged]
+    notes += [f"{run.path}: {problem}" for run in runs for problem in run.folder.problems]
+    sections = []
+    data = by_data(groups)
+    for same in data:
+        sections.append(Section("Results" if len(data) == 1 else f"Results: {same.title}", _results(same)))
+    for same in data:
+        sections.append(Section("Curves" if len(data) == 1 else f"Curves: {same.title}", _curves(same)))
+    sections.append(
+        Section("Differences of the configs", join([_differences(groups), html("<script>{}</script>", Html(_script()))]))
+    )
+    seeds = " A row is a group of runs that differ only in their seed." if len(groups) < len(runs) else ""
+    several = " Accuracies of different data sets do not compare: each set has its own table." if len(data) > 1 else ""
+    title = f"{len(runs)} runs" if len(runs) != 1 else "1 run"
+    return page(title, f"{len(groups)} different config{'s' * (len(groups) != 1)}.{seeds}{several}", sections, notes)
+
+
+def _results(same: SameData) -> Html:
+    titles = ["#", "Config", "Top-1 (%)", "Best top-1", "Top-5 (%)", "Val. loss", "Epochs", "Images/s", "Runs"]
+    head = [html('<th class="{}" tabindex="0">{}</th>', "n" if n > 1 else "", title) for n, title in enumerate(titles)]
+    bodies = []
+    for group in same.groups:
+        cells = [
+            mean_text(group.values("top1")),
+            mean_text(group.best()),
+            mean_text(group.values("top5")),
+            mean_text(group.values("loss"), 3),
+            f"{max(epochs):.1f}" if (epochs := [each for run in group.runs if (each := _epochs(run)) is not None]) else "",
+            f"{np.mean(speeds):,.0f}" if (speeds := [each for run in group.runs if (each := _speed(run)) is not None]) else "",
+            _state(group),
+        ]
+        fold = html('<button class="fold" type="button" aria-expanded="false" aria-label="Show the runs">▸</button>')
+        name = html("{}{}{}", fold, _swatch(group), group.name)
+        rows = [html('<tr><td>{}</td><td class="name">{}</td>{}</tr>', group.number, name, _right(cells))]
+        rows += [
+            html('<tr class="seed" hidden><td></td><td class="name">{}</td>{}</tr>', _label(run), _right(_run_cells(run)))
+            for run in group.runs
+        ]
+        bodies.append(html("<tbody>{}</tbody>", rows))
+    several = any(len(group.runs) > 1 for group in same.groups)
+    told = "The last evaluation, of averaged weights where a run keeps them. A click on a title sorts, one on ▸ shows the runs."
+    spread = " Mean ± standard deviation over the seeds (n − 1)." if several else ""
+    return join(
+        [
+            Html(_STYLE),
+            html('<div class="wide"><table class="runs"><thead><tr>{}</tr></thead>{}</table></div>', head, bodies),
+            html('<p class="quiet">{}{}</p>', told, spread),
+            figure(_dots(same)) if any(group.values("top1") for group in same.groups) else "",
+        ]
+    )
+
+
+def _run_cells(run: KnownRun) -> list[str]:
+    result, best = run.result or {}, run.folder.best()
+    cells = [
+        f"{result[key]:.{digits}f}" if result.get(key) is not None else ""
+        for key, digits in (("top1", 2), ("top5", 2), ("loss", 3))
+    ]
+    epochs, speed = _epochs(run), _speed(run)
+    return [
+        cells[0],
+        f"{best['top1']:.2f}" if best else "",
+        cells[1],
+        cells[2],
+        "" if epochs is None else f"{epochs:.1f}",
+        "" if speed is None else f"{speed:,.0f}",
+        _run_state(run),
+    ]
+
+
+def _label(run: KnownRun) -> Html:
+    return html("seed {} <code>{}</code>", run.config.seed, run.path)
+
+
+def _run_state(run: KnownRun) -> str:
+    return "running" if run.folder.running else "finished" if run.finished else "not finished"
+
+
+def _state(group: Group) -> str:
+    finished = sum(run.finished for run in group.runs)
+    return f"{len(group.runs)}" if finished == len(group.runs) else f"{len(group.runs)}, {finished} finished"
+
+
+def _epochs(run: KnownRun) -> float | None:
+    values = run.folder.curve("epoch")[1]
+    return float(values[-1]) if len(values) else None
+
+
+def _speed(run: KnownRun) -> float | None:
+    values = run.folder.curve("images_per_second")[1]
+    return float(np.median(values)) if len(values) else None
+
+
+def _right(cells: list[str]) -> list[Html]:
+    return [html('<td class="n">{}</td>', cell) for cell in cells]
+
+
+def _colour(group: Group) -> str:
+    return COLOURS[(group.number - 1) % len(COLOURS)]
+
+
+def _dash(group: Group) -> str:
+    return _DASHES[(group.number - 1) // len(COLOURS) % len(_DASHES)]
+
+
+def _swatch(group: Group) -> Html:
+    style = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}[_dash(group)]
+    return html('<span class="swatch" style="border-top-style:{};border-top-color:{}"></span>', style, _colour(group))
+
+
+def _dots(same: SameData) -> Figure:
+    """The last top-1 of every run, and the mean of each group."""
+    shown = [group for group in same.groups if group.values("top1")]
+    traces: list[dict[str, Any]] = []
+    for group in shown:
+        values, place = group.values("top1"), f"{group.number} "  # a space: plotly would take numbers for a linear axis
+        each = [f"seed {run.config.seed}" for run in group.runs if run.result]
+        traces.append({"type": "scatter", "mode": "markers", "x": values, "y": [place] * len(values), "text": each, "name": escape(group.name),
+                       "hovertemplate": "%{x:.2f} %, %{text}", "marker": {"color": _colour(group), "size": 9, "opacity": 0.75}})  # fmt: skip
+        if len(values) > 1:
+            traces.append({"type": "scatter", "mode": "markers", "x": [float(np.mean(values))], "y": [place], "name": escape(group.name),
+                           "hovertemplate": "%{x:.2f} %, mean", "marker": {"color": _colour(group), "size": 18, "symbol": "line-ns-open", "line": {"width": 3}}})  # fmt: skip
+    layout = {
+        "title": {"text": "Top-1 (%), by #; |: mean", "font": {"size": 13}, "x": 0, "xanchor": "left"},
+        "showlegend": False, "hovermode": "closest", "margin": {"l": 30, "t": 34},
+        "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": [f"{group.number} " for group in reversed(shown)]},
+    }  # fmt: skip
+    return Figure(traces, layout, 90 + 26 * len(shown), "Top-1 of each run")
+
+
+def _curves(same: SameData) -> Html:
+    images = {run.images for group in same.groups for run in group.runs if run.images}
+    along = "epoch" if len(images) < 2 else "millions of images seen"
+
+    def of_column(name: str, smooth: bool) -> Callable[[KnownRun], Points]:
+        def curve(run: KnownRun) -> Points:
+            steps, values = run.folder.curve(name)
+            return _place(run, steps, along), smoothed(values, max(5, len(values) // 50)) if smooth else values
+
+        return curve
+
+    def of_evaluations(name: str) -> Callable[[KnownRun], Points]:
+        def curve(run: KnownRun) -> Points:
+            steps, values = run.folder.evaluation_curve(name, (run.folder.evaluated_weights or ["model"])[-1])
+            return _place(run, steps, along), values
+
+        return curve
+
+    figures = [
+        _over_each_other("Top-1 (%)", same.groups, of_evaluations("top1"), along),
+        _over_each_other("Training loss, smoothed", same.groups, of_column("loss", True), along),
+        _over_each_other("Validation loss", same.groups, of_evaluations("loss"), along),
+        _over_each_other("Learning rate", same.groups, of_column("lr", False), along),
+        _over_each_other("Images/s", same.groups, of_column("images_per_second", True), along),
+    ]
+    chips = [
+        html(
+            '<button class="chip" type="button" aria-pressed="true" data-group="g{0}">{1}{0} · {2}</button>',
+            group.number,
+            _swatch(group),
+            group.name,
+        )
+        for group in same.groups
+    ]
+    told = "One colour for the runs of a config: thin the runs, thick their mean. A click on a name hides its curves."
+    plots = [figure(each) for each in figures if any(len(trace["x"]) > 1 for trace in each.traces)]
+    if not plots:
+        return html("<p>No run has taken two steps yet.</p>")
+    return html('<div class="chips">{}</div><p class="quiet">{}</p><div class="plots">{}</div>', chips, told, plots)
+
+
+def _place(run: KnownRun, steps: np.ndarray, along: str) -> np.ndarray:
+    """Steps on the horizontal axis: (n,) epochs or millions of images."""
+    seen = steps * float(run.config.train.global_batch_size)
+    return seen / run.images if along == "epoch" and run.images else seen / 1e6
+
+
+def _over_each_other(title: str, groups: list[Group], curve: Callable[[KnownRun], Points], along: str) -> Figure:
+    most = min(_MOST, max(40, _POINTS // sum(len(group.runs) for group in groups)))
+    traces = []
+    for group in groups:
+        curves = [points for run in group.runs if len((points := curve(run))[0])]
+        mean = mean_curve(curves)
+        for number, points in enumerate(curves):
+            traces.append(
+                _trace(
+                    group, points, most, faint=mean is not None, name=f"{group.number}, seed {group.runs[number].config.seed}"
+                )
+            )
+        if mean is not None:
+            traces.append(_trace(group, mean, most, faint=False, name=f"{group.number}, mean"))
+    layout = {
+        "title": {"text": title, "font": {"size": 13}, "x": 0, "xanchor": "left"}, "showlegend": False, "hovermode": "closest",
+        "xaxis": {"title": {"text": along, "font": {"size": 11}}},
+    }  # fmt: skip
+    return Figure(traces, layout, 320, title)
+
+
+def _trace(group: Group, points: Points, most: int, faint: bool, name: str) -> dict[str, Any]:
+    kept = np.unique(np.linspace(0, len(points[0]) - 1, min(len(points[0]), most)).astype(int))
+    few = len(kept) <= 30
+    return {
+        "type": "scatter", "mode": "lines+markers" if few else "lines", "x": numbers(points[0][kept]), "y": numbers(points[1][kept]),
+        "name": name, "meta": f"g{group.number}", "opacity": 0.4 if faint else 1,
+        "line": {"color": _colour(group), "width": 1 if faint else 2.2, "dash": _dash(group)}, "marker": {"size": 4 if faint else 6},
+        "hovertemplate": "%{x:.3~g}: %{y:.4~g}",
+    }  # fmt: skip
+
+
+def _differences(groups: list[Group]) -> Html:
+    differing = differing_keys(groups)
+    if not differing:
+        return html("<p>The configs differ in nothing but the seed.</p>")
+    head = ["key", *(html("{}{}", _swatch(group), group.number) for group in groups)]
+    rows = [[html("<code>{}</code>", key), *map(value_text, values)] for key, values in differing.items()]
+    named = html('<p class="quiet">Empty: the default, or not there for this model. Numbers as in the results.</p>')
+    return join([named, table(head, rows, css="keys")])
+
+
+def _script() -> str:
+    return files("pipeline.reports").joinpath("comparison.js").read_text(encoding="utf-8")

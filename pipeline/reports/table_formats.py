@@ -1,0 +1,134 @@
+"""A paper's table as Markdown, LaTeX and CSV. HTML: :mod:`pipeline.reports.table_page`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import unicodedata
+from itertools import groupby
+
+from pipeline.reports.table_sheet import Column, Number, Sheet
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "Φ": r"$\Phi$", "Σ": r"$\Sigma$", "Δ": r"$\Delta$", "Γ": r"$\Gamma$", "λ": r"$\lambda$", "α": r"$\alpha$", "𝒩": r"$\mathcal{N}$",
+    "✓": r"\checkmark", "–": "--", "±": r"$\pm$", "−": "$-$", "×": r"$\times$", "²": "$^2$", "ᵀ": r"$^\top$",
+    "Φp": r"$\Phi_{\mathrm{p}}$", "Φc": r"$\Phi_{\mathrm{c}}$",
+}  # fmt: skip
+_LATEX_TOKEN = re.compile("Φp|Φc|" + "|".join(re.escape(key) for key in _LATEX if len(key) == 1))
+
+
+def latex_text(text: str) -> str:
+    """Text in LaTeX: special characters escaped, Greek and signs as mathematics."""
+    return _LATEX_TOKEN.sub(lambda found: _LATEX[found[0]], text)
+
+
+def latex(sheet: Sheet) -> str:
+    """A ``table`` environment; what else a reader has to know stands above it as comments and in the caption."""
+    said = [*sheet.notes, *sheet.footnotes]
+    lines = [f"% {line}" for line in [f"{sheet.paper}, {sheet.title}", *said, *_open_ends(sheet)]]
+    lines += [
+        r"% Needs \usepackage{booktabs} and \usepackage{amssymb}.",
+        r"\begin{table}",
+        r"  \centering",
+        rf"  \caption{{{latex_text(sheet.paper + ', ' + sheet.title + '. ' + ' '.join(sheet.notes)).strip()}}}",
+        rf"  \label{{tab:{sheet.name.replace('_', '-')}}}",
+        rf"  \begin{{tabular}}{{{''.join('r' if column.numeric else 'l' for column in sheet.columns)}}}",
+        r"    \toprule",
+    ]
+    spans, rules, first = [], [], 1
+    for group, count in column_groups(sheet.columns):
+        spans.append(rf"\multicolumn{{{count}}}{{c}}{{{latex_text(group)}}}")
+        rules += [rf"\cmidrule(lr){{{first}-{first + count - 1}}}"] * bool(group)
+        first += count
+    lines += [f"    {' & '.join(spans)} \\\\", f"    {' '.join(rules)}"]
+    cells = [[latex_text(column.title) for column in sheet.columns]]
+    cells += [[latex_text(_text(cell)) for cell in row] for row in sheet.rows]
+    aligned = [" & ".join(row) + r" \\" for row in _padded(cells, sheet.columns)]
+    lines += [f"    {aligned[0]}", r"    \midrule", *(f"    {row}" for row in aligned[1:])]
+    return "\n".join([*lines, r"    \bottomrule", r"  \end{tabular}", r"\end{table}"]) + "\n"
+
+
+def markdown(sheet: Sheet) -> str:
+    """A Markdown section: notes, the table, footnotes, what is missing."""
+    titles = [f"{column.group} {column.title}".strip() for column in sheet.columns]
+    cells = [[_markdown_text(title) for title in titles]]
+    cells += [[_markdown_text(_text(cell)) for cell in row] for row in sheet.rows]
+    padded = _padded(cells, sheet.columns)
+    widths = [max(3, *(_width(row[n]) for row in cells)) for n in range(len(sheet.columns))]
+    rule = ["-" * (width - 1) + ":" if column.numeric else "-" * width for width, column in zip(widths, sheet.columns)]
+    lines = [f"## {_markdown_text(sheet.paper)}, {_markdown_text(sheet.title)}", ""]
+    lines += [line for note in sheet.notes for line in (_markdown_text(note), "")]
+    lines += ["| " + " | ".join(row) + " |" for row in (padded[0], rule, *padded[1:])]
+    lines += ["", *(line for note in sheet.footnotes for line in (_markdown_text(note), ""))]
+    if sheet.missing:
+        lines += ["Rows without a run, and the commands that make one:", "", "```bash"]
+        for missing in sheet.missing:
+            lines += [f"# {missing.labels}", *([missing.shards] if missing.shards else []), missing.command]
+        lines += ["```", ""]
+    lines += [f"- {_markdown_text(line)}" for line in _left_out(sheet)]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def comma_separated(sheet: Sheet) -> str:
+    """CSV: means and spreads in columns of their own, and in the last one what ours are of."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    ours = " ".join(note for note in sheet.notes)
+    head: list[str] = []
+    for column in sheet.columns:
+        head += [column.key, f"{column.key}_std"] if _has_spread(column) else [column.key]
+    writer.writerow([*head, "note"])
+    for row in sheet.rows:
+        cells: list[str] = []
+        for column, cell in zip(sheet.columns, row):
+            cells.append(f"{cell.value:.4f}" if isinstance(cell, Number) else cell or "")
+            if _has_spread(column):
+                spread = cell.spread if isinstance(cell, Number) else None
+                cells.append("" if spread is None else f"{spread:.4f}")
+        writer.writerow([*cells, ours])
+    return file.getvalue()
+
+
+def _has_spread(column: Column) -> bool:
+    return column.key.startswith("ours") and column.key.endswith(("top1", "top5"))
+
+
+def _left_out(sheet: Sheet) -> list[str]:
+    """A sentence for each reason why runs are in no row, and for each folder that cannot be read."""
+    return [f"Left out: {', '.join(paths)}: {reason}." for reason, paths in sheet.unused.items()] + sheet.problems
+
+
+def _open_ends(sheet: Sheet) -> list[str]:
+    return [f"Missing: {missing.labels}: {missing.command}" for missing in sheet.missing] + _left_out(sheet)
+
+
+def column_groups(columns: list[Column]) -> list[tuple[str, int]]:
+    return [(group, len(list(members))) for group, members in groupby(columns, key=lambda column: column.group)]
+
+
+def _text(cell: str | Number | None) -> str:
+    return "" if cell is None else str(cell)
+
+
+def _markdown_text(text: str) -> str:
+    return re.sub(r"([\\|_*<`\[\]])", r"\\\1", text)
+
+
+def _padded(rows: list[list[str]], columns: list[Column]) -> list[list[str]]:
+    """Cells of equal width, so that the source is a table too."""
+    widths = [max(3, *(_width(row[number]) for row in rows)) for number in range(len(columns))]
+    return [
+        [
+            " " * (width - _width(cell)) + cell if column.numeric else cell + " " * (width - _width(cell))
+            for cell, width, column in zip(row, widths, columns)
+        ]
+        for row in rows
+    ]
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

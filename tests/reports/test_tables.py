@@ -1,0 +1,181 @@
+"""The papers' tables: every ablation config is in its table with the figure of its header, and runs fill the rows they belong to."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import shipped_recipes
+from pipeline.errors import UserError
+from pipeline.reports.known_runs import find_runs, read_runs
+from pipeline.reports.paper_tables import find_table, list_tables, paper_tables, recipe_file
+from pipeline.reports.row_runs import Filled, fill, mean_and_spread
+from pipeline.reports.table_formats import latex_text
+from pipeline.reports.table_page import paper_table
+from support.launching import run_module
+from support.run_folders import write_run
+
+IMAGENET = {"images": 1_281_167, "count": 50_000}
+SMALL = ("model.image_size=64", "model.num_classes=10", "train.epochs=3", "train.global_batch_size=64")
+QUARTER, QUARTER_WITHOUT_STEM = "model.switches.widths=[32,48,56,72]", "model.switches.widths=[52,76,92,116]"
+ABLATIONS = sorted(path.stem for path in (shipped_recipes() / "ablations").glob("*.yaml"))
+
+
+def filled(table: str, *paths: Path, any_data: bool = False) -> Filled:
+    runs, problems = read_runs(find_runs(list(paths))[0])
+    assert not problems
+    return fill(find_table(table), runs, any_data)
+
+
+def test_every_ablation_is_in_the_table_of_its_name() -> None:
+    """Guards against a config that no table shows, one in another table only, and a table without a config of its own."""
+    tables = paper_tables()
+    for config in ABLATIONS:
+        mine = [name for name in tables if config.startswith(f"{name}_")]
+        assert len(mine) == 1, config
+        assert [row.config for row in tables[mine[0]].rows].count(config) == 1, config
+    assert all(any(config.startswith(f"{name}_") for config in ABLATIONS) for name in tables)
+
+
+def test_figures_are_those_of_the_headers() -> None:
+    """Guards against a figure that is not the one which the config's header says is the paper's."""
+    compared = 0
+    for table in paper_tables().values():
+        assert len({row.labels for row in table.rows}) == len(table.rows), table.name
+        for row in table.rows:
+            assert len(row.labels) == len(table.columns) and set(row.figures) <= set(table.figures), (table.name, row)
+            if row.config is None or not row.config.startswith(f"{table.name}_"):
+                continue
+            header = recipe_file(row.config).read_text()
+            printed = re.search(r"Paper: (\d+\.\d+) % top-1", header)
+            assert (printed[1] if printed else None) == row.figures.get("top1"), row
+            for figure, pattern in (("gmacs", r"(\d+\.\d+) GMACs"), ("params_m", r"(\d+\.\d+) M parameters")):
+                found = re.search(pattern, header)
+                assert not found or figure not in row.figures or found[1] == row.figures[figure], row
+            compared += printed is not None
+    assert compared > 70
+
+
+def test_subsets_are_those_of_the_configs() -> None:
+    """Guards against a row whose runs are looked for among those of another part of the images."""
+    for table in paper_tables().values():
+        for row in table.rows:
+            if row.config:
+                named = re.search(r"path: data/imagenet_(\d+)$", all_text(recipe_file(row.config)), re.MULTILINE)
+                whole = row.subset == 1 or row.config.startswith("posmlp_figure1_f") and row.config.endswith("_100")
+                assert (float(named[1]) / 100 == row.subset) if named and not whole else whole, row
+
+
+def all_text(path: Path) -> str:
+    text = path.read_text()
+    base = re.search(r"^base: (\S+)", text, re.MULTILINE)
+    return text + (all_text(path.parent / base[1]) if base else "")
+
+
+def test_a_run_belongs_to_a_row_by_its_config_and_its_data(tmp_path: Path) -> None:
+    """Guards against a run that is taken for a row by its folder's name, though its schedule, its switches or its data differ."""
+    row = "ablations/pervit_table1_b_no_phi_p"
+    for seed, top1 in ((0, 77.0), (1, 77.5)):
+        write_run(tmp_path / f"anything_{seed}", row, f"seed={seed}", top1=top1, **IMAGENET)
+    write_run(tmp_path / "pervit_table1_b_no_phi_p", row, "train.epochs=100", top1=70.0, **IMAGENET)
+    write_run(tmp_path / "a_part", row, top1=60.0, images=128_117, count=50_000)
+    write_run(tmp_path / "goes_on", row, "seed=5", top1=None, **IMAGENET)
+    write_run(tmp_path / "explicit", "pervit_t", top1=78.0, **IMAGENET)
+    found = filled("pervit_table1", tmp_path)
+    assert {key: [run.path.name for run in runs] for key, runs in found.runs.items()} == {
+        (1, 0): ["anything_0", "anything_1"],
+        (0, 0): ["explicit"],
+    }
+    assert mean_and_spread(found.runs[1, 0], "top1") == pytest.approx((77.25, 0.3535533906))
+    reasons = {Path(path).name: reason for reason, paths in found.unused.items() for path in paths}
+    assert "train.epochs=100" in reasons["pervit_table1_b_no_phi_p"] and "128,117 training" in reasons["a_part"]
+    assert reasons["goes_on"] == "it is not finished"
+    assert [missing.config for missing in found.missing(0)][0] == "pervit_table1_c_no_phi_c"
+
+
+def test_runs_of_other_data_stand_in_columns_by_themselves(tmp_path: Path) -> None:
+    """Guards against accuracies of CIFAR-10 among those of ImageNet, and a mean over runs of two schedules."""
+    write_run(tmp_path / "a", "pervit_t", *SMALL, QUARTER, top1=61.0)
+    write_run(tmp_path / "b", "ablations/pervit_table1_b_no_phi_p", *SMALL, QUARTER, top1=60.0)
+    write_run(tmp_path / "d", "ablations/pervit_table1_d_no_stem", *SMALL, QUARTER_WITHOUT_STEM, top1=55.0)
+    write_run(tmp_path / "longer", "pervit_t", *SMALL, QUARTER, "train.epochs=6", top1=66.0)
+    write_run(tmp_path / "paper", "pervit_t", top1=78.5, **IMAGENET)
+    assert [run.path.name for runs in filled("pervit_table1", tmp_path).runs.values() for run in runs] == ["paper"]
+    found = filled("pervit_table1", tmp_path, any_data=True)
+    columns = [
+        {number: [run.path.name for run in runs] for (number, its), runs in found.runs.items() if its == n} for n in range(3)
+    ]
+    assert columns[0] == {0: ["a"], 1: ["b"], 3: ["d"]}
+    assert sorted(map(str, columns[1:])) == ["{0: ['longer']}", "{0: ['paper']}"]
+    text = paper_table("pervit_table5", [tmp_path], "markdown", any_data=True)
+    assert (
+        "compare the differences" in text and "CIFAR-10 (10 classes, 50,000 training" in text and "64 pixels, 3 epochs" in text
+    )
+    command = next(line for line in text.splitlines() if "pervit_table5_euc_ml" in line and line.startswith("python -m"))
+    assert "model.image_size=64" in command and "train.epochs=3.0" in command and "widths=[32, 48, 56, 72]" in command
+
+
+def test_a_later_run_of_a_seed_replaces_the_earlier(tmp_path: Path) -> None:
+    """Guards against a seed that counts twice."""
+    for name in ("one", "two"):
+        write_run(tmp_path / name, "pervit_t", **IMAGENET)
+    found = filled("pervit_table5", tmp_path)
+    assert len(found.runs[0, 0]) == len(found.runs[3, 0]) == 1  # the two rows of one config
+    assert [len(paths) for paths in found.unused.values()] == [1]
+
+
+def test_every_format_has_every_row(tmp_path: Path) -> None:
+    """Guards against a cell that ends a row early: pipes, ampersands, commas and percent signs are escaped."""
+    write_run(
+        tmp_path / "run_with_100%|&", "ablations/posmlp_table6_free", "data.path=x", top1=77.61, images=640_583, count=50_000
+    )
+    text = {form: paper_table("posmlp_table6", [tmp_path], form) for form in ("markdown", "latex", "csv", "html")}
+    rows = [line for line in text["markdown"].splitlines() if line.startswith("|")]
+    assert len(rows) == 6 and len({len(row) for row in rows}) == 1 and len({row.count("|") for row in rows}) == 1
+    body = text["latex"].partition(r"\midrule")[2].partition(r"\bottomrule")[0].strip().splitlines()
+    assert len(body) == 4 and {line.count("&") for line in body} == {4} and r"$\Gamma$$\Gamma$$^\top$" in body[2]
+    assert latex_text("a_b & 10 % #") == r"a\_b \& 10 \% \#" and latex_text("Φp ± 1") == r"$\Phi_{\mathrm{p}}$ $\pm$ 1"
+    for each in paper_tables().values():
+        cells = [each.paper, each.title, each.note, *each.columns, *(label for row in each.rows for label in row.labels)]
+        assert all(latex_text(cell).isascii() for cell in cells), each.name  # plain LaTeX may not know other characters
+    table = list(csv.DictReader(io.StringIO(text["csv"])))
+    assert [row["paper_top1"] for row in table] == ["76.49", "77.61", "77.40", "77.20"]
+    assert [row["ours_top1"] for row in table] == ["", "77.6100", "", ""] and table[1]["ours_seeds"] == "1"
+    assert text["html"].count("<tr>") == 6 and "<script src" not in text["html"]
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex (Debian: texlive-latex-recommended)")
+@pytest.mark.parametrize("name", paper_tables())
+def test_latex_compiles(name: str, tmp_path: Path) -> None:
+    """Guards against a character that LaTeX does not know."""
+    packages = r"\usepackage{booktabs}\usepackage{amssymb}"
+    body = paper_table(name, [], "latex", any_data=True)
+    (tmp_path / "t.tex").write_text(rf"\documentclass{{article}}{packages}\begin{{document}}{body}\end{{document}}")
+    result = subprocess.run(["pdflatex", "-halt-on-error", "t.tex"], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-1500:]
+
+
+def test_unknown_tables_and_folders_without_runs(tmp_path: Path) -> None:
+    """Guards against a misspelt table that is a traceback, and a folder that is passed over silently."""
+    with pytest.raises(UserError, match="did you mean pervit_table1"):
+        find_table("pervit_tabel1")
+    assert all(name in list_tables() for name in paper_tables())
+    text = paper_table("lsat_table6", [tmp_path, tmp_path / "gone"], "markdown")
+    assert f"{tmp_path} holds no run folder." in text.replace("\\", "") and "is not there." in text
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Guards against a table that the command prints with something else, or that is not written."""
+    write_run(tmp_path / "run", "ablations/lsat_table6_ii_cvt", top1=95.5, images=50_000, count=10_000)
+    printed = run_module("pipeline.report", "--table", "lsat_table6", tmp_path, "--format", "markdown").stdout
+    assert (
+        printed.startswith("## LSAT") and "95.50" in printed and "configs/ablations/lsat_table6_i_swin.yaml seed=0" in printed
+    )
+    run_module("pipeline.report", "--table", "lsat_table6", tmp_path, "--output", tmp_path / "t.html")
+    assert "95.50" in (tmp_path / "t.html").read_text()
