@@ -153,7 +153,7 @@ class Run:
             self.top1.setdefault(weights, Curve()).add(top1)
             if self.best is None or top1 > self.best["top1"]:
                 self.best = row
-        else:
+        elif "lr" in row:  # a step; a row of eval.analyses is neither
             self._pace.append((int(row["step"]), float(row["time"])))
             self.row = row
             self.loss.add(row.get("loss"))

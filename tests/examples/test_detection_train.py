@@ -189,3 +189,24 @@ def test_it_learns_to_detect_digits(tmp_path: Path) -> None:
     evaluations = [row for row in rows(tmp_path / "run") if "AP" in row]
     print(*evaluations, sep="\n")
     assert evaluations[-1]["AP50"] > 50
+
+
+@pytest.mark.detection
+@pytest.mark.skipif(not os.environ.get("PERVIT_DETECTION"), reason="takes minutes: set PERVIT_DETECTION=1")
+def test_it_learns_to_outline_digits(tmp_path: Path) -> None:
+    """Mask R-CNN on the same backbone and set, from scratch: 480 steps. Guards against masks that are flipped, shifted or swapped."""
+    needs_torchvision()
+    data = write_digit_set(tmp_path / "set", train=320, val=48, side=64, digits=(0, 1))
+    config = write_config(
+        tmp_path,
+        model={"detector": "mask_rcnn", "pyramid_width": 32, "box_samples": 32, "drop_path": 0.0},
+        data={"flip": 0.0},
+        train={"epochs": 6, "global_batch_size": 4, "micro_batch_size": 4, "max_steps": None},
+        optim={"warmup_steps": 20, "decay_epochs": [5]},
+        eval={"every_epochs": 1, "batch_size": 24},
+        checkpoint={"every_steps": None},
+    )
+    train(config, data)
+    evaluations = [row for row in rows(tmp_path / "run") if "AP" in row]
+    print(*evaluations, sep="\n")
+    assert evaluations[-1]["AP50"] > 50 and evaluations[-1]["mask_AP50"] > 50

@@ -20,7 +20,6 @@ _CHAPTERS = {  # module of this package -> its class, in the page's order
 }
 
 
-
 def chapters_of(request: Request) -> list[Chapter]:
     """The chapters that apply to the model, in the page's order."""
     classes = [getattr(importlib.import_module(f"{__name__}.{module}"), name) for module, name in _CHAPTERS.items()]
