@@ -5,6 +5,8 @@
 ``shards``        a shard set on disk: reads and verifies samples
 ``sample_table``  its index, one row per sample
 ``image_folder``  a folder of images in place of a shard set, for evaluation
+``image_list``    any images that a user names, for prediction; ``image_names`` finds them
+``checked_images``  what both have in common
 ``image_checks``  checks and re-encodes images before they are stored
 ``jpeg``          parses and checks JPEG headers
 ``order``         the permutation of an epoch

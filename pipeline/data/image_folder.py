@@ -1,20 +1,17 @@
 """A plain folder of images in place of a split of a shard set, for evaluation.
 
-Images are checked and, where necessary, re-encoded as when shards are written, so that results are identical. This happens when
-a batch asks for an image: nothing is read twice, and each rank reads its own images only.
+Images are checked and re-encoded as when shards are written (:mod:`pipeline.data.checked_images`), so that results are identical.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
+from pipeline.data.checked_images import CheckedImages
 from pipeline.data.image_checks import ImageRules, Rejected, StoredImage, prepare_image
-from pipeline.data.manifest import MANIFEST, SAMPLE_DTYPE
+from pipeline.data.manifest import MANIFEST
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 
@@ -22,7 +19,7 @@ _SUFFIXES = (".jpeg", ".jpg", ".png")  # as in data_prep.sources
 _SHOWN = 3  # classes listed in a message
 
 
-class ImageFolder:
+class ImageFolder(CheckedImages):
     """:class:`~pipeline.data.plan.Samples` from a folder of image files.
 
     Args:
@@ -40,6 +37,7 @@ class ImageFolder:
     """
 
     def __init__(self, folder: Path, split: str, classes: Sequence[str]) -> None:
+        super().__init__()
         self.split = split if (folder / split).is_dir() else None
         self.folder, self.classes = folder / (self.split or ""), list(classes)
         if not self.folder.is_dir():
@@ -63,8 +61,6 @@ class ImageFolder:
                 f"pass a folder with shards, or one that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG",
             )
         self._labels = [number[name.partition("/")[0]] for name in self._files]
-        self._coming: dict[int, StoredImage | DamagedSample] = {}  # checked by __getitem__, not yet read
-        self._lock = threading.Lock()
 
     @property
     def samples(self) -> ImageFolder:
@@ -72,17 +68,6 @@ class ImageFolder:
 
     def __len__(self) -> int:
         return len(self._files)
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        """(B,) of ``SAMPLE_DTYPE``. An unusable image is listed as 1 x 1 pixel; :meth:`read` raises the reason."""
-        rows = np.zeros(len(indices), dtype=SAMPLE_DTYPE)
-        for row, index in zip(rows, indices.tolist()):
-            image = self._look(index)
-            with self._lock:
-                self._coming[index] = image
-            width, height = (image.width, image.height) if isinstance(image, StoredImage) else (1, 1)
-            row["label"], row["width"], row["height"] = self._labels[index], width, height
-        return rows
 
     def key(self, index: int) -> str:
         """The name of sample ``index``: ``class/file``."""
@@ -92,26 +77,10 @@ class ImageFolder:
         """An error about a sample, to be raised by the caller."""
         return DamagedSample(int(index), f"{self.folder / self._files[index]} {reason}")
 
-    def read(self, index: int) -> np.ndarray:
-        """The encoded image as it would be stored in a shard. Thread-safe.
+    def label(self, index: int) -> int:
+        return self._labels[index]
 
-        Returns:
-            (bytes,) uint8.
-
-        Raises:
-            DamagedSample: it cannot be read or decoded.
-        """
-        with self._lock:
-            image = self._coming.pop(index, None)
-        image = image or self._look(index)
-        if isinstance(image, DamagedSample):
-            raise image
-        return np.frombuffer(image.data, dtype=np.uint8)
-
-    def will_need(self, runs: list[tuple[int, int]]) -> None:
-        """Does nothing: evaluation reads sequentially, which the kernel's readahead detects."""
-
-    def _look(self, index: int) -> StoredImage | DamagedSample:
+    def look(self, index: int) -> StoredImage | DamagedSample:
         try:
             return prepare_image((self.folder / self._files[index]).read_bytes(), ImageRules())
         except Rejected as error:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import io
-import threading
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
+from pipeline.data.checked_images import CheckedImages
 from pipeline.data.image_checks import ImageRules, Rejected, StoredImage, prepare_image
 from pipeline.data.image_names import NamedImages
-from pipeline.data.manifest import SAMPLE_DTYPE
 from pipeline.data.shards import DamagedSample
 
 NO_LABEL = 0  # the label of an image whose class is not known: a loader's batch needs one
 
 
-class ImageList:
+class ImageList(CheckedImages):
     """:class:`~pipeline.data.plan.Samples` of images that a user names. What cannot be used does not end the pass: a grey image takes
     its place, and :attr:`errors` has the reason.
 
@@ -33,11 +31,10 @@ class ImageList:
     """
 
     def __init__(self, images: NamedImages, classes: Sequence[str], by_folder: bool = False) -> None:
+        super().__init__()
         self.folder, self.classes, self.errors = Path(), list(classes), dict[int, str]()
         self._images, self._by_folder = images, by_folder
         self._label_of = {name: label for label, name in enumerate(classes)}
-        self._coming: dict[int, StoredImage] = {}  # checked by __getitem__, not yet read
-        self._lock = threading.Lock()
 
     @property
     def samples(self) -> ImageList:
@@ -45,16 +42,6 @@ class ImageList:
 
     def __len__(self) -> int:
         return len(self._images)
-
-    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        """(B,) of ``SAMPLE_DTYPE``."""
-        rows = np.zeros(len(indices), dtype=SAMPLE_DTYPE)
-        for row, index in zip(rows, indices.tolist()):
-            image = self._look(index)
-            with self._lock:
-                self._coming[index] = image
-            row["label"], row["width"], row["height"] = self._label(index), image.width, image.height
-        return rows
 
     def key(self, index: int) -> str:
         """The name of an image, as the user would give it."""
@@ -65,16 +52,7 @@ class ImageList:
         self.errors[int(index)] = reason
         return DamagedSample(int(index), f"{self.key(index)} {reason}")
 
-    def read(self, index: int) -> np.ndarray:
-        """(bytes,) uint8, the image as it would be stored in a shard. Thread-safe."""
-        with self._lock:
-            image = self._coming.pop(index, None)
-        return np.frombuffer((image or self._look(index)).data, dtype=np.uint8)
-
-    def will_need(self, runs: list[tuple[int, int]]) -> None:
-        """Does nothing: the images are read in their order."""
-
-    def _label(self, index: int) -> int:
+    def label(self, index: int) -> int:
         if not self._by_folder:
             return NO_LABEL
         folder = Path(self.key(index)).parent.name
@@ -82,18 +60,14 @@ class ImageList:
             self.errors.setdefault(index, f"its folder {folder!r} is not one of the model's {len(self.classes)} classes")
         return self._label_of.get(folder, NO_LABEL)
 
-    def _look(self, index: int) -> StoredImage:
+    def look(self, index: int) -> StoredImage:
         try:
             return prepare_image(self._images.data(index), ImageRules())
         except Rejected as error:
             self.errors[index] = f"cannot be used: {error}"
         except OSError as error:
             self.errors[index] = f"cannot be read: {error.strerror or error}"
-        except (
-            zipfile.BadZipFile,
-            NotImplementedError,
-            RuntimeError,
-        ) as error:  # damaged, of an unknown compression, encrypted
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:  # damaged, unknown compression, encrypted
             self.errors[index] = f"cannot be read: {error}"
         return _GREY
 
