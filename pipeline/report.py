@@ -29,7 +29,7 @@ def main() -> None:
     add(
         "--output", type=Path, metavar="FILE", help="default: report.html; of --table in another format than html, the terminal"
     )
-    add("--table", metavar="TABLE", help="a table of a paper, as configs/ablations/ names it: pervit_table1; list: all of them")
+    add("--table", metavar="TABLE", help="a table of a paper, such as pervit_table1; list: all of them")
     add("--format", choices=("html", "markdown", "latex", "csv"), default="html", help="of --table (default: html)")
     add(
         "--any-data",

@@ -19,6 +19,7 @@ from data_prep.sources.parquet import parquet_files, parquet_parts
 from data_prep.sources.staged import Part, Staged
 from data_prep.sources.webdataset_tars import is_remote, tar_parts, tar_urls
 from data_prep.sources.zip_folder import ZipFolder, zip_splits
+from pipeline.data.manifest import MANIFEST
 from pipeline.errors import UserError
 
 ACCEPTED = (
@@ -164,6 +165,8 @@ def _foreign_folder(location: Path, reading: Reading) -> _Found | None:
             parts[split], known = parquet_parts(its, reading.image_column, reading.label_column)
             names = known or names
         return _staged(location, "parquet", {split: partial(list, its) for split, its in parts.items()}, reading, names)
+    if (location / MANIFEST).exists():  # shards of this package need no sharding
+        return None
     folders = [location, *(location / name for name in SPLIT_NAMES)]
     if any(path.name not in (TRAIN_TAR, VAL_TAR) for folder in folders for path in folder.glob("*.tar")):
         return _webdataset(str(location), reading)
