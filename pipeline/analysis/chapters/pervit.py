@@ -111,7 +111,8 @@ class PerViTChapter(PeripheralChapter):
         shown = list(omega)[: 1 if len(omega) == 2 else None]  # where one attention is missing, Ωa repeats the other
         panels = {OMEGA[name]: omega[name] for name in shown}
         draw = partial(bars_by_head, panels, "nonlocality (patches)", one_scale=True)
-        return Plot("nonlocality", "Nonlocality", caption, "PerViT, Fig. 8 and S16", draw)
+        more = self.has_phi_c and not seen
+        return Plot("nonlocality", "Nonlocality", caption, "PerViT, Fig. 8 and S16", draw, more_with_images=more)
 
     def _add_impact(self, findings: Findings, seen: bool) -> None:
         if not self.has_phi_p:
