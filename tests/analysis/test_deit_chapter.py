@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.analysis.chapters.deit import AverageMap, DeiTMeasures
+from pipeline.analysis.chapters.deit import AverageMap, DeiTChapter, DeiTMeasures
 from pipeline.models import create_model
 from pipeline.models.common.irpe import KeyPositions
 from pipeline.models.common.probe import observed
 from pipeline.models.common.vit import SelfAttention
 from pipeline.models.deit import DeiT
+from support.analysed import findings_of
 
 SIDE, TOKENS = 3, 9
 
@@ -96,3 +97,11 @@ def test_measures_are_those_of_exponentiated_scores(model: DeiT) -> None:
             if model.relative_position:
                 assert measures.mean("psi_p")[layer, head] == pytest.approx(psi_p, rel=1e-6)
                 assert measures.mean("psi_c")[layer, head] == pytest.approx(psi_c, rel=1e-6)
+
+
+def test_the_captions_name_what_was_measured(model: DeiT) -> None:
+    """Guards against iRPE's Ω under the caption of exp(Q Kᵀ) alone, of which it is not."""
+    findings = findings_of(DeiTChapter, model, 16 * SIDE, torch.randn(2, 3, 16 * SIDE, 16 * SIDE, dtype=torch.float64))
+    captions = {plot.name: plot.caption for plot in findings.plots}
+    assert ("times exp(R)" in captions["nonlocality"]) == model.relative_position == ("impact" in captions)
+    assert set(findings.measures.get("impact", ())) == ({"phi_p", "phi_c"} if model.relative_position else set())

@@ -153,7 +153,7 @@ class PerViTChapter(PeripheralChapter):
         title = (f"({row}) {told}" if row else told) if is_pervit else f"DeiT with {PHI['phi_p']}"
         caption = (
             "Nonlocality by layer, in patches: the line is the mean of the heads, the band reaches from the most local to the most global "
-            f"head. {'What Ωa is below Ωc, Φp has removed. ' if 'phi_c' in omega and self.has_phi_p else ''}One checkpoint gives one curve of the paper's figure; its other curves are models that "
+            f"head. {'The gap between Ωc and Ωa is what Φp removes. ' if 'phi_c' in omega and self.has_phi_p else ''}One checkpoint gives one curve of the paper's figure; its other curves are models that "
             "were trained without a component."
         )
         plot = Plot(
