@@ -25,7 +25,12 @@ def main() -> None:
     add("--split", default="val", help="default: val")
     add("--images", type=int, default=1024, metavar="N", help="images to average over, chosen at random (default: 1024)")
     add("--only", nargs="+", default=[], metavar="NAME", help="figures to make, by the names of their files (default: all)")
-    add("--query", type=_query, metavar="ROW,COLUMN", help="token whose maps are shown, from 0 (default: the centre)")
+    add(
+        "--query",
+        type=_query,
+        metavar="ROW,COLUMN",
+        help="patch whose maps are shown, from 0, 16 x 16 pixels each (default: the centre)",
+    )
     add("--example", nargs="+", default=[], metavar="KEY", help="images to show with their maps, by their keys")
     add("--examples", type=int, default=4, metavar="N", help="images to show, chosen at random, without --example (default: 4)")
     add("--batch-size", type=int, default=16, help="images per process and forward pass (default: 16); no figure depends on it")

@@ -20,6 +20,7 @@ class Plot:
         caption: what is seen and how to read it, with units; two or three sentences.
         source: the paper's figure that it repeats, "PerViT, Fig. 8".
         draw: returns the matplotlib figure.
+        more_with_images: whether it is of the weights alone now, and images would add to it.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Plot:
     caption: str
     source: str
     draw: Callable[[], Figure]
+    more_with_images: bool = False
 
 
 @dataclass

@@ -14,6 +14,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import patch_grid
 from pipeline.models.convit.model import ConViT
 from pipeline.models.gated_mlp.gmlp import GMLP
+from pipeline.models.lsat.model import LSAT
 from pipeline.models.pervit.phi_model import PhiModel
 
 
@@ -69,24 +70,26 @@ def restrict(findings: Findings, only: Sequence[str]) -> Findings:
 
 def needs_images(findings: Findings, only: Sequence[str]) -> bool:
     """Whether a pass over images can add anything to the figures asked for. Args: findings: of the weights."""
-    made = [plot.name for plot in findings.plots]
-    return not only or not all(name in made for name in only)
+    complete = [plot.name for plot in findings.plots if not plot.more_with_images]
+    return not only or not all(name in complete for name in only)
 
 
 def check_query(model: VisionModel, image_size: int, query: tuple[int, int] | None) -> None:
     """Check that the query is inside the model's token grid, where there is one for all layers.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not, or no figure of the model has a query.
     """
     if query is None:
         return
+    if isinstance(model, LSAT):
+        raise UserError(f"--query is {query[0]},{query[1]}, but LSAT's figures show all patches", "leave it out")
     if isinstance(model, PhiModel):
         rows, columns = model.token_grid(torch.empty(1, 3, image_size, image_size, device="meta"))
     elif isinstance(model, ConViT | GMLP):
         rows, columns = patch_grid(image_size, image_size)
     else:
-        rows = columns = image_size  # its layers have grids of several sizes: the chapter knows them
+        rows = columns = image_size  # PosMLP's layers have grids of several sizes: the chapter knows them
     if not (0 <= query[0] < rows and 0 <= query[1] < columns):
         raise UserError(
             f"--query is {query[0]},{query[1]}, but the model has {rows} x {columns} tokens",

@@ -48,6 +48,8 @@ class PaperRecipe:
 
 def paper_recipe(run: RunFolder) -> PaperRecipe | None:
     """The shipped config of the same model that differs in the fewest switches, then keys; None if there is none."""
+    if not run.config:  # it would be read as the defaults, which are PerViT-T's
+        return None
     try:
         values = _keys(config_from_dict(run.config, source=str(run.path)))
     except UserError:

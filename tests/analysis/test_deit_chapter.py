@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.analysis.chapters.deit import AverageMap, DeiTMeasures
+from pipeline.analysis.chapters.deit import AverageMap, DeiTChapter, DeiTMeasures
 from pipeline.models import create_model
 from pipeline.models.common.irpe import KeyPositions
 from pipeline.models.common.probe import observed
 from pipeline.models.common.vit import SelfAttention
 from pipeline.models.deit import DeiT
+from support.analysed import findings_of
 
 SIDE, TOKENS = 3, 9
 
@@ -29,7 +30,7 @@ def model(request: pytest.FixtureRequest) -> DeiT:
             module.qkv.weight.data *= 10
         elif isinstance(module, KeyPositions):
             module.weight.data.normal_()
-    return model.eval()
+    return model.double().eval()
 
 
 def scores(model: DeiT, images: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -57,7 +58,7 @@ def test_measures_are_those_of_exponentiated_scores(model: DeiT) -> None:
     """Ω and Ψ by loops over queries and keys: guards against rows normalized over the patches alone, a class token that counts,
     measures of a mean map, and images that do not count."""
     torch.manual_seed(1)
-    images = torch.randn(3, 3, 16 * SIDE, 16 * SIDE)
+    images = torch.randn(3, 3, 16 * SIDE, 16 * SIDE, dtype=torch.float64)
     valid = torch.tensor([True, True, False])
     measures, average = DeiTMeasures((SIDE, SIDE), model.relative_position), AverageMap(query=5)
 
@@ -91,8 +92,16 @@ def test_measures_are_those_of_exponentiated_scores(model: DeiT) -> None:
                 row += (s + r)[5 + 1].softmax(-1)[1:] / 2
                 psi_p += 1 / math.sqrt(near_p) / 2
                 psi_c += 1 / math.sqrt(near_c) / 2 if near_c else math.inf
-            assert measures.mean("omega")[layer, head] == pytest.approx(omega, rel=1e-5)
-            torch.testing.assert_close(average.mean("map")[layer, head], row, rtol=1e-5, atol=1e-7)
+            assert measures.mean("omega")[layer, head] == pytest.approx(omega, rel=1e-6)
+            torch.testing.assert_close(average.mean("map")[layer, head], row, rtol=1e-6, atol=1e-12)
             if model.relative_position:
-                assert measures.mean("psi_p")[layer, head] == pytest.approx(psi_p, rel=1e-5)
-                assert measures.mean("psi_c")[layer, head] == pytest.approx(psi_c, rel=1e-5)
+                assert measures.mean("psi_p")[layer, head] == pytest.approx(psi_p, rel=1e-6)
+                assert measures.mean("psi_c")[layer, head] == pytest.approx(psi_c, rel=1e-6)
+
+
+def test_the_captions_name_what_was_measured(model: DeiT) -> None:
+    """Guards against iRPE's Ω under the caption of exp(Q Kᵀ) alone, of which it is not."""
+    findings = findings_of(DeiTChapter, model, 16 * SIDE, torch.randn(2, 3, 16 * SIDE, 16 * SIDE, dtype=torch.float64))
+    captions = {plot.name: plot.caption for plot in findings.plots}
+    assert ("times exp(R)" in captions["nonlocality"]) == model.relative_position == ("impact" in captions)
+    assert set(findings.measures.get("impact", ())) == ({"phi_p", "phi_c"} if model.relative_position else set())

@@ -79,7 +79,7 @@ def test_figures_and_measures_of_the_published_model() -> None:
     ("name", "switches", "omitted", "measured"),
     [
         ("pervit_t", {"phi_p": False}, {"phi_p", "initialization", "regions", "impact"}, {"phi_c", "attention"}),
-        ("pervit_t", {"phi_c": False}, {"attention_images", "impact"}, {"phi_p", "attention"}),
+        ("pervit_t", {"phi_c": False}, {"attention_images", "attention_image", "impact"}, {"phi_p", "attention"}),
         ("pervit_t", {"phi_p_distance": "learned"}, {"initialization_norm"}, {"phi_p", "phi_c", "attention"}),
         (
             "pervit_t",
@@ -106,7 +106,7 @@ def test_without_images_the_figures_of_the_weights_remain() -> None:
     """Guards against maps that wait for data, and measures of no image."""
     findings = analysed(small_model(), images=0)
     assert {"phi_p", "initialization", "regions", "nonlocality", "extremes"} <= {plot.name for plot in findings.plots}
-    assert set(findings.omitted) == {"attention_images", "impact", "nonlocality_by_component"}
+    assert set(findings.omitted) == {"attention_images", "attention_image", "impact", "nonlocality_by_component"}
     assert set(findings.measures["nonlocality"]) == {"phi_p"} and "impact" not in findings.measures
 
 

@@ -32,5 +32,6 @@ def test_the_nearest_recipe(config: str, overrides: list[str], file: str, top1: 
 
 
 def test_a_damaged_config_has_no_recipe() -> None:
-    """Guards against a traceback."""
+    """Guards against a traceback, and against PerViT-T's figure beside a run of which nothing is known."""
+    assert paper_recipe(RunFolder(Path("run"), config={})) is None
     assert paper_recipe(RunFolder(Path("run"), config={"train": 3})) is None

@@ -188,15 +188,26 @@ def test_figures_of_an_analysis_and_measures_over_training(tmp_path: Path) -> No
             }
         )
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (analysis / "analysis.json").write_text('{"images": 1024}')
+    (analysis / "figures").mkdir()
+    listed = [
+        {"name": name, "title": f"Title of {name}", "caption": f"What {name} shows.", "source": "PerViT, Fig. 4",
+         "files": [f"figures/{name}.png", f"figures/{name}.svg"]}
+        for name in ("maps_1", "regions", "gates")
+    ]  # fmt: skip
+    (analysis / "analysis.json").write_text(json.dumps({"images": {"count": 1024}, "figures": [*listed, None, {"files": 3}]}))
+    for name in ("gates", "maps_1", "regions"):
+        Image.new("RGB", (40, 30), "red").save(analysis / "figures" / f"{name}.png")
     Image.new("RGB", (40, 30), "red").save(analysis / "phi_p_maps.png")
     (analysis / "torn.png").write_bytes(b"\x89PNG")
     page = run_page(read_run(run), Sources())
     text = words(page)
     assert "over 1,024 images" in text and "phi p maps" in text
     assert "torn.png cannot be decoded" in text
+    assert "What gates shows. (PerViT, Fig. 4)" in text
+    titles = [text.index(title) for title in ("Title of regions", "Title of gates", "phi p maps", "Title of maps_1")]
+    assert titles == sorted(titles), "the order of the analysis, single images last"
     shown = [json.loads(data) for data in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     lines = {each["layout"]["title"]["text"]: {trace["name"]: trace["y"] for trace in each["data"]} for each in shown}
-    assert lines["Nonlocality (mean attention distance) (patches)"] == {"layer 1": [4.5, 5, 5.5], "layer 2": [7, 7, 7]}
+    assert lines["Mean attention distance (patches)"] == {"layer 1": [4.5, 5, 5.5], "layer 2": [7, 7, 7]}
     assert lines["Gate (share of positional attention)"] == {"layer 1": [0.8, 0.8, 0.8]}
-    assert lines["nonlocality, phi_p"] == {"layer 1": [0.5, 0.5, 0.5]}
+    assert lines["Nonlocality of Φp (patches)"] == {"layer 1": [0.5, 0.5, 0.5]}

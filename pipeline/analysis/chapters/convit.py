@@ -207,6 +207,7 @@ class ConViTChapter(Chapter):
                 + (" Above, an untrained self-attention layer, which sees the image's content." if "content" in shown else ""),
                 "ConViT, Fig. 3",
                 partial(figures.initial_positions, shown, self._query, [each.pixels for each in self.request.examples[:1]]),
+                more_with_images="content" not in shown,
             )
         )
 

@@ -122,9 +122,9 @@ class DeiTChapter(Chapter):
             Plot(
                 "nonlocality",
                 "Nonlocality",
-                "Ω of each head: attention before normalization, exp(Q Kᵀ), times the distance between query and key in patches, mean "
-                f"over all pairs of patches and {count} images. Unlike the mean attention distance it grows with the number of keys "
-                "that a head attends to.",
+                f"Ω of each head: attention before its rows are normalized, {self._not_normalized()}, times the distance between query "
+                f"and key in patches, mean over all pairs of patches and {count} images. Unlike the mean attention distance it grows "
+                "with the number of keys that a head attends to.",
                 "PerViT, Eq. 13, Appendix D and Fig. S4, left",
                 partial(layer_head_plot, omega, "$\\Omega_a$ in patches"),
             )
@@ -139,12 +139,19 @@ class DeiTChapter(Chapter):
             Plot(
                 "impact",
                 "Impact of content and position",
-                "Ψ of each head, the inverse of the Frobenius distance between the attention by content or by position alone and their "
-                f"product, mean over {count} images: the higher, the more it alone makes up the attention.",
+                "Ψ of each head: the inverse of the Frobenius distance of the attention by content alone (above), or by position alone "
+                f"(below), from their product, mean over {count} images. The higher, the closer the product is to that attention.",
                 "PerViT, Eq. 12, Appendix D and Fig. S4, middle and right",
                 partial(layer_head_plots, panels, "Impact", share=False),
             )
         )
+
+    def _not_normalized(self) -> str:
+        """Φa for a caption."""
+        assert isinstance(self.model, DeiT)
+        if self.model.relative_position:
+            return "exp(Q Kᵀ) with each row's maximum at 1, times exp(R) of iRPE's scores R"
+        return "exp(Q Kᵀ) with each row's maximum at 1"
 
     def _add_average(self, findings: Findings) -> None:
         maps = self._average.mean("map").unflatten(-1, self.grid)  # (layers, heads, rows, columns)

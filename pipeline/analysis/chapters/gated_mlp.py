@@ -89,7 +89,7 @@ class GatedMLPChapter(Chapter):
             return "The window is the whole image, in patches of 16 pixels."
         windows = list(dict.fromkeys((each.stage, each.window) for each in self._layers))
         sides = ", ".join(f"{side} x {side}" for _, side in windows)
-        return f"The windows of stages 1 to 4 have {sides} tokens, of 4, 8, 16 and 32 pixels; larger squares are the same window in fewer tokens."
+        return f"The windows of stages 1 to 4 have {sides} tokens, of 4, 8, 16 and 32 pixels; a window of fewer tokens is drawn as large as the others."
 
     def _add_distances(self, findings: Findings) -> None:
         distances = [token_mixing_distance(each.map(), each.window) for each in self._layers]

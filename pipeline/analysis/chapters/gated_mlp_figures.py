@@ -185,7 +185,7 @@ def bias_maps(biases: Sequence[Tensor], labels: Sequence[str]) -> Figure:
     for bias, label in zip(biases, labels):
         mean, deviation = float(bias.mean()), float(bias.std(correction=0))
         maps.append((bias - mean) / deviation if deviation > 1e-12 * max(abs(mean), 1.0) else bias * 0)
-        titles.append(f"{label}\n{mean:.2g} ± {deviation:.1g}")
+        titles.append(f"layer {label}\n{mean:.2g} ± {deviation:.1g}")
     return layer_maps(maps, titles, "(bias - mean) / deviation", (-2.5, 2.5), DIVERGING_COLORS, extend="both")
 
 

@@ -198,7 +198,8 @@ class LSATChapter(Chapter):
 
     def _add_examples(self, findings: Findings, shifts: Tensor) -> None:
         if not self.request.examples:
-            findings.omitted.update(dict.fromkeys(_LOCAL_FIGURES[2:], NO_IMAGES))
+            reason = "It shows examples: pass --examples." if self._attention.count else NO_IMAGES
+            findings.omitted.update(dict.fromkeys(_LOCAL_FIGURES[2:], reason))
             return
         examples = list(self.request.examples)
         weights = [self._weights_of(each) for each in examples]  # (heads, N, T) each
@@ -262,16 +263,18 @@ class LSATChapter(Chapter):
         for layer in layers:
             pairs, queries = pair_distances(*self._blocks[layer])
             equal.append(pairs[queries].mean().item())
-        levels = self._levels[first:]
+        levels, local = self._levels[first:], [None] * first
         findings.measure(
             "mean_attention_distance",
-            [each.tolist() for each in distances],
-            "[layer][head], patches of the level; not the local layer",
+            [*local, *(each.tolist() for each in distances)],
+            "[layer][head], patches of the level; null: the local layer",
         )
         findings.measure(
-            "mean_attention_distance_uniform", equal, "[layer], patches of the level: of equal weights over all keys"
+            "mean_attention_distance_uniform",
+            [*local, *equal],
+            "[layer], patches of the level: of equal weights over all keys; null: the local layer",
         )
-        findings.measure("mean_attention_distance_levels", levels, "[layer], from 1")
+        findings.measure("mean_attention_distance_levels", self._levels, "[layer], from 1")
         findings.plots.append(
             Plot(
                 "attention_distance",

@@ -111,7 +111,8 @@ class PerViTChapter(PeripheralChapter):
         shown = list(omega)[: 1 if len(omega) == 2 else None]  # where one attention is missing, Ωa repeats the other
         panels = {OMEGA[name]: omega[name] for name in shown}
         draw = partial(bars_by_head, panels, "nonlocality (patches)", one_scale=True)
-        return Plot("nonlocality", "Nonlocality", caption, "PerViT, Fig. 8 and S16", draw)
+        more = self.has_phi_c and not seen
+        return Plot("nonlocality", "Nonlocality", caption, "PerViT, Fig. 8 and S16", draw, more_with_images=more)
 
     def _add_impact(self, findings: Findings, seen: bool) -> None:
         if not self.has_phi_p:
@@ -152,7 +153,7 @@ class PerViTChapter(PeripheralChapter):
         title = (f"({row}) {told}" if row else told) if is_pervit else f"DeiT with {PHI['phi_p']}"
         caption = (
             "Nonlocality by layer, in patches: the line is the mean of the heads, the band reaches from the most local to the most global "
-            f"head. {'What Ωa is below Ωc, Φp has removed. ' if 'phi_c' in omega and self.has_phi_p else ''}One checkpoint gives one curve of the paper's figure; its other curves are models that "
+            f"head. {'The gap between Ωc and Ωa is what Φp removes. ' if 'phi_c' in omega and self.has_phi_p else ''}One checkpoint gives one curve of the paper's figure; its other curves are models that "
             "were trained without a component."
         )
         plot = Plot(

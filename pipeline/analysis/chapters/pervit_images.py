@@ -44,7 +44,8 @@ class ImagesChapter(PeripheralChapter):
 
     def add_findings(self, findings: Findings) -> None:
         if not self.has_phi_c or not self.request.examples:
-            findings.omitted["attention_images"] = NO_EXAMPLES if self.has_phi_c else NO_PHI_C
+            reason = NO_EXAMPLES if self.has_phi_c else NO_PHI_C
+            findings.omitted |= dict.fromkeys(("attention_images", "attention_image"), reason)
             return
         maps = [self._maps(example) for example in self.request.examples]
         for example, each in zip(self.request.examples, maps):

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_REDRAWN = "The start was random and is not kept: it is drawn anew here, its heads in the model's order. "
+
+
 class MapsChapter(PeripheralChapter):
     """``phi_p_maps`` and ``initialization``: needs no images."""
 
@@ -55,11 +58,13 @@ class MapsChapter(PeripheralChapter):
         )
         distance = (trained - start).abs().mean(dim=(1, 2, 3))
         findings.measure(
-            "initialization.mean_change", finite(distance), "[layer], mean |Φp - initial Φp| of the query's maps, heads sorted"
+            "initialization.mean_change",
+            finite(distance),
+            "[layer], mean |Φp - initial Φp| of the query's maps, heads of Φp sorted",
         )
         caption = (
             f"Φp of the query (framed: {self.query_text}) as training began{', the same for all heads,' if alike else ''} and as it is "
-            "now, heads sorted by nonlocality. All maps share one scale, so that brightness compares."
+            f"now, heads sorted by nonlocality. {'' if alike else _REDRAWN}All maps share one scale, so that brightness compares."
         )
         draw = partial(_beside_initialization, start, trained, self.query)
         findings.plots.append(Plot("initialization", "Φp at initialization and now", caption, "PerViT, Fig. 2 and S1", draw))

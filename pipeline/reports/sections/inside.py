@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ _IMAGES = "train/images"  # in TensorBoard
 _MOST_FIGURES, _MOST_BYTES = 60, 2_000_000  # of an analysis, in a page of 8 MB
 _LARGEST_EVENTS = 2 << 30  # bytes of event files in which the image is looked for
 _LINES = 24  # layers, or heads of a layer, that a figure can tell apart
+_OF_AN_IMAGE = re.compile(r"image|_\d+$")  # name of a figure of single images
 _MEASURES = {
-    "mean_attention_distance": ("Nonlocality (mean attention distance)", "patches"),
-    "gate": ("Gate (share of positional attention)", ""),
+    ("mean_attention_distance", ""): ("Mean attention distance", "patches"),
+    ("gate", ""): ("Gate (share of positional attention)", ""),
+    ("nonlocality", "phi_p"): ("Nonlocality of Φp", "patches"),
 }
 
 
@@ -35,10 +38,19 @@ def analysis_figures(folder: Path) -> tuple[Html | None, list[str]]:
         images = told.get("images")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         problems.append(f"{folder / 'analysis.json'} is damaged ({' '.join(str(error).split())[:80]}).")
-        images = None
+        told, images = {}, None
+    entries, count = _entries(told), images.get("count") if isinstance(images, dict) else None
+    order = {file: place for place, file in enumerate(entries)}
     parts: list[Html] = []
     left_out, size = 0, 0
-    for path in sorted(folder.rglob("*.png"), key=lambda path: ("image" in path.stem, path)):  # single images last
+    for path in sorted(  # as the analysis lists them, but single images last
+        folder.rglob("*.png"),
+        key=lambda path: (
+            bool(_OF_AN_IMAGE.search(path.stem)),
+            order.get(path.relative_to(folder).as_posix(), len(order)),
+            path,
+        ),
+    ):
         if len(parts) >= _MOST_FIGURES or size >= _MOST_BYTES:
             left_out += 1
             continue
@@ -51,15 +63,33 @@ def analysis_figures(folder: Path) -> tuple[Html | None, list[str]]:
             left_out += 1
             continue
         size += len(uri)
-        caption = path.stem.replace("_", " ")
+        title, caption = entries.get(path.relative_to(folder).as_posix(), (path.stem.replace("_", " "), ""))
         parts.append(
-            html('<figure><img class="sheet" alt="{}" src="{}"><figcaption>{}</figcaption></figure>', caption, uri, caption)
+            html(
+                '<figure><h3>{}</h3><img class="sheet" alt="{}" src="{}"><figcaption>{}</figcaption></figure>',
+                title,
+                title,
+                uri,
+                caption,
+            )  # fmt: skip
         )
     if not parts:
         return None, problems
-    over = f" over {images:,} images" if is_number(images) else ""
+    over = f" over {count:,} images" if is_number(count) else ""
     more = f" {left_out} more figures are in {folder}." if left_out else ""
     return join([html("<p>Made by <code>pipeline.analyze</code>{}.{}</p>", over, more), *parts]), problems
+
+
+def _entries(told: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """File of a figure, as ``analysis.json`` lists it -> title, and caption with source."""
+    found: dict[str, tuple[str, str]] = {}
+    listed = told.get("figures")
+    for entry in listed if isinstance(listed, list) else []:
+        if not isinstance(entry, dict) or not isinstance(entry.get("files"), list):
+            continue
+        title, caption, source = (str(entry.get(key) or "") for key in ("title", "caption", "source"))
+        found |= {str(file): (title, f"{caption} ({source})" if source else caption) for file in entry["files"]}
+    return found
 
 
 def over_training(run: RunFolder) -> Html | None:
@@ -100,7 +130,7 @@ def _by_layer(name: str, part: str, points: list[tuple[float, list[list[float]]]
             curves.append(Curve(f"layer {layer + 1}", x, y, dots=True, colour=_shade(shade)))
     if not curves:
         return None
-    title, unit = _MEASURES.get(name, (name.replace("_", " ") + (f", {part}" if part else ""), ""))
+    title, unit = _MEASURES.get((name, part), (name.replace("_", " ") + (f", {part}" if part else ""), ""))
     return curve_figure(title, curves, unit=unit, height=360)
 
 
