@@ -177,5 +177,12 @@ def test_the_command(tmp_path: Path) -> None:
     assert (
         printed.startswith("## LSAT") and "95.50" in printed and "configs/ablations/lsat_table6_i_swin.yaml seed=0" in printed
     )
-    run_module("pipeline.report", "--table", "lsat_table6", tmp_path, "--output", tmp_path / "t.html")
+    said = run_module("pipeline.report", "--table", "lsat_table6", tmp_path, "--output", tmp_path / "t.html").stdout
     assert "95.50" in (tmp_path / "t.html").read_text()
+    assert said == f"{tmp_path / 't.html'}: {(tmp_path / 't.html').stat().st_size / 1e3:.1f} kB\n"
+
+
+def test_options_of_one_run_do_not_go_with_a_table(tmp_path: Path) -> None:
+    """Guards against options that are silently without effect."""
+    result = run_module("pipeline.report", "--table", "lsat_table6", "--analysis", tmp_path, check=False)
+    assert result.returncode == 2 and "--analysis is of one run, --table is given" in result.stderr
