@@ -183,7 +183,7 @@ def report(args: argparse.Namespace, tally: Tally) -> None:
 
 def command() -> None:
     """``python -m pipeline.predict``."""
-    run_command(main)
+    run_command(main, resumes=False)
 
 
 if __name__ == "__main__":

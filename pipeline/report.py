@@ -97,7 +97,7 @@ def _refuse_options_of_one_run(args: argparse.Namespace) -> None:
 
 def command() -> None:
     """``python -m pipeline.report``."""
-    run_command(main)
+    run_command(main, resumes=False)
 
 
 if __name__ == "__main__":
