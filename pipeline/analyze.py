@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
 
 def command() -> None:
     """``python -m pipeline.analyze``."""
-    run_command(main)
+    run_command(main, resumes=False)
 
 
 if __name__ == "__main__":

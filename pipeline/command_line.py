@@ -75,14 +75,20 @@ def _is_unread(stream: TextIO) -> bool:
     return any(state & select.POLLERR for _, state in poll.poll(0))
 
 
-def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command's ``main`` and exit: a :class:`UserError` or an ``OSError`` of the file system becomes one line on stderr."""
+def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoReturn:
+    """Run a command's ``main`` and exit: a :class:`UserError` or an ``OSError`` of the file system becomes one line on stderr.
+
+    Args:
+        main: of the command; returns its exit code, or None for 0.
+        resumes: whether the command, given again after Ctrl-C, goes on where it was; what follows Ctrl-C is worded accordingly.
+    """
     try:
         code = main()
     except UserError as error:
         _fail(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        _fail("stopped; the same command goes on from what is saved", 130)
+        after = "goes on from what is saved" if resumes else "starts from the beginning"
+        _fail(f"stopped; the same command {after}", 130)
     except ModuleNotFoundError as error:
         if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):
             _fail(traceback.format_exc(), 1)

@@ -185,7 +185,7 @@ def table(row: dict, why_precision: str) -> str:
 
 def command() -> None:
     """``python -m pipeline.evaluate``."""
-    run_command(main)
+    run_command(main, resumes=False)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ are prepared as in an evaluation. An image that cannot be used is a row with the
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.folder import parse_step
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
-from pipeline.files import check_writable, replace_file, replace_text
+from pipeline.files import check_writable, replace_file
 
 if TYPE_CHECKING:
     from pipeline.distributed.world import World
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from pipeline.checkpoint.trained import read_trained  # imported only now: PyTorch takes seconds, and --help must not wait
     from pipeline.config import config_from_dict
     from pipeline.data.image_list import ImageList
-    from pipeline.data.image_names import find_images
+    from pipeline.data.image_names import find_images, read_list
     from pipeline.data.loader import decoding_device
     from pipeline.distributed.world import disconnect, init_world
     from pipeline.logs import console
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     model = trained.build_model()
     world = init_world()
     decoding_device(args.decode, world.device, "--decode")
-    lines = world.gather(sys.stdin.read().splitlines() if world.is_main and "-" in args.images else [])[0]
+    lines = world.gather(read_list(sys.stdin.buffer) if world.is_main and "-" in args.images else [])[0]
     images = ImageList(find_images(args.images, lines), trained.classes, args.by_folder)
     model.to(world.device)
     precision = choose_evaluation_precision(config.train.precision, args.precision, world)
@@ -144,7 +145,8 @@ def write(args: argparse.Namespace, rows: RankRows, images, classes: list[str], 
             replace_file(args.output, lambda file: write_features(args.output, file, merged, images.key, len(images), width))
             if args.output.suffix == ".npy":
                 names = args.output.with_suffix(".txt")
-                replace_text(names, "".join(f"{images.key(index)}\n" for index in range(len(images))))
+                lines = (f"{images.key(index)}\n".encode(errors="surrogateescape") for index in range(len(images)))
+                replace_file(names, lambda file: file.writelines(lines))
         else:
             replace_file(args.output, lambda file: write_rows(args.output, file, merged, images.key, classes))
         report(args, tally)
@@ -155,6 +157,8 @@ def write(args: argparse.Namespace, rows: RankRows, images, classes: list[str], 
 
 def print_table(merged, images, classes: list[str], top: int) -> None:  # type: ignore[no-untyped-def]
     """The first rows for a terminal: a line per image, its classes with their probabilities."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is no UTF-8, or a terminal that is not
+        sys.stdout.reconfigure(errors="backslashreplace")
     shown = total = 0
     for rows, errors in merged:
         total += len(rows)
@@ -179,7 +183,7 @@ def report(args: argparse.Namespace, tally: Tally) -> None:
 
 def command() -> None:
     """``python -m pipeline.predict``."""
-    run_command(main)
+    run_command(main, resumes=False)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ or a table of a paper with ours beside it.
 
 The page is one file that opens without a network. The run may be going on, and its folder may be incomplete: the page shows what is
 there and says what is missing. ``python -m pipeline.evaluate --predictions RUN/predictions.parquet`` and
-``python -m pipeline.analyze RUN --output RUN/analysis`` make what the sections about mistakes and about the model's inside show. With several runs, or a folder that holds some, the page
-compares them. ``--table list`` lists the papers' tables.
+``python -m pipeline.analyze RUN --output RUN/analysis`` make what the sections about mistakes and about the model's inside show. With
+several runs, or a folder that holds some, the page compares them. ``--table list`` lists the papers' tables.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def main() -> None:
         raise UserError("no run is named, at least one needed", "pass the output_dir of a run, or --table")
     if args.table is None and (args.format != "html" or args.any_data):
         raise UserError("--format and --any-data are of a table, and --table is not given", "pass --table, or drop them")
+    if args.table is not None or len(args.runs) > 1:
+        _refuse_options_of_one_run(args)
     output = args.output
     if output is None and (args.table is None or args.format == "html"):
         output = Path("report.html")
@@ -59,7 +61,8 @@ def main() -> None:
         print(text, end="")
         return
     replace_text(output, text)
-    print(f"{output}: {len(text.encode()) / 1e6:.1f} MB")
+    size = len(text.encode())
+    print(f"{output}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{output}: {size / 1e3:.1f} kB")
 
 
 def _text(args: argparse.Namespace) -> str:
@@ -76,17 +79,25 @@ def _text(args: argparse.Namespace) -> str:
             from pipeline.reports.run_page import Sources, run_page
 
             return run_page(read_run(run), Sources(args.predictions, args.data, args.analysis))
-    for name in ("predictions", "data", "analysis"):
-        if getattr(args, name) is not None:
-            raise UserError(f"--{name} is of one run, {len(args.runs)} paths are given", "pass one run, or drop it")
+    _refuse_options_of_one_run(args)
     from pipeline.reports.comparison_page import comparison_page
 
     return comparison_page(args.runs)
 
 
+def _refuse_options_of_one_run(args: argparse.Namespace) -> None:
+    for name in ("predictions", "data", "analysis"):
+        if getattr(args, name) is not None:
+            if args.table is not None:
+                found = "--table is given"
+            else:
+                found = f"{len(args.runs)} paths are given" if len(args.runs) > 1 else f"{args.runs[0]} holds several"
+            raise UserError(f"--{name} is of one run, {found}", "pass one run, or drop it")
+
+
 def command() -> None:
     """``python -m pipeline.report``."""
-    run_command(main)
+    run_command(main, resumes=False)
 
 
 if __name__ == "__main__":

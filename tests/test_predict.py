@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,24 @@ def test_what_cannot_be_used_is_a_row_with_its_reason(model: Path, val: Path, tm
     assert all(row["top1"] is None and row["top5"] is None for number, row in enumerate(rows) if number != 1)
     alone = predict(model, names[0], code=1)
     assert "error: cannot be used" in alone.stdout and "1 with an error" in alone.stderr
+
+
+def test_a_list_may_hold_names_in_any_encoding(model: Path, val: Path, tmp_path: Path) -> None:
+    """Guards against a traceback over a Latin-1 name, in the list or on the terminal, and names split at other than line ends."""
+    photo = sorted(val.rglob("*.JPEG"))[0].read_bytes()
+    names = [os.fsencode(tmp_path) + name for name in (b"/caf\xe9 one.jpg", "/b\u2028c d.jpg".encode())]
+    for name in names:
+        Path(os.fsdecode(name)).write_bytes(photo)
+    command = [sys.executable, "-m", "pipeline.predict", str(model), "-"]
+    environment = clean_environment(PYTHONIOENCODING="utf-8:strict")  # as in a UTF-8 locale
+    listed = b"\r\n".join(names)
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, input=listed, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 0 and b"2 images, 0 with an error" in done.stderr, done.stderr
+    assert rb"/caf\udce9 one.jpg  " in done.stdout
+    predict(model, tmp_path, "--features", "--output", tmp_path / "f.npy")
+    assert sorted((tmp_path / "f.txt").read_bytes().splitlines()) == sorted(names)
+    empty = predict(model, "-", "--output", tmp_path / "rows.csv", code=2)
+    assert "standard input names 0 images, at least 1 needed" in empty.stderr and not (tmp_path / "rows.csv").exists()
 
 
 def test_features_are_what_the_classifier_sees(model: Path, val: Path, tmp_path: Path) -> None:

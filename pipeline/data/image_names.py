@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -109,17 +110,26 @@ def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> NamedIma
         lines: of standard input.
 
     Raises:
-        UserError: a folder or archive without an image, a pattern without a match, or a damaged archive.
+        UserError: a folder, archive or list without an image, a pattern without a match, or a damaged archive.
     """
     return NamedImages(_found(arguments, lines))
+
+
+def read_list(stream: BinaryIO) -> list[str]:
+    """The names of a list, one a line, whatever encoding they are in: for a file system a name is bytes."""
+    return os.fsdecode(stream.read()).split("\n")
 
 
 def _found(arguments: Sequence[str], lines: Iterable[str]) -> Iterator[tuple[str, str, int, int]]:
     for argument in arguments:
         if argument == STDIN:
-            for line in lines:
-                if name := line.rstrip("\r\n"):
-                    yield name, "", _IN_FILE, 0
+            names = [name for line in lines if (name := line.rstrip("\r\n"))]
+            if not names:
+                raise UserError(
+                    "standard input names 0 images, at least 1 needed",
+                    "pass a name a line; with launch/local.sh pass the images themselves, it gives its processes no input",
+                )
+            yield from ((name, "", _IN_FILE, 0) for name in names)
             continue
         path, none = Path(argument), True
         for each in _images_of(path, argument):

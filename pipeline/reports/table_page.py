@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from pipeline.reports.known_runs import find_runs, read_runs
@@ -33,6 +34,9 @@ def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False)
     folders, missing = find_runs(paths)
     runs, damaged = read_runs(folders)
     sheet = make_sheet(fill(table, runs, any_data), [*missing, *damaged])
+    if form == "csv":  # has no place for them
+        for problem in sheet.problems:
+            print(problem, file=sys.stderr)
     return {"html": table_page, "markdown": markdown, "latex": latex, "csv": comma_separated}[form](sheet)
 
 

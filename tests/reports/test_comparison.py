@@ -100,7 +100,7 @@ def test_the_page_in_a_browser(runs: Path, tmp_path: Path) -> None:
 def test_of_several_runs_there_are_no_pictures(runs: Path) -> None:
     """Guards against options that are silently without effect."""
     result = run_module("pipeline.report", runs, "--data", runs, check=False)
-    assert result.returncode == 2 and "--data is of one run" in result.stderr
+    assert result.returncode == 2 and f"--data is of one run, {runs} holds several" in result.stderr
     result = run_module("pipeline.report", check=False)
     assert result.returncode == 2 and "no run is named" in result.stderr
     assert json.dumps(result.stdout) == '""'

@@ -161,13 +161,15 @@ def test_latex_compiles(name: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout[-1500:]
 
 
-def test_unknown_tables_and_folders_without_runs(tmp_path: Path) -> None:
+def test_unknown_tables_and_folders_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against a misspelt table that is a traceback, and a folder that is passed over silently."""
     with pytest.raises(UserError, match="did you mean pervit_table1"):
         find_table("pervit_tabel1")
     assert all(name in list_tables() for name in paper_tables())
     text = paper_table("lsat_table6", [tmp_path, tmp_path / "gone"], "markdown")
     assert f"{tmp_path} holds no run folder." in text.replace("\\", "") and "is not there." in text
+    assert "gone" not in paper_table("lsat_table6", [tmp_path / "gone"], "csv")
+    assert f"{tmp_path / 'gone'} is not there." in capsys.readouterr().err
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -177,5 +179,12 @@ def test_the_command(tmp_path: Path) -> None:
     assert (
         printed.startswith("## LSAT") and "95.50" in printed and "configs/ablations/lsat_table6_i_swin.yaml seed=0" in printed
     )
-    run_module("pipeline.report", "--table", "lsat_table6", tmp_path, "--output", tmp_path / "t.html")
+    said = run_module("pipeline.report", "--table", "lsat_table6", tmp_path, "--output", tmp_path / "t.html").stdout
     assert "95.50" in (tmp_path / "t.html").read_text()
+    assert said == f"{tmp_path / 't.html'}: {(tmp_path / 't.html').stat().st_size / 1e3:.1f} kB\n"
+
+
+def test_options_of_one_run_do_not_go_with_a_table(tmp_path: Path) -> None:
+    """Guards against options that are silently without effect."""
+    result = run_module("pipeline.report", "--table", "lsat_table6", "--analysis", tmp_path, check=False)
+    assert result.returncode == 2 and "--analysis is of one run, --table is given" in result.stderr
