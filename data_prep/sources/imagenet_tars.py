@@ -130,7 +130,7 @@ def tar_split(path: Path) -> str:
     if not (_CLASS_TAR.fullmatch(name) or _VAL_NAME.fullmatch(name)):
         raise UserError(
             f"{path} begins with {first}, a class's tar (nXXXXXXXX.tar) or ILSVRC2012_val_*.JPEG needed",
-            f"pass {TRAIN_TAR} or {VAL_TAR}",
+            f"pass {TRAIN_TAR} or {VAL_TAR}; of WebDataset tars, pass their folder or a path with {{000..123}}",
         )
     return "train" if _CLASS_TAR.fullmatch(name) else "val"
 

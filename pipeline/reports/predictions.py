@@ -140,7 +140,7 @@ def _matrix(rows: list[Any], filling: float) -> np.ndarray:
 
 def _read_csv(path: Path) -> dict[str, list[Any]]:
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8", errors="replace") as file:  # a file's name need not be UTF-8
             rows = csv.reader(file)
             names = next(rows, [])
             listed = [row for row in rows if row]
