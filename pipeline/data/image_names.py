@@ -127,7 +127,7 @@ def _found(arguments: Sequence[str], lines: Iterable[str]) -> Iterator[tuple[str
             if not names:
                 raise UserError(
                     "standard input names 0 images, at least 1 needed",
-                    "pass a name a line; with launch/local.sh pass the images themselves, it gives its processes no input",
+                    "pass a name a line; several processes have no input: pass them the images themselves",
                 )
             yield from ((name, "", _IN_FILE, 0) for name in names)
             continue
