@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.data.loader import Loader
 from pipeline.data.plan import EvalPlan
@@ -128,16 +128,3 @@ def add_over_ranks(count: Tensor, world: World, collectors: Sequence[Collector])
         for name in sorted(each.sums):  # the same order on all ranks
             world.sum(each.sums[name])
     return total
-
-
-class Evaluating:
-    """Context: a model in eval mode, and back in the mode that it was in."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self._was = model, model.training
-
-    def __enter__(self) -> nn.Module:
-        return self.model.eval()
-
-    def __exit__(self, *error: object) -> None:
-        self.model.train(self._was)

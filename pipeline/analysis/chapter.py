@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
@@ -38,7 +37,10 @@ class Request:
     image_size: int
     query: tuple[int, int] | None = None
     examples: Sequence[Example] = ()
-    output: Path | None = None
+
+    def query_on(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """(row, column) of the query on a grid of (rows, columns); its centre if none was asked for."""
+        return self.query or (grid[0] // 2, grid[1] // 2)
 
 
 class Chapter:

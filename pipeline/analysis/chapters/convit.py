@@ -56,7 +56,7 @@ class ConViTChapter(Chapter):
 
     def collectors(self) -> list[Collector]:
         self._grid = patch_grid(self.request.image_size, self.request.image_size)
-        self._query = self.request.query or (self._grid[0] // 2, self._grid[1] // 2)
+        self._query = self.request.query_on(self._grid)
         self._number = self._query[0] * self._grid[1] + self._query[1]
         self._maps = QueryMaps(self._number, self._grid[0] * self._grid[1])
         return [self._maps]

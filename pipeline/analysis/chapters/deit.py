@@ -86,7 +86,7 @@ class DeiTChapter(Chapter):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.grid = patch_grid(request.image_size, request.image_size)
-        self.query = request.query or (self.grid[0] // 2, self.grid[1] // 2)
+        self.query = request.query_on(self.grid)
 
     @classmethod
     def applies(cls, model: VisionModel) -> bool:

@@ -39,7 +39,7 @@ class PeripheralChapter(Chapter):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.grid = patch_grid(request.image_size, request.image_size)
-        self.query = request.query or (self.grid[0] // 2, self.grid[1] // 2)
+        self.query = request.query_on(self.grid)
         for place, size in zip(self.query, self.grid):
             if not 0 <= place < size:
                 raise UserError(
