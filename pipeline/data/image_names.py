@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import io
 import os
 import stat
 import tarfile
@@ -94,7 +95,8 @@ class NamedImages:
         if container.endswith(".zip"):
             archive = _opened_zip(container)
             return archive.read(archive.infolist()[place])
-        data = os.pread(_opened_tar(container), size, place)
+        tar = _opened_tar(container)  # held while it is read: another thread may push it out of the cache
+        data = os.pread(tar.fileno(), size, place)
         if len(data) != size:
             raise OSError(0, f"{container} is cut off")
         return data
@@ -183,8 +185,8 @@ def _is_image(name: str) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _opened_tar(path: str) -> int:
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _opened_tar(path: str) -> io.FileIO:  # closed when the last reader has let go of it
+    return open(path, "rb", buffering=0)
 
 
 @lru_cache(maxsize=16)
