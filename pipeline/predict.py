@@ -124,9 +124,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.features and args.by_folder:
         raise UserError("--features and --by-folder exclude each other: features have no accuracy", "leave one out")
     if args.output:
-        from pipeline.run.prediction import check_output
+        from pipeline.run.rank_rows import check_parquet
 
-        check_output(args.output, FEATURES if args.features else TABLES)
+        endings = FEATURES if args.features else TABLES
+        if args.output.suffix not in endings:
+            raise UserError(f"--output {args.output} ends with none of {', '.join(endings)}", "name a file with one of these")
+        check_parquet("--output", args.output, instead=endings[0])
         check_writable(args.output)
 
 

@@ -22,6 +22,11 @@ class CheckedImages(ABC):
         self._coming: dict[int, StoredImage | DamagedSample] = {}  # checked by __getitem__, not yet read
         self._lock = threading.Lock()
 
+    @property
+    def samples(self) -> CheckedImages:
+        """``samples[indices]`` is :meth:`__getitem__`."""
+        return self
+
     @abstractmethod
     def look(self, index: int) -> StoredImage | DamagedSample:
         """The image as a shard would have it, or why it cannot be used. Thread-safe."""

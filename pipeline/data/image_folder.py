@@ -62,10 +62,6 @@ class ImageFolder(CheckedImages):
             )
         self._labels = [number[name.partition("/")[0]] for name in self._files]
 
-    @property
-    def samples(self) -> ImageFolder:
-        return self
-
     def __len__(self) -> int:
         return len(self._files)
 

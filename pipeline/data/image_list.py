@@ -36,10 +36,6 @@ class ImageList(CheckedImages):
         self._images, self._by_folder = images, by_folder
         self._label_of = {name: label for label, name in enumerate(classes)}
 
-    @property
-    def samples(self) -> ImageList:
-        return self
-
     def __len__(self) -> int:
         return len(self._images)
 

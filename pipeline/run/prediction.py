@@ -28,7 +28,6 @@ from tqdm import tqdm
 from pipeline.data.image_list import ImageList
 from pipeline.data.loader import Loader
 from pipeline.data.plan import EvalPlan
-from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
 from pipeline.run.rank_rows import RankRows
 
@@ -207,21 +206,3 @@ def _parquet_writer(file: BinaryIO, schema: pa.Schema) -> Iterator[Callable[[dic
 
 def _printable(name: str) -> str:
     return name.encode(errors="replace").decode()  # parquet's strings are UTF-8
-
-
-def check_output(path: Path, endings: tuple[str, ...]) -> None:
-    """Check, before the pass, the ending and that the library for it is there.
-
-    Raises:
-        UserError: neither.
-    """
-    if path.suffix not in endings:
-        raise UserError(f"--output {path} ends with none of {', '.join(endings)}", "name a file with one of these")
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ImportError as error:
-            raise UserError(
-                f"--output {path} needs PyArrow, which cannot be imported ({error})",
-                f"pip install 'pervit-pipeline[insight]', or write a {endings[0]} file",
-            ) from None

@@ -25,7 +25,7 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.files import check_writable, replace_file
-from pipeline.run.rank_rows import RankRows, write_refusal
+from pipeline.run.rank_rows import PARQUET, RankRows, check_parquet, write_refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pipeline.data.plan import EvalPlan
     from pipeline.distributed.world import World
 
-PARQUET, CSV = ".parquet", ".csv"
+CSV = ".csv"
 _COLUMNS = ("key", "label", "predicted", "top5", "probabilities", "label_probability", "loss")
 
 
@@ -47,14 +47,7 @@ def check_predictions(path: Path) -> None:
     if path.suffix not in (PARQUET, CSV):
         raise UserError(f"--predictions {path} ends with neither {PARQUET} nor {CSV}", "name a file with one of these")
     check_writable(path)
-    if path.suffix == PARQUET:
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ImportError as error:
-            raise UserError(
-                f"--predictions {path} needs PyArrow, which cannot be imported ({error})",
-                f"pip install 'pervit-pipeline[insight]', or write a {CSV} file",
-            ) from None
+    check_parquet("--predictions", path, instead=CSV)
 
 
 class Predictions:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pipeline.data.plan import EvalPlan
     from pipeline.distributed.world import World
 
+PARQUET = ".parquet"
 _ROWS_AT_ONCE = 16384  # in memory
 
 
@@ -120,6 +121,28 @@ class RankRows:
 
     def _part(self, kind: str, rank: int) -> Path:
         return self._path.with_name(f".{self._path.name}.{self._token}-{kind}-{rank:05d}.tmp")
+
+
+def check_parquet(option: str, path: Path, instead: str) -> None:
+    """Check that there is a library for a parquet file.
+
+    Args:
+        option: that names the file, for the message.
+        path: the file; one of another ending needs no library.
+        instead: an ending that needs none.
+
+    Raises:
+        UserError: there is not.
+    """
+    if path.suffix != PARQUET:
+        return
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"{option} {path} needs PyArrow, which cannot be imported ({error})",
+            f"pip install 'pervit-pipeline[insight]', or write a {instead} file",
+        ) from None
 
 
 def write_refusal(path: Path, error: OSError) -> UserError:
