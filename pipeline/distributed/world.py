@@ -185,10 +185,12 @@ def _connect(backend: str, rank: int, size: int, device: torch.device, timeout: 
     # DeepSpeed 0.19 calls functions that PyTorch 2.13 deprecates; users cannot change that.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    connect(backend, rank, size, device, timeout)
     with quiet_deepspeed():
+        # Imported before there is a process group: what exists then becomes a default argument of its functions, which would
+        # keep the group and its threads beyond `disconnect`.
         import deepspeed
 
+        connect(backend, rank, size, device, timeout)
         if device.type == "cpu":
             # DeepSpeed would compile a shared-memory extension that only inference uses: it takes a minute, and a build
             # that is killed leaves a lock on which every later start hangs. There is none for GPUs. The dictionary is set, not
@@ -208,6 +210,10 @@ def quiet_deepspeed() -> Iterator[None]:
 
 
 def disconnect() -> None:
-    """Destroy the process group, so that the interpreter exits cleanly."""
+    """Destroy the process group and end its threads.
+
+    A thread of gloo's that lets go of a tensor while the interpreter shuts down aborts the process: exit code 134 after all work is
+    done, for which a job would count as failed.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,9 +14,11 @@ import torch
 
 from pipeline.command_line import run_command
 from pipeline.distributed.rendezvous import _host_store, _is_loopback, _listen, _reach_store, connect
+from pipeline.distributed.signing import SECRET
 from pipeline.distributed.world import _slurm_granted_gpus, init_world
 from pipeline.errors import RANK_LOST, NotConnected, UserError
-from support.launching import REPOSITORY, clean_environment
+from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.ranks import free_port
 
 PAIR = {
     "RANK": "0",
@@ -139,6 +141,36 @@ def test_gpus_are_those_of_the_step(environment: pytest.MonkeyPatch) -> None:
     assert _slurm_granted_gpus()
     environment.setenv("CUDA_VISIBLE_DEVICES", "")  # the user's wish for the CPU
     assert not _slurm_granted_gpus()
+
+
+_THREADS = """
+import os
+from pipeline.distributed.signing import SECRET
+from pipeline.distributed.world import disconnect, init_world
+world = init_world()
+gathered = world.gather(world.rank)
+disconnect()
+threads = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+print(gathered, [name for name in threads if "gloo" in name or "store" in name])
+"""
+
+
+def test_disconnect_ends_the_threads_of_gloo() -> None:
+    """Guards against exit code 134 after all work is done: such a thread aborts a process whose interpreter shuts down."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), SECRET: secrets.token_hex(32), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _THREADS],
+            cwd=REPOSITORY,
+            env=clean_environment(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", **shared),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
+    assert printed == ["[0, 1] []\n"] * 2
+    assert [rank.returncode for rank in ranks] == [0, 0]
 
 
 def test_warnings_as_errors_end_nothing() -> None:
