@@ -18,6 +18,7 @@ def constant_table(compute: Table) -> Table:
     """Decorator: compute a table once for each combination of arguments, which are hashable.
 
     The tensor is not an inference tensor even if the first call is one of inference mode: it must serve a later training step.
+    Nor is a fake tensor kept, which has no values: ``torch.export`` and the compiler call a model with such.
     """
 
     @lru_cache(maxsize=_SIZES)
@@ -27,7 +28,10 @@ def constant_table(compute: Table) -> Table:
 
     @wraps(compute)
     def table(*arguments: object, **named: object) -> Tensor:
-        return computed(*arguments, **named)
+        found = computed(*arguments, **named)
+        if type(found) is not Tensor:
+            computed.cache_clear()
+        return found
 
     _tables.append(table)
     return table  # type: ignore[return-value]  # the signature of compute

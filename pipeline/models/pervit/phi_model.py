@@ -81,7 +81,7 @@ class PhiModel(VisionModel):
             maps = [*grouped_log_phi(layers, distance, scale, offset)]
         else:
             maps = [layer(distance, scale, offset) for layer in layers]
-        if cacheable:
+        if cacheable and type(maps[0]) is Tensor:  # a fake tensor, of torch.export for example, has no values
             self._phi_cache = (key, maps)
         return maps
 
