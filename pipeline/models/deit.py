@@ -133,10 +133,10 @@ class DeiT(ClassTokenModel, PhiModel):
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
         grid = patch_grid(*images.shape[-2:])
         patches = self.patch_embedding(images)  # (B, N, width)
-        x = torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)  # (B, N + 1, width)
+        x = torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)  # (B, N + 1, width)
         if hasattr(self, "position_embedding"):
             x = self.position_embedding(x, grid)
-        scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
+        scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
             x = self.run_block(block, x, scales_of_block(scales, i), self._position(log_phi, grid))
             if i < len(self.position_generators):

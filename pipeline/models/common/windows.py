@@ -29,8 +29,8 @@ def to_windows(x: Tensor, window: int, shift: int = 0) -> Tensor:
 def from_windows(x: Tensor, window: int, grid: tuple[int, int], shift: int = 0) -> Tensor:
     """The inverse of :func:`to_windows`: (B, windows, window², width) -> (B, rows, columns, width), ``grid`` = (rows, columns)."""
     rows, columns = grid
-    x = x.view(len(x), rows // window, columns // window, window, window, -1).transpose(2, 3)
-    x = x.reshape(len(x), rows, columns, -1)
+    x = x.view(x.shape[0], rows // window, columns // window, window, window, -1).transpose(2, 3)
+    x = x.reshape(x.shape[0], rows, columns, -1)
     return x.roll((shift, shift), dims=(1, 2)) if shift else x
 
 

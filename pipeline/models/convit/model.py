@@ -148,10 +148,10 @@ class ConViT(ClassTokenModel):
         grid = patch_grid(*images.shape[-2:])
         x = self.position_embedding(self.patch_embedding(images), grid)  # (B, N, width)
         offsets = relative_positions(*grid, images.device, self.drop_path_rates.dtype)  # (N, N, 3)
-        scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
+        scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
         for i, block in enumerate(self.blocks):
             if i == self.gpsa_layers:
-                x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)  # (B, N + 1, width) from here on
+                x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)  # (B, N + 1, width) from here on
             x = self.run_block(block, x, scales_of_block(scales, i), offsets if i < self.gpsa_layers else None)
         return x
 

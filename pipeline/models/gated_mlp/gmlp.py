@@ -132,7 +132,7 @@ class GMLP(VisionModel):
                 f"token-mixing weights are tied to positions",
                 "resize the images, or set model.image_size and train from scratch",
             )
-        scales = self.branch_scales(len(images), noise)  # (B, depth) or None
+        scales = self.branch_scales(images.shape[0], noise)  # (B, depth) or None
         x = self.stem(images).flatten(2).transpose(1, 2)[:, None]  # (B, 1, N, width): a single window
         for i, block in enumerate(self.blocks):
             x = self.run_block(block, x, None if scales is None else scales[:, i : i + 1])
@@ -158,7 +158,7 @@ class GMLP(VisionModel):
             UserError: H or W is no multiple of 16.
         """
         _check_sides(*images.shape[-2:])
-        scales = self.branch_scales(len(images), noise)  # (B, depth) or None
+        scales = self.branch_scales(images.shape[0], noise)  # (B, depth) or None
         x = self.stem(images).permute(0, 2, 3, 1)  # (B, rows, columns, width)
         grid, window = (x.shape[1], x.shape[2]), self.image_size // PATCH
         for i, block in enumerate(self.blocks):

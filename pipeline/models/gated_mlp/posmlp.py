@@ -221,10 +221,10 @@ class PosMLP(VisionModel):
     def _run_stages(self, x: Tensor, noise: Tensor | None, shifts: bool) -> tuple[list[Tensor], Tensor]:
         """From what the stem made: outputs (B, rows, columns, width) of all stages, and the head's part of the noise."""
         if noise is None:
-            noise = torch.rand(len(x), self.noise_per_sample if self.training else 0, device=x.device)
+            noise = torch.rand(x.shape[0], self.noise_per_sample if self.training else 0, device=x.device)
         counts = self._noise_counts() if self.training else (0, 0, 0)
         for_branches, for_blocks, for_head = noise[:, : sum(counts)].split(counts, dim=1)
-        scales = self.branch_scales(len(x), for_branches)  # (B, blocks) or None
+        scales = self.branch_scales(x.shape[0], for_branches)  # (B, blocks) or None
         x = self.absolute_position(x)  # (B, H / 4, W / 4, width)
         outputs: list[Tensor] = []
         first = 0

@@ -164,7 +164,7 @@ class LSAT(VisionModel):
 
     def _run_levels(self, images: Tensor, noise: Tensor | None) -> list[Tensor]:
         """(B, 3, H, W) -> (B, N, 1, width) of each level."""
-        scales = self.branch_scales(len(images), noise)  # (B, 2 * depth) or None
+        scales = self.branch_scales(images.shape[0], noise)  # (B, 2 * depth) or None
         x = self.embedding(images)  # (B, N, T, width)
         outputs, column = [], 0
         for i, level in enumerate(self.levels):

@@ -233,7 +233,7 @@ class PerViT(PhiModel):
         x = x.flatten(2).transpose(1, 2)  # (B, N, width)
         if hasattr(self, "position_embedding"):
             x = self.position_embedding(x, grid)
-        scales = self.branch_scales(len(x), noise)  # (B, 2 * depth) or None
+        scales = self.branch_scales(x.shape[0], noise)  # (B, 2 * depth) or None
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
             x = self.run_block(block, x, log_phi, grid, scales_of_block(scales, i))
         return x

@@ -68,7 +68,8 @@ class PhiModel(VisionModel):
             return [None] * len(self.blocks)
         if min(grid) < 2:  # of one patch the coordinates cannot be normalized
             raise UserError(f"the images give {grid[0]} x {grid[1]} patches, but Φp needs at least 2 x 2", "pad or resize them")
-        cacheable = not self.training and not torch.is_grad_enabled()
+        # While torch.export traces, maps are tensors without values.
+        cacheable = not self.training and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
         if cacheable:
             key = (grid, tuple(p._version for p in self.phi_parameters()))
             if self._phi_cache is not None and self._phi_cache[0] == key:
