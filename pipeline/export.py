@@ -2,40 +2,182 @@
 
     python -m pipeline.export runs/pervit_t --format onnx --output pervit_t.onnx
     python -m pipeline.export pervit_t.safetensors --format torch-export --output pervit_t.pt2
+    python -m pipeline.export --verify pervit_t.onnx
 
-If the run kept an average of its weights (train.ema_decay), the average is exported unless --weights says otherwise.
+An export is read back and its scores are compared with the model's before it appears under its name. If --output has the format's
+ending, it is a file, with FILE.md, the model card, and FILE.sha256 beside it; otherwise it is a folder with all of it. If the run
+kept an average of its weights (train.ema_decay), the average is exported unless --weights says otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.folder import parse_step
+from pipeline.checkpoint.folder import CheckpointManifest, find_checkpoint, parse_step, step_folder
 from pipeline.command_line import command_parser, run_command
-from pipeline.exporting import FORMATS
+from pipeline.errors import UserError
+from pipeline.exporting import FORMATS, Format, find_format
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.trained import Trained
+    from pipeline.exporting.placing import Place
+    from pipeline.exporting.subject import Options, Subject, Training
+
+DAMAGED = 1  # exit code of --verify
 
 
-def main() -> None:
+def main() -> int:
     parser = command_parser("pipeline.export", __doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="a run folder, one of its checkpoints, or an exported file")
-    add("--format", required=True, metavar="FORMAT", help="; ".join(f"{each.name}: {each.what}" for each in FORMATS.values()))
-    add("--output", required=True, type=Path, metavar="PATH", help="the file or folder to write")
-    add("--step", type=parse_step, help="which checkpoint: a number or best (default: the newest)")
+    add(
+        "checkpoint",
+        nargs="?",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a run folder, one of its checkpoints, or an exported file",
+    )
+    add("--format", metavar="FORMAT", help="; ".join(f"{each.name}: {each.what}" for each in FORMATS.values()))
+    add("--output", type=Path, metavar="PATH", help="the file or folder to write")
+    add("--step", type=parse_step, metavar="N|best", help="which checkpoint (default: the newest)")
     add("--weights", choices=("model", "ema"), help="default: ema if the run kept an average, else model")
-    add("--precision", choices=("fp32", "fp16"), help="of the export's weights (default: fp32)")
+    add("--precision", metavar="fp32|fp16", help="of the export's numbers; fp16 for onnx (default: fp32)")
+    add("--names", choices=("ours", "authors"), default="ours", help="tensor names in a safetensors file (default: ours)")
     add("--force", action="store_true", help="replace an existing export")
-    run(parser.parse_args())
+    add("--verify", type=Path, metavar="PATH", help="compare an export with its checksums, and do nothing else")
+    return run(parser.parse_args())
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Run the command.
 
+    Returns:
+        The exit code: 1 if ``--verify`` found damage.
+
     Raises:
-        UserError: there is no such model or format, or the output cannot be written.
+        UserError: there is no such model or format, the format cannot hold the model, or the output cannot be written.
     """
-    raise NotImplementedError
+    from pipeline.exporting.placing import find_place, verify
+
+    if args.verify:
+        problems = verify(args.verify)
+        print("\n".join(f"DAMAGED {sentence}" for sentence in problems) if problems else "whole")
+        return DAMAGED if problems else 0
+    for name in ("checkpoint", "format", "output"):
+        if getattr(args, name) is None:
+            given = name.upper() if name == "checkpoint" else f"--{name}"
+            raise UserError(f"{given} is missing, one needed", "see --help for examples")
+    form = find_format(args.format)
+    precision = check_options(args, form)
+    place = find_place(args.output, form, args.force)
+
+    from pipeline.exporting.subject import Options  # imported only now: PyTorch takes seconds, and --help must not wait for it
+
+    subject = read_subject(args.checkpoint, args.step, args.weights)
+    size, line = export(subject, form, place, Options(precision, args.names))
+    print(f"{args.output}: {form.name} of {subject.description.model}, {subject.description.weights} weights of step ", end="")
+    print(f"{subject.description.step}, {size / 1e6:.1f} MB\n{line}")
+    return 0
+
+
+def check_options(args: argparse.Namespace, form: Format) -> str:
+    """The precision, checked with what else only some formats have.
+
+    Raises:
+        UserError: this one has not.
+    """
+    precision = args.precision or form.precisions[0]
+    if precision not in form.precisions:
+        having = [each.name for each in FORMATS.values() if precision in each.precisions]
+        remedy = f"leave it out, or pass --format {' or '.join(having)}" if having else "leave it out"
+        raise UserError(
+            f"--precision is {precision}, but --format {form.name} has {' and '.join(form.precisions)} alone", remedy
+        )
+    if args.names != "ours" and form.name != "safetensors":
+        raise UserError(f"--names authors is for --format safetensors, not {form.name}", "leave it out")
+    return precision
+
+
+def read_subject(source: Path, step: int | str | None = None, weights: str | None = None) -> Subject:
+    """Read a trained model and what is known of its training.
+
+    Raises:
+        UserError: as :func:`pipeline.checkpoint.trained.read_trained`.
+    """
+    from pipeline.checkpoint.trained import read_trained
+    from pipeline.exporting.subject import Subject
+    from pipeline.models.weights.exported import Description
+
+    trained = read_trained(source, step, weights)  # type: ignore[arg-type]  # one of argparse's choices
+    its, data = trained.config.model, trained.config.data
+    description = Description(
+        model=its.name,
+        num_classes=its.num_classes,
+        image_size=its.image_size,
+        switches=its.switches,
+        classes=trained.classes,
+        mean=list(data.mean),
+        std=list(data.std),
+        eval_crop=data.eval_crop,
+        precision=trained.config.train.precision,  # type: ignore[arg-type]  # never auto: a run's start settles it
+        step=trained.step,
+        weights=trained.kind,
+        names="ours",
+    )
+    return Subject(trained.build_model(), description, trained.config, training_of(source, step, trained))
+
+
+def training_of(source: Path, step: int | str | None, trained: Trained) -> Training:
+    """What a run's folder, or an exported file, tells of the training of these weights."""
+    from pipeline.exporting.card import without_folders
+    from pipeline.exporting.subject import Training, from_json
+    from pipeline.models.weights.exported import TRAINING, read_metadata
+    from pipeline.reports.run_folder import read_run
+
+    if source.is_file():
+        text = read_metadata(source).get(TRAINING)
+        return from_json(text, str(source)) if text else Training()
+    if trained.step is None or not source.is_dir():
+        return Training()
+    run_dir, found = find_checkpoint(source, step)
+    state = CheckpointManifest.read(step_folder(run_dir, found)).state
+    folder = read_run(run_dir)
+    results = [row for row in folder.metrics.evaluations if row["step"] == found and row["weights"] == trained.kind]
+    packages = folder.starts[-1].get("packages", {}) if folder.starts else {}
+    return Training(
+        run=folder.name,
+        samples=state.samples,
+        data={"name": Path(state.config["data"]["path"]).name, **state.data},
+        world_size=state.world_size,
+        zero_stage=state.zero_stage,
+        results=results[-1:],
+        versions={str(name): str(version) for name, version in packages.items()} if isinstance(packages, dict) else {},
+        config=without_folders(trained.config.model_dump(mode="json")),
+    )
+
+
+def export(subject: Subject, form: Format, place: Place, options: Options) -> tuple[int, str]:
+    """Export to a hidden folder, compare, write card and checksums, and publish.
+
+    Returns:
+        The export's size in bytes, and what was compared.
+
+    Raises:
+        UserError: from the format.
+        OSError: the output cannot be written.
+    """
+    from pipeline.exporting.card import write_card
+
+    module = form.load()
+    parameters = sum(tensor.numel() * tensor.element_size() for tensor in subject.model.state_dict().values())
+    with place.staged(needed=2 * parameters) as (hidden, path):
+        facts = module.export(subject, path, options)
+        size = sum(file.stat().st_size for file in hidden.rglob("*") if file.is_file())
+        name = place.file if place.file and not place.folder else place.output.name + (f"/{place.file}" if place.file else "")
+        card = write_card(subject, facts, module.loading(subject, name), size, form.library if place.folder else None)
+        place.publish(hidden, card)
+    return size, facts.get("Checked", "")
 
 
 def command() -> None:

@@ -5,6 +5,9 @@
 ``safetensors_file``   weights with a description, which this project reads
 ``onnx_file``          an ONNX graph
 ``torch_export``       PyTorch's ``ExportedProgram``
+``graph.py``           the model as a graph of operators, for the last two
+``checking.py``        its scores compared with the model's
+``placing.py``         files, folders, checksums: complete or invisible
 ``card.py``            the model card beside every export
 =====================  ================================================================
 
@@ -39,6 +42,7 @@ class Format:
         ending: of its file; None: a folder.
         what: one line for the help.
         precisions: of ``--precision``; the first is the default.
+        library: that loads it, for the front matter of a card on a model hub.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Format:
     ending: str | None
     what: str
     precisions: tuple[str, ...] = ("fp32",)
+    library: str = "pytorch"
 
     def load(self) -> Any:
         """The module, with ``export`` and ``loading``."""
@@ -56,7 +61,7 @@ FORMATS = {
     each.name: each
     for each in (
         Format("safetensors", "safetensors_file", ".safetensors", "the weights with a description, for this project"),
-        Format("onnx", "onnx_file", ".onnx", "a graph for ONNX Runtime and others", ("fp32", "fp16")),
+        Format("onnx", "onnx_file", ".onnx", "a graph for ONNX Runtime and others", ("fp32", "fp16"), "onnx"),
         Format("torch-export", "torch_export", ".pt2", "an ExportedProgram, for PyTorch without this project"),
     )
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -37,6 +40,27 @@ class Training:
     results: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+
+
+def to_json(training: Training) -> str:
+    """What an exported safetensors file keeps of the training, for those who export it again."""
+    return json.dumps(asdict(training))
+
+
+def from_json(text: str, source: str) -> Training:
+    """The reverse of :func:`to_json`; fields of later versions are ignored.
+
+    Raises:
+        UserError: it is damaged; the message names ``source``.
+    """
+    from pydantic import TypeAdapter, ValidationError  # imported late: the command's help does without
+
+    try:
+        return TypeAdapter(Training).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = ": ".join([".".join(map(str, first["loc"])) or "training", first["msg"]])
+        raise UserError(f"{source} has a damaged record of its training ({problem})", "export it again") from None
 
 
 @dataclass(frozen=True)

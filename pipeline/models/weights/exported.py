@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from pipeline.models.weights.transfer import check_finite
 
 SUFFIX = ".safetensors"
 _DESCRIPTION = "description"  # key in the file's metadata, a JSON string because safetensors allows strings only
+TRAINING = "training"  # another, of exports with a model card: see pipeline.exporting.subject
 Kind = Literal["model", "ema"]  # ema: the averaged weights
 Names = Literal["ours", "authors"]  # authors: those of the published code
 _PER_CHANNEL = Field(min_length=3, max_length=3)
@@ -52,13 +53,14 @@ class Description:
 _CHECKED = TypeAdapter(Description)
 
 
-def write_exported(path: Path, weights: Mapping[str, Tensor], description: Description) -> None:
+def write_exported(path: Path, weights: Mapping[str, Tensor], description: Description, training: str = "") -> None:
     """Write weights and their description atomically.
 
     Args:
         path: ends in ``.safetensors``.
         weights: state dict under our names; renamed if ``description.names`` is "authors".
         description: of these weights.
+        training: JSON, what is known of their training; empty: nothing.
 
     Raises:
         UserError: the authors' code does not support the model's switches, or the weights are not finite.
@@ -71,8 +73,22 @@ def write_exported(path: Path, weights: Mapping[str, Tensor], description: Descr
         weights = reference_state_dict(model)
     # Cloned: safetensors rejects tensors that share memory, such as tables shared by blocks.
     tensors = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
-    data = save(tensors, {"format": "pt", _DESCRIPTION: json.dumps(asdict(description))})
+    metadata = {"format": "pt", _DESCRIPTION: json.dumps(asdict(description))} | ({TRAINING: training} if training else {})
+    data = save(tensors, metadata)
     replace_file(path, lambda file: file.write(data))
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file, without its tensors.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({error})", "export it again") from None
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:

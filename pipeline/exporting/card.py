@@ -1,0 +1,185 @@
+"""The model card beside every export: what the model is, how good it is, how it was trained, how to load it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import PurePath
+from typing import Any
+
+from pipeline.checkpoint.overview import size_text
+from pipeline.errors import UserError
+from pipeline.exporting.subject import Facts, Subject, Training
+
+_SHOWN = 10  # class names
+_PATHS = (("data", "path"), ("train", "init_from"), ("train", "teacher"), ("train", "teacher_weights"))
+_RECIPE = ("seed", "model", "data", "augment", "train", "optim")  # sections that decide the weights
+_MACHINE = {"data": "num_threads decode prefetch read_ahead max_bad_samples path".split(), "train": ["compile"]}
+_FRONT = """---
+library_name: {library}
+pipeline_tag: image-classification
+tags: [image-classification, {model}]
+# license: yours to choose, before you publish this
+---
+
+"""
+
+
+def write_card(subject: Subject, facts: Facts, snippet: str, size: int, library: str | None) -> str:
+    """A model card in Markdown.
+
+    Args:
+        subject: the model.
+        facts: what the format says of the export.
+        snippet: Python that loads it.
+        size: of all files, in bytes.
+        library: of the front matter that model hubs read; None: no front matter.
+
+    Returns:
+        The text, for a file ``README.md``.
+    """
+    its, known = subject.description, subject.training
+    front = _FRONT.format(library=library, model=its.model.replace(":", "-")) if library else ""
+    parts = [
+        f"# {its.model}" + (f" ({known.run})" if known.run and known.run != its.model else ""),
+        _table(_model_lines(subject)),
+        "## Results",
+        _results(subject),
+        "## Training",
+        _table(_training_lines(subject)),
+        _recipe(known),
+        "## Loading",
+        f"```python\n{snippet}\n```",
+        "`scores` are logits, in the order of the classes." + _where_classes(facts),
+        "## This export",
+        _table({**facts, "Size": size_text(size), "Made with": _versions(_here())}),
+        "## Licence",
+        "Not stated. Whoever publishes the model chooses one and names it here; the data set's terms may restrict the choice.",
+    ]
+    return front + "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _model_lines(subject: Subject) -> Facts:
+    its, size = subject.description, subject.description.image_size
+    what, paper = _registered(its.model)
+    short = int(size / its.eval_crop)
+    parameters = sum(parameter.numel() for parameter in subject.model.parameters())
+    names = ", ".join(its.classes[:_SHOWN]) + (", ..." if len(its.classes) > _SHOWN else "")
+    switches = ", ".join(f"{name}={value}" for name, value in its.switches.items())
+    return {
+        "Model": f"`{its.model}`" + (f": {what}" if what else ""),
+        **({"Switches": f"`{switches}`"} if switches else {}),
+        **({"Paper": paper} if paper else {}),
+        "Parameters": f"{parameters:,}",
+        "Classes": f"{its.num_classes:,}: {names}",
+        "Weights": f"{'moving average (EMA)' if its.weights == 'ema' else 'as trained'}, step {its.step:,}",
+        "Input": f"(B, 3, {size}, {size}), RGB; short side resized to {short} (bicubic), centre cropped to {size}; pixels in "
+        f"[0, 1], less the mean {its.mean}, divided by {its.std}",
+    }
+
+
+def _registered(name: str) -> tuple[str, str]:
+    """(description, paper) of a model; empty for one that the registry does not describe."""
+    from pipeline.models import model_entry
+
+    try:
+        entry = model_entry(name)
+    except UserError:
+        return "", ""
+    return entry.description, entry.paper
+
+
+def _results(subject: Subject) -> str:
+    rows = subject.training.results
+    if not rows:
+        return "Not recorded for these weights. `python -m pipeline.evaluate` gives them with their counts."
+    lines = ["| images | top-1 | right | top-5 | right | loss |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        right = [f"{row[name]:,}" if isinstance(row.get(name), int) else "" for name in ("correct1", "correct5", "count")]
+        lines.append(
+            f"| {right[2]} of the val split | {row['top1']:.2f} % | {right[0]} | {row['top5']:.2f} % | {right[1]} | {row['loss']:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def _training_lines(subject: Subject) -> Facts:
+    known, config = subject.training, subject.training.config
+    lines = {"Steps": f"{subject.description.step:,}"}
+    train: dict[str, Any] = config.get("train", {})
+    if known.samples:
+        seen = f"{known.samples:,}"
+        if count := known.data.get("samples"):
+            seen += f", {known.samples / count:.1f} epochs"
+        lines["Images seen"] = seen
+    if known.data:
+        name, count, mark = (known.data.get(key) for key in ("name", "samples", "fingerprint"))
+        lines["Data set"] = f"{name or 'unnamed'}: {count:,} images, fingerprint {str(mark)[:12]}"
+    if known.world_size:
+        lines["Processes"] = f"{known.world_size}, ZeRO {known.zero_stage}"
+    if train:
+        lines["Batch size"] = f"{train['global_batch_size']:,}"
+    lines["Precision"] = subject.description.precision
+    if train.get("init_from"):
+        lines["Started from"] = str(train["init_from"])
+    if train.get("teacher"):
+        lines["Teacher"] = str(train["teacher"])
+    if known.versions:
+        lines["Versions"] = _versions(known.versions)
+    return lines
+
+
+def _recipe(known: Training) -> str:
+    """The config, folded away, without paths and what only concerns the machine."""
+    if not known.config:
+        return ""
+    import yaml
+
+    kept = {
+        section: {key: value for key, value in known.config[section].items() if key not in _MACHINE.get(section, ())}
+        if isinstance(known.config[section], dict)
+        else known.config[section]
+        for section in _RECIPE
+        if section in known.config
+    }
+    text = yaml.safe_dump(kept, sort_keys=False, default_flow_style=None, width=110).rstrip()
+    return f"<details><summary>Recipe</summary>\n\n```yaml\n{text}\n```\n\n</details>"
+
+
+def without_folders(config: dict[str, Any]) -> dict[str, Any]:
+    """A config as it may be published: of paths the last name alone."""
+    tree = {section: dict(value) if isinstance(value, dict) else value for section, value in config.items()}
+    tree.pop("output_dir", None)
+    for section, key in _PATHS:
+        value = tree.get(section, {}).get(key)
+        if isinstance(value, str) and ":" not in value:  # torchvision:NAME is no path
+            tree[section][key] = PurePath(value).name
+    return tree
+
+
+def _where_classes(facts: Facts) -> str:
+    return f" {facts.pop('Class names')}" if "Class names" in facts else ""
+
+
+def _here() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    found = {"torch": torch.__version__, "Python": ".".join(map(str, sys.version_info[:3]))}
+    try:
+        return {"pervit-pipeline": version("pervit-pipeline"), **found}
+    except PackageNotFoundError:  # run from the repository's folder
+        return found
+
+
+def _versions(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _table(lines: Facts) -> str:
+    rows = (f"| {name} | {_cell(text)} |" for name, text in lines.items())
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _cell(text: str) -> str:
+    """Names come from files: nothing in them may end the cell or the line."""
+    return " ".join(text.replace("|", "\\|").split())

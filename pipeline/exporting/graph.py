@@ -1,0 +1,147 @@
+"""A model as a graph of PyTorch's operators: the batch size is free, and what depends on weights alone is a constant."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule, Node
+
+from pipeline.errors import UserError
+from pipeline.exporting.checking import sample_images
+from pipeline.exporting.subject import Subject
+
+INPUT, OUTPUT = "images", "scores"
+_TRACED_BATCH = 2  # 1 would become a constant
+
+
+def trace(subject: Subject) -> ExportedProgram:
+    """The model's forward pass: (B, 3, S, S) float32 named ``images`` -> (B, classes), for any B of at least 1.
+
+    PerViT's Φp, ConViT's and PosMLP's maps and the like are computed once, here, and stored as constants.
+
+    Raises:
+        UserError: torch.export cannot trace the model.
+    """
+    images = sample_images(subject.description.image_size, _TRACED_BATCH)
+    try:
+        with torch.no_grad(), quiet():
+            program = _export(_Scores(subject.model), images)
+            program = program.run_decompositions({})  # no operator that writes to its input: those cannot be folded
+            return _export(fold_constants(program.module(check_guards=False)), images)
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:  # PyTorch raises many types, none of them documented
+        raise cannot_export(subject, error, "torch.export") from None
+
+
+def cannot_export(subject: Subject, error: Exception, by: str) -> UserError:
+    """The sentence for a model that PyTorch's exporter refuses."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+    return UserError(
+        f"{subject.description.model} cannot be exported by {by} ({reason[:300]})",
+        "export its weights with --format safetensors",
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without PyTorch's warnings and log of its own deprecations: the scores are compared anyway."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+class _Scores(nn.Module):
+    """A model without its second argument, stochastic depth's numbers, which the constants would otherwise be named after."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)
+
+
+def _export(module: nn.Module, images: Tensor) -> ExportedProgram:
+    return torch.export.export(module, (images,), dynamic_shapes=({0: Dim("batch", min=1)},))
+
+
+def fold_constants(module: nn.Module) -> nn.Module:
+    """Compute everything in a graph that depends on no input, once, and store it in the module.
+
+    Args:
+        module: a ``GraphModule`` of operators that write to none of their inputs. It is changed.
+
+    Returns:
+        ``module``: results that something else needs are buffers; parameters that only they needed are gone.
+    """
+    assert isinstance(module, GraphModule)
+    graph, values = module.graph, {}
+    constant: dict[Node, bool] = {}
+    for node in graph.nodes:
+        constant[node] = node.op == "get_attr" or _is_pure(node) and all(constant[each] for each in node.all_input_nodes)
+    for node in reversed(graph.nodes):  # a list of tensors cannot be stored: whoever takes it apart can
+        if constant[node] and node.op != "get_attr" and not isinstance(node.meta.get("val"), Tensor):
+            constant[node] = all(constant[user] for user in node.users)
+    for node in list(graph.nodes):
+        if not constant[node]:
+            continue
+        if node.op == "get_attr":
+            values[node] = _attribute(module, node)
+            continue
+        if not all(each in values for each in node.all_input_nodes):  # of a list that stays
+            constant[node] = False
+            continue
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = node.target(*arguments[0], **arguments[1])
+        if any(not constant[user] for user in node.users):
+            name = f"folded_{node.name}"
+            module.register_buffer(name, values[node].detach().clone(memory_format=torch.contiguous_format))
+            with graph.inserting_before(node):
+                stored = graph.get_attr(name)
+            stored.meta.update(node.meta)
+            node.replace_all_uses_with(stored, delete_user_cb=lambda user: not constant[user])
+        for each in node.all_input_nodes:  # a layer's maps have intermediate results of many times their size
+            if each.op != "get_attr" and list(each.users)[-1] is node:
+                del values[each]
+    graph.eliminate_dead_code()
+    _remove_unused(module)
+    module.recompile()
+    return module
+
+
+def _is_pure(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags and not node.is_impure()
+
+
+def _attribute(module: nn.Module, node: Node) -> Any:
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+def _remove_unused(module: GraphModule) -> None:
+    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]:
+        if name not in used:
+            owner, _, own = name.rpartition(".")
+            delattr(module.get_submodule(owner), own)

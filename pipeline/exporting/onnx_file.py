@@ -1,0 +1,110 @@
+"""The format ``onnx``: a graph that ONNX Runtime, TensorRT, OpenVINO and others load."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import UserError
+from pipeline.exporting.checking import checked, compare
+from pipeline.exporting.graph import INPUT, OUTPUT, cannot_export, quiet, trace
+from pipeline.exporting.snippets import image_line, pixels_line
+from pipeline.exporting.subject import Facts, Options, Subject
+
+OPSET = 18  # ONNX 1.13 of 2022: read by every runtime of the last years; 23 has an operator for attention, which few have
+LARGEST = 2**31 - 1  # bytes of a file: a limit of protobuf
+_NEEDED = ("onnx", "onnxscript", "onnxruntime")
+
+
+def export(subject: Subject, path: Path, options: Options) -> Facts:
+    """Write the file, run it in ONNX Runtime and compare the scores with the model's.
+
+    Raises:
+        UserError: a package is missing, the model has an operator that ONNX lacks or is too large, or the scores differ.
+        OSError: the file cannot be written.
+    """
+    _check_packages()
+    model = _converted(subject)
+    if options.precision == "fp16":
+        model = _in_half(model)
+    description = {"description": json.dumps(asdict(subject.description)), "opset": str(OPSET), "precision": options.precision}
+    for key, value in description.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = key, value
+    size = model.ByteSize()
+    if size > LARGEST:
+        raise UserError(
+            f"{subject.description.model} gives an ONNX file of {size / 1e9:.1f} GB, at most {LARGEST / 1e9:.1f} possible",
+            "try --precision fp16, or --format torch-export",
+        )
+    path.write_bytes(model.SerializeToString())
+    difference = compare(subject, _runner(path), options.precision, f"ONNX Runtime with {path.name}")
+    import onnxruntime
+
+    by = f"ONNX Runtime {onnxruntime.__version__}"
+    tensors = "float16, but for input and output" if options.precision == "fp16" else "float32"
+    return {
+        "Format": f"ONNX, opset {OPSET}, numbers in {tensors}",
+        "Input and output": f"`{INPUT}` and `{OUTPUT}`, float32, batch size free",
+        "Checked": checked(difference, options.precision, by),
+    }
+
+
+def loading(subject: Subject, name: str) -> str:
+    return "\n".join(
+        [
+            "import numpy as np, onnxruntime",
+            "from PIL import Image, ImageOps",
+            image_line(subject),
+            pixels_line(subject),
+            f'scores = onnxruntime.InferenceSession("{name}").run(None, {{"{INPUT}": pixels}})[0][0]  # (classes,)',
+        ]
+    )
+
+
+def _check_packages() -> None:
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"--format onnx needs {', '.join(_NEEDED)}, but {' and '.join(missing)} cannot be imported",
+            "pip install 'pervit-pipeline[onnx]'",
+        )
+
+
+def _converted(subject: Subject) -> Any:
+    """An ``onnx.ModelProto``."""
+    program = trace(subject)
+    try:
+        with quiet():
+            made = torch.onnx.export(
+                program, opset_version=OPSET, input_names=[INPUT], output_names=[OUTPUT], verbose=False, external_data=False
+            )
+        assert made is not None
+        return made.model_proto
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:  # see trace
+        raise cannot_export(subject, error, f"torch.onnx with opset {OPSET}") from None
+
+
+def _in_half(model: Any) -> Any:
+    """The same graph in float16; input and output stay float32, so that the same program runs both."""
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    with quiet():  # numbers below the smallest of float16 become it: that is what fp16 means
+        return convert_float_to_float16(model, keep_io_types=True)
+
+
+def _runner(path: Path) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])

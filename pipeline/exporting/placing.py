@@ -1,0 +1,201 @@
+"""Where an export goes: written in a hidden folder, then renamed; its checksums.
+
+An output that ends with the format's ending is a file, ``NAME``, and beside it are its card, ``NAME.md``, and its checksum,
+``NAME.sha256``. Any other output is a folder with the file, ``README.md`` and ``SHA256SUMS``. Both checksums are as ``sha256sum -c``
+reads them; they leave out the card, which its owner completes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.exporting import FORMATS, Format
+from pipeline.files import check_space, check_writable, sync_folder
+
+CARD, SUMS = "README.md", "SHA256SUMS"  # in a folder
+_CARD, _SUM = ".md", ".sha256"  # beside a file
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """The output of an export.
+
+    Attributes:
+        output: as the user gave it.
+        file: name of the format's file; None: the format makes a folder.
+        folder: whether ``output`` is a folder.
+    """
+
+    output: Path
+    file: str | None
+    folder: bool
+
+    @property
+    def card(self) -> Path:
+        """The model card."""
+        return self.output / CARD if self.folder else self.output.with_name(self.output.name + _CARD)
+
+    @property
+    def sums(self) -> Path:
+        """The file with the checksums."""
+        return self.output / SUMS if self.folder else self.output.with_name(self.output.name + _SUM)
+
+    @contextmanager
+    def staged(self, needed: int) -> Iterator[tuple[Path, Path]]:
+        """A hidden folder to write the export in, which is removed at the end.
+
+        Args:
+            needed: bytes that will be written, about.
+
+        Yields:
+            The folder, and the path for the format's function: a file in it, or the folder itself.
+        """
+        folder = self.output.absolute().parent
+        check_space(folder, needed)
+        hidden = folder / f".{self.output.name}.{os.getpid()}.tmp"
+        hidden.mkdir()
+        try:
+            yield hidden, hidden / self.file if self.file else hidden
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def publish(self, hidden: Path, card: str) -> None:
+        """Add card and checksums to what is in ``hidden``, sync all of it and rename it. An existing export is replaced.
+
+        Raises:
+            OSError: from the system; an existing export is then as it was, or has no checksum.
+        """
+        names = sorted(path.relative_to(hidden).as_posix() for path in hidden.rglob("*") if path.is_file())
+        sums = "".join(f"{sha256(hidden / name)}  {name}\n" for name in names)
+        (hidden / self.card.name).write_text(card, encoding="utf-8")
+        (hidden / self.sums.name).write_text(sums, encoding="utf-8")
+        for path in hidden.rglob("*"):
+            _sync(path)
+        sync_folder(hidden)
+        parent = self.output.absolute().parent
+        if self.folder:
+            former = parent / f".{self.output.name}.{os.getpid()}.former"
+            if self.output.exists():
+                os.replace(self.output, former)
+            os.replace(hidden, self.output)
+            shutil.rmtree(former, ignore_errors=True)
+        else:
+            self.sums.unlink(missing_ok=True)  # first and last: with it the export is complete
+            for path in (self.card, self.output, self.sums):
+                os.replace(hidden / path.name, path)
+        sync_folder(parent)
+
+
+def find_place(output: Path, form: Format, force: bool) -> Place:
+    """Where an export goes, checked before the work begins.
+
+    Raises:
+        UserError: something is there already, or nothing can be written there.
+    """
+    if form.ending and output.suffix == form.ending:
+        place = Place(output, output.name, folder=False)
+        check_writable(output)
+        taken = output.exists()
+    else:
+        others = {each.ending: each.name for each in FORMATS.values() if each.ending}
+        if output.suffix in others:
+            needed = f"{form.ending!r} or a folder" if form.ending else "a folder"
+            raise UserError(
+                f"--output {output} ends in {output.suffix!r}, {needed} needed for --format {form.name}",
+                f"change it, or pass --format {others[output.suffix]}",
+            )
+        place = Place(output, f"model{form.ending}" if form.ending else None, folder=True)
+        if output.exists() and not output.is_dir():
+            raise UserError(f"--output {output} is a file, a folder needed", "choose another")
+        check_writable(output.absolute().parent / f".{output.name}.tmp")
+        taken = output.is_dir() and any(output.iterdir())
+    if taken and not force:
+        raise UserError(f"{output} exists", "choose another --output, or add --force to replace it")
+    if taken and place.folder:
+        _check_is_export(place)
+    return place
+
+
+def _check_is_export(place: Place) -> None:
+    """Refuse to remove a folder that holds anything but an export."""
+    known = {CARD, SUMS, *(name for _, name in _entries(place.sums))} if place.sums.is_file() else set()
+    for path in sorted(place.output.rglob("*")):
+        name = path.relative_to(place.output).as_posix()
+        if not path.is_dir() and name not in known:
+            raise UserError(
+                f"{place.output} holds {name}, which is of no export, so that --force does not replace the folder",
+                "choose another --output, or move the file",
+            )
+
+
+def verify(path: Path) -> list[str]:
+    """Compare an export with its checksums, and say each result.
+
+    Args:
+        path: an export's file or folder, or the file with the checksums.
+
+    Returns:
+        A sentence for each file that is missing or differs.
+
+    Raises:
+        UserError: there is no export, or it has no checksums.
+    """
+    sums = path if path.name == SUMS or path.suffix == _SUM else Place(path, None, path.is_dir()).sums
+    if not path.exists():
+        raise UserError(f"{path} does not exist", "pass the --output of an export")
+    if not sums.is_file():
+        raise UserError(f"{path} has no checksum, {sums} needed", "export it again, or fetch the file from where you got it")
+    problems = []
+    for expected, name in _entries(sums):
+        file = sums.parent / name
+        if not file.is_file():
+            problems.append(f"{file} is missing")
+        elif sha256(file) != expected:
+            problems.append(f"{file} was changed after it was written, its checksum is not that in {sums.name}")
+        else:
+            print(f"whole   {file}")
+    return problems
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _entries(sums: Path) -> list[tuple[str, str]]:
+    """(checksum, name) of each line.
+
+    Raises:
+        UserError: a line is no such pair, or its name leads out of the folder.
+    """
+    found = []
+    for number, line in enumerate(sums.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        checksum, _, name = line.partition("  ")
+        if len(checksum) != 64 or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(f"{sums}: line {number} is no checksum and name", "export it again")
+        found.append((checksum, name))
+    if not found:
+        raise UserError(f"{sums} is empty, a line per file needed", "export it again")
+    return found
+
+
+def _sync(path: Path) -> None:
+    if path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,49 @@
+"""The format ``torch-export``: an ``ExportedProgram``, which PyTorch loads without this project."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from pipeline.exporting.checking import checked, compare
+from pipeline.exporting.graph import cannot_export, quiet, trace
+from pipeline.exporting.snippets import image_line, pixels_line
+from pipeline.exporting.subject import Facts, Options, Subject
+
+DESCRIPTION = "description.json"  # file inside of the archive
+
+
+def export(subject: Subject, path: Path, options: Options) -> Facts:
+    """Write the file and compare what is read back with the model.
+
+    Raises:
+        UserError: PyTorch cannot export the model, or the scores differ.
+        OSError: the file cannot be written.
+    """
+    program = trace(subject)
+    try:
+        with open(path, "wb") as file, quiet():
+            torch.export.save(program, file, extra_files={DESCRIPTION: json.dumps(asdict(subject.description))})
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:  # see trace
+        raise cannot_export(subject, error, "torch.export.save") from None
+    with quiet():
+        read = torch.export.load(path).module()
+    difference = compare(subject, read, options.precision, f"the program of {path.name}")
+    return {"Format": f"`ExportedProgram` of PyTorch {torch.__version__}", "Checked": checked(difference, "fp32", "PyTorch")}
+
+
+def loading(subject: Subject, name: str) -> str:
+    return "\n".join(
+        [
+            "import numpy as np, torch",
+            "from PIL import Image, ImageOps",
+            image_line(subject),
+            pixels_line(subject),
+            f'scores = torch.export.load("{name}").module()(torch.from_numpy(pixels))[0]  # (classes,)',
+        ]
+    )
