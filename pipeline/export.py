@@ -105,26 +105,12 @@ def read_subject(source: Path, step: int | str | None = None, weights: str | Non
     Raises:
         UserError: as :func:`pipeline.checkpoint.trained.read_trained`.
     """
+    from pipeline.checkpoint.export import describe
     from pipeline.checkpoint.trained import read_trained
     from pipeline.exporting.subject import Subject
-    from pipeline.models.weights.exported import Description
 
     trained = read_trained(source, step, weights)  # type: ignore[arg-type]  # one of argparse's choices
-    its, data = trained.config.model, trained.config.data
-    description = Description(
-        model=its.name,
-        num_classes=its.num_classes,
-        image_size=its.image_size,
-        switches=its.switches,
-        classes=trained.classes,
-        mean=list(data.mean),
-        std=list(data.std),
-        eval_crop=data.eval_crop,
-        precision=trained.config.train.precision,  # type: ignore[arg-type]  # never auto: a run's start settles it
-        step=trained.step,
-        weights=trained.kind,
-        names="ours",
-    )
+    description = describe(trained.config, trained.classes, trained.step, trained.kind, "ours")
     return Subject(trained.build_model(), description, trained.config, training_of(source, step, trained))
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint.folder import RunState
 from pipeline.checkpoint.weights import read_weights
-from pipeline.config import config_from_dict
+from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
 from pipeline.files import check_writable
 from pipeline.models.weights.exported import SUFFIX, Description, Kind, Names, write_exported
@@ -36,25 +35,25 @@ def export(run_dir: Path, output: Path, step: int | str | None, kind: Kind | Non
     if output.exists() and not force:
         raise UserError(f"{output} exists", "choose another --output, or add --force to replace it")
     saved = read_weights(run_dir, step)
-    description = describe(saved.state, kind or saved.default, names)
+    config = config_from_dict(saved.state.config, source="the checkpoint")
+    description = describe(config, saved.state.classes, saved.state.step, kind or saved.default, names)
     write_exported(output, saved.choose(kind), description)
     return description
 
 
-def describe(state: RunState, kind: Kind, names: Names) -> Description:
-    """The metadata of an export of this checkpoint."""
-    config = config_from_dict(state.config, source="the checkpoint")
+def describe(config: Config, classes: list[str], step: int, kind: Kind, names: Names) -> Description:
+    """The metadata of an export of weights that were trained with this config."""
     return Description(
         model=config.model.name,
         num_classes=config.model.num_classes,
         image_size=config.model.image_size,
         switches=config.model.switches,
-        classes=state.classes,
+        classes=classes,
         mean=list(config.data.mean),
         std=list(config.data.std),
         eval_crop=config.data.eval_crop,
         precision=config.train.precision,  # type: ignore[arg-type]  # never auto: a run's start settles it
-        step=state.step,
+        step=step,
         weights=kind,
         names=names,
     )

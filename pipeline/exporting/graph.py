@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from pipeline.errors import UserError
 from pipeline.exporting.checking import sample_images
@@ -34,7 +34,6 @@ def trace(subject: Subject) -> ExportedProgram:
     try:
         with torch.no_grad(), quiet():
             program = _export(_Scores(subject.model), images)
-            program = program.run_decompositions({})  # no operator that writes to its input: those cannot be folded
             return _export(fold_constants(program.module(check_guards=False)), images)
     except (MemoryError, OSError):
         raise
@@ -83,7 +82,7 @@ def fold_constants(module: nn.Module) -> nn.Module:
     """Compute everything in a graph that depends on no input, once, and store it in the module.
 
     Args:
-        module: a ``GraphModule`` of operators that write to none of their inputs. It is changed.
+        module: the ``GraphModule`` of an ``ExportedProgram``. It is changed.
 
     Returns:
         ``module``: results that something else needs are buffers; parameters that only they needed are gone.
@@ -93,6 +92,7 @@ def fold_constants(module: nn.Module) -> nn.Module:
     constant: dict[Node, bool] = {}
     for node in graph.nodes:
         constant[node] = node.op == "get_attr" or _is_pure(node) and all(constant[each] for each in node.all_input_nodes)
+    _keep_what_is_written_to(graph, constant)
     for node in reversed(graph.nodes):  # a list of tensors cannot be stored: whoever takes it apart can
         if constant[node] and node.op != "get_attr" and not isinstance(node.meta.get("val"), Tensor):
             constant[node] = all(constant[user] for user in node.users)
@@ -121,6 +121,21 @@ def fold_constants(module: nn.Module) -> nn.Module:
     _remove_unused(module)
     module.recompile()
     return module
+
+
+def _keep_what_is_written_to(graph: Graph, constant: dict[Node, bool]) -> None:
+    """Take from ``constant`` what an operator writes to, and everything that may share memory with it."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args):
+            if argument.alias_info and argument.alias_info.is_write and isinstance(value, Node) and constant[value]:
+                reached = [value]
+                while reached:
+                    each = reached.pop()
+                    if constant[each] and each.op != "get_attr":
+                        constant[each] = False
+                        reached += [*each.all_input_nodes, *each.users]
 
 
 def _is_pure(node: Node) -> bool:

@@ -1,0 +1,145 @@
+"""Every family in every format of a graph: the scores are the model's, for any batch size, and tables are constants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.exporting import onnx_file, torch_export
+from pipeline.exporting.checking import TOLERANCE, compare
+from pipeline.exporting.graph import fold_constants, trace
+from pipeline.exporting.subject import Options, Subject
+from pipeline.models import create_model
+from support import parity
+from support.small_models import build
+from support.subjects import subject_of
+
+FAMILIES = ("convit", "deit", "gmlp", "lsat_224", "lsat_32", "pervit", "posmlp")
+
+
+def small(name: str) -> Subject:
+    torch.manual_seed(0)
+    return subject_of(build(name), name, parity.VARIANTS[name].image_size, parity.CLASSES)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return small(request.param)
+
+
+def test_a_program_is_the_model(subject: Subject, tmp_path: Path) -> None:
+    """Guards against a batch size that tracing fixes, and maps that are computed again for every batch."""
+    file = tmp_path / "model.pt2"
+    facts = torch_export.export(subject, file, Options())
+    assert "batches of 1 and 3" in facts["Checked"]
+    program = torch.export.load(file)
+    images = torch.randn(5, 3, *[subject.description.image_size] * 2)
+    with torch.inference_mode():
+        assert program.module()(images).shape == (5, parity.CLASSES)
+        torch.testing.assert_close(program.module()(images), subject.model(images), rtol=1e-4, atol=1e-5)
+    names = " ".join(program.state_dict)
+    per_layer = {"pervit": "position.", "convit": "position_projection", "posmlp": "spreads", "gmlp": "no such"}
+    assert per_layer.get(subject.description.model, "no such") not in names
+    assert ("folded" in names) == (subject.description.model in ("pervit", "convit", "posmlp"))
+
+
+def test_tracing_leaves_no_tensor_without_values_behind() -> None:
+    """Guards against a table or a map that is cached while torch.export traces, which later forward passes would use."""
+    for name in ("pervit", "convit"):
+        subject = small(name)
+        trace(subject)
+        assert subject.model(torch.randn(1, 3, *[subject.description.image_size] * 2)).isfinite().all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_onnx_file_is_the_model(subject: Subject, precision: str, tmp_path: Path) -> None:
+    """Guards against a graph that ONNX Runtime refuses or computes otherwise, and against an opset that nobody asked for."""
+    onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+    runtime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
+    file = tmp_path / "model.onnx"
+    onnx_file.export(subject, file, Options(precision))
+    model = onnx.load(file)
+    assert [entry.version for entry in model.opset_import if not entry.domain] == [onnx_file.OPSET]
+    kept = {entry.key: entry.value for entry in model.metadata_props}
+    assert kept["opset"] == str(onnx_file.OPSET) and kept["precision"] == precision and "a | b" in kept["description"]
+    half = sum(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in model.graph.initializer)
+    assert (half > 10) == (precision == "fp16")
+    session = runtime.InferenceSession(str(file))
+    (entry,) = session.get_inputs()
+    assert entry.name == "images" and isinstance(entry.shape[0], str) and entry.type == "tensor(float)"
+    images = torch.randn(4, *entry.shape[1:])
+    with torch.inference_mode():
+        expected = subject.model(images)
+    difference = (torch.from_numpy(session.run(["scores"], {"images": images.numpy()})[0]) - expected).abs().max()
+    assert difference <= TOLERANCE[precision] * expected.abs().max()
+
+
+class Undecided(nn.Module):
+    """What a graph cannot hold: a branch that depends on the image."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images) if images.sum() > 0 else -self.model(images)
+
+
+def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
+    """Guards against a traceback of PyTorch's, and half a file."""
+    plain = small("deit")
+    subject = Subject(Undecided(plain.model), plain.description, plain.config, plain.training)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^deit cannot be exported by torch.export \(.*\): export its weights with") as error:
+        torch_export.export(subject, tmp_path / "model.pt2", Options())
+    assert "\n" not in str(error.value) and not any(tmp_path.iterdir())
+
+
+def test_scores_that_differ_are_refused() -> None:
+    """Guards against an export that is published although it computes something else, or nothing finite."""
+    subject = small("deit")
+    for wrong, expected in (
+        (lambda images: subject.model(images) * 1.001, "differ from the model's by 1.0e-03 of the largest, at most 1e-04"),
+        (lambda images: subject.model(images) / 0, "differ from the model's by"),
+        (lambda images: subject.model(images)[:1], "shape"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            compare(subject, wrong, "fp32", "it")
+    assert compare(subject, subject.model, "fp32", "it") == 0
+
+
+class Written(nn.Module):
+    """Constants of every kind: a parameter, a table, a list of parts, a result that is used twice, and a write to a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+        self.direct = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.weight.exp() + torch.arange(3.0)).unbind(0)
+        buffer = torch.zeros(3)
+        buffer += x.sum(0)
+        return x * first + second * first + self.direct + buffer + torch.rand(3) * 0
+
+
+def test_constants_are_computed_once() -> None:
+    """Guards against folding that changes results, keeps what it does not need, or fixes what is random or written to."""
+    module, x = Written(), torch.randn(2, 3)
+    program = torch.export.export(module, (x,))
+    folded = fold_constants(program.module(check_guards=False))
+    called = [str(node.target) for node in folded.graph.nodes if node.op == "call_function"]  # type: ignore[union-attr]
+    assert not any("exp" in name or "arange" in name for name in called) and any("rand" in name for name in called)
+    assert "weight" not in dict(folded.named_parameters()) and "direct" in dict(folded.named_parameters())
+    for _ in range(2):
+        torch.testing.assert_close(folded(x), module(x))
+
+
+def test_models_with_switches_are_traced_too() -> None:
+    """Guards against ablations that only the default could be exported without."""
+    switches = {"peripheral_position": True}
+    trace(subject_of(create_model("deit_t", 3, 32, switches=switches), "deit_t", 32, 3))
