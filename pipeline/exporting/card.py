@@ -49,7 +49,7 @@ def write_card(subject: Subject, facts: Facts, snippet: str, size: int, library:
         _recipe(known),
         "## Loading",
         f"```python\n{snippet}\n```",
-        "`scores` are logits, in the order of the classes." + _where_classes(facts),
+        "`scores` are logits, in the order of the classes.",
         "## This export",
         _table({**facts, "Size": size_text(size), "Made with": _versions(_here())}),
         "## Licence",
@@ -153,10 +153,6 @@ def without_folders(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, str) and ":" not in value:  # torchvision:NAME is no path
             tree[section][key] = PurePath(value).name
     return tree
-
-
-def _where_classes(facts: Facts) -> str:
-    return f" {facts.pop('Class names')}" if "Class names" in facts else ""
 
 
 def _here() -> dict[str, str]:

@@ -34,7 +34,11 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
     with quiet():
         read = torch.export.load(path).module()
     difference = compare(subject, read, options.precision, f"the program of {path.name}")
-    return {"Format": f"`ExportedProgram` of PyTorch {torch.__version__}", "Checked": checked(difference, "fp32", "PyTorch")}
+    return {
+        "Format": f"`ExportedProgram` of PyTorch {torch.__version__}, batch size free",
+        "Class names": f"`classes` of `{DESCRIPTION}` in the file (`extra_files` of `torch.export.load`)",
+        "Checked": checked(difference, "fp32", "PyTorch"),
+    }
 
 
 def loading(subject: Subject, name: str) -> str:
