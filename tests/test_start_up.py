@@ -14,6 +14,7 @@ HEAVY = ("torch", "deepspeed", "nvidia.dali", "scipy", "fvcore", "tensorboard", 
 COMMANDS = [
     "pipeline.train",
     "pipeline.evaluate",
+    "pipeline.export",
     "pipeline.analyze",
     "pipeline.checkpoint",
     "pipeline.config",

@@ -64,7 +64,7 @@ def quiet() -> Iterator[None]:
 
 
 class _Scores(nn.Module):
-    """A model without its second argument, stochastic depth's numbers, which the constants would otherwise be named after."""
+    """A model that takes images alone: stochastic depth's numbers, its second argument, are for training."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

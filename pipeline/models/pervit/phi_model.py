@@ -68,7 +68,7 @@ class PhiModel(VisionModel):
             return [None] * len(self.blocks)
         if min(grid) < 2:  # of one patch the coordinates cannot be normalized
             raise UserError(f"the images give {grid[0]} x {grid[1]} patches, but Φp needs at least 2 x 2", "pad or resize them")
-        # While torch.export traces, maps are tensors without values.
+        # A graph of torch.export has the maps' own operators, whatever was computed before.
         cacheable = not self.training and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
         if cacheable:
             key = (grid, tuple(p._version for p in self.phi_parameters()))
