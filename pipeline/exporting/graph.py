@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from pipeline.errors import UserError
 from pipeline.exporting.checking import sample_images
@@ -34,6 +35,8 @@ def trace(subject: Subject) -> ExportedProgram:
     try:
         with torch.no_grad(), quiet():
             program = _export(_Scores(subject.model), images)
+            if any(_writes(node) for node in program.graph.nodes):  # as ReLU(inplace=True) does, which torch.onnx refuses here
+                program = program.run_decompositions({})
             return _export(fold_constants(program.module(check_guards=False)), images)
     except (MemoryError, OSError):
         raise
@@ -43,7 +46,9 @@ def trace(subject: Subject) -> ExportedProgram:
 
 def cannot_export(subject: Subject, error: Exception, by: str) -> UserError:
     """The sentence for a model that PyTorch's exporter refuses."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):  # torch.onnx wraps the reason in advice
+        error = error.__cause__
+    reason = re.sub(r"\x1b\[\d*m", "", str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
     return UserError(
         f"{subject.description.model} cannot be exported by {by} ({reason[:300]})",
         "export its weights with --format safetensors",
@@ -82,7 +87,7 @@ def fold_constants(module: nn.Module) -> nn.Module:
     """Compute everything in a graph that depends on no input, once, and store it in the module.
 
     Args:
-        module: the ``GraphModule`` of an ``ExportedProgram``. It is changed.
+        module: the ``GraphModule`` of an ``ExportedProgram``, of operators that write to none of their inputs. It is changed.
 
     Returns:
         ``module``: results that something else needs are buffers; parameters that only they needed are gone.
@@ -92,7 +97,6 @@ def fold_constants(module: nn.Module) -> nn.Module:
     constant: dict[Node, bool] = {}
     for node in graph.nodes:
         constant[node] = node.op == "get_attr" or _is_pure(node) and all(constant[each] for each in node.all_input_nodes)
-    _keep_what_is_written_to(graph, constant)
     for node in reversed(graph.nodes):  # a list of tensors cannot be stored: whoever takes it apart can
         if constant[node] and node.op != "get_attr" and not isinstance(node.meta.get("val"), Tensor):
             constant[node] = all(constant[user] for user in node.users)
@@ -123,19 +127,8 @@ def fold_constants(module: nn.Module) -> nn.Module:
     return module
 
 
-def _keep_what_is_written_to(graph: Graph, constant: dict[Node, bool]) -> None:
-    """Take from ``constant`` what an operator writes to, and everything that may share memory with it."""
-    for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        for argument, value in zip(node.target._schema.arguments, node.args):
-            if argument.alias_info and argument.alias_info.is_write and isinstance(value, Node) and constant[value]:
-                reached = [value]
-                while reached:
-                    each = reached.pop()
-                    if constant[each] and each.op != "get_attr":
-                        constant[each] = False
-                        reached += [*each.all_input_nodes, *each.users]
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _is_pure(node: Node) -> bool:
@@ -144,7 +137,7 @@ def _is_pure(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, torch._ops.OpOverload) or _writes(node):
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not node.is_impure()
 
