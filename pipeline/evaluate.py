@@ -23,13 +23,16 @@ from pipeline.files import check_writable
 if TYPE_CHECKING:
     import torch
 
+    from pipeline.checkpoint.trained import Trained
     from pipeline.config import Config
+
+SOURCES = "a run folder, one of its checkpoints, an exported file, a folder in timm's layout, or an authors' file"
 
 
 def main() -> None:
     parser = command_parser("pipeline.evaluate", __doc__)
     add = parser.add_argument
-    what, where = "a run folder, one of its checkpoints, or an exported file", "CLASS/*.JPEG or SPLIT/CLASS/*.JPEG"
+    what, where = SOURCES, "CLASS/*.JPEG or SPLIT/CLASS/*.JPEG"
     add("--checkpoint", required=True, type=Path, metavar="PATH", help=what)
     add("--data", required=True, type=Path, metavar="DIR", help=f"folder with shards, or with images: {where}")
     add("--split", default="val", help="default: val")
@@ -99,8 +102,11 @@ def run(args: argparse.Namespace) -> None:
     if args.batch_size is not None:
         config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
     config = with_decoding(with_switches(config, args.switch), args.decode)
-    images = open_split(args.data, args.split, trained.classes)
-    check_same_classes(images, trained.classes, of=str(args.checkpoint))
+    images = open_split(args.data, args.split, trained.classes if trained.named else None)
+    if trained.named:
+        check_same_classes(images, trained.classes, of=str(args.checkpoint))
+    else:
+        say_assumed(trained, args.checkpoint, images.classes)
 
     try:
         model = trained.build_model(config.model.switches)
@@ -148,6 +154,34 @@ def run(args: argparse.Namespace) -> None:
         if args.json:
             args.json.write_text(json.dumps(row, indent=1) + "\n")
     disconnect()
+
+
+def say_assumed(trained: Trained, checkpoint: Path, classes: list[str]) -> None:
+    """Warn of what a file or folder does not say, above all the names of its classes.
+
+    Args:
+        trained: what was read.
+        checkpoint: where from.
+        classes: of the images, by index.
+
+    Raises:
+        UserError: it has another number of classes.
+    """
+    import logging
+
+    from pipeline.logs import console
+
+    if len(classes) != len(trained.classes):
+        raise UserError(
+            f"{checkpoint} has {len(trained.classes)} classes, but the images have {len(classes)}",
+            "pass images of the data set that it was trained on",
+        )
+    if console.is_first_process():
+        if trained.assumed:
+            logging.getLogger("pipeline").warning(trained.assumed)
+        logging.getLogger("pipeline").warning(
+            f"{checkpoint} does not name its classes: they are taken to be those of the images, in the same order"
+        )
 
 
 def with_switches(config: Config, changes: list[str]) -> Config:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pipeline.run.prediction import Tally
     from pipeline.run.rank_rows import RankRows
 
+SOURCES = "a run folder, one of its checkpoints, an exported file, a folder in timm's layout, or an authors' file"
 TABLES, FEATURES = (".csv", ".jsonl", ".parquet"), (".npy", ".parquet")
 SOME_FAILED = 1  # exit code: at least one image has no prediction
 _SHOWN = 50  # rows of the table on a terminal
@@ -37,7 +39,7 @@ _SHOWN = 50  # rows of the table on a terminal
 def main() -> int:
     parser = command_parser("pipeline.predict", __doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="a run folder, one of its checkpoints, or an exported file")
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help=SOURCES)
     add("images", nargs="+", metavar="IMAGES", help="what to predict; see above")
     add("--top", type=int, default=5, metavar="N", help="classes per image (default: 5)")
     add("--output", type=Path, metavar="FILE", help="a .csv, .jsonl or .parquet file; with --features .npy or .parquet")
@@ -77,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
     console.install()
     trained = read_trained(args.checkpoint, args.step, args.weights)
+    if trained.assumed and console.is_first_process():
+        logging.getLogger("pipeline").warning(trained.assumed)
     tree = {**trained.config.model_dump(), "data": {**trained.config.data.model_dump(), "max_bad_samples": 2**31 - 1}}
     if args.batch_size is not None:
         tree["eval"] = {"batch_size": args.batch_size}

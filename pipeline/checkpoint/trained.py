@@ -1,20 +1,27 @@
-"""Load a trained model from a run folder, one of its checkpoints, or an exported file."""
+"""Load a trained model from a run folder, one of its checkpoints, an exported file, a timm folder or an authors' file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from pipeline.checkpoint import read_weights
-from pipeline.config import Config, config_from_dict
+from pipeline.config import Config, config_from_dict, load_config
+from pipeline.config.recipes import shipped_recipes
 from pipeline.errors import UserError
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
-from pipeline.models.weights.exported import SUFFIX, Kind, read_exported
+from pipeline.models.weights.exported import SUFFIX, Description, Kind, build_described, read_tensors
+from pipeline.models.weights.pickled import read_pickled
+from pipeline.models.weights.recognise import recognise
+from pipeline.models.weights.timm_folder import is_timm_folder, read_timm_folder
+from pipeline.models.weights.transfer import check_finite
+
+PICKLED = (".pth", ".pt", ".bin", ".ckpt", ".tar")  # endings of files of torch.save; .tar as in .pth.tar
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,8 @@ class Trained:
     step: int
     kind: Kind
     weights: dict[str, Tensor]
+    named: bool = True  # False: nobody says what the classes are, and their names are their numbers
+    assumed: str = ""  # a sentence for the log on what a file does not say
 
     def build_model(self, switches: Mapping[str, Any] | None = None) -> VisionModel:
         """The model with these weights, in eval mode on the CPU.
@@ -47,22 +56,38 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
     """Read a trained model.
 
     Args:
-        source: a run folder, one of its checkpoints, or a file that ``python -m pipeline.checkpoint export`` wrote.
+        source: a run folder, one of its checkpoints, a file that ``python -m pipeline.export`` wrote, a folder in timm's layout,
+            or a file with a state dict, such as the authors of a model have published.
         step: which checkpoint of the run, a number or ``best``; None: the newest.
         kind: ``model`` or ``ema``; None: as in :func:`pipeline.checkpoint.read_weights`, or those of the file.
 
     Raises:
         UserError: there is no such model, it is damaged, or its weights are not finite.
     """
-    if source.suffix != SUFFIX or source.is_dir():
-        if source.is_file():
-            raise UserError(
-                f"{source} is neither a run folder nor a {SUFFIX} file", "pass a run's output_dir, or what export wrote"
-            )
+    if is_timm_folder(source):
+        model, its, named = read_timm_folder(source)
+        return _described(source, model, its, step, kind, named)
+    if source.is_dir() or (source.suffix != SUFFIX and not source.is_file()):
         saved = read_weights(source, step)
         config = config_from_dict(saved.state.config, source=str(source))
         return Trained(config, saved.state.classes, saved.state.step, kind or saved.default, saved.choose(kind))
-    model, its = read_exported(source)
+    if source.suffix in PICKLED:
+        return _undescribed(source, read_pickled(source, str(source)), step, kind)
+    if source.suffix != SUFFIX:
+        raise UserError(
+            f"{source} is neither a run folder nor a {SUFFIX} file nor one of torch.save ({', '.join(PICKLED)})",
+            "pass a run's output_dir, what export wrote, a folder in timm's layout, or the authors' file",
+        )
+    weights, description = read_tensors(source)
+    if description is None:
+        return _undescribed(source, weights, step, kind)
+    check_finite(weights, str(source))
+    return _described(source, build_described(source, weights, description), description, step, kind)
+
+
+def _described(
+    source: Path, model: VisionModel, its: Description, step: int | str | None, kind: Kind | None, named: bool = True
+) -> Trained:
     for option, asked, found in (("--step", step, its.step), ("--weights", kind, its.weights)):
         if asked not in (None, found):
             raise UserError(f"{source} has {option} {found}, not {asked}", "leave the option out, or pass a run folder")
@@ -71,4 +96,36 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
         "data": {key: getattr(its, key) for key in ("mean", "std", "eval_crop")},
         "train": {"precision": its.precision},
     }
-    return Trained(config_from_dict(tree, source=str(source)), its.classes, its.step, its.weights, model.state_dict())
+    config = config_from_dict(tree, source=str(source))
+    return Trained(config, its.classes, its.step, its.weights, model.state_dict(), named)
+
+
+def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | None, kind: Kind | None) -> Trained:
+    """A bare state dict, by the names and shapes of its tensors; images are prepared as in the model's recipe."""
+    if step is not None or kind is not None:
+        raise UserError(f"{source} is a state dict alone, without steps or averages", "leave out --step and --weights")
+    name, num_classes, image_size, names = recognise(weights, str(source))
+    check_finite(weights, str(source))
+    recipes = [shipped_recipes() / f"{name}{ending}.yaml" for ending in ("", "_cifar10")]
+    recipe = next(load_config(path) for path in recipes if path.exists())
+    data = {key: getattr(recipe.data, key) for key in ("mean", "std", "eval_crop")}
+    description = Description(
+        model=name,
+        num_classes=num_classes,
+        image_size=image_size,
+        switches={},
+        classes=[str(i) for i in range(num_classes)],
+        mean=list(data["mean"]),
+        std=list(data["std"]),
+        eval_crop=data["eval_crop"],
+        precision="fp32",
+        step=0,
+        weights="model",
+        names=names,
+    )
+    model = build_described(source, weights, description)
+    assumed = (
+        f"{source} does not say what it is: by its tensors, {name} for {image_size} pixels; images are prepared as in that model's recipe "
+        f"(mean {list(data['mean'])}, std {list(data['std'])}, eval_crop {data['eval_crop']:g}), and its {num_classes} classes have no names"
+    )
+    return replace(_described(source, model, description, None, None, named=False), assumed=assumed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +14,8 @@ from pipeline.checkpoint.parts import BUFFER, EMA_BUFFER, Parts
 from pipeline.checkpoint.whole import Seen, find_all_damage
 from pipeline.errors import UserError
 from pipeline.models.weights.exported import SUFFIX, Kind, read_tensors
+from pipeline.models.weights.pickled import read_pickled
+from pipeline.models.weights.timm_folder import is_timm_folder, read_folder_config, read_folder_weights
 from pipeline.models.weights.transfer import check_finite
 
 
@@ -95,13 +95,18 @@ def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialW
     """Read the initial weights of a fine-tuning run.
 
     Args:
-        source: a run folder, one of its checkpoints, or a file with a state dict: from ``export``, another safetensors file, or
-            from ``torch.save``, at the top level or under ``model`` or ``state_dict``.
+        source: a run folder, one of its checkpoints, a folder in timm's layout, or a file with a state dict: from ``export``,
+            another safetensors file, or from ``torch.save``, at the top level or under ``model`` or ``state_dict``.
         key: of the config, for messages.
 
     Raises:
         UserError: it does not exist, cannot be read, or holds no state dict.
     """
+    if is_timm_folder(source):
+        weights, its = read_folder_weights(source, what=f"{key} {source}")
+        classes = read_folder_config(source).classes
+        step = f"{its.weights} weights of step {its.step}" if its else f"{len(weights)} tensors"
+        return InitialWeights(weights, classes, step)
     if source.is_dir():
         saved = read_weights(source)
         return InitialWeights(saved.choose(), saved.state.classes, f"{saved.default} weights of step {saved.state.step}")
@@ -112,18 +117,5 @@ def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialW
         if its is None:
             return InitialWeights(weights, None, f"{len(weights)} tensors")
         return InitialWeights(weights, its.classes, f"{its.weights} weights of step {its.step}")
-    try:
-        with torch.serialization.safe_globals([Namespace]):  # the papers' checkpoints hold their command line so
-            loaded = torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling damaged bytes can raise anything
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
-            reason = f"it also holds a {foreign[1]}, which could run code"
-        raise UserError(
-            f"{key} {source} cannot be read ({reason})",
-            "pass a file that torch.save or safetensors wrote, with a state dict alone",
-        ) from None
-    found = loaded.get("model", loaded.get("state_dict", loaded)) if isinstance(loaded, dict) else loaded
-    if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
-        raise UserError(f"{key} {source} holds no state dict, names with tensors needed", "pass another file")
+    found = read_pickled(source, f"{key} {source}")
     return InitialWeights(found, None, f"{len(found)} tensors")

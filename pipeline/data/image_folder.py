@@ -25,7 +25,7 @@ class ImageFolder(CheckedImages):
     Args:
         folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG`` (also ``.jpg``, ``.png``).
         split: name of the split's folder, if there is one.
-        classes: class names in index order; a class without a folder has no images.
+        classes: class names in index order; a class without a folder has no images. None: the folders, sorted.
 
     Attributes:
         split: None if the split has no folder of its own.
@@ -36,15 +36,16 @@ class ImageFolder(CheckedImages):
         UserError: the folder is missing or has no images, or a class folder is not in ``classes``.
     """
 
-    def __init__(self, folder: Path, split: str, classes: Sequence[str]) -> None:
+    def __init__(self, folder: Path, split: str, classes: Sequence[str] | None) -> None:
         super().__init__()
         self.split = split if (folder / split).is_dir() else None
-        self.folder, self.classes = folder / (self.split or ""), list(classes)
+        self.folder = folder / (self.split or "")
         if not self.folder.is_dir():
             raise UserError(
                 f"--data {folder} is no folder", "pass a folder with shards, or one with a folder of images per class"
             )
         folders = sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir() and not entry.name.startswith("."))
+        self.classes = folders if classes is None else list(classes)
         number = {name: label for label, name in enumerate(self.classes)}
         unknown = [name for name in folders if name not in number]
         if unknown:
@@ -85,13 +86,13 @@ class ImageFolder(CheckedImages):
             return self.damaged(index, f"cannot be read ({error.strerror})")
 
 
-def open_split(path: Path, split: str, classes: Sequence[str]) -> ShardSet | ImageFolder:
+def open_split(path: Path, split: str, classes: Sequence[str] | None) -> ShardSet | ImageFolder:
     """Open a split: a shard set if there is a manifest, else a folder of images.
 
     Args:
         path: the data folder, or that of the split.
         split: ``train`` or ``val``.
-        classes: class names in index order, for a folder of images.
+        classes: class names in index order, for a folder of images; None: its folders, sorted.
 
     Raises:
         UserError: neither, or one that is damaged.

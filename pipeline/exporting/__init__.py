@@ -3,6 +3,7 @@
 =====================  ================================================================
 ``subject.py``         what is exported: the model, its description, what is known of its training
 ``safetensors_file``   weights with a description, which this project reads
+``timm_folder``        a folder that timm loads
 ``onnx_file``          an ONNX graph
 ``torch_export``       PyTorch's ``ExportedProgram``
 ``graph.py``           the model as a graph of operators, for the last two
@@ -61,6 +62,7 @@ FORMATS = {
     each.name: each
     for each in (
         Format("safetensors", "safetensors_file", ".safetensors", "the weights with a description, for this project"),
+        Format("timm", "timm_folder", None, "a folder for timm and the Hugging Face hub", library="timm"),
         Format("onnx", "onnx_file", ".onnx", "a graph for ONNX Runtime and others", ("fp32", "fp16"), "onnx"),
         Format("torch-export", "torch_export", ".pt2", "an ExportedProgram, for PyTorch without this project"),
     )

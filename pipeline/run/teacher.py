@@ -80,7 +80,7 @@ def _model_of_run(config: Config, classes: list[str] | None) -> nn.Module:
         found, needed = getattr(trained.config.model, key), getattr(config.model, key)
         if found != needed:
             raise UserError(f"train.teacher {source} has model.{key} {found}, {needed} needed", "choose another teacher")
-    if classes and (others := first_difference(trained.classes, classes)):
+    if classes and trained.named and (others := first_difference(trained.classes, classes)):
         raise UserError(f"train.teacher {source} knows {others}", "choose a teacher that was trained on the same classes")
     return trained.build_model()
 

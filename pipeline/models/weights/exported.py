@@ -126,6 +126,20 @@ def read_exported(path: Path) -> tuple[VisionModel, Description]:
             f"build the model with create_model and load the file's {len(weights)} tensors with load_state_dict",
         )
     check_finite(weights, source=str(path))
+    return build_described(path, weights, description), description
+
+
+def build_described(path: Path, weights: Mapping[str, Tensor], description: Description) -> VisionModel:
+    """Build the model of a description with its weights, in eval mode on the CPU.
+
+    Args:
+        path: where they are from, for messages.
+        weights: under the names that the description says.
+        description: of them.
+
+    Raises:
+        UserError: the weights are not those of such a model.
+    """
     try:
         model = _create(description)
         if description.names == "authors":
@@ -138,7 +152,7 @@ def read_exported(path: Path) -> tuple[VisionModel, Description]:
         raise UserError(
             f"{path} does not match {description.model} ({str(error).splitlines()[-1].strip()})", "export it again"
         ) from None
-    return model.eval(), description
+    return model.eval()
 
 
 def _described(path: Path, text: str) -> Description:

@@ -1,0 +1,129 @@
+"""Format ``timm``: a folder that ``timm.create_model("local-dir:PATH", pretrained=True)`` and ``hf-hub:REPO`` load.
+
+``config.json`` names timm's architecture, its arguments, the preprocessing and the classes; ``model.safetensors`` has timm's names.
+What timm does not have keeps this project's name, which one import registers (:mod:`pipeline.integrations.timm`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import UserError
+from pipeline.exporting.subject import Facts, Options, Subject
+from pipeline.files import replace_text
+from pipeline.models.weights.exported import write_exported
+from pipeline.models.weights.timm_folder import CONFIG, WEIGHTS, read_timm_folder
+from pipeline.models.weights.timm_names import TimmForm, timm_form
+
+TOLERANCE = 1e-5  # largest difference of scores, relative to the largest score
+_IMAGES = 2
+
+
+def export(subject: Subject, path: Path, options: Options) -> Facts:
+    """Write the folder, read it back, and compare the scores.
+
+    Args:
+        subject: the model.
+        path: an empty folder.
+        options: none applies.
+
+    Returns:
+        Lines for the card: architecture, what read it back, the largest difference.
+
+    Raises:
+        UserError: timm's model would give other scores.
+        OSError: the folder cannot be written.
+    """
+    its = subject.description
+    form = timm_form(its.model, its.switches)
+    weights = subject.model.state_dict()
+    write_exported(path / WEIGHTS, weights, replace(its, names="ours" if form.registered else "authors"))
+    config = folder_config(subject, form)
+    replace_text(path / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    reader, difference = _compare(subject, path)
+    if not difference <= TOLERANCE:
+        raise UserError(
+            f"the folder's model gives scores that differ by {difference:.1e} from the run's, relative to the largest ({reader}), {TOLERANCE:.0e} allowed",
+            "report this with the model's name and switches",
+        )
+    where = "this project's, after `import pipeline.integrations.timm`" if form.registered else "timm's own"
+    return {
+        "architecture": f"{form.architecture}, {where}",
+        "check": f"loaded by {reader}: scores differ by {difference:.1e} of the largest",
+    }
+
+
+def folder_config(subject: Subject, form: TimmForm) -> dict[str, Any]:
+    """``config.json`` as a dict, in the order in which timm writes it."""
+    its = subject.description
+    size = [3, its.image_size, its.image_size]
+    named: dict[str, Any] = {"label_names": its.classes}
+    descriptions = getattr(its, "class_names", None)  # what people call the classes, where the run knows it
+    if descriptions:
+        named["label_descriptions"] = dict(zip(its.classes, descriptions))
+    return {
+        "architecture": form.architecture,
+        "num_classes": its.num_classes,
+        "num_features": _num_features(subject),
+        "global_pool": form.global_pool,
+        **named,
+        **({"model_args": form.model_args} if form.model_args else {}),
+        "pretrained_cfg": {
+            "input_size": size,
+            "fixed_input_size": True,
+            "interpolation": "bicubic",
+            "crop_pct": its.eval_crop,
+            "crop_mode": "center",
+            "mean": its.mean,
+            "std": its.std,
+            "num_classes": its.num_classes,
+            "pool_size": None,
+            "first_conv": form.first_conv,
+            "classifier": "head",
+            "custom_load": False,
+        },
+    }
+
+
+def loading(subject: Subject, name: str) -> str:
+    """Five lines of Python that load the folder."""
+    form = timm_form(subject.description.model, subject.description.switches)
+    lines = ["import timm", *(["import pipeline.integrations.timm"] if form.registered else []), ""]
+    lines += [
+        f'model = timm.create_model("local-dir:{name}", pretrained=True).eval()',
+        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
+        'scores = model(transform(Image.open("cat.jpg").convert("RGB"))[None])[0]  # (classes,)',
+    ]
+    return "\n".join(lines)
+
+
+def _num_features(subject: Subject) -> int:
+    return int(subject.model.get_submodule("head").in_features)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def _compare(subject: Subject, path: Path) -> tuple[str, float]:
+    """What read the folder, timm where it is installed, and the difference of scores relative to the largest."""
+    size = subject.description.image_size
+    images = torch.randn(_IMAGES, 3, size, size, generator=torch.Generator().manual_seed(0))
+    expected = subject.model(images)
+    if importlib.util.find_spec("timm") is None:
+        model, _, _ = read_timm_folder(path)
+        return "this project, as timm is not installed", _difference(model(images), expected)
+    import timm
+
+    import pipeline.integrations.timm  # noqa: F401  # registers the models
+
+    model = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
+    return f"timm {timm.__version__}", _difference(model(images), expected)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item()
