@@ -20,7 +20,7 @@ from pipeline.exporting.subject import Facts, Options, Subject
 from pipeline.files import replace_text
 from pipeline.models.weights.exported import write_exported
 from pipeline.models.weights.timm_folder import CONFIG, WEIGHTS, read_timm_folder
-from pipeline.models.weights.timm_names import TimmForm, timm_form
+from pipeline.models.weights.timm_forms import TimmForm, timm_form
 
 TOLERANCE = 1e-5  # largest difference of scores, relative to the largest score
 _IMAGES = 2
@@ -68,25 +68,28 @@ def folder_config(subject: Subject, form: TimmForm) -> dict[str, Any]:
     descriptions = getattr(its, "class_names", None)  # what people call the classes, where the run knows it
     if descriptions:
         named["label_descriptions"] = dict(zip(its.classes, descriptions))
+    net = getattr(subject.model, "net", None)  # of timm:NAME, timm's own module
+    theirs: dict[str, Any] = {} if net is None else net.pretrained_cfg
+    same_size = tuple(theirs.get("input_size", ())) == tuple(size)
     return {
         "architecture": form.architecture,
         "num_classes": its.num_classes,
         "num_features": _num_features(subject),
-        "global_pool": form.global_pool,
+        "global_pool": form.global_pool if net is None else theirs.get("global_pool", "avg"),
         **named,
         **({"model_args": form.model_args} if form.model_args else {}),
         "pretrained_cfg": {
             "input_size": size,
-            "fixed_input_size": True,
+            "fixed_input_size": theirs.get("fixed_input_size", net is None),
             "interpolation": "bicubic",
             "crop_pct": its.eval_crop,
             "crop_mode": "center",
             "mean": its.mean,
             "std": its.std,
             "num_classes": its.num_classes,
-            "pool_size": None,
-            "first_conv": form.first_conv,
-            "classifier": "head",
+            "pool_size": theirs.get("pool_size") if same_size else None,
+            "first_conv": theirs.get("first_conv", form.first_conv),
+            "classifier": theirs.get("classifier", "head"),
             "custom_load": False,
         },
     }
@@ -105,6 +108,9 @@ def loading(subject: Subject, name: str) -> str:
 
 
 def _num_features(subject: Subject) -> int:
+    net = getattr(subject.model, "net", None)
+    if net is not None:
+        return int(net.num_features)
     return int(subject.model.get_submodule("head").in_features)  # type: ignore[arg-type]
 
 

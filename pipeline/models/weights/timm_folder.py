@@ -1,6 +1,6 @@
 """Read a folder in timm's layout: ``config.json`` and ``model.safetensors``, as ``timm.create_model("local-dir:PATH")`` loads it.
 
-timm itself is not needed for the architectures that are also here (:mod:`pipeline.models.weights.timm_names`).
+timm itself is not needed for the architectures that are also here (:mod:`pipeline.models.weights.timm_forms`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import list_models
 from pipeline.models.weights.exported import Description, build_described, read_tensors
 from pipeline.models.weights.pickled import read_pickled
-from pipeline.models.weights.timm_names import model_of_timm
+from pipeline.models.weights.timm_forms import model_of_timm
 from pipeline.models.weights.transfer import check_finite
 
 CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.errors import UserError
 from pipeline.models.common.vit import PATCH, ViTLayout
 from pipeline.models.convit.model import ConViTSwitches
-from pipeline.models.registry import list_models, model_entry
+from pipeline.models.registry import check_name, list_models, model_entry
 
 _HERE = {  # our name -> timm's architecture, and its arguments where the layout is another (ConViT: channels per head)
     "convit_ti": ("convit_tiny", {}),
@@ -60,8 +60,10 @@ _FIXED = {  # arguments of timm's that must have the value that our network has,
     "init_values": None,
     "qk_norm": False,
 }
+OF_TIMM = "timm:"  # before the name of an architecture of timm's, as model.name
 _GLOBAL_POOL = {"convit": "token", "deit": "token", "gmlp": "avg"}
 # Of training, or of what timm does with images of another size; not of the network at its own size.
+_OF_CONFIG = {"num_classes", "img_size", "in_chans"}  # the config has them elsewhere
 _WITHOUT_EFFECT = {"num_classes", "img_size", "locality_strength", "dynamic_img_size", "drop_rate", "drop_path_rate"}
 
 
@@ -91,6 +93,8 @@ def timm_form(name: str, switches: Mapping[str, Any]) -> TimmForm:
         name: of ``create_model``.
         switches: those of the model that are stated; the others have their defaults.
     """
+    if name.startswith(OF_TIMM):
+        return TimmForm(name.removeprefix(OF_TIMM).partition(".")[0], dict(switches), False)
     fields = model_entry(name).switches.model_fields
     changed = {key: value for key, value in switches.items() if value != fields[key].default}
     family = name.partition("_")[0]
@@ -114,20 +118,25 @@ def model_of_timm(architecture: str, arguments: Mapping[str, Any], source: str) 
         source: the file, for messages.
 
     Returns:
-        Our name, its switches, and whether the weights have our names; None if this is no architecture of ours.
+        Our name, ``timm:NAME`` where timm's own code is needed, its switches, and whether the weights have our names; None if it
+        cannot be built.
 
     Raises:
         UserError: an argument makes another network of it than any of ours.
     """
     if architecture in list_models():
-        unknown = arguments.keys() - {"switches", "num_classes", "img_size", "in_chans", "global_pool"}
+        unknown = arguments.keys() - {"switches", "global_pool", *_OF_CONFIG}
         _refuse(source, architecture, {key: arguments[key] for key in unknown})
         switches = arguments.get("switches", {})
         if not isinstance(switches, dict):
             _refuse(source, architecture, {"switches": switches})
         return architecture, switches, True
     if architecture not in _THERE:
-        return None
+        try:
+            check_name(OF_TIMM + architecture)
+        except UserError:
+            return None
+        return OF_TIMM + architecture, {key: value for key, value in arguments.items() if key not in _OF_CONFIG}, False
     ours = _THERE[architecture]
     family = ours.partition("_")[0]
     fixed = _FIXED | {"qkv_bias": family == "deit", "global_pool": _GLOBAL_POOL[family]}
