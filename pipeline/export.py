@@ -2,6 +2,7 @@
 
     python -m pipeline.export runs/pervit_t --format onnx --output pervit_t.onnx
     python -m pipeline.export pervit_t.safetensors --format torch-export --output pervit_t.pt2
+    python -m pipeline.export runs/pervit_t --format timm --output pervit_t_timm --push-to-hub pervit_t
     python -m pipeline.export --verify pervit_t.onnx
 
 An export is read back and its scores are compared with the model's before it appears under its name. If --output has the format's
@@ -45,6 +46,12 @@ def main() -> int:
     add("--precision", metavar="fp32|fp16", help="of the export's numbers; fp16 for onnx (default: fp32)")
     add("--names", choices=("ours", "authors"), default="ours", help="tensor names in a safetensors file (default: ours)")
     add("--force", action="store_true", help="replace an existing export")
+    add(
+        "--push-to-hub",
+        metavar="REPO",
+        help="upload the export to this repository of the Hugging Face hub (NAME or OWNER/NAME)",
+    )
+    add("--private", action="store_true", help="a repository that --push-to-hub creates is private")
     add("--verify", type=Path, metavar="PATH", help="compare an export with its checksums, and do nothing else")
     return run(parser.parse_args())
 
@@ -70,6 +77,10 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{given} is missing, one needed", "see --help for examples")
     form = find_format(args.format)
     precision = check_options(args, form)
+    if args.push_to_hub:
+        from pipeline.exporting.hub import check_hub
+
+        check_hub(args.push_to_hub)
     place = find_place(args.output, form, args.force)
 
     from pipeline.exporting.subject import Options  # imported only now: PyTorch takes seconds, and --help must not wait for it
@@ -78,7 +89,25 @@ def run(args: argparse.Namespace) -> int:
     size, line = export(subject, form, place, Options(precision, args.names))
     print(f"{args.output}: {form.name} of {subject.description.model}, {subject.description.weights} weights of step ", end="")
     print(f"{subject.description.step}, {size / 1e6:.1f} MB\n{line}")
+    if args.push_to_hub:
+        upload(args, place, f"{subject.description.model}, {form.name}, step {subject.description.step}")
     return 0
+
+
+def upload(args: argparse.Namespace, place: Place, message: str) -> None:
+    """Push what was written, with its card as the repository's README.md.
+
+    Raises:
+        UserError: the hub refuses, or is not reached.
+    """
+    from pipeline.exporting.hub import push
+    from pipeline.exporting.placing import CARD
+
+    if place.folder:
+        files = {path.relative_to(place.output).as_posix(): path for path in sorted(place.output.rglob("*")) if path.is_file()}
+    else:
+        files = {path.name: path for path in (place.output, place.sums)} | {CARD: place.card}
+    print(f"pushed: {push(files, args.push_to_hub, message, args.private)}")
 
 
 def check_options(args: argparse.Namespace, form: Format) -> str:
@@ -94,6 +123,8 @@ def check_options(args: argparse.Namespace, form: Format) -> str:
         raise UserError(
             f"--precision is {precision}, but --format {form.name} has {' and '.join(form.precisions)} alone", remedy
         )
+    if args.private and not args.push_to_hub:
+        raise UserError("--private is of the repository that --push-to-hub names, 0 given", "name one, or leave it out")
     if args.names != "ours" and form.name != "safetensors":
         raise UserError(f"--names authors is for --format safetensors, not {form.name}", "leave it out")
     return precision
@@ -118,13 +149,15 @@ def training_of(source: Path, step: int | str | None, trained: Trained) -> Train
     """What a run's folder, or an exported file, tells of the training of these weights."""
     from pipeline.exporting.card import without_folders
     from pipeline.exporting.subject import Training, from_json
-    from pipeline.models.weights.exported import TRAINING, read_metadata
+    from pipeline.models.weights.exported import SUFFIX, TRAINING, read_metadata
+    from pipeline.models.weights.timm_folder import is_timm_folder
     from pipeline.reports.run_folder import read_run
 
-    if source.is_file():
-        text = read_metadata(source).get(TRAINING)
+    file = source / "model.safetensors" if is_timm_folder(source) else source
+    if file.suffix == SUFFIX and file.is_file():
+        text = read_metadata(file).get(TRAINING)
         return from_json(text, str(source)) if text else Training()
-    if trained.step is None or not source.is_dir():
+    if is_timm_folder(source) or not source.is_dir():
         return Training()
     run_dir, found = find_checkpoint(source, step)
     state = CheckpointManifest.read(step_folder(run_dir, found)).state

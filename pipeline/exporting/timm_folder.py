@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.exporting.subject import Facts, Options, Subject
+from pipeline.exporting.subject import Facts, Options, Subject, to_json
 from pipeline.files import replace_text
 from pipeline.models.weights.exported import write_exported
 from pipeline.models.weights.timm_folder import CONFIG, WEIGHTS, read_timm_folder
@@ -44,7 +44,9 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
     its = subject.description
     form = timm_form(its.model, its.switches)
     weights = subject.model.state_dict()
-    write_exported(path / WEIGHTS, weights, replace(its, names="ours" if form.registered else "authors"))
+    write_exported(
+        path / WEIGHTS, weights, replace(its, names="ours" if form.registered else "authors"), to_json(subject.training)
+    )
     config = folder_config(subject, form)
     replace_text(path / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     reader, difference = _compare(subject, path)
@@ -55,8 +57,8 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
         )
     where = "this project's, after `import pipeline.integrations.timm`" if form.registered else "timm's own"
     return {
-        "architecture": f"{form.architecture}, {where}",
-        "check": f"loaded by {reader}: scores differ by {difference:.1e} of the largest",
+        "Format": f"a folder for timm, architecture `{form.architecture}`, {where}",
+        "Checked": f"scores differ from the model's by at most {difference:.1e} of the largest, read by {reader} (allowed: {TOLERANCE:.0e})",
     }
 
 
@@ -98,13 +100,16 @@ def folder_config(subject: Subject, form: TimmForm) -> dict[str, Any]:
 def loading(subject: Subject, name: str) -> str:
     """Five lines of Python that load the folder."""
     form = timm_form(subject.description.model, subject.description.switches)
-    lines = ["import timm", *(["import pipeline.integrations.timm"] if form.registered else []), ""]
-    lines += [
-        f'model = timm.create_model("local-dir:{name}", pretrained=True).eval()',
-        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
-        'scores = model(transform(Image.open("cat.jpg").convert("RGB"))[None])[0]  # (classes,)',
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            *(["import pipeline.integrations.timm"] if form.registered else []),
+            "import timm",
+            "from PIL import Image",
+            f'model = timm.create_model("local-dir:{name}", pretrained=True).eval()',
+            "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
+            'scores = model(transform(Image.open("cat.jpg").convert("RGB"))[None])[0]  # (classes,)',
+        ]
+    )
 
 
 def _num_features(subject: Subject) -> int:
