@@ -44,13 +44,11 @@ class PlantedCode(Planted):
         return exec, (f"open({str(self.marker)!r}, 'w')",)
 
 
-class PlantedImport(Planted):
-    """Unpickling it calls a function of PyTorch's that unpickles without restriction."""
+class PlantedPickle(Planted):
+    """Unpickling it unpickles something else, without restriction."""
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        inner = self.marker.with_name("inner.pth")
-        torch.save(Planted(self.marker), inner)
-        return torch.load, (str(inner), None, pickle, True)
+        return pickle.loads, (pickle.dumps(Planted(self.marker)),)
 
 
 def _zip(path: Path, content: Any) -> None:
@@ -68,7 +66,7 @@ def _bare(path: Path, content: Any) -> None:
 def bait(marker: Path, kind: str) -> dict[str, Any]:
     """A state dict with something beside its tensors."""
     weights: dict[str, Any] = {"head.weight": torch.zeros(10, 192), "head.bias": torch.zeros(10)}
-    planted = {"code": PlantedCode, "import": PlantedImport}.get(kind, Planted)(marker)
+    planted = {"code": PlantedCode, "nested": PlantedPickle}.get(kind, Planted)(marker)
     if kind == "namespace":
         return {"model": weights, "args": Namespace(lr=1e-3, hook=planted)}
     return {"model": weights, "optimizer": planted}
@@ -77,7 +75,7 @@ def bait(marker: Path, kind: str) -> dict[str, Any]:
 FILES = {
     "command": _zip,
     "code": _zip,
-    "import": _zip,
+    "nested": _zip,
     "namespace": _zip,
     "legacy": _legacy,
     "bare": _bare,

@@ -121,10 +121,20 @@ class TimmModel(VisionModel):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Groups of parameters for timm's layer decay: what comes before the blocks, blocks (or stages), what comes after."""
-        inner = r"^(?:stages\.(\d+)\.blocks|levels\.(\d+)\.blocks)\.(\d+)"
-        blocks = [(r"^blocks\.(\d+)", None), (r"^(?:stages|levels)\.(\d+)" if coarse else inner, None), (r"^norm", (99999,))]
-        stem = r"^(?:stem|embedding|patch_embedding|class_token|position|absolute_position|distance_scales|projection|levels\.0\.position)"
-        return {"stem": stem, "blocks": blocks}
+        stem = r"^(?:stem|embedding|patch_embedding|class_token|position_(?:embedding|vectors)|absolute_position|distance_scales|projection)"
+        last = [(r"^norm", (99999,))]
+        if coarse:
+            return {
+                "stem": stem,
+                "blocks": [(r"^(?:blocks|position_generators|stages|levels|downsamplings)\.(\d+)", None), *last],
+            }
+        blocks = [
+            (r"^(?:blocks|position_generators)\.(\d+)", None),
+            (r"^(?:stages|levels)\.(\d+)\.blocks\.(\d+)", None),
+            (r"^(?:stages|levels)\.(\d+)\.(?!blocks)", (0,)),  # what comes before a stage's first block
+            (r"^downsamplings\.(\d+)", (999,)),
+        ]
+        return {"stem": stem, "blocks": blocks + last}
 
 
 class FeatureMaps(nn.Module):
