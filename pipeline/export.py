@@ -13,7 +13,6 @@ kept an average of its weights (train.ema_decay), the average is exported unless
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
