@@ -62,9 +62,9 @@ FORMATS = {
     each.name: each
     for each in (
         Format("safetensors", "safetensors_file", ".safetensors", "the weights with a description, for this project"),
-        Format("timm", "timm_folder", None, "a folder for timm and the Hugging Face hub", library="timm"),
         Format("onnx", "onnx_file", ".onnx", "a graph for ONNX Runtime and others", ("fp32", "fp16"), "onnx"),
         Format("torch-export", "torch_export", ".pt2", "an ExportedProgram, for PyTorch without this project"),
+        Format("timm", "timm_folder", None, "a folder for timm and the Hugging Face hub", library="timm"),
     )
 }
 
