@@ -123,7 +123,7 @@ def test_timms_transform_gives_our_pixels(size: tuple[int, int], folder: Path) -
     ("architecture", "ours", "arguments"),
     [
         ("convit_tiny", "convit_ti", {}),
-        ("convit_small", "convit_s_plus", {"embed_dim": 64, "local_up_to_layer": 4}),
+        ("convit_tiny", "convit_ti_plus", {"embed_dim": 64, "local_up_to_layer": 4}),
         ("deit_tiny_patch16_224.fb_in1k", "deit_t", {}),
         ("vit_tiny_patch16_224", "deit_t", {}),
         ("gmlp_s16_224", "gmlp_s", {}),
