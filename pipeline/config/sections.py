@@ -22,6 +22,7 @@ from pipeline.config.bounds import (
     Rate,
     Seconds,
     Section,
+    Share,
     Steps,
     Text,
 )
@@ -111,8 +112,10 @@ class TrainConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW (Loshchilov & Hutter, 2019); norms, biases and other 1-D parameters are not decayed."""
+    """AdamW (Loshchilov & Hutter, 2019), LAMB or Muon; norms, biases and other 1-D parameters are not decayed."""
 
+    name: Literal["adamw", "lamb", "muon"] = "adamw"
+    """The optimizer. lamb: of large batches and DeiT III, with clip_grad_norm 1.0 as timm's and apex's. muon: for the matrices of the blocks, AdamW for all else."""
     lr: PositiveRate = 5e-4
     """Peak learning rate at a global batch size of lr_batch_size; scaled linearly to global_batch_size."""
     lr_batch_size: GlobalBatchSize = 512
@@ -129,12 +132,16 @@ class OptimConfig(Section):
     """Learning rate of the first step."""
     weight_decay: Rate = 0.05
     """Decoupled weight decay."""
+    layer_decay: Share | None = None
+    """Layer-wise decay of the learning rate, for fine-tuning: each layer below the classifier learns at this fraction of the one above it, such as 0.75; null: all at the same rate."""
     decay_embeddings: bool = False
     """Also decay class tokens and absolute position embeddings, as ConViT's published runs do."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay rates of AdamW's moment estimates."""
+    """Decay rates of AdamW's and LAMB's moment estimates."""
+    momentum: Fraction = 0.95
+    """Decay rate of Muon's momentum."""
     eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8
-    """AdamW's epsilon, added to the denominator."""
+    """AdamW's and LAMB's epsilon, added to the denominator."""
     clip_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Maximum global gradient norm; null: no clipping."""
 

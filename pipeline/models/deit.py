@@ -130,6 +130,11 @@ class DeiT(ClassTokenModel, PhiModel):
         generators = {f"position_generators.{i}.weight" for i in range(len(self.position_generators))}
         return super().no_weight_decay() | generators | {"class_token", "position_embedding.weight"}
 
+    def layer_of(self, name: str) -> int:
+        """See the base class. A generator of CPVT belongs to the block that it follows."""
+        list_name, _, rest = name.partition(".")
+        return 1 + int(rest.partition(".")[0]) if list_name == "position_generators" else super().layer_of(name)
+
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
         grid = patch_grid(*images.shape[-2:])
         patches = self.patch_embedding(images)  # (B, N, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,36 @@ class VisionModel(FeatureSource):
     def no_weight_decay(self) -> set[str]:
         """Parameters with more than one dimension that are excluded from weight decay."""
         return set()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that :meth:`layer_of` tells apart: the stem, each block, and the classifier."""
+        return len(self._block_prefixes()) + 2
+
+    def layer_of(self, name: str) -> int:
+        """The layer of a parameter for layer-wise learning-rate decay, from 0 to ``num_layers - 1``.
+
+        The rule and the numbers of timm's ``param_groups_layer_decay`` (after BEiT, Bao et al., ICLR 2022): 0 is the stem with class
+        token and position embeddings, the blocks follow in order of execution, the final norm belongs to the last of them, and the
+        classifier is the last layer. What a stage has outside of its blocks, such as downsampling, belongs to its first block.
+
+        Args:
+            name: of one of ``named_parameters()``.
+        """
+        if name.startswith(self.head_names):
+            return self.num_layers - 1
+        blocks = self._block_prefixes()
+        if name.startswith(("norm.", "output_norms.")):
+            return len(blocks)
+        for number, prefix in enumerate(blocks, start=1):
+            stage = prefix.rpartition("blocks.")[0]  # such as "stages.2.", or "" in a model without stages
+            if name.startswith(prefix) or (stage and name.startswith(stage) and not name.startswith(f"{stage}blocks.")):
+                return number
+        return 0
+
+    def _block_prefixes(self) -> list[str]:
+        """Prefixes of the names of each block's parameters, such as ``stages.2.blocks.0.``, in order of execution."""
+        return [f"{name}." for name, _ in self.named_modules() if re.fullmatch(r"(\w+\.\d+\.)?blocks\.\d+", name)]
 
     def position_names(self) -> set[str]:
         """Position embeddings (..., tokens, D), which are resampled when weights are transferred to another image size."""

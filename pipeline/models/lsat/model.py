@@ -118,6 +118,13 @@ class LSAT(VisionModel):
         self.head = nn.Linear(layout.widths[-1], num_classes)
         self.apply(_init_weights)
 
+    def layer_of(self, name: str) -> int:
+        """See the base class. A downsampling belongs to the level that it leads to; CvT's projection is part of the local block."""
+        list_name, _, rest = name.partition(".")
+        if list_name == "downsamplings":
+            return super().layer_of(f"levels.{1 + int(rest.partition('.')[0])}.")
+        return 1 if list_name == "projection" else super().layer_of(name)
+
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Class scores.
 
