@@ -33,6 +33,7 @@ from pipeline.logs import console, curves, pictures
 from pipeline.logs.run_log import StepRecord
 from pipeline.optim.adamw import learning_rate
 from pipeline.optim.engine import micro_batches, optimizer_step, set_learning_rate
+from pipeline.optim.groups import parameter_groups
 from pipeline.run.compiling import choose_compilation
 from pipeline.run.determinism import make_deterministic, refusals_explained
 from pipeline.run.evaluation import evaluate
@@ -72,11 +73,12 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
         UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
     """
     stop = stop or StopSignal()
-    # Mistakes that every rank finds by itself, before anything is built: the batch size, the model's switches and image size.
+    # Mistakes that every rank finds by itself, before anything is built: the batch size, the model's switches and image size, an
+    # optimizer that does not suit it.
     accumulation_steps(config.train, world.size, config.augment.unit)
     choose_compilation(config, world)
     with torch.device("meta"):  # costs no memory
-        build_model(config, world, [], fresh=False)
+        parameter_groups(build_model(config, world, [], fresh=False), config.optim)
     with Heartbeat(world, config.distributed, Path(config.output_dir)) as heartbeat, refusals_explained():
         if any(world.gather(stop.received)):  # received while the libraries were loading: build nothing
             if world.is_main:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from pipeline.checkpoint.held import EMA, MOMENTS, WEIGHT
+from pipeline.checkpoint.held import ADAM_MOMENTS, EMA, MOMENTS, WEIGHT
 from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.parts import BUFFER, EMA_BUFFER, Parts
 
@@ -37,7 +37,7 @@ def find_gaps(folder: Path, manifest: CheckpointManifest) -> list[str]:
             problem = _problem(found.get(name, []), manifest.shapes.get(name))
             if problem:
                 sentences.append(f"{folder}: {quantity} of {name} {problem}")
-    first, second = (parts.slices(moment).keys() for moment in MOMENTS)
+    first, second = (parts.slices(moment).keys() for moment in ADAM_MOMENTS)
     sentences += [f"{folder}: {name} has one of AdamW's two moments only" for name in sorted(first ^ second)]
     buffers = parts.slices(BUFFER)
     sentences += [f"{folder}: buffer {name} is there {len(found)} times" for name, found in buffers.items() if len(found) != 1]

@@ -15,16 +15,18 @@ from torch import Tensor, nn
 
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine
+from pipeline.optim.slices import SliceOptimizer, slice_of, updated_tensors
 
 WEIGHT, EMA = "weight", "ema"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")  # and LAMB's
+MOMENTS = (*ADAM_MOMENTS, "momentum_buffer")  # and Muon's
 
 
 @dataclass(frozen=True)
 class Held:
     """A slice of one quantity of one parameter, flattened."""
 
-    quantity: str  # "weight", "exp_avg", "exp_avg_sq" or "ema"
+    quantity: str  # WEIGHT, EMA or one of MOMENTS
     name: str  # of the parameter
     start: int  # offset in the flattened parameter
     values: Tensor  # (n,) float32, a view: writing to it changes the run
@@ -43,7 +45,7 @@ class Held:
 
 
 def held(engine: Engine, ema: WeightAverage | None) -> Iterator[Held]:
-    """All slices of weights, AdamW's moments and averaged weights on this rank.
+    """All slices of weights, the optimizer's moments and averaged weights on this rank.
 
     Moments exist after the first optimizer step, or after :func:`create_moments`.
 
@@ -58,36 +60,46 @@ def held(engine: Engine, ema: WeightAverage | None) -> Iterator[Held]:
 
 
 def create_moments(engine: Engine, optimizer_step: int) -> None:
-    """Create AdamW's state before the first step, filled with zeros, so that a checkpoint can be loaded into it."""
+    """Create the optimizer's state before the first step, filled with zeros, so that a checkpoint can be loaded into it."""
     if optimizer_step == 0:
         return
-    optimizer, flat = _optimizer_and_tensors(engine)
-    for tensor in flat:
+    optimizer, updated = updated_tensors(engine)
+    for tensor in updated:
+        if isinstance(optimizer, SliceOptimizer):
+            optimizer.state[tensor] = optimizer.initial_state(tensor, optimizer_step)
+            continue
         step = torch.tensor(float(optimizer_step), dtype=torch.float32, device=tensor.device)
-        optimizer.state[tensor] = {"step": step, **{moment: torch.zeros_like(tensor) for moment in MOMENTS}}
+        optimizer.state[tensor] = {"step": step, **{moment: torch.zeros_like(tensor) for moment in ADAM_MOMENTS}}
 
 
 def optimizer_step_count(engine: Engine) -> int:
-    """The number of steps AdamW has taken."""
-    optimizer, flat = _optimizer_and_tensors(engine)
-    return next((int(optimizer.state[tensor]["step"]) for tensor in flat if tensor in optimizer.state), 0)
+    """The number of steps that the optimizer has taken."""
+    optimizer, updated = updated_tensors(engine)
+    return next((int(optimizer.state[tensor]["step"]) for tensor in updated if tensor in optimizer.state), 0)
 
 
-def _optimizer_and_tensors(engine: Engine) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """PyTorch's optimizer and the tensors that it updates: parameters, or flat shards of many parameters."""
-    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    if stage == 0:
-        return optimizer, [p for p in engine.module.parameters() if p.requires_grad]
-    flat = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
-    return optimizer.optimizer, list(flat)
+def _moments(engine: Engine, name: str, parameter: nn.Parameter) -> Iterator[Held]:
+    """The slices of a parameter's moments that the optimizer on this rank has."""
+    piece = slice_of(engine, name, parameter)
+    if piece is None:
+        return
+    state = updated_tensors(engine)[0].state.get(piece.tensor, {})
+    for moment in MOMENTS:
+        if moment in state:
+            yield Held(moment, name, piece.start, piece.of(state[moment]), replicated=engine.zero_optimization_stage() == 0)
+
+
+def _master_weights(engine: Engine, name: str, parameter: nn.Parameter) -> Iterator[Held]:
+    """The slice of a parameter's weights in the optimizer's flat shards, with ZeRO."""
+    piece = slice_of(engine, name, parameter)
+    if piece is not None:
+        yield Held(WEIGHT, name, piece.start, piece.of(piece.tensor), replicated=False, copy=True)
 
 
 def _replicated(engine: Engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
     """ZeRO 0: every rank holds everything."""
     yield Held(WEIGHT, name, 0, parameter.data.view(-1), replicated=True)
-    for moment in MOMENTS:
-        if moment in (state := engine.optimizer.state.get(parameter, {})):
-            yield Held(moment, name, 0, state[moment].view(-1), replicated=True)
+    yield from _moments(engine, name, parameter)
     if average is not None:
         yield Held(EMA, name, 0, average.view(-1), replicated=True)
 
@@ -97,16 +109,8 @@ def _optimizer_sharded(engine: Engine, name: str, parameter: nn.Parameter, avera
     yield Held(WEIGHT, name, 0, parameter.data.view(-1), replicated=True)
     if average is not None:
         yield Held(EMA, name, 0, average.view(-1), replicated=True)
-    mapping = getattr(parameter, "_hp_mapping", None)  # None: frozen, or held by another rank
-    if mapping is None:
-        return
-    start, place = mapping.lp_fragment_address.start, mapping.get_hp_fragment_address()
-    flat = engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-    yield Held(WEIGHT, name, start, flat.data.narrow(0, place.start, place.numel), replicated=False, copy=True)
-    state = engine.optimizer.optimizer.state.get(flat, {})
-    for moment in MOMENTS:
-        if moment in state:
-            yield Held(moment, name, start, state[moment].narrow(0, place.start, place.numel), replicated=False)
+    yield from _master_weights(engine, name, parameter)
+    yield from _moments(engine, name, parameter)
 
 
 def _all_sharded(engine: Engine, name: str, parameter: nn.Parameter, average: Tensor | None) -> Iterator[Held]:
@@ -120,13 +124,5 @@ def _all_sharded(engine: Engine, name: str, parameter: nn.Parameter, average: Te
     yield Held(WEIGHT, name, start, shard.data[:count], replicated=False)
     if average is not None:
         yield Held(EMA, name, start, average[:count], replicated=False)
-    if not parameter.requires_grad:
-        return
-    optimizer = engine.optimizer
-    group, place, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    flat = optimizer.fp32_partitioned_groups_flat[group]
-    yield Held(WEIGHT, name, start, flat.data.narrow(0, place, count), replicated=False, copy=True)
-    state = optimizer.optimizer.state.get(flat, {})
-    for moment in MOMENTS:
-        if moment in state:
-            yield Held(moment, name, start, state[moment].narrow(0, place, count), replicated=False)
+    yield from _master_weights(engine, name, parameter)
+    yield from _moments(engine, name, parameter)

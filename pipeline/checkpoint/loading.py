@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from pipeline.checkpoint.completeness import find_gaps
 from pipeline.checkpoint.folder import saved_steps, set_aside, step_folder
-from pipeline.checkpoint.held import EMA, WEIGHT, create_moments, held
+from pipeline.checkpoint.held import EMA, MOMENTS, WEIGHT, create_moments, held
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OtherFormat
 from pipeline.checkpoint.parts import EMA_BUFFER, Parts
 from pipeline.checkpoint.snapshot import saved_buffers
@@ -142,12 +142,12 @@ def _read(engine: Engine, verified: Verified, ema: WeightAverage | None) -> bool
     parts = Parts(verified.folder, [record.name for record in verified.manifest.files])
     create_moments(engine, state.optimizer_step)
     averaged = set(parts.names(EMA))
-    with_moments = set(parts.names("exp_avg"))
+    with_moments = {moment: set(parts.names(moment)) for moment in MOMENTS}
     for piece in held(engine, ema):
         quantity = piece.quantity
         if quantity == EMA and piece.name not in averaged:
             quantity = WEIGHT
-        if quantity not in (WEIGHT, EMA) and piece.name not in with_moments:
+        if quantity in MOMENTS and piece.name not in with_moments[quantity]:
             continue  # no moments were saved: it never had a gradient, so they are zero
         piece.values.copy_(parts.read(quantity, piece.name, piece.start, len(piece.values)))
     for name, buffer in saved_buffers(engine.module).items():

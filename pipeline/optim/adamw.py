@@ -1,4 +1,4 @@
-"""AdamW's parameter groups and the learning-rate schedule."""
+"""The optimizer of a config, AdamW if it names no other, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import torch
 from torch import nn
 
 from pipeline.config import OptimConfig
+from pipeline.optim.groups import parameter_groups
+from pipeline.optim.lamb import Lamb
+from pipeline.optim.muon import MuonAdamW
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW in two parameter groups: matrices and kernels decay; 1-D parameters (norms, biases), as in DeiT, and, unless
-    ``decay_embeddings``, those that the model lists in ``no_weight_decay()`` do not.
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer ``optim.name``, with the groups of :func:`~pipeline.optim.groups.parameter_groups`.
 
     The learning rate is a placeholder: :func:`learning_rate` gives it before every step.
+
+    Raises:
+        UserError: the optimizer or ``layer_decay`` does not suit the model.
     """
-    # Every VisionModel has the method; this package knows no models.
-    exempt = set() if config.decay_embeddings else model.no_weight_decay()  # type: ignore[operator]
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (decayed if parameter.ndim > 1 and name not in exempt else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.warmup_lr, betas=config.betas, eps=config.eps, fused=True)
+    groups, lr = parameter_groups(model, config), config.warmup_lr
+    if config.name == "lamb":
+        return Lamb(groups, lr, config.betas, config.eps)
+    if config.name == "muon":
+        return MuonAdamW(groups, lr, config.momentum, config.betas, config.eps)
+    return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, steps_per_epoch: float, epochs: float, global_batch_size: int, config: OptimConfig) -> float:

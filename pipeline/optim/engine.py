@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from pipeline.config import Config, accumulation_steps
 from pipeline.distributed.world import World, quiet_deepspeed
 from pipeline.optim.adamw import build_optimizer
+from pipeline.optim.engine_protocol import Engine as Engine
+from pipeline.optim.groups import LR_SCALE
+from pipeline.optim.slices import SliceOptimizer, updated_tensors
 
 # Elements of a gradient bucket: 20 MB in fp32, large enough for the full bandwidth of NCCL and gloo, small enough that models of
 # 8 to 90 million parameters have several, whose reduction overlaps with the rest of the backward pass. DeepSpeed's default, 5e8,
@@ -24,54 +27,6 @@ _REDUCE_BUCKET = 5_000_000
 _GATHER_BUCKET = 50_000_000  # elements of updated weights that one all-gather collects: nothing waits for a part of them
 
 Model = TypeVar("Model", bound=nn.Module)
-WrappedModel = TypeVar("WrappedModel", bound=nn.Module, covariant=True)
-
-
-class Engine(Protocol[WrappedModel]):
-    """What is used of ``deepspeed.DeepSpeedEngine``, which has no types: the whole dependence on DeepSpeed's interface.
-
-    Parameters under ZeRO-3 have more attributes (``ds_tensor``, ``ds_shape``); :mod:`pipeline.checkpoint.held` reads those, and
-    the flat shards of the optimizer.
-    """
-
-    clip_grad_norm: float  # ours, for ZeRO 0: see :func:`deepspeed_config`
-    enable_backward_allreduce: bool
-
-    @property
-    def module(self) -> WrappedModel:
-        """The model itself."""
-
-    @property
-    def optimizer(self) -> Any:
-        """PyTorch's optimizer under ZeRO 0, else DeepSpeed's around it, another class for each stage."""
-
-    def __call__(self, images: Tensor, noise: Tensor | None = ...) -> Tensor:
-        """The model's forward pass, with autocast where the config says so."""
-
-    def backward(self, loss: Tensor) -> Any:
-        """Accumulate the gradients of a micro-batch and reduce them over ranks. Collective."""
-
-    def step(self) -> None:
-        """End a micro-batch; after the last one of a step, take the step. Collective."""
-
-    def zero_grad(self) -> None: ...
-
-    def train(self, mode: bool = ...) -> Any: ...
-
-    def eval(self) -> Any: ...
-
-    def gradient_accumulation_steps(self) -> int: ...
-
-    def is_gradient_accumulation_boundary(self) -> bool: ...
-
-    def was_step_applied(self) -> bool: ...
-
-    def get_global_grad_norm(self) -> float | Tensor | None: ...
-
-    def zero_optimization_stage(self) -> int: ...
-
-    def empty_partition_cache(self) -> None:
-        """ZeRO-3: release gathered parameters."""
 
 
 def zero_stage(config: Config, world_size: int) -> int:
@@ -102,6 +57,8 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
             "allgather_bucket_size": _GATHER_BUCKET,
             # With a threshold, small parameters stay gathered and differ in the last bit after a resume.
             "stage3_param_persistence_threshold": 0,
+            # One flat shard for each parameter group, however large: optimizers that need whole parameters take a group at a time.
+            "sub_group_size": 10**15,
         },
         "zero_allow_untested_optimizer": True,
         # Autocast keeps parameters, gradients and optimizer state in fp32 and works with BatchNorm; DeepSpeed's own
@@ -132,6 +89,9 @@ def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
                 model=model, optimizer=build_optimizer(model, config.optim), config=deepspeed_config(config, world.size)
             )[0]
     engine.clip_grad_norm = config.optim.clip_grad_norm or math.inf
+    optimizer, _ = updated_tensors(engine)
+    if isinstance(optimizer, SliceOptimizer):
+        optimizer.place(engine, world)
     if world.size == 1:
         engine.enable_backward_allreduce = False  # it would copy all gradients twice and send them nowhere
     if engine.zero_optimization_stage() in (1, 2) and world.device.type == "cuda":
@@ -176,9 +136,9 @@ def _wait_for_the_reduction_only(optimizer: Any) -> None:
 
 
 def set_learning_rate(engine: Engine, lr: float) -> None:
-    """Set the learning rate of the next step."""
+    """Set the learning rate of the next step, of which layer-wise decay gives each group its fraction."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
 
 def micro_batches(engine: Engine) -> Iterator[int]:
@@ -214,7 +174,7 @@ def optimizer_step(engine: Engine) -> float | Tensor | None:
         return engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
     norm = _clip_replicated(engine)
     if not math.isfinite(norm):
-        engine.zero_grad()  # AdamW ignores parameters without a gradient
+        engine.zero_grad()  # optimizers ignore parameters without a gradient
     engine.step()
     return norm
 

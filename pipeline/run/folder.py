@@ -25,8 +25,9 @@ from pipeline.run.run_keys import FORMER, is_free
 
 _log = logging.getLogger(__name__)
 
-# A checkpoint does not fit other shapes; another global batch size would skip or repeat samples of the stream.
-_NEVER = ("model.name", "model.image_size", "model.num_classes", "model.switches", "train.global_batch_size")
+# A checkpoint does not fit other shapes, nor its moments another optimizer; another global batch size would skip or repeat samples
+# of the stream.
+_NEVER = ("model.name", "model.image_size", "model.num_classes", "model.switches", "optim.name", "train.global_batch_size")
 _DATA = "data"  # in checkpoint.accept: another data set. Keys of the section `data` are accepted one by one.
 _NAMED = 5  # differences listed in a message
 _DIGITS = 12  # of a digest in a message, as in `inspect`

@@ -30,6 +30,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine, build_engine, zero_stage
+from pipeline.optim.groups import describe
 from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import choose_decoding, training_loader
 from pipeline.run.evaluation import check_classes, check_same_classes, evaluation_loader
@@ -184,7 +185,7 @@ def _build_learner(config: Config, world: World, classes: list[str], verified: V
         teacher = load_teacher(config, world.device, classes if fresh else None)
     stage, asked = zero_stage(config, world.size), config.train.zero_stage
     alone = f" (train.zero_stage {asked} has nothing to share out on one process)" if stage != asked else ""
-    _say(world, f"building the optimizer and DeepSpeed's engine, ZeRO stage {stage}{alone}")
+    _say(world, f"building the optimizer, {describe(model, config.optim)}, and DeepSpeed's engine, ZeRO stage {stage}{alone}")
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if verified:
@@ -241,6 +242,8 @@ def _introduce(
             f"train.global_batch_size is {whole:,}, but the train split has only {images:,} images, so that each step takes some of "
             f"them more than once: set it to {images:,} at most"
         )
+    if config.optim.name == "lamb" and not config.optim.clip_grad_norm:
+        run.log.say("note: optim.clip_grad_norm is null, so nothing clips the gradients; LAMB in timm and apex clips them at 1.0")
     if config.optim.warmup_epochs >= schedule.epochs:
         run.log.say(
             f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"

@@ -1,0 +1,98 @@
+"""LAMB (You et al., "Large Batch Optimization for Deep Learning", ICLR 2020) for parameters that are split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.optim.slices import Slice, SliceOptimizer
+
+
+class Lamb(SliceOptimizer):
+    """LAMB as in timm's ``Lamb`` and NVIDIA apex's ``FusedLAMB``, with which DeiT III was trained, by their defaults but one.
+
+    Bias correction; weight decay is part of the update, before the trust ratio ‖w‖ / ‖update‖; no upper bound on that ratio; and
+    parameters without weight decay take Adam's step. The exception: theirs clip the global gradient norm at 1.0 by themselves, here
+    ``optim.clip_grad_norm`` does.
+
+    The norms are those of whole parameters, whichever ranks hold their slices. That is why this is not DeepSpeed's ``FusedLamb``: it
+    takes a flat shard of many parameters for one parameter, and exists for GPUs only. PyTorch has no LAMB.
+
+    Args:
+        groups: with ``params``, ``names`` and ``weight_decay``.
+        lr: learning rate.
+        betas: decay rates of the moment estimates.
+        eps: added to the denominator.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "names": []})
+
+    def initial_state(self, tensor: Tensor, step: int) -> dict[str, Tensor]:
+        # The step is on the CPU: reading it must not wait for a GPU.
+        zeros = {name: torch.zeros_like(tensor) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.tensor(float(step), device="cpu"), **zeros}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every tensor that has a gradient. Collective where parameters are split over ranks."""
+        for group in self.param_groups:
+            tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
+            if tensors:
+                self._step_group(group, tensors)
+
+    def _step_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if not self.state[tensor]:
+                self.state[tensor] = self.initial_state(tensor, 0)
+            self.state[tensor]["step"] += 1
+        (beta1, beta2), step = group["betas"], self.state[tensors[0]]["step"].item()
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        first, second = ([self.state[tensor][name] for tensor in tensors] for name in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, value=1 - beta2)
+        denominators = torch._foreach_sqrt(second)
+        torch._foreach_div_(denominators, (1 - beta2**step) ** 0.5)
+        torch._foreach_add_(denominators, group["eps"])
+        updates = list(torch._foreach_div(first, 1 - beta1**step))
+        torch._foreach_div_(updates, denominators)
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, tensors, alpha=group["weight_decay"])
+            self._scale_by_trust_ratios(group, tensors, updates)
+        torch._foreach_add_(tensors, updates, alpha=-group["lr"])
+
+    def _scale_by_trust_ratios(self, group: dict[str, Any], tensors: list[Tensor], updates: list[Tensor]) -> None:
+        update_of = dict(zip(tensors, updates))
+        slices = list(self.slices_in(tensors))
+        scaled = [piece.of(update_of[piece.tensor]) for piece in slices]
+        norms = _norms([piece.of(piece.tensor) for piece in slices], scaled, like=tensors[0])  # (2, slices)
+        norms = self._of_whole_parameters(norms, slices, group)
+        weights, steps = norms
+        ratios = torch.where((weights > 0) & (steps > 0), weights / steps, 1.0).to(updates[0].dtype)  # (slices,)
+        for values, ratio in zip(scaled, ratios.unbind()):
+            values.mul_(ratio)
+
+    def _of_whole_parameters(self, norms: Tensor, slices: list[Slice], group: dict[str, Any]) -> Tensor:
+        """From the norms of this rank's slices, (2, slices), those of the parameters that the slices belong to."""
+        split = {name: column for column, name in enumerate(self.split_names(group))}
+        if not split:
+            return norms
+        mine = [(number, split[piece.name]) for number, piece in enumerate(slices) if piece.name in split]
+        numbers, columns = torch.tensor(mine, dtype=torch.long, device=norms.device).view(-1, 2).unbind(1)
+        squares = norms.new_zeros(2, len(split))  # (2, split parameters), of all ranks after the reduction
+        squares[:, columns] = norms[:, numbers].square()
+        dist.all_reduce(squares)
+        norms[:, numbers] = squares.sqrt()[:, columns]
+        return norms
+
+
+def _norms(weights: list[Tensor], updates: list[Tensor], like: Tensor) -> Tensor:
+    """Euclidean norms of two lists of the same length: (2, length) in float64."""
+    if not weights:  # this rank's shard of the group is padding
+        return like.new_zeros(2, 0, dtype=torch.float64)
+    return torch.stack(torch._foreach_norm([*weights, *updates])).double().view(2, -1)

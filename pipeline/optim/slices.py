@@ -1,0 +1,108 @@
+"""Where an engine keeps what the optimizer updates: the slice of each trainable parameter that this rank holds.
+
+Under ZeRO 1 to 3 the optimizer sees flat shards of many parameters, which begin and end anywhere within one. AdamW does not mind, since
+it treats every element by itself; an optimizer that needs a whole parameter, its norm for example, must put the slices together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.distributed.world import World
+from pipeline.optim.engine_protocol import Engine
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Consecutive elements of a flattened parameter, and where they are in a tensor that the optimizer updates."""
+
+    name: str  # of the parameter
+    shape: torch.Size  # of the whole parameter
+    start: int  # first element in the flattened parameter
+    tensor: Tensor  # that the optimizer updates: the parameter, or a flat shard of many
+    offset: int  # first element in the flattened tensor
+    count: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.count == self.shape.numel()
+
+    def of(self, values: Tensor) -> Tensor:
+        """The slice's part of values that are laid out like ``tensor``: (count,), a view."""
+        return values.detach().view(-1)[self.offset : self.offset + self.count]
+
+
+def slice_of(engine: Engine, name: str, parameter: nn.Parameter) -> Slice | None:
+    """The slice of a parameter that this rank's optimizer updates; None: it is frozen, or other ranks hold all of it."""
+    if not parameter.requires_grad:
+        return None
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 0:
+        return Slice(name, parameter.shape, 0, parameter, 0, parameter.numel())
+    if stage < 3:
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return None
+        place = mapping.get_hp_fragment_address()
+        flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        return Slice(name, parameter.shape, mapping.lp_fragment_address.start, flat, place.start, place.numel)
+    # ZeRO 3: one slice of each parameter on each rank, all of equal length, so that the last ones are padded.
+    size, whole = parameter.ds_tensor.ds_numel, parameter.ds_numel  # type: ignore[attr-defined]  # set by DeepSpeed
+    start = size * torch.distributed.get_rank()
+    count = max(0, min(size, whole - start))
+    if count == 0:
+        return None
+    group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    return Slice(name, parameter.ds_shape, start, optimizer.fp32_partitioned_groups_flat[group], offset, count)  # type: ignore[attr-defined]
+
+
+def updated_tensors(engine: Engine) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """PyTorch's optimizer and the tensors that it updates: parameters, or flat shards of many parameters."""
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 0:
+        return optimizer, [p for p in engine.module.parameters() if p.requires_grad]
+    flat = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+    return optimizer.optimizer, list(flat)
+
+
+class SliceOptimizer(torch.optim.Optimizer):
+    """Base of optimizers that need whole parameters. Until :meth:`place` says otherwise, each tensor is one parameter.
+
+    Its parameter groups have ``names``, those of their parameters on all ranks.
+    """
+
+    shapes: dict[str, torch.Size]  # of whole parameters, by name, once they are placed
+    _placed: dict[Tensor, list[Slice]] | None = None
+    _split: frozenset[str] = frozenset()
+
+    def place(self, engine: Engine, world: World) -> None:
+        """Find out which parameters the engine has split over ranks. Collective."""
+        parameters = dict(engine.module.named_parameters())
+        self.shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in parameters.items()}
+        found = [slice_of(engine, name, parameter) for name, parameter in parameters.items()]
+        held = [piece for piece in found if piece]
+        self._placed = {}
+        for piece in held:
+            self._placed.setdefault(piece.tensor, []).append(piece)
+        partial = [piece.name for piece in held if not piece.is_whole]
+        self._split = frozenset(name for names in world.gather(partial) for name in names)
+
+    def slices_in(self, tensors: Sequence[Tensor]) -> Iterator[Slice]:
+        """The slices of all parameters in some tensors that the optimizer updates."""
+        for tensor in tensors:
+            if self._placed is None:
+                yield Slice("", tensor.shape, 0, tensor, 0, tensor.numel())
+            else:
+                yield from self._placed.get(tensor, [])
+
+    def split_names(self, group: dict) -> list[str]:
+        """The names of a group's parameters that are split over ranks, the same list on every rank."""
+        return [name for name in group["names"] if name in self._split] if self._split else []
+
+    def initial_state(self, tensor: Tensor, step: int) -> dict[str, Tensor]:
+        """The state of a tensor after ``step`` steps, its moments zero."""
+        raise NotImplementedError

@@ -1,0 +1,98 @@
+"""A program for ``test_optimizers.py``: each rank trains a small DeiT with every optimizer at every ZeRO stage.
+
+``optimizers_program FOLDER``: runs ``FOLDER/NAME-PROCESSES-STAGE`` of six steps with checkpoints after three and six, and ``...-resumed``,
+which goes on from the third step of the run of two processes with ZeRO 1 (start that one first).
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from pipeline.checkpoint import step_folder
+from pipeline.checkpoint.loading import load, newest_whole
+from pipeline.checkpoint.saver import Saver
+from pipeline.config import Config, config_from_dict
+from pipeline.distributed.agreement import Agreement
+from pipeline.distributed.world import World, disconnect, init_world
+from pipeline.models.common.vit import ViTLayout
+from pipeline.models.deit import DeiT
+from pipeline.optim.engine import Engine, build_engine, optimizer_step, set_learning_rate
+from support.checkpoints import STATE
+
+OPTIMIZERS = {  # name -> config
+    "adamw-layered": {"layer_decay": 0.6},
+    "lamb": {"name": "lamb"},
+    "muon": {"name": "muon"},
+    "muon-layered": {"name": "muon", "layer_decay": 0.6},
+}
+BATCH, HALF = 6, 3
+LR = 0.02
+
+
+def small_model() -> DeiT:
+    """Two blocks whose sizes no number of ranks divides."""
+    torch.manual_seed(0)
+    return DeiT(ViTLayout(heads=3, width=15, depth=2, mlp_ratio=2), num_classes=4, image_size=32)
+
+
+def small_config(optimizer: str, stage: int, world_size: int) -> Config:
+    train = {"global_batch_size": BATCH, "micro_batch_size": BATCH // world_size, "precision": "fp32", "zero_stage": stage}
+    optim = {"clip_grad_norm": 1.0, "weight_decay": 0.1, **OPTIMIZERS[optimizer]}
+    return config_from_dict({"train": train, "optim": optim, "augment": {"mixup": 0, "cutmix": 0}}, source="the test")
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images (BATCH, 3, 32, 32) and labels (BATCH,) of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 3, 32, 32, generator=generator), torch.randint(0, 4, (BATCH,), generator=generator)
+
+
+def steps(engine: Engine, world: World, first: int) -> None:
+    """Take ``HALF`` steps."""
+    for step in range(first, first + HALF):
+        set_learning_rate(engine, LR)
+        images, labels = (each[world.rank :: world.size] for each in batch(step))
+        engine.backward(F.cross_entropy(engine(images), labels))
+        optimizer_step(engine)
+
+
+def _begun(folder: Path, name: str, world: World) -> Path:
+    """A run folder with the third step of two processes with ZeRO 1 alone."""
+    begun, written = folder / f"{name}-begun", folder / f"{name}-2-1"
+    if world.is_main and not begun.exists() and written.exists():
+        shutil.copytree(step_folder(written, HALF), step_folder(begun, HALF))
+    world.barrier()
+    return begun
+
+
+def main() -> int:
+    world, folder = init_world(timeout=50), Path(sys.argv[1])
+    for name in OPTIMIZERS:
+        for stage in (1, 0, 2, 3):  # the run that the others resume first
+            config = small_config(name, stage, world.size)
+            engine = build_engine(small_model(), config, world)
+            run = folder / f"{name}-{world.size}-{stage}"
+            saver = Saver(run, world, config.checkpoint, Agreement(50))
+            for first in (0, HALF):
+                steps(engine, world, first)
+                saver.save(engine, None, replace(STATE, step=first + HALF, optimizer_step=first + HALF))
+                saver.finish()
+            source = newest_whole(_begun(folder, name, world), world)
+            assert source is not None and source.state.step == HALF
+            load(engine, source, None, world)
+            steps(engine, world, HALF)
+            saver = Saver(Path(f"{run}-resumed"), world, config.checkpoint, Agreement(50))
+            saver.save(engine, None, replace(STATE, step=2 * HALF, optimizer_step=2 * HALF))
+            saver.finish()
+    disconnect()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
