@@ -87,27 +87,27 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
             updates[tensor] = gradient.lerp(momentum, self._momentum)
             tensor.mul_(1 - lr * group["weight_decay"])
         slices = list(self.slices_in(tensors))
-        steps = {piece.name: piece.of(updates[piece.tensor]) for piece in slices}
+        steps = [piece.of(updates[piece.tensor]) for piece in slices]
         joined = self._joined(group, slices, steps, tensors[0])
-        for piece in slices:
-            matrix = joined[piece.name] if piece.name in joined else steps[piece.name]
+        for piece, step in zip(slices, steps):
+            matrix = joined[piece.name] if piece.name in joined else step
             direction = self._orthogonalized(matrix.view(piece.shape))
             piece.of(piece.tensor).add_(direction.view(-1)[piece.start : piece.start + piece.count], alpha=-lr)
 
-    def _joined(self, group: dict[str, Any], slices: list[Slice], steps: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+    def _joined(self, group: dict[str, Any], slices: list[Slice], steps: list[Tensor], like: Tensor) -> dict[str, Tensor]:
         """The group's matrices that are split over ranks, flattened, from the slices of all ranks, in bf16.
 
         Args:
-            steps: this rank's slices of the steps, (count,) each, by name.
+            steps: of this rank's slices, (count,) each.
         """
         names = self.split_names(group)
         if not names:
             return {}
         flat = torch.zeros(sum(self.shapes[name].numel() for name in names), dtype=torch.bfloat16, device=like.device)
         joined = dict(zip(names, flat.split([self.shapes[name].numel() for name in names])))
-        for piece in slices:
+        for piece, step in zip(slices, steps):
             if piece.name in joined:
-                joined[piece.name][piece.start : piece.start + piece.count] = steps[piece.name]
+                joined[piece.name][piece.start : piece.start + piece.count] = step
         dist.all_reduce(flat)  # exact: each number is from one rank, 0 from the others
         return joined
 

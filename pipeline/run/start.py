@@ -243,7 +243,9 @@ def _introduce(
             f"them more than once: set it to {images:,} at most"
         )
     if config.optim.name == "lamb" and not config.optim.clip_grad_norm:
-        run.log.say("note: optim.clip_grad_norm is null, so nothing clips the gradients; LAMB in timm and apex clips them at 1.0")
+        run.log.say(
+            "note: optim.clip_grad_norm is null, so nothing clips the gradients; LAMB in timm and apex clips them at 1.0"
+        )
     if config.optim.warmup_epochs >= schedule.epochs:
         run.log.say(
             f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"
