@@ -1,6 +1,6 @@
 """A program for ``test_optimizers.py``: each rank trains a small DeiT with every optimizer at every ZeRO stage.
 
-All ranks see the same images, so that the mean of two ranks' gradients is that of one to the bit, and what differs is the optimizer.
+All ranks see the same images, so that the mean of their gradients is that of one, and what differs is the optimizer.
 
 ``optimizers_program FOLDER``: runs ``FOLDER/NAME-PROCESSES-STAGE`` of six steps with checkpoints after three and six, and ``...-resumed``,
 which goes on from the third step of the run of two processes with ZeRO 1 (start that one first).
@@ -27,7 +27,7 @@ from pipeline.models.deit import DeiT
 from pipeline.optim.engine import Engine, build_engine, optimizer_step, set_learning_rate
 from support.checkpoints import STATE
 
-OPTIMIZERS = {  # name -> config. Muon without clipping: its factor is rounded otherwise with ZeRO, which bf16 enlarges
+OPTIMIZERS = {  # name -> config
     "adamw": {"layer_decay": 0.6, "clip_grad_norm": 1.0},
     "lamb": {"name": "lamb", "clip_grad_norm": 1.0},
     "muon": {"name": "muon", "layer_decay": 0.6},

@@ -26,10 +26,9 @@ from support.ranks import run_forked
 
 STEPS = 20
 ALL = [(1, 0), *((processes, stage) for processes in (2, 3) for stage in range(4))]
-# Largest relative distance from one process, of the weights or a moment, after six steps: (two processes, three). With two all
-# gradients are those of one process, to the bit. A third of three times a gradient is not: Muon turns such differences into
-# directions where a gradient has no component of its own, since it gives all directions the same length.
-LIMITS = {"adamw": (1e-6, 1e-4), "lamb": (1e-6, 1e-4), "muon": (1e-6, 0.05)}
+# Largest relative distance from one process, of the weights or a moment, after six steps. Found: 1e-5, 3e-6 and 1.5e-3. Gradients
+# differ by their rounding, which Muon enlarges in directions where a gradient has little else: it gives all the same length.
+LIMITS = {"adamw": 1e-4, "lamb": 1e-4, "muon": 0.02}
 
 
 @functools.cache
@@ -71,8 +70,8 @@ def test_every_stage_steps_like_one_process(name: str) -> None:
     assert {quantity for quantity, _ in alone} == {"weight", *MOMENTS[: 3 if name == "muon" else 2]}
     for processes, stage in ALL[1:]:
         found = distance(saved(f"{name}-{processes}-{stage}"), alone)
-        assert found < LIMITS[name][processes - 2], (processes, stage)
-    assert distance(saved(f"{name}-1-0", HALF), alone) > 0.1  # three steps are more than that
+        assert found < LIMITS[name], (processes, stage)
+    assert distance(saved(f"{name}-1-0", HALF), alone) > 0.5  # three steps are more than that
 
 
 @pytest.mark.multiprocess
@@ -82,7 +81,7 @@ def test_a_checkpoint_is_resumed_at_any_world_size_and_stage(name: str) -> None:
     straight = saved(f"{name}-2-1")
     for processes, stage in ALL:
         found = distance(saved(f"{name}-{processes}-{stage}-resumed"), straight)
-        assert found < LIMITS[name][max(0, processes - 2)], (processes, stage)
+        assert found < LIMITS[name], (processes, stage)
 
 
 def stepped(optimizers: list[torch.optim.Optimizer], model: nn.Module, clip: float = math.inf) -> list[Tensor]:

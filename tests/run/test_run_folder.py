@@ -272,3 +272,32 @@ def test_a_refusal_reaches_every_process(tmp_path: Path) -> None:
     for (out, err), code in refused:
         assert (out, code) == ("opened\n", 2), err
         assert f"held is being trained by process {holder.pid} on" in err and "Traceback" not in err
+
+
+def test_no_run_goes_on_with_another_optimizer() -> None:
+    """Guards against moments of one optimizer that another takes for its own, and a layer-wise decay that changes in silence."""
+    assert refusal(changed(optim={"name": "lamb"}, checkpoint={"accept": ["optim"]}), changed()) == (
+        "runs/x was begun with optim.name=adamw, this run has lamb: set it back, or choose another output_dir (no run can go on with "
+        "another optim.name, so that cannot be accepted)."
+    )
+    assert "begun with optim.layer_decay=None, this run has 0.75" in refusal(changed(optim={"layer_decay": 0.75}), changed())
+    recorded = changed().model_dump(mode="json")
+    for key in ("name", "layer_decay", "momentum"):
+        del recorded["optim"][key]
+    check_same_run(changed(), recorded_config(recorded, "a test"), ALONE)  # a former run trained with AdamW, all layers alike
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"name": "sgd"}, "optim.name is 'sgd', but"),
+        ({"layer_decay": 0}, "optim.layer_decay is 0, but"),
+        ({"layer_decay": 1.5}, "optim.layer_decay is 1.5, but"),
+        ({"momentum": 1.0}, "optim.momentum is 1.0, but"),
+    ],
+)
+def test_an_optimizer_that_there_is_not_is_one_sentence(keys: dict, sentence: str) -> None:
+    """Guards against a traceback, or a default in place of what was asked for."""
+    with pytest.raises(UserError) as error:
+        changed(optim=keys)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
