@@ -33,6 +33,7 @@ class Stream(IntEnum):
     BLOCK_ORDER = 8  # block order (pipeline.data.order): order of the blocks
     WINDOW_ORDER = 9  # block order: order of the samples within a window
     INTERPOLATION = 10  # bicubic or bilinear, for the crop and RandAugment
+    THREE_AUGMENT = 11  # and colour jitter
 
 
 def philox4x32(counter: np.ndarray, seed: int) -> np.ndarray:

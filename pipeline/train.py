@@ -37,7 +37,7 @@ from pipeline.optim.groups import parameter_groups
 from pipeline.run.compiling import choose_compilation
 from pipeline.run.determinism import make_deterministic, refusals_explained
 from pipeline.run.evaluation import evaluate
-from pipeline.run.loss import mixed_cross_entropy, spread_nonfinite
+from pipeline.run.loss import spread_nonfinite, training_loss
 from pipeline.run.noise import sample_noise
 from pipeline.run.nonfinite import MicroBatch, skip_or_stop
 from pipeline.run.start import build_model, start_run
@@ -135,7 +135,7 @@ def training_step(run: Run) -> Batch:
         run.heartbeat.at(step, "training")
         run.batchnorm.micro_batch(number)
         scores = engine(batch.images, noise)
-        loss = mixed_cross_entropy(scores, batch, config.train.label_smoothing, run.compilation.loss)
+        loss = training_loss(scores, batch, config.train, run.compilation.loss)
         if run.teacher:
             loss = hard_distillation_loss(loss, scores, run.teacher(batch.images))
         engine.backward(spread_nonfinite(loss))

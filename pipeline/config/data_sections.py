@@ -37,6 +37,8 @@ class DataConfig(Section):
     """Blocks whose samples are shuffled together (order: block); 64 x 256 samples are about 2 GB of page cache."""
     max_bad_samples: Count = 100
     """Unreadable or damaged images to tolerate: training substitutes a neighbour, evaluation skips them; one more stops the run."""
+    train_crop: Literal["random_resized", "simple"] = "random_resized"
+    """random_resized: a random part of the image (crop_scale, crop_ratio), resized. simple: the short side resized to image_size, 4 pixels mirrored at each border, a random square of it (DeiT III)."""
     crop_scale: tuple[Share, Share] = (0.08, 1.0)
     """Area of the random crop as a fraction of the image."""
     crop_ratio: tuple[Aspect, Aspect] = (3 / 4, 4 / 3)
@@ -60,6 +62,16 @@ class DataConfig(Section):
                 raise ValueError(f"{name} must go from low to high, not [{low}, {high}]")
         return self
 
+    @model_validator(mode="after")
+    def _a_simple_crop_has_no_scale(self) -> DataConfig:
+        for name in ("crop_scale", "crop_ratio"):
+            given, default = getattr(self, name), type(self).model_fields[name].default
+            if self.train_crop == "simple" and given != default:
+                raise ValueError(
+                    f"{name} {list(given)} is for train_crop random_resized, but train_crop is simple; set {name} to its default, {list(default)}"
+                )
+        return self
+
 
 class AugmentConfig(Section):
     """Augmentation after crop and flip. Off by default; the recipes in configs/ turn it on."""
@@ -70,6 +82,10 @@ class AugmentConfig(Section):
     """RandAugment: magnitude, 0 to 10."""
     rand_augment_std: Annotated[float, Field(ge=0, le=10)] = 0.5
     """RandAugment: standard deviation of the magnitude."""
+    three_augment: bool = False
+    """3-Augment (DeiT III): one of grayscale, solarization and Gaussian blur for each image."""
+    color_jitter: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Colour jitter: brightness, contrast and saturation are multiplied by factors between 1 - this and 1 + this (DeiT III: 0.3); 0: off."""
     erasing: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Random erasing: probability that a rectangle is replaced by noise."""
     mixup: Annotated[float, Field(ge=0, le=2)] = 0.0
@@ -89,6 +105,16 @@ class AugmentConfig(Section):
         if 0 < alpha < 0.01:
             raise ValueError("must be 0, or at least 0.01")
         return alpha
+
+    @model_validator(mode="after")
+    def _one_policy_of_operations(self) -> AugmentConfig:
+        for name in ("three_augment", "color_jitter"):
+            if self.rand_augment_ops and (given := getattr(self, name)):
+                raise ValueError(
+                    f"{name} {str(given).lower()} and rand_augment_ops {self.rand_augment_ops} are alternatives; "
+                    f"set rand_augment_ops to 0, or {name} to {'false' if given is True else 0}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _partners_are_other_images(self) -> AugmentConfig:

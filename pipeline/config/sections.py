@@ -86,6 +86,10 @@ class TrainConfig(Section):
     """Recompute blocks in the backward pass: less memory, about a quarter more time."""
     compile: Literal["auto", "off", "blocks", "model", "graphs"] = "auto"
     """torch.compile. blocks: each block, Φp and the loss. model: the forward pass as a whole. graphs: model, as CUDA graphs. auto: blocks on a GPU with zero_stage 0 to 2, else off."""
+    loss: Literal["cross_entropy", "bce"] = "cross_entropy"
+    """bce: binary cross entropy, each class by itself, mean over images and classes (DeiT III). Evaluation reports the cross entropy."""
+    bce_threshold: Fraction | None = 0.0
+    """loss bce: targets above this become 1 and the others 0, so that with 0 both labels of a mixed image count fully; null: the shares of mixture and smoothing."""
     label_smoothing: Fraction = 0.1
     """Fraction of the target probability spread over all classes."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -101,6 +105,15 @@ class TrainConfig(Section):
         if self.teacher_weights and not library:
             names = " or ".join(f"{each}NAME" for each in _TEACHER_LIBRARIES)
             raise ValueError(f"teacher_weights {self.teacher_weights} is for a teacher {names}, but teacher is {self.teacher}")
+        return self
+
+    @model_validator(mode="after")
+    def _a_teacher_needs_cross_entropy(self) -> TrainConfig:
+        if self.loss == "bce" and self.teacher:
+            raise ValueError(
+                f"loss is bce, but teacher {self.teacher} makes hard distillation, which is defined for cross_entropy (DeiT, Eq. 3); "
+                "set loss to cross_entropy, or teacher to null"
+            )
         return self
 
     @model_validator(mode="before")
@@ -210,6 +223,34 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     distributed: DistributedConfig = DistributedConfig()
+
+    @model_validator(mode="after")
+    def _a_simple_crop_has_a_border(self) -> Config:
+        if self.data.train_crop == "simple" and self.model.image_size < 5:
+            raise ValueError(
+                f"data.train_crop simple mirrors 4 pixels at each border, which model.image_size {self.model.image_size} lacks; "
+                "set model.image_size to 5 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _targets_are_on_both_sides_of_the_threshold(self) -> Config:
+        train, classes = self.train, self.model.num_classes
+        if train.loss == "bce" and train.bce_threshold is not None:
+            off = (
+                train.label_smoothing / classes
+            )  # the target of a class that an image is not of; of its own, off + 1 - smoothing
+            if off > train.bce_threshold:
+                raise ValueError(
+                    f"train.label_smoothing {train.label_smoothing} gives every one of {classes} classes a target of {off:.2g}, above "
+                    f"train.bce_threshold {train.bce_threshold}, so that all would count as present; set train.label_smoothing=0, or a higher threshold"
+                )
+            if off + 1 - train.label_smoothing <= train.bce_threshold:
+                raise ValueError(
+                    f"train.bce_threshold {train.bce_threshold} is not below the highest target, {off + 1 - train.label_smoothing:.3g} with "
+                    f"train.label_smoothing {train.label_smoothing}, so that no class would count as present; set a lower threshold"
+                )
+        return self
 
     @model_validator(mode="after")
     def _groups_fill_the_micro_batch(self) -> Config:

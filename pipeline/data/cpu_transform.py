@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from pipeline.data.augment import randaugment_cpu
 from pipeline.data.augment.crop import Geometry
+from pipeline.data.augment.gaussian_blur import blur_picture
 from pipeline.data.augment.randaugment import fill_color
 from pipeline.data.buffers import TensorPool
 from pipeline.data.normalize import Normalization
@@ -25,7 +26,7 @@ from pipeline.data.plan import BatchRequest
 
 
 class Finisher:
-    """Resize, crop, flip, RandAugment, normalize.
+    """Resize, crop, flip, RandAugment or 3-Augment, normalize.
 
     Args:
         batch_size: B.
@@ -54,7 +55,7 @@ class Finisher:
 
         Args:
             crops: B decoded windows, (h, w, 3) uint8 each.
-            request: their geometry and RandAugment operations.
+            request: their geometry and operations.
 
         Returns:
             (B, 3, S, S) float32, normalized.
@@ -97,26 +98,30 @@ class Finisher:
         list(self._pool.map(share, range(self._threads)))
 
     def flip_and_augment(self, pixels: np.ndarray, request: BatchRequest, i: int, interleaved: bool = True) -> np.ndarray:
-        """Flip image i of a batch and apply its RandAugment operations.
+        """Flip image i of a batch, blur it and apply its operations.
 
         Args:
             pixels: (S, S, 3) uint8.
             request: of the batch.
             i: index of the image in the batch.
-            interleaved: False allows three planes in memory, cheaper to make and to normalize where RandAugment applies.
+            interleaved: False allows three planes in memory, cheaper to make and to normalize where an operation applies.
 
         Returns:
             (S, S, 3) uint8; ``pixels`` or a view of it where no operation applies and, if flipped, ``interleaved`` is false.
         """
         flip = bool(request.geometry.flip[i])
+        blur = 0.0 if request.blur is None else float(request.blur[i])
         augmented = request.ops is not None and request.ops.op[i].any()
-        if not augmented and not (flip and interleaved):
+        if not augmented and not blur and not (flip and interleaved):
             return pixels[:, ::-1] if flip else pixels  # the view costs its reader little where it splits the channels anyway
         picture = Image.fromarray(pixels)
         if flip:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)  # a third of the time that NumPy takes
+        if blur:
+            picture = blur_picture(picture, blur)
         if request.ops is not None and augmented:
-            bilinear = request.interpolation.ops[i] if request.interpolation is not None else None
+            chosen = request.blur is None and request.interpolation is not None  # 3-Augment has no geometry to interpolate
+            bilinear = request.interpolation.ops[i] if chosen and request.interpolation is not None else None
             picture = randaugment_cpu.augment(picture, request.ops.op[i], request.ops.amount[i], self._fill, bilinear)
         return np.asarray(picture) if interleaved else _planes(picture)
 
@@ -152,5 +157,14 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int,
     channels_last = window[None].permute(0, 3, 1, 2)
     resized = F.interpolate(channels_last, size=(height, width), mode="bilinear" if bilinear else "bicubic", antialias=True)
     pixels = resized[0].permute(1, 2, 0).numpy()  # (height, width, 3)
-    top, left = np.rint(geometry.crop[i] * (geometry.resize[i] - image_size)).astype(int).tolist()
-    return pixels[top : top + image_size, left : left + image_size]
+    room = geometry.resize[i] + 2 * geometry.pad - image_size
+    top, left = (np.rint(geometry.crop[i] * room).astype(int) - geometry.pad).tolist()
+    if 0 <= top <= height - image_size and 0 <= left <= width - image_size:
+        return pixels[top : top + image_size, left : left + image_size]
+    rows, columns = (_mirrored(first + np.arange(image_size), side) for first, side in ((top, height), (left, width)))
+    return pixels.take(rows, axis=0).take(columns, axis=1)
+
+
+def _mirrored(index: np.ndarray, side: int) -> np.ndarray:
+    """Indices beyond 0 to side - 1 mirrored at these, which are not repeated; at most side - 1 beyond."""
+    return (side - 1) - np.abs((side - 1) - np.abs(index))

@@ -18,7 +18,8 @@ import nvidia.dali.types as types
 from nvidia.dali import Pipeline, pipeline_def
 from nvidia.dali.data_node import DataNode
 
-from pipeline.data.augment import randaugment_dali
+from pipeline.data.augment import randaugment_dali, three_augment
+from pipeline.data.augment.gaussian_blur import blur_images, box_weights
 from pipeline.data.augment.randaugment import fill_color
 from pipeline.data.augment.resize_borders import resize_borders
 from pipeline.data.plan import BatchRequest
@@ -29,6 +30,7 @@ _PIXEL_TYPES = [*[types.FLOAT] * 5, types.INT32]  # resize, borders of rows and 
 _FILTER_TYPES = [types.INT32]  # of the resize
 _OP_TYPES = [types.INT32, types.FLOAT, types.FLOAT, types.FLOAT]  # op, amount, matrix, bilinear
 _OP_DIMS = [1, 1, 3, 1]
+_THREE_TYPES, _THREE_DIMS = [types.FLOAT, types.FLOAT, types.INT32, types.FLOAT], [0, 2, 1, 1]  # blur, its weights, op, amount
 _CUBIC, _LINEAR = (kind.value for kind in (types.INTERP_CUBIC, types.INTERP_LINEAR))
 
 
@@ -38,7 +40,7 @@ def window_inputs(images: list, request: BatchRequest) -> tuple:
 
 
 def full_inputs(images: list, request: BatchRequest, image_size: int) -> tuple:
-    """The inputs of :func:`full_graph`: those of :func:`decoding_graph`, resize, crop, flip, a chosen filter, RandAugment's if on."""
+    """The inputs of :func:`full_graph`: those of :func:`decoding_graph`, resize, crop, flip, a chosen filter, RandAugment's or 3-Augment's if on."""
     geometry, interpolation = request.geometry, request.interpolation
     bilinear = None if interpolation is None else interpolation.crop
     pixels = geometry.resize, *resize_borders(geometry, bilinear), *geometry.crop.T.copy(), geometry.flip
@@ -46,7 +48,9 @@ def full_inputs(images: list, request: BatchRequest, image_size: int) -> tuple:
     if interpolation is not None:
         filters = (np.where(interpolation.crop, _LINEAR, _CUBIC).astype(np.int32),)
     ops: tuple = ()
-    if request.ops is not None:
+    if request.blur is not None and request.ops is not None:
+        ops = request.blur, box_weights(request.blur), request.ops.op, request.ops.amount
+    elif request.ops is not None:
         fed = randaugment_dali.graph_inputs(request.ops, image_size)
         ops = fed.op, fed.amount, fed.matrix
         if interpolation is not None:
@@ -88,8 +92,10 @@ def full_graph(
     prefetch: int,
     rand_augment_ops: int = 0,
     chosen_filters: bool = False,
+    three_augment_on: bool = False,
+    crop_pad: int = 0,
 ) -> Pipeline:
-    """Decode, resize, crop, flip, RandAugment.
+    """Decode, resize, crop, flip, RandAugment or 3-Augment.
 
     Args:
         source: called once per batch, ahead of time; returns :func:`full_inputs`.
@@ -101,13 +107,19 @@ def full_graph(
         prefetch: depth of DALI's prefetch queue, in batches.
         rand_augment_ops: RandAugment operations per image.
         chosen_filters: the requests say which images are interpolated bilinearly; else all are bicubic.
+        three_augment_on: the requests have 3-Augment's blur and operations.
+        crop_pad: ``Geometry.pad`` of the requests, pixels.
 
     Returns:
         A built pipeline with one output: (B, S, S, 3) uint8 on the device.
     """
     op_inputs = 0 if not rand_augment_ops else 4 if chosen_filters else 3
-    more_types = [*(_FILTER_TYPES if chosen_filters else []), *_OP_TYPES[:op_inputs]]
-    more_dims = [*([0] if chosen_filters else []), *_OP_DIMS[:op_inputs]]
+    more_types = [
+        *(_FILTER_TYPES if chosen_filters else []),
+        *_OP_TYPES[:op_inputs],
+        *(_THREE_TYPES if three_augment_on else []),
+    ]
+    more_dims = [*([0] if chosen_filters else []), *_OP_DIMS[:op_inputs], *(_THREE_DIMS if three_augment_on else [])]
 
     @pipeline_def(
         batch_size=batch_size,
@@ -130,6 +142,8 @@ def full_graph(
         # As in Pillow, columns first, rounded to 8 bits before the rows: in one step, DALI keeps floats beyond 0 and 255.
         images = _resize_axis(images, fn.stack(fn.cast(shape[0], dtype=types.FLOAT), resize[1]), columns, filter_, axis=1)
         images = _resize_axis(images, resize, rows, filter_, axis=0)
+        if crop_pad:
+            images = _mirror_borders(_mirror_borders(images, crop_pad, axis=0), crop_pad, axis=1)
         images = fn.crop(images, crop=(image_size, image_size), crop_pos_y=crop_y, crop_pos_x=crop_x)
         images = fn.flip(images, horizontal=flip)
         if rand_augment_ops:
@@ -137,9 +151,37 @@ def full_graph(
             images = randaugment_dali.augment(
                 images, op, amount, matrix, rand_augment_ops, image_size, fill_color(mean), *bilinear
             )
+        if three_augment_on:
+            images = three_augmented(images, *more)
         return images
 
     return _built(graph())
+
+
+def three_augmented(images: DataNode, blur: DataNode, weights: DataNode, op: DataNode, amount: DataNode) -> DataNode:
+    """3-Augment, within a ``pipeline_def`` with ``enable_conditionals=True``.
+
+    Args:
+        images: (S, S, 3) uint8 with layout HWC, on the CPU or the GPU.
+        blur: () float32 on the CPU, standard deviation in pixels; 0: none.
+        weights: (2, TAPS) float32 on the CPU, of :func:`~pipeline.data.augment.gaussian_blur.box_weights`.
+        op, amount: (LAYERS,) on the CPU, of :class:`~pipeline.data.augment.three_augment.ThreeAugment`.
+    """
+    if blur > 0:
+        images = blur_images(images, weights)
+    return randaugment_dali.recolor(images, op, amount, three_augment.LAYERS)
+
+
+def _mirror_borders(images: DataNode, pad: int, axis: int) -> DataNode:
+    """Images (h, w, 3) with ``pad`` more pixels at both ends of an axis, mirrored at the border, whose own are not repeated."""
+    if axis == 0:
+        before, after = (
+            fn.flip(images[1 : 1 + pad], horizontal=0, vertical=1),
+            fn.flip(images[-1 - pad : -1], horizontal=0, vertical=1),
+        )
+    else:
+        before, after = fn.flip(images[:, 1 : 1 + pad]), fn.flip(images[:, -1 - pad : -1])
+    return fn.cat(before, images, after, axis=axis)
 
 
 def _resize_axis(

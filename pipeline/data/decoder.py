@@ -107,6 +107,8 @@ class Decoder:
             config.prefetch,
             plan.rand_augment_ops,
             plan.bilinear_share > 0,
+            plan.three_augment,
+            plan.crop_pad,
         )
 
     def _feed(self) -> tuple:

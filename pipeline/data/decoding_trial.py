@@ -81,6 +81,14 @@ class TurnPlan(Plan):
         return self.plan.rand_augment_ops
 
     @property
+    def three_augment(self) -> bool:
+        return self.plan.three_augment
+
+    @property
+    def crop_pad(self) -> int:
+        return self.plan.crop_pad
+
+    @property
     def bilinear_share(self) -> float:
         return self.plan.bilinear_share
 

@@ -10,16 +10,15 @@ size. The length of an epoch need not be a multiple of the batch size: a step ma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.augment import crop, erasing, interpolation, mixing, randaugment
-from pipeline.data.augment.crop import Geometry, eval_geometry, train_geometry
+from pipeline.data.augment import crop, erasing, interpolation, mixing, randaugment, three_augment
+from pipeline.data.augment.crop import Geometry, eval_geometry, simple_geometry, train_geometry
 from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
-from pipeline.data.shards import DamagedSample
+from pipeline.data.samples import Samples as Samples  # importable from here, too
 from pipeline.data.views import STREAM_VERSION, Placing, epoch_length
 from pipeline.philox import Stream, uniforms
 
@@ -38,40 +37,9 @@ class BatchRequest:
     erasing: erasing.Erasing | None = None
     mixing: mixing.Mixing | None = None
     interpolation: interpolation.Interpolation | None = None  # None: bicubic
-
-
-class Samples(Protocol):
-    """One split: a :class:`~pipeline.data.shards.ShardSet` or an :class:`~pipeline.data.image_folder.ImageFolder`.
-
-    Attributes:
-        folder: its folder.
-        samples: ``samples[indices]`` gives (B,) of ``SAMPLE_DTYPE`` for B sample numbers.
-        classes: class names in index order.
-    """
-
-    folder: Path
-    classes: list[str]
-
-    @property
-    def samples(self) -> Any: ...
-
-    def __len__(self) -> int: ...
-
-    def key(self, index: int) -> str:
-        """The name of a sample, for messages."""
-
-    def damaged(self, index: int, reason: str) -> DamagedSample:
-        """An error about a sample, to be raised by the caller."""
-
-    def read(self, index: int) -> np.ndarray:
-        """The encoded image, (bytes,) uint8. Thread-safe.
-
-        Raises:
-            DamagedSample: it cannot be read.
-        """
-
-    def will_need(self, runs: list[tuple[int, int]]) -> None:
-        """Announce runs, (first sample, number of samples) each, that will be read soon."""
+    blur: np.ndarray | None = (
+        None  # (B,) float32, 3-Augment: standard deviation in pixels, 0: none; then ``ops`` are 3-Augment's
+    )
 
 
 class Plan(Protocol):
@@ -90,6 +58,16 @@ class Plan(Protocol):
     @property
     def rand_augment_ops(self) -> int:
         """RandAugment operations per image; 0: none."""
+        return 0
+
+    @property
+    def three_augment(self) -> bool:
+        """Whether the requests have 3-Augment or colour jitter."""
+        return False
+
+    @property
+    def crop_pad(self) -> int:
+        """``Geometry.pad`` of the requests, pixels."""
         return 0
 
     @property
@@ -148,6 +126,14 @@ class TrainPlan(Plan):
         return self.augment.rand_augment_ops
 
     @property
+    def three_augment(self) -> bool:
+        return self.augment.three_augment or self.augment.color_jitter > 0
+
+    @property
+    def crop_pad(self) -> int:
+        return crop.SIMPLE_CROP_PAD if self.data.train_crop == "simple" else 0
+
+    @property
     def bilinear_share(self) -> float:
         return interpolation.BILINEAR_SHARE[self.data.train_interpolation]
 
@@ -178,16 +164,12 @@ class TrainPlan(Plan):
             return uniforms(use, self.seed, epoch, position, count)  # (B, count)
 
         data, chosen = self.data, self.augment
-        geometry = train_geometry(
-            samples["height"],
-            samples["width"],
-            draw(Stream.CROP_AND_FLIP, crop.UNIFORMS_PER_SAMPLE),
-            self.image_size,
-            data.crop_scale,
-            data.crop_ratio,
-            data.flip,
-        )
-        ops = boxes = filters = None
+        sides, numbers = (samples["height"], samples["width"]), draw(Stream.CROP_AND_FLIP, crop.UNIFORMS_PER_SAMPLE)
+        if data.train_crop == "simple":
+            geometry = simple_geometry(*sides, numbers, self.image_size, data.flip)
+        else:
+            geometry = train_geometry(*sides, numbers, self.image_size, data.crop_scale, data.crop_ratio, data.flip)
+        ops = boxes = filters = blur = None
         if self.bilinear_share:
             numbers = draw(Stream.INTERPOLATION, interpolation.uniforms_per_sample(self.rand_augment_ops))
             filters = interpolation.draw_interpolation(numbers, self.bilinear_share)
@@ -195,12 +177,16 @@ class TrainPlan(Plan):
             settings = randaugment.RandAugment(chosen.rand_augment_ops, chosen.rand_augment_magnitude, chosen.rand_augment_std)
             numbers = draw(Stream.RAND_AUGMENT, settings.layers * randaugment.UNIFORMS_PER_LAYER)
             ops = randaugment.draw_ops(numbers, settings, self.image_size)
+        if self.three_augment:
+            numbers = draw(Stream.THREE_AUGMENT, three_augment.UNIFORMS_PER_SAMPLE)
+            drawn = three_augment.draw_three_augment(numbers, chosen.three_augment, chosen.color_jitter)
+            ops, blur = drawn.ops, drawn.blur
         if chosen.erasing:
             numbers = draw(Stream.ERASING, erasing.UNIFORMS_PER_SAMPLE)
             boxes = erasing.draw_erasing(numbers, self.image_size, chosen.erasing)
         valid = np.ones(len(index), dtype=bool)
         label = samples["label"].astype(np.int64)
-        return BatchRequest(index, label, epoch, position, valid, geometry, ops, boxes, self._mixing(i), filters)
+        return BatchRequest(index, label, epoch, position, valid, geometry, ops, boxes, self._mixing(i), filters, blur)
 
     def coming_blocks(self, i: int) -> list[tuple[int, int]]:
         """In block order, when batch i is the first to reach into a window: the runs that the next window reads."""

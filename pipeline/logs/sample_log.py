@@ -78,7 +78,7 @@ class SampleLog:
 def augmentation_digests(request: BatchRequest) -> list[str]:
     """XXH3-64 of all random draws for an image, as 16 hexadecimal digits.
 
-    These are the crop and flip, RandAugment's operations, the filters if they are chosen, the erased box with its noise seed, and
+    These are the crop and flip, RandAugment's or 3-Augment's operations, the filters if they are chosen, the erased box with its noise seed, and
     the mixing: the partner's sample, the weight, the box. For equal samples, equal digests mean equal pixels.
 
     Args:
@@ -88,6 +88,8 @@ def augmentation_digests(request: BatchRequest) -> list[str]:
     drawn = [geometry.start, geometry.shape, geometry.resize, geometry.crop, geometry.flip]
     if request.ops is not None:
         drawn += [request.ops.op, request.ops.amount]
+    if request.blur is not None:
+        drawn += [request.blur]
     if request.interpolation is not None:
         drawn += [np.column_stack([request.interpolation.crop, request.interpolation.ops])]
     if request.erasing is not None:

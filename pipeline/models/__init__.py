@@ -3,6 +3,7 @@
 ==============  ===================================================================
 ``registry``    :func:`create_model` and the list of models
 ``deit``        DeiT
+``deit3``       DeiT III
 ``pervit``      PerViT
 ``convit``      ConViT
 ``lsat``        LSAT

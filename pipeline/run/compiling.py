@@ -40,7 +40,7 @@ from pipeline.models.common.tables import compile_tables_as_constants
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.optim.engine import zero_stage
 from pipeline.run.compile_cache import drop_compile_cache, open_compile_cache
-from pipeline.run.loss import mixture_of_two, spread_nonfinite
+from pipeline.run.loss import LossFunction, loss_function, spread_nonfinite, training_loss
 from pipeline.run.precision import autocast
 
 OFF, BLOCKS, MODEL, GRAPHS = "off", "blocks", "model", "graphs"
@@ -100,12 +100,12 @@ class Compilation:
         self._config, self._world, self._model = config, world, model
         self._pending = self.kind != OFF
         self._replaced: list[tuple[nn.Module, str]] = []
-        self._loss: Callable[..., Tensor] | None = None
+        self._loss: LossFunction | None = None
         self._hooks: list[Any] = []
 
     @property
-    def loss(self) -> Callable[..., Tensor] | None:
-        """:func:`~pipeline.run.loss.mixture_of_two`, compiled; None if it is not."""
+    def loss(self) -> LossFunction | None:
+        """:func:`~pipeline.run.loss.loss_function`, compiled; None if it is not."""
         return self._loss
 
     @property
@@ -173,7 +173,9 @@ class Compilation:
         if self.kind != BLOCKS:
             for module in self._eager_children():
                 self._replace(module, "forward", torch.compiler.disable(module.forward), always=True)
-        self._loss = _compiled(mixture_of_two)  # never a CUDA graph: the step keeps its result beyond the next micro-batch
+        self._loss = _compiled(
+            loss_function(self._config.train)
+        )  # never a CUDA graph: the step keeps its result beyond the next micro-batch
         if self.kind == GRAPHS and accumulates:
             # A graph's gradients lie in memory that its next replay overwrites, while AccumulateGrad would keep them as they are.
             self._hooks = [p.register_hook(torch.clone) for p in self._model.parameters() if p.requires_grad]
@@ -224,9 +226,7 @@ class Compilation:
                 for _ in range(_GRAPH_PASSES if self.kind == GRAPHS else 1):
                     with autocast(self._world.device, train.precision):
                         scores = model.forward(batch.images, noise)  # not the module's hooks, which are DeepSpeed's
-                    loss = (self._loss or mixture_of_two)(
-                        scores, batch.labels, batch.other_labels, batch.weight, train.label_smoothing
-                    )
+                    loss = training_loss(scores, batch, train, self._loss)
                     torch.autograd.grad(spread_nonfinite(loss), trained, allow_unused=True)
                 if self._world.device.type == "cuda":
                     torch.cuda.synchronize(self._world.device)  # a kernel that fails does so here

@@ -8,6 +8,8 @@
 ``randaugment_dali``  RandAugment's pixels in a DALI graph
 ``resize_borders``    what DALI's resize lacks at an image's borders
 ``cubic_shift``       shears and translations on the CPU
+``three_augment``     3-Augment and colour jitter: choice and strength of the operations
+``gaussian_blur``     3-Augment's blur: its pixels
 ``erasing``           random erasing
 ``mixing``            Mixup and CutMix
 ====================  =================================================================

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 CROP_ATTEMPTS = 10  # as in torchvision
-MAX_EVAL_RATIO = 16  # evaluation crops images with a larger ratio of their sides before resizing: bounds memory
+MAX_RATIO = 16  # images with a larger ratio of their sides are cropped before they are resized as a whole: bounds memory
+SIMPLE_CROP_PAD = 4  # pixels
 UNIFORMS_PER_SAMPLE = 2 * CROP_ATTEMPTS + 3  # area and ratio per attempt; top, left, flip
 
 
@@ -25,6 +26,7 @@ class Geometry:
     resize: np.ndarray  # (B, 2) float32: size that the window is resized to
     crop: np.ndarray  # (B, 2) float32: position of the output in the resized window; 0 upper left, 1 lower right
     flip: np.ndarray  # (B,) int32: 1 flips horizontally
+    pad: int = 0  # pixels that the resized window gets on each side before the crop, mirrored at its border
 
 
 def train_geometry(
@@ -78,6 +80,33 @@ def train_geometry(
     )
 
 
+def simple_geometry(height: np.ndarray, width: np.ndarray, uniforms: np.ndarray, image_size: int, flip: float) -> Geometry:
+    """Simple random crop (Touvron et al., "DeiT III", ECCV 2022, Sec. 3) and flip.
+
+    The short side is resized to the output's side, the image mirrored by 4 pixels at its borders, and a square cropped anywhere in
+    it: torchvision's ``Resize`` and ``RandomCrop(padding=4, padding_mode="reflect")``. Of an image with sides in a ratio above
+    ``MAX_RATIO``, the middle is taken.
+
+    Args:
+        height, width: (B,) of the stored images, in pixels.
+        uniforms: (B, UNIFORMS_PER_SAMPLE) in [0, 1), those of :func:`train_geometry`.
+        image_size: side of the output, more than 4.
+        flip: probability of a flip.
+    """
+    start, shape, resize = _whole(height, width, image_size)
+    top_draw, left_draw, flip_draw = uniforms[:, 2 * CROP_ATTEMPTS :].T
+    room = resize + 2 * SIMPLE_CROP_PAD - image_size  # (B, 2), at least 2 * SIMPLE_CROP_PAD
+    corner = (np.stack([top_draw, left_draw], axis=1) * (room + 1)).astype(np.int64)
+    return Geometry(
+        start=start,
+        shape=shape,
+        resize=resize.astype(np.float32),
+        crop=(corner / room).astype(np.float32),
+        flip=(flip_draw < flip).astype(np.int32),
+        pad=SIMPLE_CROP_PAD,
+    )
+
+
 def eval_geometry(height: np.ndarray, width: np.ndarray, image_size: int, eval_crop: float) -> Geometry:
     """Evaluation geometry: resize the short side to :func:`eval_short_side` (224 / 0.875 = 256), crop the centre.
 
@@ -89,16 +118,11 @@ def eval_geometry(height: np.ndarray, width: np.ndarray, image_size: int, eval_c
         image_size: side of the output.
         eval_crop: output size / short side, in (0, 1].
     """
-    stored = [np.asarray(side, dtype=np.int64) for side in (height, width)]
-    short = eval_short_side(image_size, eval_crop)
-    smaller = np.minimum(*stored)
-    # A strip of 65,000 x 1 pixels would take gigabytes when resized, but the crop needs only its middle.
-    height, width = (np.minimum(side, MAX_EVAL_RATIO * smaller) for side in stored)
-    resize = _pairs(height * short // smaller, width * short // smaller, np.int64)
+    start, shape, resize = _whole(height, width, eval_short_side(image_size, eval_crop))
     margin = resize - image_size
     return Geometry(
-        start=_pairs((stored[0] - height) // 2, (stored[1] - width) // 2, np.int32),
-        shape=_pairs(height, width, np.int32),
+        start=start,
+        shape=shape,
         resize=resize.astype(np.float32),
         crop=(np.rint(margin / 2) / np.maximum(margin, 1)).astype(np.float32),
         flip=np.zeros(len(height), dtype=np.int32),
@@ -111,6 +135,16 @@ def eval_short_side(image_size: int, eval_crop: float) -> int:
     The quotient is that of double precision, as in the references: 124 for 101 / 0.808, which is 125 in decimals.
     """
     return math.floor(image_size / eval_crop)
+
+
+def _whole(height: np.ndarray, width: np.ndarray, short: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Start and shape, (B, 2) int32, of the whole image, or of a strip's middle, and its size, (B, 2) int64, with a short side ``short``."""
+    stored = [np.asarray(side, dtype=np.int64) for side in (height, width)]
+    smaller = np.minimum(*stored)
+    # A strip of 65,000 x 1 pixels would take gigabytes when resized, but the crop needs only its middle.
+    height, width = (np.minimum(side, MAX_RATIO * smaller) for side in stored)
+    start = _pairs((stored[0] - height) // 2, (stored[1] - width) // 2, np.int32)
+    return start, _pairs(height, width, np.int32), _pairs(height * short // smaller, width * short // smaller, np.int64)
 
 
 def _pairs(rows: np.ndarray, columns: np.ndarray, dtype: type) -> np.ndarray:

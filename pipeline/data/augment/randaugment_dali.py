@@ -124,6 +124,33 @@ def _layer(
     return result
 
 
+def recolor(images: DataNode, op: DataNode, amount: DataNode, layers: int) -> DataNode:
+    """:func:`augment` for the operations of 3-Augment and colour jitter only: a graph of a third of the size.
+
+    Args:
+        images: (S, S, 3) uint8 RGB with layout HWC, on the CPU or the GPU.
+        op, amount: (layers,) on the CPU: nothing, solarization, colour, contrast or brightness, and in the unit of the Op.
+        layers: operations per image.
+    """
+    for layer in range(layers):
+        images = _recolor_layer(images, op[layer], amount[layer])
+    return images
+
+
+def _recolor_layer(images: DataNode, op: DataNode, amount: DataNode) -> DataNode:
+    if op == Op.NOTHING.value:
+        result = images
+    elif op == Op.SOLARIZE.value:
+        result = _where(images < amount, images, _inverse(images))
+    elif op == Op.COLOR.value:
+        result = _blend(_gray(images), images, amount)
+    elif op == Op.CONTRAST.value:
+        result = _blend(math.floor(fn.reductions.mean(_gray(images)) + 0.5), images, amount)
+    else:
+        result = _to_level(images * amount)
+    return result
+
+
 # Geometry
 
 

@@ -1,0 +1,306 @@
+"""DeiT III beside timm, torchvision and the authors' code, run here: 3-Augment, crop, loss, schedule, decay, depth, scores.
+
+Needs timm and torchvision (``pip install timm torchvision``); the authors' code where ``PERVIT_DEIT_CODE`` names a clone of
+github.com/facebookresearch/deit, which may be bare.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.config import TrainConfig, load_config
+from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
+from pipeline.data.augment.crop import simple_geometry
+from pipeline.data.augment.gaussian_blur import blur_picture
+from pipeline.data.augment.randaugment import Op
+from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, draw_three_augment
+from pipeline.data.cpu_transform import Finisher, resize_and_crop
+from pipeline.models import create_model
+from pipeline.models.weights.reference_names import authors_names, reference_state_dict
+from pipeline.models.weights.transfer import resample_positions
+from pipeline.optim.adamw import build_optimizer, learning_rate
+from pipeline.philox import Stream, uniforms
+from pipeline.run.loss import training_loss
+from support.randaugment_reference import SIZE, flat_and_extreme_images, photographs
+
+timm = pytest.importorskip("timm", reason="timm is not installed")
+torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed", exc_type=ImportError)
+
+from timm.data.mixup import mixup_target  # noqa: E402
+from timm.loss import BinaryCrossEntropy  # noqa: E402
+from timm.optim import param_groups_weight_decay  # noqa: E402
+from timm.scheduler import CosineLRScheduler  # noqa: E402
+from torchvision import transforms  # noqa: E402
+from torchvision.transforms import functional as TF  # noqa: E402
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CODE = os.environ.get("PERVIT_DEIT_CODE")
+needs_code = pytest.mark.skipif(not CODE, reason="set PERVIT_DEIT_CODE to a clone of facebookresearch/deit")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+COUNT = 30_000
+ADJUST = {Op.BRIGHTNESS: TF.adjust_brightness, Op.CONTRAST: TF.adjust_contrast, Op.COLOR: TF.adjust_saturation}
+
+
+def authors_module(name: str) -> types.ModuleType:
+    """A file of the authors', with the names that it imports from a former timm."""
+    import timm.data.transforms as former
+    import timm.models.vision_transformer as vision_transformer
+
+    for module, missing in ((former, "_pil_interp"), (vision_transformer, "_cfg")):
+        if not hasattr(module, missing):
+            setattr(module, missing, lambda *_, **__: {})
+    for old, new in (("timm.models.layers", "timm.layers"), ("timm.models.registry", "timm.models")):
+        sys.modules.setdefault(old, __import__(new, fromlist=["x"]))
+    source = subprocess.run(["git", "-C", str(CODE), "show", f"HEAD:{name}.py"], capture_output=True, text=True, check=True)
+    module = types.ModuleType(f"authors_{name}")
+    sys.modules[module.__name__] = module  # timm's registry looks a model's module up
+    exec(compile(source.stdout, f"{name}.py", "exec"), module.__dict__)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pictures(imagenet_samples: Path) -> list[Image.Image]:
+    """Twelve photographs, and images of one level, two levels and noise."""
+    return [*photographs(imagenet_samples, 12), *(each for each in flat_and_extreme_images() if each.size == (SIZE, SIZE))]
+
+
+def drawn(count: int) -> object:
+    numbers = uniforms(Stream.THREE_AUGMENT, 1, np.zeros(count), np.arange(count), UNIFORMS_PER_SAMPLE)
+    return draw_three_augment(numbers, True, 0.3)
+
+
+def test_three_augment_is_torchvisions(pictures: list[Image.Image]) -> None:
+    """Every image with each of the three and a jitter: equal to the last level to torchvision's operations in the same order."""
+    count = 6 * len(pictures)
+    chosen, finisher = drawn(count), Finisher(count, SIZE, MEAN, STD, 1)
+    request = types.SimpleNamespace(ops=chosen.ops, blur=chosen.blur, interpolation=None)
+    request.geometry = simple_geometry(*np.full((2, count), SIZE), np.full((count, CROP_UNIFORMS), 0.9), SIZE, 0.5)
+    gray = transforms.Grayscale(3)
+    for i in range(count):
+        picture = expected = pictures[i % len(pictures)]
+        first, *jitter = chosen.ops.op[i].tolist()
+        if chosen.blur[i]:
+            expected = blur_picture(expected, float(chosen.blur[i]))
+        if first == Op.COLOR:
+            expected = gray(expected)
+        if first == Op.SOLARIZE:
+            expected = TF.solarize(expected, 128)
+        for op, factor in zip(jitter, chosen.ops.amount[i, 1:].tolist()):
+            expected = ADJUST[Op(op)](expected, factor)
+        ours = finisher.flip_and_augment(np.asarray(picture), request, i)
+        np.testing.assert_array_equal(ours, np.asarray(expected))
+    finisher.close()
+
+
+def test_the_simple_crop_is_torchvisions(imagenet_samples: Path) -> None:
+    """Sizes and places are ``Resize``'s and ``RandomCrop``'s; PyTorch's resize is up to two levels off Pillow's in few values."""
+    files = sorted(imagenet_samples.glob("*/*.JPEG"))[::50]
+    rng, crop = np.random.default_rng(0), transforms.RandomCrop(192, padding=4, padding_mode="reflect")
+    for picture in (Image.open(file).convert("RGB") for file in files):
+        geometry = simple_geometry(*(np.full(3, side) for side in picture.size[::-1]), rng.random((3, CROP_UNIFORMS)), 192, 0.5)
+        resized = TF.resize(picture, 192, transforms.InterpolationMode.BICUBIC)
+        assert geometry.resize[0].tolist() == list(resized.size[::-1])
+        padded = TF.pad(resized, 4, padding_mode="reflect")
+        for i in range(3):
+            top, left = np.rint(geometry.crop[i] * (geometry.resize[i] + 8 - 192)).astype(int).tolist()
+            expected = np.asarray(TF.crop(padded, top, left, 192, 192)).astype(int)
+            ours = resize_and_crop(torch.from_numpy(np.array(picture)), geometry, i, 192).astype(int)
+            assert np.abs(ours - expected).max() <= 2 and (ours != expected).mean() < 0.02
+        random_corner = crop.get_params(padded, (192, 192))
+        assert random_corner[0] <= resized.height + 8 - 192 and random_corner[1] <= resized.width + 8 - 192
+
+
+def test_the_jitters_draws_are_torchvisions() -> None:
+    """Orders and factors beside ``ColorJitter``'s own draws: chi-squared and Kolmogorov-Smirnov distances below 5 sigma."""
+    jitter, count = transforms.ColorJitter(0.3, 0.3, 0.3), 6000
+    torch.manual_seed(0)
+    theirs = [jitter.get_params(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue) for _ in range(count)]
+    names = (Op.BRIGHTNESS, Op.CONTRAST, Op.COLOR)
+    orders = [tuple(names[i] for i in each[0].tolist() if i < 3) for each in theirs]
+    chosen = drawn(COUNT)
+    own = [tuple(each) for each in chosen.ops.op[:, 1:].tolist()]
+    for order in set(orders):
+        difference = orders.count(order) / count - own.count(order) / COUNT
+        assert abs(difference) < 5 * np.sqrt(5 / 36 * (1 / count + 1 / COUNT)), order
+    for place, op in enumerate(names, start=1):
+        factors = chosen.ops.amount[:, 1:][chosen.ops.op[:, 1:] == op]
+        assert distance(factors, np.array([each[place] for each in theirs])) < 2 * np.sqrt(1 / count + 1 / COUNT)
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Kolmogorov-Smirnov distance of two samples."""
+    at = np.sort(np.concatenate([a, b]))
+    return float(
+        np.abs(np.searchsorted(np.sort(a), at, "right") / len(a) - np.searchsorted(np.sort(b), at, "right") / len(b)).max()
+    )
+
+
+@needs_code
+def test_the_authors_choose_among_the_same_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The authors' own ``augment.py`` run 3000 times: how often each of the three, and the radii that it blurs with."""
+    augment = authors_module("augment")
+    radii: list[float] = []
+    blur = augment.ImageFilter.GaussianBlur
+    monkeypatch.setattr(augment.ImageFilter, "GaussianBlur", lambda radius: radii.append(radius) or blur(radius))
+    whole = augment.new_data_aug_generator(types.SimpleNamespace(input_size=32, src=True, color_jitter=0.3))
+    kinds = [type(step).__name__ for step in whole.transforms]
+    assert kinds == ["Resize", "RandomCrop", "RandomHorizontalFlip", "RandomChoice", "ColorJitter", "ToTensor", "Normalize"]
+    resize, crop, _, choice, jitter, *_ = whole.transforms
+    assert (crop.padding, crop.padding_mode, resize.size) == (4, "reflect", 32) and resize.interpolation.name == "BICUBIC"
+    assert jitter.brightness == jitter.contrast == jitter.saturation == (0.7, 1.3) and jitter.hue is None
+    picture = Image.fromarray(np.dstack([np.full((2, 2), level, np.uint8) for level in (200, 150, 30)]))
+    random.seed(0)
+    count = 3000
+    seen = [np.asarray(choice(picture))[0, 0].tolist() for _ in range(count)]
+    shares = [seen.count(each) / count for each in ([151] * 3, [55, 105, 30], [200, 150, 30])]  # gray, solarized, blurred
+    assert sum(shares) == pytest.approx(1)
+    first = drawn(COUNT).ops.op[:, 0]
+    ours = [(first == op).mean() for op in (Op.COLOR, Op.SOLARIZE, Op.NOTHING)]
+    assert np.abs(np.array(shares) - ours).max() < 5 * np.sqrt(2 / 9 * (1 / count + 1 / COUNT))
+    own = drawn(COUNT).blur
+    assert distance(own[own > 0], np.array(radii)) < 2 * np.sqrt(1 / len(radii) + 3 / COUNT)
+
+
+@pytest.mark.parametrize(("threshold", "smoothing"), [(0.0, 0.0), (None, 0.0), (None, 0.1), (0.2, 0.1)])
+def test_the_loss_and_its_gradient_are_timms(threshold: float | None, smoothing: float) -> None:
+    """Beside ``timm.loss.BinaryCrossEntropy`` of ``timm.data.mixup``'s targets, and without mixing."""
+    generator = torch.Generator().manual_seed(0)
+    labels, weight = torch.randint(0, 50, (16,), generator=generator), 0.37
+    scores = torch.randn(16, 50, generator=generator)
+    train = TrainConfig(loss="bce", bce_threshold=threshold, label_smoothing=smoothing)
+    for share in (weight, 1.0):
+        batch = types.SimpleNamespace(labels=labels, other_labels=labels.flip(0), weight=torch.full((16,), share))
+        targets = mixup_target(labels, 50, share, smoothing)
+        theirs = gradient(scores, lambda x, y=targets: BinaryCrossEntropy(smoothing, target_threshold=threshold)(x, y))
+        ours = gradient(scores, lambda x, b=batch: training_loss(x, b, train))
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-9)
+    if threshold == 0:  # the authors' engine.py and main.py
+        authors = gradient(
+            scores, lambda x: F.binary_cross_entropy_with_logits(x, mixup_target(labels, 50, 1.0).gt(0.0).float())
+        )
+        assert ours[0] == pytest.approx(authors[0], rel=1e-6)
+
+
+def gradient(scores: Tensor, loss: object) -> tuple[float, Tensor]:
+    x = scores.clone().requires_grad_()
+    value = loss(x)
+    value.backward()
+    return value.item(), x.grad
+
+
+@pytest.mark.parametrize(("name", "rate"), [("deit3_s", 4e-3), ("deit3_b", 3e-3), ("deit3_b_224", 1e-5)])
+def test_learning_rates_at_forty_epochs(name: str, rate: float) -> None:
+    """Beside timm's scheduler with the published command's options: ``--unscale-lr``, 5 epochs of warm-up, final rate 1e-5."""
+    config, steps = load_config(CONFIGS / f"{name}.yaml"), 20
+    epochs = int(config.train.epochs)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+    theirs = CosineLRScheduler(optimizer, t_initial=epochs, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6)
+    for epoch in sorted({*range(6), *np.linspace(5, epochs - 1, 40).round().astype(int).tolist()}):
+        expected = theirs._get_lr(epoch)[0]
+        ours = learning_rate(epoch * steps, steps, epochs, config.train.global_batch_size, config.optim)
+        assert ours == pytest.approx(expected, rel=1e-12 if name != "deit3_b_224" else 1e-3), epoch
+
+
+def timm_name(name: str) -> str:
+    """timm's name of a parameter that has the authors' name."""
+    return name.replace("gamma_1", "ls1.gamma").replace("gamma_2", "ls2.gamma")
+
+
+def pair(ours: str = "deit3_s", theirs: str = "deit3_small_patch16_224", seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    """Our model and timm's with the same weights; LayerScale's factors large enough to matter."""
+    torch.manual_seed(seed)
+    own = create_model(ours, num_classes=1000)
+    for name, parameter in own.named_parameters():
+        if "layer_scale" in name:
+            nn.init.uniform_(parameter, 0.1, 1)
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.02)
+    other = timm.create_model(theirs)
+    other.load_state_dict({timm_name(name): value for name, value in reference_state_dict(own).items()}, strict=True)
+    return own.eval(), other.eval()
+
+
+@torch.no_grad()
+def test_scores_are_timms() -> None:
+    """The same weights, the same scores to 1e-5, of images and of noise."""
+    own, other = pair()
+    images = torch.cat([torch.randn(2, 3, 224, 224), torch.rand(2, 3, 224, 224)])
+    ours, theirs = own(images), other(images)
+    assert theirs.std() > 0.1
+    assert (ours - theirs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["deit3_s", "deit3_b"])
+def test_the_same_parameters_decay_as_in_timm(name: str) -> None:
+    """Beside timm's groups: matrices decay, but not LayerScale, norms, biases, the class token and the positions."""
+    config = load_config(CONFIGS / f"{name}.yaml")
+    optim = config.optim.model_copy(update={"name": "adamw"})  # the groups are the same for every optimizer
+    own = create_model(name)
+    other = timm.create_model({"deit3_s": "deit3_small_patch16_224", "deit3_b": "deit3_base_patch16_224"}[name])
+    exempt = other.no_weight_decay()
+    plain, decayed = param_groups_weight_decay(other, config.optim.weight_decay, no_weight_decay_list=exempt)
+    names = {id(parameter): key for key, parameter in other.named_parameters()}
+    theirs = [{names[id(parameter)] for parameter in group["params"]} for group in (decayed, plain)]
+    by_id = {id(parameter): key for key, parameter in own.named_parameters()}
+    authors = {key: timm_name(each) for each, key in authors_names(own).items()}
+    ours = [
+        {authors[by_id[id(parameter)]] for parameter in group["params"]} for group in build_optimizer(own, optim).param_groups
+    ]
+    assert ours == theirs and all(ours)
+
+
+@needs_code
+def test_scores_and_stochastic_depth_are_the_authors() -> None:
+    """The authors' own model with the same weights and the same dropped branches: scores in both modes, and the rates."""
+    models_v2 = authors_module("models_v2")
+    own = create_model("deit3_s", num_classes=10, image_size=64, drop_path=0.2)
+    for name, parameter in own.named_parameters():
+        if "layer_scale" in name:
+            nn.init.uniform_(parameter, 0.1, 1)
+    other = models_v2.deit_small_patch16_LS(img_size=64, num_classes=10, drop_path_rate=0.2)
+    other.load_state_dict(reference_state_dict(own), strict=True)
+    assert [block.drop_path.drop_prob for block in other.blocks for _ in range(2)] == pytest.approx(
+        own.drop_path_rates.tolist()
+    )
+    fresh = models_v2.deit_small_patch16_LS(img_size=64, num_classes=10).blocks[0].gamma_1
+    assert torch.equal(fresh.detach(), create_model("deit3_s", image_size=64).blocks[0].layer_scale1.detach())
+    images, noise = torch.randn(4, 3, 64, 64), torch.rand(4, own.noise_per_sample)
+    with torch.no_grad():
+        torch.testing.assert_close(own.eval()(images), other.eval()(images), rtol=0, atol=1e-5)
+        scales = own.train().branch_scales(4, noise)
+        for i, block in enumerate(other.blocks):
+            columns = iter((2 * i, 2 * i + 1))
+            block.drop_path.forward = lambda x, columns=columns: x * scales[:, next(columns), None, None]
+        torch.testing.assert_close(own(images, noise), other.train()(images), rtol=0, atol=1e-5)
+
+
+@needs_code
+def test_fine_tuning_resamples_positions_as_the_authors_do() -> None:
+    """The lines of the authors' ``main.py`` for 192 to 224 pixels, on the same embedding."""
+    source = subprocess.run(["git", "-C", str(CODE), "show", "HEAD:main.py"], capture_output=True, text=True, check=True).stdout
+    lines = source[
+        source.index("        # interpolate position embedding") : source.index(
+            "        model.load_state_dict(checkpoint_model"
+        )
+    ]
+    value = torch.randn(1, 144, 384)
+    scope = {
+        "torch": torch,
+        "checkpoint_model": {"pos_embed": value},
+        "model": types.SimpleNamespace(patch_embed=types.SimpleNamespace(num_patches=196), pos_embed=torch.zeros(1, 196, 384)),
+    }
+    exec("if True:\n" + lines, scope)
+    torch.testing.assert_close(resample_positions(value, torch.Size((1, 196, 384)), 0), scope["checkpoint_model"]["pos_embed"])

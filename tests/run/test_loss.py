@@ -1,0 +1,90 @@
+"""The training losses against their definitions, and the configs that name none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline.config import TrainConfig, load_config
+from pipeline.errors import UserError
+from pipeline.run.loss import mixture_of_two, training_loss
+
+CLASSES = 7
+
+
+def mixed_batch() -> SimpleNamespace:
+    """Mixtures, an image that is wholly its own, one that is wholly the other, and one mixed with another of its class."""
+    return SimpleNamespace(
+        labels=torch.tensor([0, 1, 2, 3]),
+        other_labels=torch.tensor([4, 5, 6, 3]),
+        weight=torch.tensor([0.3, 1.0, 0.0, 0.6]),
+    )
+
+
+def targets(batch: SimpleNamespace, smoothing: float) -> Tensor:
+    rows = torch.zeros(4, CLASSES, dtype=torch.float64)
+    for row, own, other, weight in zip(rows, batch.labels, batch.other_labels, batch.weight.double()):
+        row[own] += weight * (1 - smoothing)
+        row[other] += (1 - weight) * (1 - smoothing)
+        row += smoothing / CLASSES
+    return rows
+
+
+@pytest.mark.parametrize(("threshold", "smoothing"), [(0.0, 0.0), (None, 0.0), (None, 0.1), (0.2, 0.1), (0.35, 0.0)])
+def test_binary_cross_entropy_is_its_definition(threshold: float | None, smoothing: float) -> None:
+    """Guards against a sum in place of the mean, targets on the wrong side of the threshold, and smoothing that is left out."""
+    batch, scores = mixed_batch(), torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    train = TrainConfig(loss="bce", bce_threshold=threshold, label_smoothing=smoothing)
+    loss = training_loss(scores, batch, train)
+    loss.backward()
+    wanted = targets(batch, smoothing)
+    if threshold is not None:
+        wanted = (wanted > threshold).double()
+    exact = scores.detach().double().requires_grad_()
+    expected = -(wanted * F.logsigmoid(exact) + (1 - wanted) * F.logsigmoid(-exact)).mean()
+    expected.backward()
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(scores.grad.double(), exact.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_in_deit_iii_both_labels_of_a_mixture_count_fully() -> None:
+    """Guards against a label of weight 0 that counts, and against the mixture's shares as targets."""
+    batch, scores = mixed_batch(), torch.zeros(4, CLASSES, requires_grad=True)
+    training_loss(scores, batch, TrainConfig(loss="bce", label_smoothing=0)).backward()
+    present = scores.grad < 0
+    assert [row.nonzero().flatten().tolist() for row in present] == [[0, 4], [1], [6], [3]]
+
+
+def test_cross_entropy_is_what_it_was() -> None:
+    """Guards against another loss for configs that do not name one, to the last bit."""
+    batch, scores = mixed_batch(), torch.randn(4, CLASSES)
+    expected = mixture_of_two(scores, batch.labels, batch.other_labels, batch.weight, 0.1)
+    assert torch.equal(training_loss(scores, batch, TrainConfig()), expected)
+
+
+REFUSED = {
+    "train.loss=bce train.label_smoothing=0 train.teacher=runs/teacher": "loss is bce, but teacher runs/teacher makes hard distillation",
+    "train.loss=bce": "train.label_smoothing 0.1 gives every one of 1000 classes a target of 0.0001, above train.bce_threshold 0.0",
+    "train.loss=bce train.bce_threshold=0.95": "train.bce_threshold 0.95 is not below the highest target, 0.9 with train.label_smoothing 0.1",
+    "train.loss=focal": "train.loss is 'focal'",
+    "augment.three_augment=true augment.rand_augment_ops=2": "three_augment true and rand_augment_ops 2 are alternatives",
+    "augment.color_jitter=0.3 augment.rand_augment_ops=2": "color_jitter 0.3 and rand_augment_ops 2 are alternatives",
+    "augment.color_jitter=1.5": "augment.color_jitter is 1.5",
+    "data.train_crop=simple data.crop_scale=[0.2,1]": "crop_scale [0.2, 1.0] is for train_crop random_resized, but train_crop is simple",
+    "data.train_crop=simple model.image_size=4": "data.train_crop simple mirrors 4 pixels at each border, which model.image_size 4 lacks",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_does_not_fit_together_is_refused_in_one_sentence(overrides: str, tmp_path: Path) -> None:
+    """Guards against a traceback, a key that is silently ignored, and a loss for which every class is in every image."""
+    config = tmp_path / "config.yaml"
+    config.write_text("seed: 1\n")
+    with pytest.raises(UserError) as refused:
+        load_config(config, overrides.split())
+    assert REFUSED[overrides] in str(refused.value) and "\n" not in str(refused.value)
