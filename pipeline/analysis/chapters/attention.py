@@ -1,4 +1,4 @@
-"""Self-attention of any family with a square grid of tokens (DeiT, ConViT, PerViT): how far heads look (ConViT, Eq. 8, Fig. 5)."""
+"""Self-attention of any family with a square grid of tokens (DeiT, DeiT III, ConViT, PerViT): how far heads look (ConViT, Eq. 8, Fig. 5)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import patch_grid
 from pipeline.models.convit.model import ConViT
 from pipeline.models.deit import DeiT
+from pipeline.models.deit3 import DeiT3
 from pipeline.models.pervit.model import PerViT
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class AttentionChapter(Chapter):
 
     @classmethod
     def applies(cls, model: VisionModel) -> bool:
-        return isinstance(model, DeiT | ConViT | PerViT)
+        return isinstance(model, DeiT | DeiT3 | ConViT | PerViT)
 
     def collectors(self) -> list[Collector]:
         self._distance = AttentionDistance(patch_grid(self.request.image_size, self.request.image_size))
