@@ -37,13 +37,12 @@ def box_weights(radius: np.ndarray) -> np.ndarray:
     """
     # In float32, as in Pillow's C code: weights of a sixth decide by their last bit where a sum is halfway between two levels.
     radius = np.asarray(radius, dtype=np.float32)
-    one, three, six = np.float32([1, 3, 6])
     variance = radius * radius / np.float32(PASSES)
     length = np.sqrt(12 * variance.astype(np.float64) + 1).astype(np.float32)
-    whole = np.floor((length - one) / 2)  # whole pixels on each side of the centre
-    part = (2 * whole + one) * (whole * (whole + one) - three * variance)
-    part = part / (six * (variance - (whole + one) * (whole + one)))
-    inner = np.trunc(np.float32(_WHOLE) / ((whole + part) * 2 + one)).astype(np.int64)
+    whole = np.floor((length - 1) / 2)  # whole pixels on each side of the centre
+    part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance)
+    part = part / (6 * (variance - (whole + 1) * (whole + 1)))
+    inner = np.trunc(np.float32(_WHOLE) / ((whole + part) * 2 + 1)).astype(np.int64)
     outer = (_WHOLE - (2 * whole.astype(np.int64) + 1) * inner) // 2
     distance = np.abs(np.arange(TAPS) - TAPS // 2)
     weights = np.where(distance <= whole[:, None], inner[:, None], np.where(distance == whole[:, None] + 1, outer[:, None], 0))

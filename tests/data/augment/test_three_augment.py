@@ -16,7 +16,7 @@ from PIL import Image
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
 from pipeline.data.augment.crop import simple_geometry
-from pipeline.data.augment.gaussian_blur import box_weights
+from pipeline.data.augment.gaussian_blur import blur_picture, box_weights
 from pipeline.data.augment.randaugment import Op
 from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, draw_three_augment
 from pipeline.data.cpu_transform import Finisher, resize_and_crop
@@ -117,6 +117,20 @@ def test_graph_pixels_equal_pillow(device: str, images: list[Image.Image]) -> No
         jittered = chosen.ops.op[i, 1:].any()
         assert difference.max() <= (3 if jittered else 0), (i, chosen.blur[i], chosen.ops.op[i])
         assert (difference > 0).mean() <= (0.01 if jittered else 0), (i, chosen.ops.op[i], chosen.ops.amount[i])
+
+
+def test_the_blurs_weights_are_pillows() -> None:
+    """Guards against weights that are right for some radii only, and a Pillow whose blur is another: sums in whole numbers."""
+    rng = np.random.default_rng(0)
+    picture = Image.fromarray(rng.integers(0, 256, (23, 37, 3)).astype(np.uint8))
+    radii = np.concatenate([RADII, rng.uniform(0.1, 2, 100).astype(np.float32)])
+    for radius, (high, low) in zip(radii.tolist(), box_weights(radii).astype(np.int64)):
+        pixels = np.asarray(picture).astype(np.int64)
+        for axis in (1, 1, 1, 0, 0, 0):
+            ends = np.clip(np.arange(-2, pixels.shape[axis] + 2), 0, pixels.shape[axis] - 1)  # the border's pixels repeated
+            windows = np.lib.stride_tricks.sliding_window_view(pixels.take(ends, axis), 5, axis)  # (H, W, 3, taps)
+            pixels = (windows @ (4096 * high + low) + 2**23) >> 24
+        np.testing.assert_array_equal(pixels, np.asarray(blur_picture(picture, radius)), err_msg=str(radius))
 
 
 def test_the_three_are_drawn_equally_often() -> None:
