@@ -33,7 +33,7 @@ from support.three_augment_reference import reference, simple_crop
 CONFIG = DataConfig(num_threads=1)
 DEIT_III = AugmentConfig(three_augment=True, color_jitter=0.3)
 RADII = np.float32([0.1, 0.3, 0.5, 0.87, 1, 1.37, 1.5, 1.99, 2])  # some have weights of a sixth or a tenth: many ties
-BATCH = 12
+BATCH = 24
 
 
 def drawn(count: int, one_of_three: bool = True, jitter: float = 0.3) -> ThreeAugment:
