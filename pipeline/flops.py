@@ -3,6 +3,7 @@
   python -m pipeline.flops pervit_t pervit_s pervit_m
   python -m pipeline.flops deit_s --image-size 384 --json FILE
   python -m pipeline.flops deit_t --switch relative_position=true
+  python -m pipeline.flops timm:swin_tiny_patch4_window7_224
 
 The columns are explained in :mod:`pipeline.models.flops`.
 """
@@ -77,6 +78,8 @@ def main() -> None:
 
     rows = [count_at(name, args.image_size, switches) for name in args.models or models.list_models()]
     print(table(rows))
+    for sentence in [sentence for row in rows for sentence in row.remarks()]:
+        print(sentence)
     print(_NOTES)
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     precision = choose_evaluation_precision(config.train.precision, args.precision, world)
     top = min(args.top, len(trained.classes))
     forward = pooled_features(model) if args.features else model
-    width = int(model.get_submodule("head").in_features)  # type: ignore[arg-type]  # a Linear in all families
+    width = model.pooled_width if args.features else 0
 
     def run_model(batch):  # type: ignore[no-untyped-def]  # Tensor -> Tensor; PyTorch is not imported here
         with autocast(world.device, precision.name):

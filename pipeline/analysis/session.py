@@ -60,6 +60,7 @@ def analyze(subject: Subject, options: Options) -> None:
         UserError: the images are not there or not the model's, or nothing that was asked for applies.
     """
     its = subject.config.model
+    survey.check_has_chapter(subject.model, its.name)
     survey.check_query(subject.model, its.image_size, options.query)
     findings = survey.weights_findings(Request(subject.model, its.image_size, options.query))
     survey.check_names(options.only, findings, its.name)

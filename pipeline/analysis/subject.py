@@ -12,6 +12,7 @@ from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
 from pipeline.models import create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
+from pipeline.models.timm_names import is_timm
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def read_subject(source: str, step: int | str | None = None, seed: int = 0) -> S
         trained = read_trained(path, step)
         origin = {"checkpoint": source, "step": trained.step, "weights": trained.kind}
         return Subject(trained.build_model(), trained.config, trained.classes, origin)
-    if source not in list_models():
+    if not is_timm(source) and source not in list_models():
         raise UserError(
             f"{source} is neither a file or folder nor a model",
             f"pass a run folder, an exported file, or one of {', '.join(list_models())}",

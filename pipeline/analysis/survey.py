@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pipeline.analysis.chapter import Request
-from pipeline.analysis.chapters import chapters_of
+from pipeline.analysis.chapters import chapter_classes, chapters_of
 from pipeline.analysis.findings import Findings
 from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
@@ -30,6 +30,22 @@ def weights_findings(request: Request) -> Findings:
         chapter.collectors()  # which see nothing
         chapter.add_findings(findings)
     return findings
+
+
+def check_has_chapter(model: VisionModel, name: str) -> None:
+    """Check that an analysis has anything to say of the model.
+
+    Args:
+        model: in eval mode.
+        name: its name.
+
+    Raises:
+        UserError: it is of no family that has a chapter: a model of timm.
+    """
+    if not any(chapter.applies(model) for chapter in chapter_classes()):
+        raise UserError(
+            f"{name} is of no family that pipeline.analyze has figures for", "analyze one of this project's families"
+        )
 
 
 def check_names(only: Sequence[str], findings: Findings, model: str) -> None:

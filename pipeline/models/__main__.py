@@ -2,6 +2,7 @@
 
   python -m pipeline.models
   python -m pipeline.models pervit_t
+  python -m pipeline.models timm:swin_tiny_patch4_window7_224
 
 Multiply-accumulates: python -m pipeline.flops MODEL [--switch NAME=VALUE].
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
+from pipeline.models.timm_names import is_timm
 
 if TYPE_CHECKING:
     from pipeline.models.registry import ModelEntry
@@ -54,11 +56,21 @@ def details(name: str) -> str:
         entry.paper,
         f"{parameter_count(entry):,} parameters at {entry.image_size} pixels and {entry.num_classes} classes{top1}",
     ]
+    if is_timm(name):
+        from pipeline.models.timm_network import arguments_of  # imported late: timm is an extra
+
+        lines += ["", "Switches, set with model.switches.NAME=VALUE, are arguments of timm.create_model:"]
+        return "\n".join(lines + [f"  {switch}{_default_text(value)}" for switch, value in arguments_of(name).items()])
     fields = entry.switches.model_fields
     lines += ["", "Switches, set with model.switches.NAME=VALUE:" if fields else "No switches."]
     for switch, field in fields.items():
         lines += [f"  {switch} = {json.dumps(field.default)}    ({type_text(field.annotation)})", f"      {field.description}"]
     return "\n".join(lines)
+
+
+def _default_text(value: Any) -> str:
+    """`` = VALUE`` for a default in Python's notation; nothing for one that is a class or function of timm's, or missing."""
+    return f" = {value!r}" if isinstance(value, bool | int | float | str | tuple | NoneType) else ""
 
 
 def type_text(annotation: Any) -> str:

@@ -5,6 +5,9 @@ Three counts per model:
 - ``gmacs_modules``: the papers' convention, which hooks modules and so misses the matrix products of attention.
 - ``gmacs``: the full cost of one image, without Φp.
 - ``gmacs_phi``: the position encoding Φp. It depends on weights only and is computed once per forward pass, for any batch size.
+
+A model of timm may have operators that fvcore does not count: ``uncounted`` names them, and ``gmacs_torch`` is the count of
+``torch.utils.flop_counter`` beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import nn
 
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.registry import create_model, model_entry
+from pipeline.models.timm_names import is_timm
 
 # Operators without matrix products. An operator that neither fvcore nor this list knows makes the count fail.
 _NO_PRODUCT = frozenset(
@@ -28,6 +32,8 @@ _NO_PRODUCT = frozenset(
     "clone copy_ detach to type_as contiguous view reshape flatten unflatten transpose permute t unsqueeze squeeze expand expand_as "
     "reciprocal repeat cat stack split chunk unbind select slice index gather pad constant_pad_nd constant full zeros ones zeros_like ones_like "
     "empty eye arange linspace masked_fill where lt le gt ge eq ne clamp max min abs batch_norm layer_norm instance_norm group_norm "
+    "hardswish hardswish_ hardsigmoid hardsigmoid_ hardtanh hardtanh_ silu_ sigmoid_ mish elu leaky_relu softplus erf sin cos "
+    "linalg_vector_norm norm std var pixel_shuffle pixel_unshuffle flip meshgrid index_select tile floor floor_divide remainder "
     "dropout dropout_ roll max_pool2d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d feature_alpha_dropout "
     "size numel".split()
 )
@@ -47,6 +53,17 @@ class FlopRow:
     paper_params_m: float | None
     paper_gmacs: float | None  # at the paper's image size, without switches
     switches: dict[str, Any] = field(default_factory=dict)  # that were set
+    gmacs_torch: float | None = None  # by torch.utils.flop_counter; models of timm only
+    uncounted: list[str] = field(default_factory=list)  # operators without a rule in fvcore, which may have products; timm only
+
+    def remarks(self) -> list[str]:
+        """What there is to say about the count of a model of timm."""
+        if self.gmacs_torch is None:
+            return []
+        counts = f"fvcore counts {self.gmacs:.3f} GMACs, torch.utils.flop_counter {self.gmacs_torch:.3f}"
+        if not self.uncounted:
+            return [f"{self.name}: {counts}"]
+        return [f"note: {self.name}: {counts}; fvcore leaves out {', '.join(self.uncounted)}"]
 
     def training_flops_per_image(self, micro_batch_size: int) -> float:
         """Model FLOPs of one image's forward and backward pass: 2 per multiply-accumulate, the backward pass twice the forward.
@@ -70,6 +87,8 @@ def count(
     image = torch.zeros(1, 3, image_size, image_size)
     with torch.no_grad():
         model(image)  # fills Φp's cache, which keeps Φp out of the next two traces
+        if is_timm(name):
+            return _count_timm(name, model, image, switches)
         modules = _macs(model, image, MODULE_CONVENTION)
         per_image = _macs(model, image)
     with_phi = _macs(model, image)  # with gradients Φp is not cached
@@ -87,6 +106,35 @@ def count(
     )
 
 
+def _count_timm(name: str, model: nn.Module, image: torch.Tensor, switches: Mapping[str, Any]) -> FlopRow:
+    """By both counters. Where fvcore cannot trace the model, PyTorch's count stands for all."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        model(image)
+    by_torch = counter.get_total_flops() / 2e9
+    try:
+        modules, _ = _traced(model, image, MODULE_CONVENTION)
+        total, uncounted = _traced(model, image)
+    except Exception:  # of the tracer, on control flow that it cannot follow
+        modules = total = by_torch * 1e9
+        uncounted = ["everything: it cannot trace the model, so both figures are PyTorch's"]
+    return FlopRow(
+        name=name,
+        image_size=image.shape[-1],
+        params=sum(p.numel() for p in model.parameters()),
+        params_phi=0,
+        gmacs_modules=modules / 1e9,
+        gmacs=total / 1e9,
+        gmacs_phi=0.0,
+        paper_params_m=None,
+        paper_gmacs=None,
+        switches=dict(switches),
+        gmacs_torch=by_torch,
+        uncounted=uncounted,
+    )
+
+
 def count_at(name: str, image_size: int | None = None, switches: Mapping[str, Any] = MappingProxyType({})) -> FlopRow:
     """:func:`count` with the number of classes and, by default, the image size of the model's paper."""
     entry = model_entry(name)
@@ -98,8 +146,8 @@ _ATTENTION = ("aten::scaled_dot_product_attention", "pervit::peripheral_attentio
 
 def _attention_macs(inputs: list, outputs: list) -> float:
     """The products q kᵀ and softmax(..) v of fused attention, for which fvcore has no handler."""
-    (batch, heads, queries, width), (_, _, keys, value_width) = inputs[0].type().sizes(), inputs[2].type().sizes()
-    return batch * heads * queries * keys * (width + value_width)
+    (*batch, queries, width), (*_, keys, value_width) = inputs[0].type().sizes(), inputs[2].type().sizes()  # (B, heads, N, D)
+    return math.prod(batch) * queries * keys * (width + value_width)
 
 
 def _conv_and_bias(inputs: list, outputs: list) -> float:
@@ -133,6 +181,18 @@ def _macs(model: nn.Module, image: torch.Tensor, handlers: Mapping[str, Callable
     Raises:
         RuntimeError: an unknown operator, which may contain matrix products.
     """
+    total, unknown = _traced(model, image, handlers)
+    if unknown:
+        raise RuntimeError(
+            f"operators {unknown} were not counted: add a handler, or list them in _NO_PRODUCT if they contain no matrix product"
+        )
+    return total
+
+
+def _traced(
+    model: nn.Module, image: torch.Tensor, handlers: Mapping[str, Callable] = MappingProxyType({})
+) -> tuple[float, list[str]]:
+    """Multiply-accumulates of one forward pass, and the operators that are not among them and may contain matrix products."""
     from fvcore.nn import FlopCountAnalysis
 
     logging.getLogger("fvcore.nn.jit_analysis").setLevel(logging.ERROR)
@@ -140,9 +200,4 @@ def _macs(model: nn.Module, image: torch.Tensor, handlers: Mapping[str, Callable
     analysis.set_op_handle(**{**dict.fromkeys(_ATTENTION, _attention_macs), **handlers})
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
     total = analysis.total()
-    unknown = sorted(op for op in analysis.unsupported_ops() if op.removeprefix("aten::") not in _NO_PRODUCT)
-    if unknown:
-        raise RuntimeError(
-            f"operators {unknown} were not counted: add a handler, or list them in _NO_PRODUCT if they contain no matrix product"
-        )
-    return total
+    return total, sorted(op for op in analysis.unsupported_ops() if op.removeprefix("aten::") not in _NO_PRODUCT)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
+from pipeline.models.timm_names import check_timm_name, is_timm
 
 if TYPE_CHECKING:
     from pipeline.models.common.base import Switches, VisionModel
@@ -68,16 +69,19 @@ def list_models() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """See that there is a model of that name, without importing any.
+    """See that there is a model of that name, one of ours or ``timm:NAME``, without importing any.
 
     Raises:
         UserError: unknown name.
     """
+    if is_timm(name):
+        check_timm_name(name)
+        return
     known = list_models()
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise UserError(f"model.name is {name!r}{hint}, but it must be one of: {', '.join(known)}.")
+        raise UserError(f"model.name is {name!r}{hint}, but it must be timm:NAME or one of: {', '.join(known)}.")
 
 
 def model_entry(name: str) -> ModelEntry:
@@ -87,6 +91,9 @@ def model_entry(name: str) -> ModelEntry:
         UserError: unknown name.
     """
     check_name(name)
+    if is_timm(name):
+        entry: ModelEntry = importlib.import_module("pipeline.models.timm_classifier").timm_entry(name)
+        return entry
     if name not in _registered:
         importlib.import_module(f"pipeline.models.{_MODULE_OF[name]}")
     return _registered[name]
@@ -104,7 +111,7 @@ def create_model(
     """Build a randomly initialized model; draws from PyTorch's default generator.
 
     Args:
-        name: one of :func:`list_models`.
+        name: one of :func:`list_models`, or ``timm:NAME``.
         num_classes: outputs of the classifier.
         image_size: side of the square input in pixels.
         drop_path: stochastic depth rate of the last block.

@@ -183,16 +183,18 @@ class Compilation:
     def _parts(self) -> Iterator[tuple[nn.Module, str]]:
         """Modules and the names of their methods that are compiled."""
         if self.kind != BLOCKS:
-            yield self._model, "class_scores"
+            yield self._model.whole()
             return
-        yield from ((module, "forward") for name, module in self._model.named_modules() if _BLOCK.fullmatch(name))
+        for name, module in self._model.named_modules():
+            if _BLOCK.fullmatch(name) and not _has_batchnorm(module):
+                yield module, "forward"
         if isinstance(self._model, PhiModel) and self._model.phi_design:
             yield self._model, "log_phi"
 
     def _eager_children(self) -> Iterator[nn.Module]:
         """Stems with BatchNorm, whose momentum changes with each micro-batch of a step (``StepStatistics``): a graph for each."""
         for child in self._model.children():
-            if any(isinstance(module, _BatchNorm) for module in child.modules()):
+            if _has_batchnorm(child):
                 yield child
 
     def _replace(self, module: nn.Module, name: str, compiled: Callable[..., Any], always: bool = False) -> None:
@@ -238,6 +240,10 @@ class Compilation:
     def _say(self, text: str) -> None:
         if self._world.is_main:
             console.say(text)
+
+
+def _has_batchnorm(module: nn.Module) -> bool:
+    return any(isinstance(each, _BatchNorm) for each in module.modules())
 
 
 def _compiled(function: Callable[..., Any], graphs: bool = False) -> Callable[..., Any]:

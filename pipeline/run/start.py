@@ -267,3 +267,5 @@ def _introduce(
         f"{config.train.micro_batch_size} x {world.size} process{'' if world.size == 1 else 'es'} x {steps}; steps {run.step} to "
         f"{schedule.last_step}, {round(per_epoch, 1) or per_epoch:,.10g} per epoch"
     )
+    for sentence in [*run.engine.module.remarks(config.data.mean, config.data.std), *cost.remarks()]:
+        run.log.say(sentence)

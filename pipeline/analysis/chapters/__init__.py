@@ -22,5 +22,9 @@ _CHAPTERS = {  # module of this package -> its class, in the page's order
 
 def chapters_of(request: Request) -> list[Chapter]:
     """The chapters that apply to the model, in the page's order."""
-    classes = [getattr(importlib.import_module(f"{__name__}.{module}"), name) for module, name in _CHAPTERS.items()]
-    return [each(request) for each in classes if each.applies(request.model)]
+    return [each(request) for each in chapter_classes() if each.applies(request.model)]
+
+
+def chapter_classes() -> list[type[Chapter]]:
+    """All of them, in the page's order."""
+    return [getattr(importlib.import_module(f"{__name__}.{module}"), name) for module, name in _CHAPTERS.items()]

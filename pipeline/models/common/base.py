@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,15 @@ class VisionModel(FeatureSource):
         reference_switches: switches that do not affect the authors' parameter names: they change shapes only, or no parameter.
         head_names: prefixes of the classifier's parameter names; fine-tuning on other classes reinitializes these.
         leading_tokens: tokens without a grid position (class token) at the start of the position embeddings.
+        draws_from_generator: a training step draws from PyTorch's generator besides ``noise``; no model of ours does.
+        generator_seed: what the generator starts from in the next forward pass, for a model that draws from it; None: it goes on.
     """
 
     reference_names: tuple[tuple[str, str], ...] = ()
     reference_switches: frozenset[str] = frozenset()
     leading_tokens: int = 0
+    draws_from_generator: bool = False
+    generator_seed: int | None = None
     drop_path_rates: Tensor  # (branches,), a buffer
 
     def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool, switches: Switches) -> None:
@@ -61,6 +65,33 @@ class VisionModel(FeatureSource):
     def noise_per_sample(self) -> int:
         """Uniform numbers that a training step needs per image: one per residual branch, 0 without stochastic depth."""
         return self.drop_path_rates.numel() if self._drops else 0
+
+    @property
+    def pooled_width(self) -> int:
+        """Inputs of the classifier."""
+        return int(self.get_submodule("head").in_features)  # type: ignore[arg-type]  # a Linear in all families
+
+    def pooled(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, pooled_width): what the classifier sees."""
+        seen: list[Tensor] = []
+        hook = self.get_submodule("head").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            self(images)
+        finally:
+            hook.remove()
+        return seen[0]
+
+    def whole(self) -> tuple[nn.Module, str]:
+        """The module, and its method's name, that ``train.compile=model`` compiles."""
+        return self, "class_scores"
+
+    def prepared_weights(self, weights: Mapping[str, Tensor], source: str) -> Mapping[str, Tensor]:
+        """Weights that a file holds, before they are compared with the model's. Args: source: of them, for messages."""
+        return weights
+
+    def remarks(self, mean: Sequence[float], std: Sequence[float]) -> list[str]:
+        """Sentences for the log of a run whose images are normalized by ``mean`` and ``std``."""
+        return []
 
     def no_weight_decay(self) -> set[str]:
         """Parameters with more than one dimension that are excluded from weight decay."""

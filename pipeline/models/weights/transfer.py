@@ -46,6 +46,7 @@ def load_pretrained(
     """
     own = model.state_dict()
     _check_is_state_dict(weights, source)
+    weights = model.prepared_weights(weights, source)
     given = names_without_head(model, weights.keys() - model.reference_tables().keys())
     added = added_names(model, given)
     ours, theirs = {name: name for name in own}, authors_names(model)

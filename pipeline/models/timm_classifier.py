@@ -1,0 +1,225 @@
+"""``model.name: timm:NAME``: any image classifier of timm (Wightman, github.com/huggingface/pytorch-image-models) as a model of ours.
+
+Its module is the submodule ``net``, so that parameter names are ``net.`` and timm's. ``model.switches`` are further arguments of
+``timm.create_model``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import ConfigDict
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipeline.errors import UserError
+from pipeline.models.common.base import Switches, VisionModel
+from pipeline.models.registry import ModelEntry
+from pipeline.models.timm_names import PREFIX, is_timm
+from pipeline.models.timm_network import Trial, build_network, first_line, import_timm, try_out
+from pipeline.models.timm_random import StreamDropPath, seeded
+
+_NET = "net."  # before timm's names of parameters
+
+
+class TimmSwitches(Switches):
+    """Arguments of ``timm.create_model``; which there are, the architecture decides."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class TimmClassifier(VisionModel):
+    """A classifier of timm.
+
+    Args:
+        name: ``timm:NAME``.
+        net: timm's module. Its DropPath modules are exchanged for :class:`~pipeline.models.timm_random.StreamDropPath`.
+        trial: of the same network.
+        activation_checkpointing: timm's own, ``set_grad_checkpointing``.
+        switches: that ``net`` was built with.
+
+    Raises:
+        UserError: the network has no activation checkpointing.
+    """
+
+    def __init__(self, name: str, net: Any, trial: Trial, activation_checkpointing: bool, switches: Switches) -> None:
+        paths = [(net.get_submodule(path), calls) for path, calls in trial.branches.items()]
+        super().__init__([path.drop_prob for path, calls in paths for _ in range(calls)], activation_checkpointing, switches)
+        if activation_checkpointing:
+            try:
+                net.set_grad_checkpointing(True)
+            except (AssertionError, AttributeError) as error:
+                raise UserError(
+                    f"train.activation_checkpointing is true, but {name} has none in timm ({first_line(error)})",
+                    "set train.activation_checkpointing=false",
+                ) from None
+        self.name, self.net, self.trial = name, net, trial
+        self.draws_from_generator = bool(trial.draws)
+        streamed = {path: StreamDropPath(path.drop_prob, path.scale_by_keep, calls) for path, calls in paths}
+        for module in list(net.modules()):
+            for child_name, child in list(module.named_children()):
+                if child in streamed:
+                    setattr(module, child_name, streamed[child])
+        self._streamed = list(streamed.values())  # a plain list: they are registered below net
+        heads = net.pretrained_cfg.get("classifier") or ()
+        self.head_names = tuple(f"{_NET}{head}." for head in ([heads] if isinstance(heads, str) else heads))
+        self.reference_names = tuple(_pairs(net))
+        self._norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
+        self._momenta: list[float | None] = []
+
+    def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        scales = self.branch_scales(len(images), noise)  # (B, branches)
+        column = 0
+        for path in self._streamed:
+            path.take(None if scales is None else scales[:, column : column + path.calls])
+            column += path.calls
+        self._let_norms_update()
+        with seeded(self.generator_seed if self.training and self.draws_from_generator else None, images.device):
+            scores = self.net(images)
+        if self.training and self.activation_checkpointing:
+            self._keep_norms()
+        return scores
+
+    def _keep_norms(self) -> None:
+        """The recomputation in the backward pass must not update BatchNorm's statistics once more."""
+        self._momenta = [norm.momentum for norm in self._norms]
+        for norm in self._norms:
+            norm.momentum = 0.0
+
+    def _let_norms_update(self) -> None:
+        """Undo :meth:`_keep_norms` where nobody has set a momentum since."""
+        for norm, momentum in zip(self._norms, self._momenta):
+            if norm.momentum == 0.0:
+                norm.momentum = momentum
+        self._momenta = []
+
+    def whole(self) -> tuple[nn.Module, str]:
+        return self.net, "forward"
+
+    @property
+    def pooled_width(self) -> int:
+        if self.trial.feature_width is None:
+            raise UserError(f"{self.name} has no pooled features in timm (forward_head with pre_logits)", "predict classes")
+        return self.trial.feature_width
+
+    def pooled(self, images: Tensor) -> Tensor:
+        return self.net.forward_head(self.net.forward_features(images), pre_logits=True)
+
+    def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        raise UserError(f"{self.name} has no feature form here", "take timm.create_model(..., features_only=True)")
+
+    def no_weight_decay(self) -> set[str]:
+        exempt = set(self.net.no_weight_decay()) if hasattr(self.net, "no_weight_decay") else set()
+        return {_NET + name for name, _ in self.net.named_parameters() if name in exempt or name.endswith(".bias")}
+
+    @property
+    def num_layers(self) -> int:
+        """As timm's ``param_groups_layer_decay`` counts them."""
+        return max(self._layers().values()) + 1
+
+    def layer_of(self, name: str) -> int:
+        """The layer of a parameter for layer-wise learning-rate decay, by timm's ``group_matcher``: 0 is the stem.
+
+        Raises:
+            UserError: the architecture has no ``group_matcher``.
+        """
+        return self._layers()[name.removeprefix(_NET)]
+
+    def _layers(self) -> dict[str, int]:
+        from timm.models import group_parameters
+
+        if not hasattr(self.net, "group_matcher"):
+            raise UserError(
+                f"optim.layer_decay is set, but timm names no layers of {self.name} (group_matcher)", "remove optim.layer_decay"
+            )
+        return group_parameters(self.net, self.net.group_matcher(coarse=False), reverse=True)
+
+    def prepared_weights(self, weights: Mapping[str, Tensor], source: str) -> Mapping[str, Tensor]:
+        """Weights of timm, or of the authors, through timm's own filter, which renames and resamples what this model needs.
+
+        Args:
+            weights: under timm's names, the authors', or ours (``net.`` before timm's).
+            source: for messages.
+
+        Raises:
+            UserError: the filter fails on them.
+        """
+        plain = {name.removeprefix(_NET): value for name, value in weights.items()}
+        convert = getattr(sys.modules[type(self.net).__module__], "checkpoint_filter_fn", None)
+        if convert is None:  # models of one class in a module of others: DeiT's
+            entry = import_timm().models.model_entrypoint(self.name.removeprefix(PREFIX))
+            convert = getattr(sys.modules[entry.__module__], "checkpoint_filter_fn", None)
+        if convert is not None:
+            try:
+                plain = convert(dict(plain), self.net)
+            except Exception as error:  # of timm's code, on names or shapes that it does not expect
+                raise UserError(
+                    f"{source} does not fit {self.name} (timm's filter of its checkpoints: {type(error).__name__} {first_line(error)})",
+                    "set model.name to the architecture of these weights",
+                ) from None
+        return {_NET + name: value for name, value in plain.items()}
+
+    def remarks(self, mean: Sequence[float], std: Sequence[float]) -> list[str]:
+        sentences = [
+            f"timm {import_timm().__version__}: {len(self.drop_path_rates)} branches of stochastic depth from the stream"
+        ]
+        if self.draws_from_generator:
+            sentences.append(
+                f"note: {self.name} also draws otherwise ({', '.join(self.trial.draws)}), from a generator that is seeded for each "
+                f"micro-batch: the same again after a restart on the same number of processes, not on another"
+            )
+        cfg = self.net.pretrained_cfg
+        if (tuple(cfg["mean"]), tuple(cfg["std"])) != (tuple(mean), tuple(std)):
+            sentences.append(
+                f"note: data.mean {list(mean)} and data.std {list(std)} differ from those of timm's weights for {self.name}, "
+                f"{list(cfg['mean'])} and {list(cfg['std'])}"
+            )
+        return sentences
+
+
+def _pairs(net: nn.Module) -> list[tuple[str, str]]:
+    """(timm's name, ours): of each child with all that is in it, and of the weights that belong to none."""
+    children = [(f"{name}.", f"{_NET}{name}.") for name, _ in net.named_children()]
+    direct = [*net.named_parameters(recurse=False), *net.named_buffers(recurse=False)]
+    return children + [(name, _NET + name) for name, _ in direct]
+
+
+def build_timm(
+    name: str, switches: TimmSwitches, num_classes: int, image_size: int, drop_path: float, activation_checkpointing: bool
+) -> TimmClassifier:
+    """The builder of a registry entry."""
+    options = dict(switches.model_extra or {})
+    trial = try_out(name, num_classes, image_size, drop_path, options)
+    if drop_path and not trial.branches:
+        raise UserError(f"model.drop_path is {drop_path}, but {name} has no stochastic depth", "set model.drop_path=0")
+    default = torch.get_default_device()
+    with torch.device(trial.device if default.type == "meta" else default):  # some networks cannot be built on meta
+        net = build_network(name, num_classes, image_size, drop_path, options)
+    return TimmClassifier(name, net, trial, activation_checkpointing, switches)
+
+
+def timm_entry(name: str) -> ModelEntry:
+    """The registry entry of ``timm:NAME``; timm's sizes are those of its weights.
+
+    Raises:
+        UserError: timm does not load.
+    """
+    assert is_timm(name)
+    timm = import_timm()
+    cfg = timm.get_pretrained_cfg(name.removeprefix(PREFIX))
+    return ModelEntry(
+        name=name,
+        build=partial(build_timm, name),
+        description="a model of timm",
+        paper=f"timm {timm.__version__}",
+        paper_params_m=None,
+        paper_gmacs=None,
+        paper_top1=None,
+        switches=TimmSwitches,
+        image_size=cfg.input_size[-1] if cfg else 224,
+        num_classes=(cfg.num_classes if cfg else 0) or 1000,
+    )

@@ -1,0 +1,59 @@
+"""``timm:NAME``: the names of timm's models, which are known without PyTorch."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+from pipeline.errors import UserError
+
+PREFIX = "timm:"
+EXTRA = "pip install 'pervit-pipeline[timm]'"
+_DEFINED = re.compile(r"^@register_model\s*\ndef (\w+)\(", re.MULTILINE)
+
+
+def is_timm(name: str) -> bool:
+    """Whether ``model.name`` is one of timm's models."""
+    return name.startswith(PREFIX)
+
+
+def check_timm_name(name: str) -> None:
+    """See that timm has the model, without importing timm or PyTorch.
+
+    Args:
+        name: ``timm:NAME``.
+
+    Raises:
+        UserError: timm is not installed, it has no such model, or the name is of weights, a folder or a repository.
+    """
+    architecture = name.removeprefix(PREFIX)
+    if ":" in architecture or "/" in architecture:
+        raise UserError(
+            f"model.name is {name}, which names a folder or a repository, a name of timm's list needed",
+            "write timm:NAME, and give local weights to train.init_from",
+        )
+    if importlib.util.find_spec("timm") is None:
+        raise UserError(f"model.name is {name}, but timm is not installed, which has that model", f"install it: {EXTRA}")
+    known = defined_names()
+    plain, dot, tag = architecture.partition(".")
+    if dot and plain in known:
+        raise UserError(
+            f"model.name is {name}, whose part {tag!r} names weights, which are never downloaded, an architecture needed",
+            f"write {PREFIX}{plain}, and give a local file with the weights to train.init_from",
+        )
+    if known and architecture not in known:
+        close = difflib.get_close_matches(plain, known, n=1)
+        hint = f"did you mean {PREFIX}{close[0]}?" if close else "timm.list_models() has the names"
+        raise UserError(f"model.name is {name}, but timm has no model of that name", hint)
+
+
+@cache
+def defined_names() -> frozenset[str]:
+    """Every name that timm's source files register; empty if they look otherwise than expected, when timm itself decides later."""
+    spec = importlib.util.find_spec("timm")
+    folders = spec.submodule_search_locations if spec else None
+    files = [file for folder in folders or [] for file in Path(folder, "models").glob("*.py")]
+    return frozenset(name for file in files for name in _DEFINED.findall(file.read_text(encoding="utf-8")))

@@ -1,0 +1,235 @@
+"""Build timm's networks, and find out by a trial pass what one does: its stochastic depth, what else it draws, its features."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.models.timm_names import EXTRA, PREFIX
+from pipeline.models.timm_random import Draws
+
+# Arguments of timm.create_model that a switch must not set -> what sets them.
+_RESERVED = {
+    "num_classes": "model.num_classes sets it",
+    "img_size": "model.image_size sets it",
+    "drop_path_rate": "model.drop_path sets it",
+    "in_chans": "images have 3 channels",
+    "pretrained": "nothing is downloaded: train.init_from takes a local file",
+    "pretrained_cfg": "nothing is downloaded: train.init_from takes a local file",
+    "pretrained_cfg_overlay": "nothing is downloaded: train.init_from takes a local file",
+    "checkpoint_path": "train.init_from takes a local file",
+    "cache_dir": "nothing is downloaded",
+    "features_only": "a classifier is trained",
+    "out_indices": "a classifier is trained",
+    "scriptable": "it is no property of the model",
+    "exportable": "it is no property of the model",
+    "no_jit": "it is no property of the model",
+    "device": "the run chooses the device",
+    "dtype": "train.precision sets it",
+}
+_UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
+_TRIAL_BATCH = 2  # images: tells a batch's dimension from a window's
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a network did with two blank images.
+
+    Attributes:
+        device: on which it can be built and run: ``meta`` without memory, else ``cpu``.
+        branches: name of each DropPath module that drops samples -> how often it is called in a forward pass.
+        draws: operators that draw from PyTorch's generator besides, in training mode.
+        feature_width: D of what the classifier sees, (B, D); None: the network has no such form.
+    """
+
+    device: str
+    branches: Mapping[str, int]
+    draws: tuple[str, ...]
+    feature_width: int | None
+
+
+def import_timm() -> ModuleType:
+    """The package.
+
+    Raises:
+        UserError: it is not installed, or does not load beside this PyTorch.
+    """
+    try:
+        return importlib.import_module("timm")
+    except ModuleNotFoundError as error:
+        if error.name == "timm":
+            raise UserError("model.name is a model of timm, which is not installed", f"install it: {EXTRA}") from None
+        reason = str(error)
+    except Exception as error:  # torchvision's operators, if it is of another build of PyTorch: RuntimeError or OSError
+        reason = first_line(error)
+    raise UserError(
+        f"model.name is a model of timm, which does not load beside PyTorch {torch.__version__} ({reason})",
+        "install PyTorch and torchvision from the same index, PyPI or download.pytorch.org/whl/...",
+    )
+
+
+def check_switches(name: str, switches: Mapping[str, Any]) -> None:
+    """Refuse arguments of ``timm.create_model`` that are not the user's to set.
+
+    Raises:
+        UserError: there is one.
+    """
+    for key in switches:
+        if key in _RESERVED:
+            raise UserError(f"model.switches.{key} is set for {name}, but {_RESERVED[key]}", "remove the switch")
+
+
+def build_network(name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> nn.Module:
+    """``timm.create_model`` with random weights, on PyTorch's default device.
+
+    Args:
+        name: ``timm:NAME``.
+        num_classes: outputs.
+        image_size: given as ``img_size`` to architectures that timm calls of fixed size; the others take any.
+        drop_path: ``drop_path_rate``.
+        switches: further arguments.
+
+    Raises:
+        UserError: timm cannot build it with these arguments.
+    """
+    timm = import_timm()
+    architecture = name.removeprefix(PREFIX)
+    if not timm.is_model(architecture):
+        raise UserError(f"model.name is {name}, but timm {timm.__version__} has no model of that name", "choose another one")
+    settings = timm.get_pretrained_cfg(architecture)
+    arguments = {"num_classes": num_classes, "drop_path_rate": drop_path, **switches}
+    if settings is not None and settings.fixed_input_size:
+        arguments["img_size"] = image_size
+    dispensable = {"img_size"} | ({"drop_path_rate"} if not drop_path else set())
+    while True:
+        try:
+            return timm.create_model(architecture, pretrained=False, **arguments)
+        except TypeError as error:
+            found = _UNEXPECTED.search(str(error))
+            unexpected = found[1] if found else ""
+            if unexpected not in dispensable or unexpected not in arguments:
+                raise _refusal(name, unexpected, first_line(error), switches) from None
+            del arguments[unexpected]
+        except Exception as error:  # of a constructor, about sizes or settings
+            raise _refusal(name, "", first_line(error), switches, image_size) from None
+
+
+def _refusal(name: str, unexpected: str, reason: str, switches: Mapping[str, Any], image_size: int | None = None) -> UserError:
+    if unexpected == "drop_path_rate":
+        return UserError(f"model.drop_path is above 0, but {name} takes no drop_path_rate", "set model.drop_path=0")
+    if unexpected in switches:
+        known = sorted(arguments_of(name))
+        close = difflib.get_close_matches(unexpected, known, n=1)
+        remedy = f"did you mean {close[0]!r}?" if close else f"its arguments are: {', '.join(known)}."
+        return UserError(f"model.switches: unknown switch {unexpected!r}, which {name} does not take: {remedy}")
+    given = f" with model.switches {dict(switches)}" if switches else ""
+    size = f" for model.image_size {image_size}" if image_size else ""
+    return UserError(f"{name} cannot be built{size}{given} ({reason})", "change the switches or model.image_size")
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    """Arguments of a network's class that can be switches -> their defaults (``inspect.Parameter.empty``: none)."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        network = import_timm().create_model(name.removeprefix(PREFIX), pretrained=False)
+    parameters = inspect.signature(type(network).__init__).parameters
+    hidden = {"self", "args", "kwargs", "cfg", *_RESERVED}
+    return {key: parameter.default for key, parameter in parameters.items() if key not in hidden}
+
+
+def try_out(name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> Trial:
+    """Build the network once more and give it two blank images, in training and in evaluation mode.
+
+    On the meta device, which computes nothing; on the CPU if the network does not work there. PyTorch's generator is left as it was.
+
+    Raises:
+        UserError: it cannot be built, takes no such images, or is no classifier.
+    """
+    check_switches(name, switches)
+    return _try_out(name, num_classes, image_size, drop_path, json.dumps(dict(switches), sort_keys=True))
+
+
+@lru_cache(maxsize=32)  # a start builds a model several times
+def _try_out(name: str, num_classes: int, image_size: int, drop_path: float, switches: str) -> Trial:
+    try:
+        return _observe("meta", name, num_classes, image_size, drop_path, json.loads(switches))
+    except Exception:  # an operator without a form for meta, or a mistake of the user's, which the CPU explains
+        return _observe("cpu", name, num_classes, image_size, drop_path, json.loads(switches))
+
+
+def _observe(device: str, name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> Trial:
+    with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
+        network = build_network(name, num_classes, image_size, drop_path, switches)
+        images = torch.zeros(_TRIAL_BATCH, 3, image_size, image_size)
+        try:
+            draws, calls = _watched(network, images)
+            scores = {"training": draws[1], "evaluation": network.eval()(images)}
+        except Exception as error:  # of the network's code, or of PyTorch's operators
+            raise UserError(
+                f"{name} takes no images of {image_size} x {image_size} pixels ({first_line(error)})",
+                "choose another model.image_size or another model",
+            ) from None
+        for mode, found in scores.items():
+            shape = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            if shape != (_TRIAL_BATCH, num_classes):
+                raise UserError(
+                    f"{name} is no plain classifier: in {mode} it gives {shape} for {_TRIAL_BATCH} images, ({_TRIAL_BATCH}, {num_classes}) needed",
+                    "choose another model, or switches with which it is one",
+                )
+        return Trial(device, calls, tuple(sorted(draws[0])), _feature_width(network, images))
+
+
+def _watched(network: nn.Module, images: Tensor) -> tuple[tuple[set[str], Any], dict[str, int]]:
+    """A forward pass in training mode.
+
+    Returns:
+        ((operators that draw, scores), calls of each DropPath module that drops samples). A DropPath whose input's first dimension
+        is not the batch, as in TNT, counts among the operators: its draws are of windows or patches.
+    """
+    from timm.layers import DropPath
+
+    calls: Counter[str] = Counter()
+    others: set[str] = set()
+    paths = {name: module for name, module in network.named_modules() if isinstance(module, DropPath) and module.drop_prob}
+    with Draws() as draws:
+
+        def before(name: str, x: Tensor) -> None:
+            draws.ignored += 1
+            calls[name] += 1
+            if len(x) != len(images):
+                others.add(name)
+
+        def after(*_: Any) -> None:
+            draws.ignored -= 1
+
+        for name, module in paths.items():
+            module.register_forward_pre_hook(lambda _, inputs, name=name: before(name, inputs[0]))
+            module.register_forward_hook(after)
+        scores = network.train()(images)
+    names = draws.names | ({"drop_path of parts of an image"} if others else set())
+    return (names, scores), {name: calls[name] for name in paths if calls[name] and name not in others}
+
+
+def _feature_width(network: Any, images: Tensor) -> int | None:
+    try:
+        features = network.forward_head(network.forward_features(images), pre_logits=True)
+    except Exception:  # a network without these methods, or with others' arguments
+        return None
+    return features.shape[1] if isinstance(features, Tensor) and features.dim() == 2 else None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
