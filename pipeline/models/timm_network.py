@@ -135,9 +135,12 @@ def _refusal(name: str, unexpected: str, reason: str, switches: Mapping[str, Any
         close = difflib.get_close_matches(unexpected, known, n=1)
         remedy = f"did you mean {close[0]!r}?" if close else f"its arguments are: {', '.join(known)}."
         return UserError(f"model.switches: unknown switch {unexpected!r}, which {name} does not take: {remedy}")
-    given = f" with model.switches {dict(switches)}" if switches else ""
     size = f" for model.image_size {image_size}" if image_size else ""
-    return UserError(f"{name} cannot be built{size}{given} ({reason})", "change the switches or model.image_size")
+    return UserError(f"{name} cannot be built{size}{_with(switches)} ({reason})", "change the switches or model.image_size")
+
+
+def _with(switches: Mapping[str, Any]) -> str:
+    return f" with the switches {dict(switches)}" if switches else ""
 
 
 def arguments_of(name: str) -> dict[str, Any]:
@@ -178,8 +181,8 @@ def _observe(device: str, name: str, num_classes: int, image_size: int, drop_pat
             scores = {"training": draws[1], "evaluation": network.eval()(images)}
         except Exception as error:  # of the network's code, or of PyTorch's operators
             raise UserError(
-                f"{name} takes no images of {image_size} x {image_size} pixels ({first_line(error)})",
-                "choose another model.image_size or another model",
+                f"{name} takes no images of {image_size} x {image_size} pixels{_with(switches)} ({first_line(error)})",
+                f"choose another model.image_size{', other switches' if switches else ''} or another model",
             ) from None
         for mode, found in scores.items():
             shape = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"

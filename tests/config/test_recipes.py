@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from support.runs import evaluation_rows, step_rows
 
 CONFIGS = REPOSITORY / "configs"
 PATHS = sorted(CONFIGS.rglob("*.yaml"))
+if find_spec("timm") is None:
+    PATHS = [path for path in PATHS if not load_config(path).model.name.startswith("timm:")]
 RECIPES = [path for path in PATHS if path.parent.name == "base"]  # what runs have in common; not runs themselves
 RUNS = [path for path in PATHS if path not in RECIPES]
 OURS = [CONFIGS / "demo.yaml", CONFIGS / "cifar10.yaml"]  # from no paper

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
 
@@ -40,6 +41,10 @@ NEEDS = {
     **dict.fromkeys(("make", "pip", "uv", "source"), "an installation"),
     **dict.fromkeys(("tail", "tensorboard"), "somebody who ends it"),
     "train.teacher=torchvision:regnet_y_16gf": "its weights",
+    **dict.fromkeys(
+        ("model.name=timm:resnet18", "timm_swin_t", "timm:swin_tiny_patch4_window7_224"),
+        "timm, which is no part of `make install`",
+    ),
 }
 # A run of seconds, whatever the config; a key that the command states keeps its value.
 SMALL = "model.num_classes=10 model.image_size=32 train.global_batch_size=16 train.micro_batch_size=8 train.max_steps=2"
@@ -126,7 +131,8 @@ def _check_module(module: str, arguments: list[str], processes: int = 1) -> None
         accumulation_steps(config.train, processes, config.augment.unit)
         from pipeline.models import model_entry  # takes seconds
 
-        section_from_dict(model_entry(config.model.name).switches, config.model.switches, key="model.switches")
+        if find_spec("timm") or not config.model.name.startswith("timm:"):
+            section_from_dict(model_entry(config.model.name).switches, config.model.switches, key="model.switches")
 
 
 def _parse(target: str, arguments: list[str]) -> argparse.Namespace:
