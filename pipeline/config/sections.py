@@ -33,7 +33,7 @@ _TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with
 
 class ModelConfig(Section):
     name: Annotated[Text, Field(max_length=100)] = "pervit_t"
-    """Model name; `python -m pipeline.models` lists them."""
+    """Model name; `python -m pipeline.models` lists them. `timm:NAME`: a classifier of timm."""
     image_size: Annotated[int, Field(ge=1, le=MAX_SIDE)] = 224
     """Side of the square input, in pixels."""
     num_classes: PositiveInt = 1000
@@ -41,7 +41,7 @@ class ModelConfig(Section):
     drop_path: Fraction = 0.0
     """Stochastic depth rate of the last block."""
     switches: dict[str, Any] = {}
-    """Ablation switches of the model family; `python -m pipeline.models NAME` lists them."""
+    """Ablation switches of the model family, or arguments of timm's model; `python -m pipeline.models NAME` lists them."""
 
     @field_validator("switches")
     @classmethod

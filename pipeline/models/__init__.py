@@ -8,6 +8,7 @@
 ``convit``      ConViT
 ``lsat``        LSAT
 ``gated_mlp``   gMLP and PosMLP
+``timm_*``      models of timm: names, building, what they draw, the adapter
 ``common``      base class and layers that the families share
 ``weights``     published weights, transfer to other classes and sizes, exported files
 ``flops``       parameter and multiply-accumulate counts

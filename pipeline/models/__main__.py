@@ -89,7 +89,7 @@ def type_text(annotation: Any) -> str:
 
 def main() -> None:
     parser = command_parser("pipeline.models", __doc__)
-    parser.add_argument("model", nargs="?", help="show this model's switches")
+    parser.add_argument("model", nargs="?", help="show this model's switches; also timm:NAME")
     args = parser.parse_args()
     print(overview() if args.model is None else details(args.model))
 

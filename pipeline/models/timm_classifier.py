@@ -6,8 +6,9 @@ Its module is the submodule ``net``, so that parameter names are ``net.`` and ti
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from pipeline.models.timm_network import Trial, build_network, first_line, impor
 from pipeline.models.timm_random import StreamDropPath, seeded
 
 _NET = "net."  # before timm's names of parameters
+_FILTERS = ("checkpoint_filter_fn", "checkpoint_filter_fn_classifier", "_filter_fn")  # what timm's modules call them
 
 
 class TimmSwitches(Switches):
@@ -149,10 +151,7 @@ class TimmClassifier(VisionModel):
             UserError: the filter fails on them.
         """
         plain = {name.removeprefix(_NET): value for name, value in weights.items()}
-        convert = getattr(sys.modules[type(self.net).__module__], "checkpoint_filter_fn", None)
-        if convert is None:  # models of one class in a module of others: DeiT's
-            entry = import_timm().models.model_entrypoint(self.name.removeprefix(PREFIX))
-            convert = getattr(sys.modules[entry.__module__], "checkpoint_filter_fn", None)
+        convert = self._checkpoint_filter()
         if convert is not None:
             try:
                 plain = convert(dict(plain), self.net)
@@ -162,6 +161,17 @@ class TimmClassifier(VisionModel):
                     "set model.name to the architecture of these weights",
                 ) from None
         return {_NET + name: value for name, value in plain.items()}
+
+    def _checkpoint_filter(self) -> Callable[..., Any] | None:
+        """timm's function (state dict, network) -> state dict, from the module of the architecture or else of its class."""
+        entry = import_timm().models.model_entrypoint(self.name.removeprefix(PREFIX))
+        for module in (sys.modules[entry.__module__], sys.modules[type(self.net).__module__]):
+            for name in _FILTERS:
+                if convert := getattr(module, name, None):
+                    # LayerScale under the names of DeiT-III's authors: timm's own names are left alone.
+                    adapts = "adapt_layer_scale" in inspect.signature(convert).parameters
+                    return partial(convert, adapt_layer_scale=True) if adapts else convert
+        return None
 
     def remarks(self, mean: Sequence[float], std: Sequence[float]) -> list[str]:
         sentences = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.models import create_model, load_pretrained, model_entry
+from pipeline.models import create_model, load_pretrained, model_entry, reference_state_dict
 from pipeline.models.flops import count
 from pipeline.models.registry import check_name
 from pipeline.models.timm_names import defined_names
@@ -138,13 +138,51 @@ def test_weights_come_in_timms_names_and_at_other_sizes(tmp_path: Path) -> None:
 
     source = timm.create_model("vit_tiny_patch16_224", num_classes=7, img_size=2 * SIZE, depth=2)
     model = built()
-    said = load_pretrained(model, {"module": source.state_dict()}["module"], "w.pth")
+    said = load_pretrained(model, source.state_dict(), "w.pth")
     assert any("net.head.weight is initialized from scratch: (7, 192) there" in sentence for sentence in said)
     assert torch.equal(model.net.blocks[1].attn.qkv.weight, source.blocks[1].attn.qkv.weight)
     assert model.net.pos_embed.shape == (1, 17, 192) and source.pos_embed.shape == (1, 65, 192)
+    assert reference_state_dict(model).keys() == model.net.state_dict().keys()
     again = built()
     load_pretrained(again, model.state_dict(), "ours")
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in again.state_dict().items() if "head" not in key)
+
+
+def test_weights_of_deit3s_authors_fit() -> None:
+    """Guards against LayerScale under the authors' names, which timm renames for DeiT-III alone."""
+    name, switches = "timm:deit3_small_patch16_224", {"depth": 1, "embed_dim": 64, "num_heads": 1}
+    source, model = built(name, **switches), built(name, **switches)
+    with torch.no_grad():
+        source.net.blocks[0].ls1.gamma.fill_(0.25)
+    weights = {
+        key.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): value
+        for key, value in source.net.state_dict().items()
+    }
+    load_pretrained(model, weights, "deit_3_small_224_1k.pth")
+    assert torch.equal(model.net.blocks[0].ls1.gamma, torch.full((64,), 0.25))
+    del weights["blocks.0.gamma_1"]
+    with pytest.raises(UserError, match="deit_3.pth does not fit TimmClassifier .*: 1 missing"):
+        load_pretrained(model, weights, "deit_3.pth")
+
+
+def test_compiled_blocks_take_the_streams_numbers() -> None:
+    """Guards against factors of the first step that a compiled graph keeps, and a compilation for each step."""
+    model = built(drop_path=0.5).train()
+    noises = [torch.rand(4, model.noise_per_sample, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
+    expected = [model(pictures(), noise) for noise in noises]
+    torch.compiler.reset()
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    for block in model.net.blocks:
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
+    for number, noise in enumerate(noises):
+        torch.testing.assert_close(model(pictures(), noise), expected[number])
+        assert len(graphs) <= 2, "a graph for each block"
+    torch.compiler.reset()
 
 
 def test_features_are_what_the_classifier_sees() -> None:
