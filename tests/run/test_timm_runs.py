@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -80,7 +81,7 @@ def whole_life(kind: str, config: Path, folder: Path) -> None:
             "kind": kind,
             "name": trained.config.model.name,
             "parameters": sum(p.numel() for p in model.parameters()),
-            "branches": len(model.drop_path_rates),
+            "branches": int(re.search(r"(\d+) branches of stochastic depth", log)[1]),
             "draws": list(model.trial.draws),
             "flops": about[-1],
             "bytes": file.stat().st_size,
