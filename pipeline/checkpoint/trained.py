@@ -81,7 +81,6 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
     weights, description = read_tensors(source)
     if description is None:
         return _undescribed(source, weights, step, kind)
-    check_finite(weights, str(source))
     return _described(source, build_described(source, weights, description), description, step, kind)
 
 

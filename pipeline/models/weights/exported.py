@@ -125,7 +125,6 @@ def read_exported(path: Path) -> tuple[VisionModel, Description]:
             f"{path} has no description of its model, as `python -m pipeline.checkpoint export` writes it",
             f"build the model with create_model and load the file's {len(weights)} tensors with load_state_dict",
         )
-    check_finite(weights, source=str(path))
     return build_described(path, weights, description), description
 
 
@@ -140,6 +139,7 @@ def build_described(path: Path, weights: Mapping[str, Tensor], description: Desc
     Raises:
         UserError: the weights are not those of such a model.
     """
+    check_finite(weights, source=str(path))
     try:
         model = _create(description)
         if description.names == "authors":
