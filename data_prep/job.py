@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +63,7 @@ def describe_job(source: Source, folder: Path, split: str, samples_per_shard: in
         UserError: the folder is within the source, or holds shards with other classes.
     """
     _refuse_source_folder(source, folder)
+    rules = _rules_of_set(source, folder, split, rules)
     classes = _class_list(source, folder)
     _compare_with_other_split(source, folder, split)
     description = {
@@ -77,6 +78,21 @@ def describe_job(source: Source, folder: Path, split: str, samples_per_shard: in
         **rules.description(),
     }
     return ShardJob(source, folder, split, classes, samples_per_shard, seed, rules, description)
+
+
+def _rules_of_set(source: Source, folder: Path, split: str, rules: ImageRules) -> ImageRules:
+    """The rules, with the choice of formats that the split was begun with: earlier releases stored everything as JPEG."""
+    begun: dict | None = None
+    if (folder / MANIFEST).exists():
+        info = ShardManifest.read(folder).splits.get(split)
+        begun = info.source if info else None
+    elif in_progress_file(folder, split).exists() and any(folder.glob(f"{split}-*.tar")):
+        try:
+            begun = dict(json.loads(in_progress_file(folder, split).read_text()))
+        except (ValueError, TypeError):
+            pass  # begin() says that it is damaged
+    keep = source.formats and (begun is None or bool(begun.get("keep_formats")))
+    return replace(rules, keep_formats=rules.keep_formats and keep)
 
 
 def already_written(job: ShardJob) -> SplitInfo | None:

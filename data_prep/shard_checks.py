@@ -19,10 +19,12 @@ from data_prep.tar_writer import BLOCK
 from data_prep.workers import count_image
 from pipeline.data.image_checks import Rejected, check_decodes
 from pipeline.data.jpeg import image_size
+from pipeline.data.kept_formats import FORMATS, kept_format
 from pipeline.data.manifest import ShardInfo, sample_key
 from pipeline.files import open_regular
 
-MEMBERS = ("jpg", "cls", "json")
+MEMBERS = ("jpg", "cls", "json")  # or another of IMAGES in place of the first
+IMAGES = ("jpg", *FORMATS)
 _MOST_OF_A_KIND = 5  # findings of one check and shard that are listed individually
 _SIGMAS = 7  # tolerance of the class balance: a random draw exceeds it about once in 10^11 shards
 
@@ -96,9 +98,9 @@ class Sample:
     """Consecutive members with the same key."""
 
     key: str
-    offset: int = 0  # of the JPEG
-    size: int = 0  # of the JPEG, bytes
-    checksum: int = 0  # XXH3-64 of the JPEG
+    offset: int = 0  # of the image
+    size: int = 0  # of the image, bytes
+    checksum: int = 0  # XXH3-64 of the image
     pixels: str = ""  # width x height
     text: dict[str, bytes] = field(default_factory=dict)  # the other members
     index: list[str] = field(default_factory=list)  # its line of the index, one entry per member
@@ -192,28 +194,35 @@ def _read_samples(reader: _Reader, findings: Findings, decode: bool) -> list[Sam
             samples.append(Sample(key))
         sample = samples[-1]
         sample.index.append(f"{suffix} {offset} {len(data)} {name}")
-        if suffix == "jpg":
+        if suffix in IMAGES:
             sample.offset, sample.size, sample.checksum = offset, len(data), xxh3_64_intdigest(data)
-            sample.pixels = _check_image(key, data, findings, decode)
+            sample.pixels = _check_image(key, suffix, data, findings, decode)
             count_image()
         else:
             sample.text[suffix] = data
     for sample in samples:
         suffixes = [entry.partition(" ")[0] for entry in sample.index]
-        findings.expect("members", suffixes, list(MEMBERS), f"{sample.key}: ")
+        image = suffixes[0] if suffixes and suffixes[0] in IMAGES else MEMBERS[0]
+        findings.expect("members", suffixes, [image, *MEMBERS[1:]], f"{sample.key}: ")
     return samples
 
 
-def _check_image(key: str, data: bytes, findings: Findings, decode: bool) -> str:
+def _check_image(key: str, suffix: str, data: bytes, findings: Findings, decode: bool) -> str:
     """Check an image; its size from the header as ``WIDTHxHEIGHT``, empty if it is damaged."""
     try:
-        width, height = image_size(data)
+        if suffix == MEMBERS[0]:
+            width, height = image_size(data)
+        else:
+            found = kept_format(data)
+            if found is None or found.suffix != suffix:
+                raise ValueError(f"no {suffix} as shards hold them")
+            width, height = found.width, found.height
         if decode:
             check_decodes(data)
     except Rejected as error:
         findings.add("decode", f"{key}: {error}", "an image that decodes")
     except ValueError as error:
-        findings.add("image", f"{key}: {error}", "a whole JPEG")
+        findings.add("image", f"{key}: {error}", "a whole JPEG" if suffix == MEMBERS[0] else f"a whole {suffix}")
         return ""
     return f"{width}x{height}"
 

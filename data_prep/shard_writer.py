@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,12 +57,14 @@ class FinishedShard:
         info: its manifest entry.
         rejected: rejected images, a line of ``rejected.jsonl`` each.
         reencoded: re-encoded images, a line of ``reencoded.jsonl`` each.
+        formats: suffix -> number of its images that are no JPEGs.
     """
 
     rows: np.ndarray
     info: ShardInfo
     rejected: list[dict] = field(default_factory=list)
     reencoded: list[dict] = field(default_factory=list)
+    formats: dict[str, int] = field(default_factory=dict)
 
 
 def write_shard(task: ShardTask) -> list[dict]:
@@ -78,6 +81,7 @@ def write_shard(task: ShardTask) -> list[dict]:
     lines: list[str] = []  # of the index
     rejected: list[dict] = []
     reencoded: list[dict] = []
+    formats: Counter[str] = Counter()  # of the images that are no JPEGs
     digests: list[str] = []
 
     def write_tar(file: BinaryIO) -> None:
@@ -87,7 +91,7 @@ def write_shard(task: ShardTask) -> list[dict]:
             try:
                 if original.refused:
                     raise Rejected(original.refused)
-                image = prepare_image(original.data, task.rules)
+                image = prepare_image(original.data, task.rules, original.name)
             except Rejected as error:
                 rejected.append(_listed(task, original, reason=str(error), bytes=len(original.data)))
             else:
@@ -99,6 +103,7 @@ def write_shard(task: ShardTask) -> list[dict]:
                 checksum = xxh3_64_intdigest(image.data)
                 rows[len(lines)] = (offset, checksum, len(image.data), task.number, label, image.width, image.height)
                 lines.append(line)
+                formats.update([image.suffix] if image.suffix != "jpg" else [])
             count_image()
         digests.append(tar.close())
 
@@ -116,7 +121,7 @@ def write_shard(task: ShardTask) -> list[dict]:
         idx_bytes=len(index),
         idx_sha256=hashlib.sha256(index).hexdigest(),
     )
-    _write_record(task, FinishedShard(rows[: len(lines)], info, rejected, reencoded))
+    _write_record(task, FinishedShard(rows[: len(lines)], info, rejected, reencoded, dict(formats)))
     return rejected
 
 
@@ -136,11 +141,12 @@ def read_record(folder: Path, split: str, number: int, job: str) -> FinishedShar
         return None
     if about["job"] != job or sizes != [info.bytes, info.idx_bytes]:
         return None
-    return FinishedShard(rows, info, about["rejected"], about["reencoded"])
+    return FinishedShard(rows, info, about["rejected"], about["reencoded"], about.get("formats", {}))
 
 
 def _write_record(task: ShardTask, shard: FinishedShard) -> None:
-    about = {"job": task.job, "info": asdict(shard.info), "rejected": shard.rejected, "reencoded": shard.reencoded}
+    about = {"job": task.job, **asdict(replace(shard, rows=np.empty(0)))}
+    del about["rows"]
     encoded = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
     path = record_file(task.folder, task.split, task.number)
     replace_file(path, lambda file: np.savez(file, rows=shard.rows, about=encoded))
@@ -150,10 +156,10 @@ def _add_sample(tar: TarWriter, key: str, image: StoredImage, original: SourceIm
     """Append the sample's members.
 
     Returns:
-        The offset of the JPEG, and the sample's line of the index.
+        The offset of the image, and the sample's line of the index.
     """
     about = {"file": original.name, "wnid": original.class_name, "width": image.width, "height": image.height}
-    members = {"jpg": image.data, "cls": str(label).encode(), "json": json.dumps(about).encode()}
+    members = {image.suffix: image.data, "cls": str(label).encode(), "json": json.dumps(about).encode()}
     offsets = tar.add([(f"{key}.{suffix}", data) for suffix, data in members.items()])
     entries = [f"{suffix} {offset} {len(data)} {key}.{suffix}" for offset, (suffix, data) in zip(offsets, members.items())]
     return offsets[0], " ".join(entries)

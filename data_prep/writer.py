@@ -11,9 +11,10 @@ which completes the set; an interrupted run, started again, writes only the miss
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,7 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
         shards=[shard.info for shard in shards],
         rejected=sum(len(shard.rejected) for shard in shards),
         reencoded=sum(len(shard.reencoded) for shard in shards),
+        formats=dict(sorted(sum((Counter(shard.formats) for shard in shards), Counter()).items())),
     )
     manifest = ShardManifest.read(job.folder) if (job.folder / MANIFEST).exists() else ShardManifest(job.classes)
     if manifest.classes != job.classes:
@@ -187,7 +189,7 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
             f"shard {job.split} again, which then uses the manifest's classes",
         )
     splits = {**manifest.splits, job.split: info}
-    ShardManifest(manifest.classes, dict(sorted(splits.items()))).write(job.folder)
+    replace(manifest, splits=dict(sorted(splits.items()))).write(job.folder)
     return info
 
 

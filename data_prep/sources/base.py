@@ -6,20 +6,20 @@ import copy
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from pipeline.data.kept_formats import IMAGE_SUFFIXES, claims_jpeg
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 
 # Accepted names of a split's folder, in order of preference. CIFAR's trees use test; where ImageNet's have both, test is
 # unlabelled.
 SPLIT_FOLDERS = {"train": ("train",), "val": ("val", "test")}
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
 SPLIT_NAMES = {
     "train": "train",
     "val": "val",
@@ -50,8 +50,13 @@ class Source(Protocol):
     labels: np.ndarray  # (n,) int32: index into class_names
     subset: float  # fraction of each class that was kept; 1.0: all
     subset_rule: str  # which images of a class these are, random or first
+    class_words: Mapping[str, str]  # class name -> what to call it, where the source says so
 
     def __len__(self) -> int: ...
+
+    @property
+    def formats(self) -> bool:
+        """Whether some images may be no JPEGs, by their names, and are stored in the format that they have."""
 
     def read(self, sample: int) -> SourceImage: ...
 
@@ -91,6 +96,7 @@ class ListedSource(ABC):
 
     kind: str
     subset, subset_rule = 1.0, "random"
+    class_words: Mapping[str, str] = {}
 
     def __init__(self, path: str | Path, class_names: list[str], entries: Iterable[Entry], ignored: int = 0) -> None:
         self.path = str(path)
@@ -105,6 +111,11 @@ class ListedSource(ABC):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    @property
+    def formats(self) -> bool:
+        """Whether some images may be no JPEGs, by their names, and are stored in the format that they have."""
+        return not all(map(claims_jpeg, self._names))
 
     def read(self, sample: int) -> SourceImage:
         """Read one image.

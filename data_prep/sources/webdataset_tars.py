@@ -13,7 +13,8 @@ from data_prep.sources.staged import Part
 from pipeline.errors import UserError
 
 _END = 1024  # zero bytes at the end of a tar
-_IMAGES = ("jpg", "jpeg", "png", "webp")
+_IMAGES = ("jpg", "jpeg", "png", "webp")  # the usual ones
+_OTHERS = ("tif", "tiff", "bmp")
 _NAMES = (
     "wnid",
     "class_name",
@@ -86,7 +87,7 @@ def _images(url: str) -> Iterator[tuple[str, str, bytes]]:
     pieces = webdataset.DataPipeline(webdataset.SimpleShardList([url]), webdataset.tarfile_to_samples())
     for sample in pieces:
         key = sample["__key__"]
-        image = next((sample[suffix] for suffix in _IMAGES if suffix in sample), None)
+        image = next((sample[suffix] for suffix in (*_IMAGES, *_OTHERS) if suffix in sample), None)
         if image is None:
             members = ", ".join(name for name in sample if not name.startswith("__"))
             raise UserError(f"{url}: {key} has {members}, one of {', '.join(_IMAGES)} needed", "pass a data set of images")

@@ -9,6 +9,7 @@
 ``checked_images``  what both have in common
 ``image_checks``  checks and re-encodes images before they are stored
 ``jpeg``          parses and checks JPEG headers
+``kept_formats``  the PNG, WebP, TIFF and BMP images that shards hold as they are
 ``order``         the permutation of an epoch
 ``plan``          samples and augmentation of every batch, as a pure function
 ``reader``        reads encoded images ahead of time

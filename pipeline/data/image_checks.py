@@ -2,8 +2,9 @@
 
 A JPEG that every decoder supports (Huffman-coded baseline, extended or progressive, 8 bits, one or three components) is kept
 byte for byte. DALI's decoders, especially on the GPU, do not support all of the rest: CMYK and YCCK JPEGs (ImageNet has 22),
-arithmetic and lossless coding, PNG (ImageNet has one, named .JPEG), GIF, BMP, WebP, TIFF, PPM. These are decoded with Pillow
-and re-encoded as JPEG. Images that Pillow cannot decode are rejected, as are JPEGs of more than 100 scans, which are crafted to
+arithmetic and lossless coding, GIF, PPM, some forms of PNG, WebP, TIFF and BMP. These are decoded with Pillow and re-encoded as JPEG;
+the other forms of these four are kept (:mod:`pipeline.data.kept_formats`), unless the file's name says that it is a JPEG: ImageNet has a
+PNG named .JPEG, which has been re-encoded since before anything else was kept. Images that Pillow cannot decode are rejected, as are JPEGs of more than 100 scans, which are crafted to
 exhaust decoders. EXIF is not parsed and may be malformed; orientation is ignored in writing and in reading.
 """
 
@@ -17,10 +18,12 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from pipeline.data.jpeg import CutOff, FrameHeader, TooManyScans, frame_header
+from pipeline.data.kept_formats import claims_jpeg, kept_format
 
 REENCODED_QUALITY = 95  # with 4:4:4 chroma: re-encoded images are so few that their size does not matter
 _HUFFMAN_CODED = (0xC0, 0xC1, 0xC2)  # baseline, extended sequential, progressive
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")  # no EPS: Pillow would start a PostScript interpreter
+_KEPT_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 _LONGEST_SIDE = 65_500  # pixels, libjpeg's limit
 
 # Silences Pillow's warning about large images. Above twice its limit (179 million pixels) Pillow still raises.
@@ -39,40 +42,50 @@ class ImageRules:
         decode: decode every image, which finds truncation and damage; False: parse headers only.
         resize_short_side: resize images whose short side is longer than this, in pixels; None: never.
         quality: JPEG quality of resized images, 1 to 100.
+        keep_formats: keep PNG, WebP, TIFF and BMP where decoders agree on them; False: only JPEG, as earlier releases did.
     """
 
     decode: bool = True
     resize_short_side: int | None = None
     quality: int = 90
+    keep_formats: bool = False
 
     def description(self) -> dict:
         """The settings that determine the stored bytes."""
         quality = self.quality if self.resize_short_side else None
-        return {"decode": self.decode, "resize_short_side": self.resize_short_side, "quality": quality}
+        kept = {"keep_formats": True} if self.keep_formats else {}  # absent: a set from before there was a choice
+        return {"decode": self.decode, "resize_short_side": self.resize_short_side, "quality": quality, **kept}
+
+
+AS_IN_SHARDS = ImageRules(keep_formats=True)  # for images that are no shards: as a set of these images would hold them
 
 
 @dataclass(frozen=True)
 class StoredImage:
     """An image as it is stored in a shard."""
 
-    data: bytes  # JPEG
+    data: bytes
     width: int  # pixels
     height: int
-    reencoded: str | None = None  # why the source's JPEG was not kept; None also for images that were only resized
+    reencoded: str | None = None  # why the source's file was not kept; None also for JPEGs that were only resized
+    suffix: str = "jpg"  # of its member in a shard
 
 
-def prepare_image(data: bytes, rules: ImageRules) -> StoredImage:
+def prepare_image(data: bytes, rules: ImageRules, name: str = "") -> StoredImage:
     """Check one encoded image and convert it to the stored form.
 
     Args:
         data: content of the file.
         rules: how images are checked and stored.
+        name: of the file; one that ends as a JPEG's name does is stored as a JPEG.
 
     Raises:
         Rejected: empty, truncated, too many scans, or Pillow cannot decode it.
     """
     if not data:
         raise Rejected("an empty file")
+    if rules.keep_formats and not claims_jpeg(name) and (kept := _as_it_is(data, rules)):
+        return kept
     try:
         frame = frame_header(data)
         reason = _why_not_as_it_is(frame)
@@ -88,6 +101,19 @@ def prepare_image(data: bytes, rules: ImageRules) -> StoredImage:
             check_decodes(data)
         return StoredImage(data, frame.width, frame.height)
     return _encode_anew(data, rules, reason)
+
+
+def _as_it_is(data: bytes, rules: ImageRules) -> StoredImage | None:
+    """An image that is no JPEG and can be kept, decoded to its end whatever the rules say: no header bounds its damage."""
+    try:
+        found = kept_format(data)
+    except CutOff as error:
+        raise Rejected(str(error)) from None
+    if found is None or rules.resize_short_side is not None and min(found.width, found.height) > rules.resize_short_side:
+        return None
+    image = _open(data)
+    same = image.size == (found.width, found.height) and image.mode in _KEPT_MODES
+    return StoredImage(data, found.width, found.height, suffix=found.suffix) if same else None
 
 
 def check_decodes(data: bytes) -> None:

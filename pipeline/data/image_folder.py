@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.data.checked_images import CheckedImages
-from pipeline.data.image_checks import ImageRules, Rejected, StoredImage, prepare_image
+from pipeline.data.image_checks import AS_IN_SHARDS, Rejected, StoredImage, prepare_image
+from pipeline.data.kept_formats import IMAGE_SUFFIXES
 from pipeline.data.manifest import MANIFEST
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 
-_SUFFIXES = (".jpeg", ".jpg", ".png")  # as in data_prep.sources
 _SHOWN = 3  # classes listed in a message
 
 
@@ -23,7 +23,7 @@ class ImageFolder(CheckedImages):
     """:class:`~pipeline.data.plan.Samples` from a folder of image files.
 
     Args:
-        folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG`` (also ``.jpg``, ``.png``).
+        folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG`` (also ``.jpg``, ``.png``, ``.webp``, ``.tif``, ``.tiff``, ``.bmp``).
         split: name of the split's folder, if there is one.
         classes: class names in index order; a class without a folder has no images. None: the folders, sorted.
 
@@ -31,6 +31,7 @@ class ImageFolder(CheckedImages):
         split: None if the split has no folder of its own.
         samples: as in a shard set: ``samples[indices]`` gives width, height and label of each.
         classes: class names in index order.
+        class_names: the same: what to call the classes is not known here.
 
     Raises:
         UserError: the folder is missing or has no images, or a class folder is not in ``classes``.
@@ -46,6 +47,7 @@ class ImageFolder(CheckedImages):
             )
         folders = sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir() and not entry.name.startswith("."))
         self.classes = folders if classes is None else list(classes)
+        self.class_names = self.classes
         number = {name: label for label, name in enumerate(self.classes)}
         unknown = [name for name in folders if name not in number]
         if unknown:
@@ -79,7 +81,7 @@ class ImageFolder(CheckedImages):
 
     def look(self, index: int) -> StoredImage | DamagedSample:
         try:
-            return prepare_image((self.folder / self._files[index]).read_bytes(), ImageRules())
+            return prepare_image((self.folder / self._files[index]).read_bytes(), AS_IN_SHARDS, self._files[index])
         except Rejected as error:
             return self.damaged(index, f"cannot be used: {error}")
         except OSError as error:
@@ -103,7 +105,7 @@ def open_split(path: Path, split: str, classes: Sequence[str] | None) -> ShardSe
 
 
 def _is_image(name: str) -> bool:
-    return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
 def _some(names: Sequence[str]) -> str:

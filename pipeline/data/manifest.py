@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeline.data.kept_formats import FORMATS
 from pipeline.errors import UserError
 from pipeline.files import open_regular, replace_text
 
 FORMAT_VERSION = 2
+EXTENDED_VERSION = 3  # of a manifest with class_names or with images that are no JPEGs: readers of version 2 alone refuse it
 MANIFEST = "manifest.json"
 REJECTED, REENCODED = "rejected.jsonl", "reencoded.jsonl"
 SHARDER = "python -m data_prep.shard_imagenet --source IMAGES --output DIR"
@@ -63,19 +65,31 @@ class SplitInfo:
     shards: list[ShardInfo]
     rejected: int = 0  # rejected images, listed in rejected.jsonl
     reencoded: int = 0  # re-encoded images, listed in reencoded.jsonl
+    formats: dict[str, int] = field(default_factory=dict)  # suffix -> images that are no JPEGs; not written if there are none
 
 
 @dataclass(frozen=True)
 class ShardManifest:
     """The content of ``manifest.json``."""
 
-    classes: list[str]
+    classes: list[str]  # in index order; they identify the classes: folder names, wnids
     splits: dict[str, SplitInfo] = field(default_factory=dict)
-    version: int = FORMAT_VERSION
+    version: int = FORMAT_VERSION  # of the file that was read; the one to write depends on the content
+    class_names: list[str] | None = (
+        None  # what tables and figures call the classes, in index order; None: as they are identified
+    )
 
     def write(self, folder: Path) -> None:
-        """Replace the folder's manifest atomically."""
-        replace_text(folder / MANIFEST, json.dumps(asdict(self), indent=1))
+        """Replace the folder's manifest atomically. What version 2 can say is written byte for byte as it always was."""
+        tree = asdict(self)
+        for split in tree["splits"].values():
+            if not split["formats"]:
+                del split["formats"]
+        if self.class_names is None:
+            del tree["class_names"]
+        extended = "class_names" in tree or any("formats" in split for split in tree["splits"].values())
+        tree["version"] = EXTENDED_VERSION if extended else FORMAT_VERSION
+        replace_text(folder / MANIFEST, json.dumps(tree, indent=1))
 
     @staticmethod
     def read(folder: Path) -> ShardManifest:
@@ -96,7 +110,7 @@ class ShardManifest:
         try:
             tree = json.loads(path.read_text())
             version = tree["version"]
-            if version == FORMAT_VERSION:
+            if version in (FORMAT_VERSION, EXTENDED_VERSION):
                 for split in tree["splits"].values():
                     split["shards"] = [ShardInfo(**shard) for shard in split["shards"]]
                 tree["splits"] = {name: SplitInfo(**split) for name, split in tree["splits"].items()}
@@ -108,13 +122,19 @@ class ShardManifest:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is damaged ({error!r}), a whole manifest needed", _RESTORE) from None
         raise UserError(
-            f"{path} has format version {version}, version {FORMAT_VERSION} needed",
+            f"{path} has format version {version}, version {FORMAT_VERSION} or {EXTENDED_VERSION} needed",
             "use the release that wrote it or shard again",
         )
 
     def _check(self) -> None:
         """Validate every value, so that no later use of the manifest can fail."""
         _check_values("", self, {"classes": _NAMES})
+        if self.class_names is not None:
+            _check_values("", self, {"class_names": _NAMES})
+            if len(self.class_names) != len(self.classes):
+                raise _Impossible(
+                    f"class_names has {len(self.class_names)} names, {len(self.classes)} needed, one for each class"
+                )
         for name, split in self.splits.items():
             _check_values(f"splits.{name}.", split, _SPLIT_VALUES)
             _check_values(f"splits.{name}.source.", split.source, _SOURCE_VALUES)
@@ -177,6 +197,10 @@ _SPLIT_VALUES = {
     "shards": _Needed(bool, "at least 1 shard"),
     "rejected": _COUNT,
     "reencoded": _COUNT,
+    "formats": _Needed(
+        lambda value: isinstance(value, dict) and all(key in FORMATS and _is_whole(count) for key, count in value.items()),
+        f"counts of {', '.join(FORMATS)}",
+    ),
 }
 _SOURCE_VALUES = {
     "fingerprint": _Needed(lambda value: isinstance(value, str), "a string"),

@@ -3,9 +3,9 @@
 ::
 
     DIR/manifest.json          classes in index order; per split: counts, sizes, checksums, seed, source
-    DIR/train-000000.tar       WebDataset members KEY.jpg, KEY.cls, KEY.json
+    DIR/train-000000.tar       WebDataset members KEY.jpg (or png, webp, tif, bmp), KEY.cls, KEY.json
     DIR/train-000000.idx       the tar's index in the format of wds2idx and DALI's readers.webdataset
-    DIR/train-samples.npy      32 bytes per sample: position of its JPEG, checksum, label, width and height
+    DIR/train-samples.npy      32 bytes per sample: position of its image, checksum, label, width and height
     DIR/rejected.jsonl         rejected images of the source with reasons; absent if there are none
     DIR/reencoded.jsonl        re-encoded images with reasons; absent if there are none
 
@@ -52,7 +52,8 @@ class ShardSet:
 
     Attributes:
         samples: (n,) memory-mapped array of ``SAMPLE_DTYPE``.
-        classes: class names in index order.
+        classes: class names in index order, which identify the classes.
+        class_names: what to call them; the same where the set has no other names.
 
     Raises:
         UserError: folder, manifest, split, tar or index missing, file sizes other than in the manifest, or a damaged sample
@@ -68,7 +69,8 @@ class ShardSet:
                 f"{self.folder / MANIFEST} has the splits {sorted(manifest.splits)}, {split!r} needed",
                 _advice(self.folder, split),
             )
-        self.classes = manifest.classes
+        self.classes, self.named = manifest.classes, manifest.class_names
+        self.class_names = manifest.class_names or manifest.classes
         self.info = manifest.splits[split]
         for shard in self.info.shards:
             self._check_size(shard.file, shard.bytes, "shard again into an empty folder, or copy the file again")
@@ -86,7 +88,8 @@ class ShardSet:
         """Plain values that identify the split's content and order, independent of its location."""
         source = self.info.source
         stored = {key: source.get(key) for key in ("resize_short_side", "quality")}
-        return {"fingerprint": source["fingerprint"], "samples": len(self), "shard_seed": self.info.seed, **stored}
+        kept = {"formats": self.info.formats} if self.info.formats else {}  # other pixels than those of the same images as JPEG
+        return {"fingerprint": source["fingerprint"], "samples": len(self), "shard_seed": self.info.seed, **stored, **kept}
 
     @property
     def subset(self) -> float:

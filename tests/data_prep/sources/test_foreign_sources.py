@@ -15,11 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from data_prep.sources import Reading, Source, open_sources
+from pipeline.checkpoint import read_weights
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 from support.launching import run_script
+from support.ranks import SMALL_MODEL, run_forked
+from support.runs import step_rows, write_small_config
 
 pa = pytest.importorskip("pyarrow")
 PER_CLASS = 12
@@ -159,6 +163,40 @@ def test_tars_behind_urls_become_shards(tree: Path, served: tuple[Path, str], tm
         (shards.classes[int(shards.samples[i]["label"])], np.asarray(shards.read(i)).tobytes()) for i in range(len(shards))
     }
     assert stored == expected(tree, "val")
+
+
+def test_tars_of_others_are_trained_on(tree: Path, served: tuple[Path, str], tmp_path: Path) -> None:
+    """Guards against shards of somebody else's data set, with images of every format, that the loader or a model refuses."""
+    folder, url = served
+    formats = ("jpg", "png", "webp")
+    for split in ("train", "val"):
+        with tarfile.open(folder / f"{split}.tar", "w") as tar:
+            for number, file in enumerate(images_of(tree, split)):
+                suffix, packed = formats[number % 3], io.BytesIO()
+                if suffix == "jpg":
+                    packed.write(file.read_bytes())
+                else:
+                    Image.open(file).save(packed, suffix, **({"lossless": True} if suffix == "webp" else {}))
+                for member, data in {suffix: packed.getvalue(), "cls": file.parent.name.encode()}.items():
+                    info = tarfile.TarInfo(f"deep/{number:05d}.{member}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    where = f"{url}/{{train,val}}.tar" if shutil.which("curl") else folder
+    said = run_script("data_prep/shard_imagenet.py", "--source", where, "--output", tmp_path / "shards", "--workers", 1).stdout
+    assert "0 re-encoded, 0 rejected" in said and "train holds images as they were that are no JPEGs: 40 png, 40 webp" in said
+    shards = ShardSet(tmp_path / "shards", "train")
+    stored = [Image.open(io.BytesIO(shards.read(i).tobytes())) for i in range(len(shards))]
+    pixels = [
+        [image.convert("RGB").tobytes() for image in them] for them in (stored, map(Image.open, images_of(tree, "train")))
+    ]
+    assert sorted(pixels[0]) == sorted(pixels[1])
+    config = write_small_config(tmp_path / "shards", tmp_path)
+    run_forked("pipeline.train", "--config", config, *SMALL_MODEL, "train.max_steps=2", "eval.every_epochs=1")
+    rows = step_rows(tmp_path / "run")
+    assert len(rows) == 2 and all(np.isfinite(row["loss"]) for row in rows)
+    state = read_weights(tmp_path / "run").state
+    assert state.step == 2 and state.classes == [str(n) for n in range(1, 11)]
+    assert state.data["formats"] == {"png": 40, "webp": 40}
 
 
 def test_a_copy_goes_on_after_a_part_that_cannot_be_read(tree: Path, tmp_path: Path) -> None:
