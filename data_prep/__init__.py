@@ -12,6 +12,7 @@
 ``workers``             worker processes with a progress bar and clean shutdown
 ``folder_lock``         POSIX locks between concurrent writers
 ``space``               estimate of the disk space needed
+``class_names``         what people call the classes
 ``split_classes``       checks that the splits have the same classes and different images
 ``set_checks``          verification of a shard set
 ``shard_checks``        verification of one shard

@@ -2,7 +2,8 @@
 
     python -m data_prep.shard_imagenet --source IMAGES --output DIR [--split train|val] [--subset FRACTION]
 
-IMAGES is one of the following; archives are read in place. Images may be .JPEG, .jpg or .png.
+IMAGES is one of the following; archives are read in place. Images are .JPEG, .jpg, .png, .webp,
+.tif, .tiff or .bmp files.
     a folder with train/<class>/*.JPEG and val/<class>/*.JPEG, or with <class>/*.JPEG for one split;
       test/<class>/ is used as val if there is no val/
     a .zip of such a folder
@@ -49,6 +50,13 @@ def main() -> None:
     parser.add_argument("--output", required=True, help="folder for the shards")
     parser.add_argument("--split", choices=SPLITS, help="default: all splits of the source")
     parser.add_argument("--devkit", help="path of ILSVRC2012_devkit_t12.tar.gz if it is not beside ILSVRC2012_img_val.tar")
+    parser.add_argument(
+        "--class-names",
+        type=Path,
+        metavar="FILE",
+        help="what to call the classes in tables, figures and predictions: a name a line in class order, WNID or CLASS<tab> and name a "
+        "line, .json, .csv, or the devkit; ImageNet's tars take the devkit's names",
+    )
     parser.add_argument("--image-column", metavar="NAME", help="of parquet files (default: by type and name)")
     parser.add_argument("--label-column", metavar="NAME", help="of parquet files (default: by type and name)")
     parser.add_argument(
@@ -90,6 +98,7 @@ def main() -> None:
 
 
 def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
+    from data_prep.class_names import put_class_names
     from data_prep.sources.staged import drop_copies
     from data_prep.split_classes import same_images
     from data_prep.workers import stop_like_ctrl_c
@@ -102,8 +111,9 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
         print(f"{source.path}: {counted(len(source), 'image')} of {classes} for the {split} split")
         if source.ignored:
             print(
-                f"{source.path}: {counted(source.ignored, 'other file')} not of the form class/*.JPEG, *.jpg or *.png: ignored"
+                f"{source.path}: {counted(source.ignored, 'other file')} not of the form class/*.JPEG (or jpg, png, webp, tif, bmp): ignored"
             )
+    names = _class_names(args, sources)
     for split, source in sources.items():
         started, before = time.monotonic(), _splits_in(args.output)
         if set(before) - {split} and (overlap := same_images(before, split, source.fingerprint())):
@@ -114,6 +124,8 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
         if info is None:
             print(f"{args.output}: wrote the {split} shards of task {share.task}; the last task to finish writes the manifest")
             continue
+        if names and (args.class_names or split not in before):
+            put_class_names(Path(args.output), names)
         classes = counted(sum(n > 0 for n in info.samples_per_class), "class")
         about = (
             f"{counted(info.samples, 'image')} of {classes} in {counted(len(info.shards), 'shard')}, {info.bytes / 1e6:.1f} MB"
@@ -125,7 +137,26 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
             f"{args.output}: {split} has {about}, {info.reencoded} re-encoded, {info.rejected} rejected "
             f"({time.monotonic() - started:.1f} s)"
         )
+        if info.formats:
+            kept = ", ".join(f"{count} {suffix}" for suffix, count in info.formats.items())
+            print(f"{args.output}: {split} holds images as they were that are no JPEGs: {kept}")
     drop_copies(Path(args.output, STAGED))
+
+
+def _class_names(args: argparse.Namespace, sources: dict[str, Source]) -> dict[str, str]:
+    """Class -> name, of --class-names or the devkit; empty if there are none."""
+    from data_prep.class_names import by_class, class_list, read_class_names
+
+    source = next(iter(sources.values()))
+    classes = class_list(Path(args.output), source.class_names)
+    if args.class_names:
+        names = read_class_names(args.class_names, classes)
+    elif all(key in source.class_words for key in classes):
+        names = by_class(source.class_words.items(), classes, source.path)
+    else:
+        return {}
+    print(f"{args.output}: {counted(len(names), 'class')} have names: {classes[0]} is {names[0]!r}")
+    return dict(zip(classes, names))
 
 
 def _splits_in(folder: str) -> dict[str, SplitInfo]:
@@ -221,7 +252,7 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
         raise UserError(f"--quality is {args.quality}, 1 to 100 needed", "pass a JPEG quality")
     if args.tasks < 1 or not 0 <= args.task < args.tasks:
         raise UserError(f"--task {args.task} --tasks {args.tasks}: a task from 0 to {max(args.tasks, 1) - 1} needed.")
-    rules = ImageRules(not args.no_check, args.resize_short_side, args.quality or ImageRules.quality)
+    rules = ImageRules(not args.no_check, args.resize_short_side, args.quality or ImageRules.quality, keep_formats=True)
     return rules, Share(args.task, args.tasks)
 
 

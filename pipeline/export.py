@@ -141,7 +141,7 @@ def read_subject(source: Path, step: int | str | None = None, weights: str | Non
     from pipeline.exporting.subject import Subject
 
     trained = read_trained(source, step, weights)  # type: ignore[arg-type]  # one of argparse's choices
-    description = describe(trained.config, trained.classes, trained.step, trained.kind, "ours")
+    description = describe(trained.config, trained.classes, trained.step, trained.kind, "ours", trained.class_names)
     return Subject(trained.build_model(), description, trained.config, training_of(source, step, trained))
 
 

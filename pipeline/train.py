@@ -98,7 +98,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
                 agreed = run.tell()
                 run.evaluation_due = run.schedule.passes(run.step, config.eval.every_epochs)
                 if run.step == run.first_step + 1:
-                    grid = pictures.image_grid(batch, run.train_set.classes, config.data.mean, config.data.std)
+                    grid = pictures.image_grid(batch, run.train_set.class_names, config.data.mean, config.data.std)
                     run.log.image(pictures.IMAGES, grid, run.step)
                 stopping = complete_step(run, agreed.stop != 0 and run.step < run.schedule.last_step)
             run.saver.finish()
@@ -241,7 +241,7 @@ def note_results(run: Run, results: dict[str, dict[str, Any]]) -> bool:
     for weights, result in results.items():
         if "nonfinite" in result:
             run.log.warn(f"{weights} scores of {result['nonfinite']} images are not finite: these count as wrong")
-        bars = pictures.class_bars(run.train_set.classes, result["class_correct"], result["class_count"])
+        bars = pictures.class_bars(run.train_set.class_names, result["class_correct"], result["class_count"])
         run.log.image(pictures.CLASSES + curves.suffix(weights), bars, run.step)
     phi = pictures.peripheral_maps(run.engine.module, run.config.model.image_size)
     if phi is not None:

@@ -12,7 +12,7 @@ from data_prep.sources.base import SPLIT_NAMES, Source
 from data_prep.sources.cifar import Cifar
 from data_prep.sources.devkit import DEVKIT, Devkit
 from data_prep.sources.image_folder import ImageFolder, class_folders, split_folders
-from data_prep.sources.imagenet_tars import TRAIN_TAR, VAL_TAR, tar_split, train_classes, train_source, val_source
+from data_prep.sources.imagenet_tars import TRAIN_TAR, VAL_TAR, ImageNetTar, tar_split, train_classes, train_source, val_source
 from data_prep.sources.inaturalist import INaturalist, annotation_files
 from data_prep.sources.listing import LISTING_SUFFIXES, Listing, listing_splits
 from data_prep.sources.parquet import parquet_files, parquet_parts
@@ -151,10 +151,17 @@ def _find_imagenet(tars: dict[str, Path], split: str | None, devkit: str | Path 
     kit = Devkit(labels) if "val" in tars and (split != "train" or labels.exists()) else None
     openers: dict[str, Callable[[], Source]] = {}
     if "train" in tars:
-        openers["train"] = partial(train_source, tars["train"], kit.wnids if kit else ())
+        openers["train"] = partial(_named, kit, partial(train_source, tars["train"], kit.wnids if kit else ()))
     if kit:
-        openers["val"] = partial(val_source, tars["val"], kit, train_classes(tars["train"]) if "train" in tars else ())
+        more = train_classes(tars["train"]) if "train" in tars else ()
+        openers["val"] = partial(_named, kit, partial(val_source, tars["val"], kit, more))
     return _all(openers)
+
+
+def _named(kit: Devkit | None, opener: Callable[[], ImageNetTar]) -> Source:
+    source = opener()
+    source.class_words = kit.words if kit else {}
+    return source
 
 
 def _foreign_folder(location: Path, reading: Reading) -> _Found | None:

@@ -28,6 +28,7 @@ class Devkit:
 
     Attributes:
         wnids: of the ids 1, 2, ..., in this order.
+        words: wnid -> the synset's words, such as ``tench, Tinca tinca``; empty if the devkit has none.
         truth: id of each validation image, in the order of the images' numbers.
 
     Raises:
@@ -37,7 +38,7 @@ class Devkit:
     def __init__(self, path: Path) -> None:
         self.path = path
         members = _read_members(path, (_META, _TRUTH))
-        self.wnids = _wnids(members[_META], path)
+        self.wnids, self.words = _synsets(members[_META], path)
         self.truth = _truth(members[_TRUTH], len(self.wnids), path)
 
     def wnid(self, number: int) -> str:
@@ -68,13 +69,16 @@ def _read_members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
     return found
 
 
-def _wnids(data: bytes, path: Path) -> list[str]:
-    """The wnids by id, from ``meta.mat``: the nodes without children of the struct array ``synsets``."""
+def _synsets(data: bytes, path: Path) -> tuple[list[str], dict[str, str]]:
+    """The wnids by id and their words, from ``meta.mat``: the nodes without children of the struct array ``synsets``."""
     from scipy.io import loadmat  # imported late: takes half a second, and no other source needs it
 
     try:
         synsets = np.atleast_1d(loadmat(io.BytesIO(data), squeeze_me=True)["synsets"])  # (nodes,) of structs
-        classes = {int(node["ILSVRC2012_ID"]): str(node["WNID"]) for node in synsets if int(node["num_children"]) == 0}
+        leaves = [node for node in synsets if int(node["num_children"]) == 0]
+        classes = {int(node["ILSVRC2012_ID"]): str(node["WNID"]) for node in leaves}
+        named = "words" in (synsets.dtype.names or ())
+        words = {str(node["WNID"]): str(node["words"]).strip() for node in leaves} if named else {}
     except Exception as error:  # SciPy's parser can raise nearly any exception on a damaged file
         raise UserError(f"{path}: {_META} cannot be read ({error!r}), the struct array 'synsets' needed", _DOWNLOAD) from None
     if sorted(classes) != list(range(1, len(classes) + 1)):
@@ -83,7 +87,11 @@ def _wnids(data: bytes, path: Path) -> list[str]:
             f"each of 1 to {len(classes)} once needed",
             _DOWNLOAD,
         )
-    return [classes[number] for number in sorted(classes)]
+    if unprintable := [wnid for wnid, text in words.items() if not text or not text.isprintable()]:
+        raise UserError(
+            f"{path}: {_META} has no words for {len(unprintable)} of {len(classes)} classes ({unprintable[0]})", _DOWNLOAD
+        )
+    return [classes[number] for number in sorted(classes)], words
 
 
 def _truth(data: bytes, classes: int, path: Path) -> list[int]:

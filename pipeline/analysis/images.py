@@ -37,7 +37,7 @@ class ChosenImages(Samples):
     """
 
     def __init__(self, split: ShardSet | ImageFolder, indices: np.ndarray) -> None:
-        self.folder, self.classes = split.folder, split.classes
+        self.folder, self.classes, self.class_names = split.folder, split.classes, split.class_names
         self._split, self._indices = split, indices
 
     @property
@@ -148,7 +148,7 @@ def load_examples(split: ShardSet | ImageFolder, numbers: np.ndarray, config: Co
     return [
         Example(
             key=images.key(place),
-            label=images.classes[int(batch.request.label[place])],
+            label=images.class_names[int(batch.request.label[place])],
             pixels=(batch.images[place] * std + mean).clamp(0, 1).cpu(),
             image=batch.images[place].clone(),
         )

@@ -36,12 +36,15 @@ def export(run_dir: Path, output: Path, step: int | str | None, kind: Kind | Non
         raise UserError(f"{output} exists", "choose another --output, or add --force to replace it")
     saved = read_weights(run_dir, step)
     config = config_from_dict(saved.state.config, source="the checkpoint")
-    description = describe(config, saved.state.classes, saved.state.step, kind or saved.default, names)
+    state = saved.state
+    description = describe(config, state.classes, state.step, kind or saved.default, names, state.class_names)
     write_exported(output, saved.choose(kind), description)
     return description
 
 
-def describe(config: Config, classes: list[str], step: int, kind: Kind, names: Names) -> Description:
+def describe(
+    config: Config, classes: list[str], step: int, kind: Kind, names: Names, class_names: list[str] | None = None
+) -> Description:
     """The metadata of an export of weights that were trained with this config."""
     return Description(
         model=config.model.name,
@@ -49,6 +52,7 @@ def describe(config: Config, classes: list[str], step: int, kind: Kind, names: N
         image_size=config.model.image_size,
         switches=config.model.switches,
         classes=classes,
+        class_names=class_names,
         mean=list(config.data.mean),
         std=list(config.data.std),
         eval_crop=config.data.eval_crop,

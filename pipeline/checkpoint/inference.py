@@ -73,4 +73,4 @@ def load(
     trained = read_trained(Path(source), step, weights)
     data = trained.config.data
     transform = EvalTransform(trained.config.model.image_size, data.eval_crop, data.mean, data.std)
-    return trained.build_model(), transform, trained.classes
+    return trained.build_model(), transform, trained.shown

@@ -75,6 +75,7 @@ class RunState:
     bad_samples: dict[_SampleNumber, _Text] = field(default_factory=dict)  # index -> message
     best: dict[str, Any] | None = None  # {"top1": 71.2, "step": 40, "weights": "ema"}
     evaluation_due: _Flag = False  # the run stopped during this step's evaluation
+    class_names: list[_Text] | None = None  # what to call the classes; not written where nobody named them
     stream_version: _Positive = 1  # of the stream of samples (pipeline.data.views); checkpoints without it are of version 1
 
 
@@ -101,7 +102,10 @@ class CheckpointManifest:
 
     def to_text(self) -> str:
         """JSON with its own checksum."""
-        content = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
+        tree = asdict(self)
+        if self.state.class_names is None:
+            del tree["state"]["class_names"]
+        content = json.dumps({"format": FORMAT, **tree}, sort_keys=True)
         return (
             json.dumps({"xxh3": xxhash.xxh3_128_hexdigest(content.encode()), "content": json.loads(content)}, indent=1) + "\n"
         )
@@ -225,6 +229,10 @@ def _validated(values: dict[str, Any], source: str) -> CheckpointManifest:
     for name, kind, found in (("config", _Config, state.config), ("data", _Data, state.data), ("best", _Best, state.best)):
         if found is not None:
             _of_type(kind, found, source, ("state", name))
+    if state.class_names is not None and len(state.class_names) != len(state.classes):
+        raise _damage(
+            source, "state.class_names", state.class_names, f"should have {len(state.classes)} names, one for each class"
+        )
     names = [record.name for record in manifest.files]
     for number, name in enumerate(names):
         if name in names[:number]:

@@ -13,7 +13,7 @@ from pipeline.checkpoint import read_weights
 from pipeline.config import Config, config_from_dict, load_config
 from pipeline.config.recipes import shipped_recipes
 from pipeline.errors import UserError
-from pipeline.models import create_model
+from pipeline.models import create_model, list_models
 from pipeline.models.common.base import VisionModel
 from pipeline.models.weights.exported import SUFFIX, Description, Kind, build_described, read_tensors
 from pipeline.models.weights.pickled import read_pickled
@@ -29,12 +29,18 @@ class Trained:
     """Weights and the config they were trained with."""
 
     config: Config
-    classes: list[str]  # class names by output index
+    classes: list[str]  # by output index; they identify the classes: folder names, wnids
     step: int
     kind: Kind
     weights: dict[str, Tensor]
     named: bool = True  # False: nobody says what the classes are, and their names are their numbers
     assumed: str = ""  # a sentence for the log on what a file does not say
+    class_names: list[str] | None = None  # what to call the classes; None: nobody named them
+
+    @property
+    def shown(self) -> list[str]:
+        """What to call the classes, by output index."""
+        return self.class_names or self.classes
 
     def build_model(self, switches: Mapping[str, Any] | None = None) -> VisionModel:
         """The model with these weights, in eval mode on the CPU.
@@ -64,13 +70,19 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
     Raises:
         UserError: there is no such model, it is damaged, or its weights are not finite.
     """
+    if str(source) in list_models() and not source.exists():
+        raise UserError(
+            f"{source} is the name of a model, not of a trained one: it has no weights",
+            "pass a run's output_dir, one of its checkpoints, or an exported file",
+        )
     if is_timm_folder(source):
         model, its, named = read_timm_folder(source)
         return _described(source, model, its, step, kind, named)
     if source.is_dir() or (source.suffix != SUFFIX and not source.is_file()):
         saved = read_weights(source, step)
         config = config_from_dict(saved.state.config, source=str(source))
-        return Trained(config, saved.state.classes, saved.state.step, kind or saved.default, saved.choose(kind))
+        state, chosen = saved.state, kind or saved.default
+        return Trained(config, state.classes, state.step, chosen, saved.choose(kind), class_names=state.class_names)
     if source.suffix in PICKLED:
         return _undescribed(source, read_pickled(source, str(source)), step, kind)
     if source.suffix != SUFFIX:
@@ -96,7 +108,7 @@ def _described(
         "train": {"precision": its.precision},
     }
     config = config_from_dict(tree, source=str(source))
-    return Trained(config, its.classes, its.step, its.weights, model.state_dict(), named)
+    return Trained(config, its.classes, its.step, its.weights, model.state_dict(), named, class_names=its.class_names)
 
 
 def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | None, kind: Kind | None) -> Trained:

@@ -38,7 +38,7 @@ class Pictures:
 
     @property
     def classes(self) -> list[str]:
-        return list(self._set.classes)
+        return list(self._set.class_names)
 
     def tag(self, key: str, label: int) -> Html | None:
         """The image of a key as an ``img`` element; None if it is not there, is of another label, or cannot be decoded."""

@@ -155,6 +155,11 @@ class RunFolder:
         """Class names in index order, as a checkpoint knows them; empty without one."""
         return list(self.newest_manifest.state.classes) if self.newest_manifest else []
 
+    @property
+    def class_names(self) -> list[str]:
+        """What to call the classes; empty if no checkpoint says their names."""
+        return (self.newest_manifest.state.class_names if self.newest_manifest else None) or self.classes
+
 
 def read_run(path: Path) -> RunFolder:
     """Read a run folder.

@@ -93,4 +93,4 @@ def _mistakes(run: RunFolder, sources: Sources, problems: list[str]) -> Html:
             pictures = Pictures(Path(data), run.classes)
         except (UserError, OSError):
             why = f"No pictures: the run's data.path {data} is not there. Add --data SHARDS."
-    return mistakes(found, run.classes or (pictures.classes if pictures else []), pictures, why)
+    return mistakes(found, run.class_names or (pictures.classes if pictures else []), pictures, why)

@@ -124,7 +124,11 @@ class Predictions:
 
         whole, real = pa.int32(), pa.float32()
         types = (pa.string(), whole, whole, pa.list_(whole), pa.list_(real), real, real)
-        schema = pa.schema(list(zip(_COLUMNS, types)), metadata={"classes": json.dumps(self._plan.shards.classes)})
+        images = self._plan.shards
+        metadata = {"classes": json.dumps(images.classes)}
+        if (named := getattr(images, "named", None)) is not None:
+            metadata["class_names"] = json.dumps(named)
+        schema = pa.schema(list(zip(_COLUMNS, types)), metadata=metadata)
         with pq.ParquetWriter(file, schema) as writer:
             for rows, _ in self._rows.merged():
                 columns = [self._keys(rows), rows["label"], rows["top"][:, 0], list(rows["top"]), list(rows["probability"])]

@@ -92,6 +92,7 @@ class Run:
             config=with_decoding(self.config, self.loader.decode).model_dump(mode="json"),
             config_hash=config_hash(self.config),
             classes=self.train_set.classes,
+            class_names=self.train_set.named,
             data=self.train_set.identity(),
             world_size=self.world.size,
             zero_stage=int(self.engine.zero_optimization_stage()),

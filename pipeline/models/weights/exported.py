@@ -40,7 +40,7 @@ class Description:
     num_classes: int
     image_size: Annotated[int, Field(ge=1, le=MAX_SIDE)]  # pixels
     switches: dict[str, Any]
-    classes: list[str]  # names in the order of the scores
+    classes: list[str]  # in the order of the scores; they identify the classes: folder names, wnids
     mean: Annotated[list[Mean], _PER_CHANNEL]  # normalization per RGB channel, of pixels in [0, 1]
     std: Annotated[list[Deviation], _PER_CHANNEL]
     eval_crop: Annotated[float, Field(ge=0.1, le=1)]  # the short side is resized to image_size / eval_crop, rounded down
@@ -48,6 +48,12 @@ class Description:
     step: Count  # optimizer step of the checkpoint
     weights: Kind  # ema: exponential moving average
     names: Names  # parameter names; authors: those of the published code
+    class_names: list[str] | None = None  # what to call the classes, in the same order; not written where nobody named them
+
+    @property
+    def shown(self) -> list[str]:
+        """What to call the classes, in the order of the scores."""
+        return self.class_names or self.classes
 
 
 _CHECKED = TypeAdapter(Description)
@@ -73,7 +79,8 @@ def write_exported(path: Path, weights: Mapping[str, Tensor], description: Descr
         weights = reference_state_dict(model)
     # Cloned: safetensors rejects tensors that share memory, such as tables shared by blocks.
     tensors = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
-    metadata = {"format": "pt", _DESCRIPTION: json.dumps(asdict(description))} | ({TRAINING: training} if training else {})
+    about = {key: value for key, value in asdict(description).items() if value is not None}
+    metadata = {"format": "pt", _DESCRIPTION: json.dumps(about)} | ({TRAINING: training} if training else {})
     data = save(tensors, metadata)
     replace_file(path, lambda file: file.write(data))
 
@@ -162,9 +169,11 @@ def _described(path: Path, text: str) -> Description:
         first = error.errors()[0]
         problem = ": ".join([".".join(map(str, first["loc"])) or "description", first["msg"]])
     else:
-        if description.num_classes == len(description.classes):
+        lists = {"classes": description.classes, "class_names": description.shown}
+        wrong = [f"{name} has {len(its)} names" for name, its in lists.items() if len(its) != description.num_classes]
+        if not wrong:
             return description
-        problem = f"num_classes is {description.num_classes}, but classes has {len(description.classes)} names"
+        problem = f"num_classes is {description.num_classes}, but {wrong[0]}"
     raise UserError(f"{path} has a damaged description of its model ({problem})", "export it again")
 
 
