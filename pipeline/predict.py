@@ -6,8 +6,8 @@
     python -m pipeline.predict runs/pervit_t val/ --by-folder
     python -m pipeline.predict runs/pervit_t photos/ --features --output features.npy
 
-IMAGES are files, folders (searched at any depth), patterns, .tar and .zip files, shard sets, or - for a list on standard input. They
-are prepared as in an evaluation. An image that cannot be used is a row with the reason; the exit code is then 1.
+IMAGES are files, folders (searched at any depth), patterns, .tar and .zip files, shard sets, @FILE for a list with a name a line, or -
+for one on standard input. They are prepared as in an evaluation. An image that cannot be used is a row with the reason; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     model = trained.build_model()
     world = init_world()
     decoding_device(args.decode, world.device, "--decode")
-    lines = world.gather(read_list(sys.stdin.buffer) if world.is_main and "-" in args.images else [])[0]
+    lines = read_list(sys.stdin.buffer) if world.is_main and "-" in args.images else iter(())
+    if world.size > 1:  # the input is rank 0's; alone, one name is in memory at a time until it is packed
+        lines = iter(world.gather(list(lines))[0])
     images = ImageList(find_images(args.images, lines), trained.classes, args.by_folder)
     model.to(world.device)
     precision = choose_evaluation_precision(config.train.precision, args.precision, world)
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 predict(run_model, loader, images, rows, top)
             loader.close()
-            tally = write(args, rows, images, trained.classes, world, width)
+            tally = write(args, rows, images, trained.shown, world, width)
         failed = world.gather(tally.errors if tally else 0)[0]
         disconnect()
     return SOME_FAILED if failed else 0

@@ -8,6 +8,7 @@ import os
 import stat
 import tarfile
 import zipfile
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from pipeline.data.manifest import MANIFEST
 from pipeline.errors import UserError
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
-STDIN = "-"
+STDIN, LIST = "-", "@"
 _IN_FILE = -1  # place of an image that is a file of its own
 
 
@@ -31,17 +32,17 @@ class PackedNames(Sequence[str]):
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        block, ends = bytearray(), [0]
+        self._block, ends = bytearray(), array("q", [0])
         for name in names:
-            block += os.fsencode(name)
-            ends.append(len(block))
-        self._block, self._ends = bytes(block), np.array(ends, dtype=np.int64)
+            self._block += os.fsencode(name)
+            ends.append(len(self._block))
+        self._ends = np.frombuffer(ends, dtype=np.int64)  # (n + 1,)
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> str:  # type: ignore[override]
-        return os.fsdecode(self._block[self._ends[index] : self._ends[index + 1]])
+        return os.fsdecode(bytes(self._block[self._ends[index] : self._ends[index + 1]]))
 
 
 class NamedImages:
@@ -53,23 +54,21 @@ class NamedImages:
     """
 
     def __init__(self, found: Iterable[tuple[str, str, int, int]]) -> None:
-        numbers: list[int] = []
-        places: list[tuple[int, int]] = []
-        self._containers: list[str] = [""]
-        number_of = {"": 0}
+        packed = array("q")  # only of images in tars and zips: number of the image, of its container, place, size
+        self._containers: list[str] = []
+        number_of: dict[str, int] = {}
 
         def remembered() -> Iterator[str]:
-            for name, container, place, size in found:
-                if container not in number_of:
-                    number_of[container] = len(self._containers)
-                    self._containers.append(container)
-                numbers.append(number_of[container])
-                places.append((place, size))
+            for image, (name, container, place, size) in enumerate(found):
+                if container:
+                    if container not in number_of:
+                        number_of[container] = len(self._containers)
+                        self._containers.append(container)
+                    packed.extend((image, number_of[container], place, size))
                 yield name
 
         self._names = PackedNames(remembered())
-        self._numbers = np.array(numbers, dtype=np.int32)  # (n,)
-        self._places = np.array(places, dtype=np.int64).reshape(-1, 2)  # (n, 2)
+        self._packed = np.frombuffer(packed, dtype=np.int64).reshape(-1, 4) if packed else np.empty((0, 4), np.int64)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -85,13 +84,14 @@ class NamedImages:
             OSError: it cannot be read.
             zipfile.BadZipFile: its archive is damaged.
         """
-        container = self._containers[self._numbers[index]]
-        place, size = self._places[index].tolist()
-        if not container:
+        row = int(np.searchsorted(self._packed[:, 0], index))
+        if row == len(self._packed) or self._packed[row, 0] != index:
             path = self._names[index]
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise OSError(0, "not a regular file")
             return Path(path).read_bytes()
+        _, number, place, size = self._packed[row].tolist()
+        container = self._containers[number]
         if container.endswith(".zip"):
             archive = _opened_zip(container)
             return archive.read(archive.infolist()[place])
@@ -107,7 +107,7 @@ def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> NamedIma
 
     Args:
         arguments: files, folders (searched at any depth; a shard set's tars are read in place), patterns with ``*``, ``?`` or ``[``,
-            ``.tar`` and ``.zip`` files; ``-`` takes the names from ``lines``. A file may have any ending, and need not exist: it
+            ``.tar`` and ``.zip`` files; ``-`` takes the names from ``lines``, ``@FILE`` from a file with a name a line. A file may have any ending, and need not exist: it
             becomes an error of its own row.
         lines: of standard input.
 
@@ -117,31 +117,33 @@ def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> NamedIma
     return NamedImages(_found(arguments, lines))
 
 
-def read_list(stream: BinaryIO) -> list[str]:
-    """The names of a list, one a line, whatever encoding they are in: for a file system a name is bytes."""
-    return os.fsdecode(stream.read()).split("\n")
+def read_list(stream: BinaryIO) -> Iterator[str]:
+    """The names of a list, one a line, whatever encoding they are in: for a file system a name is bytes. One line is held at a time."""
+    for line in stream:
+        if name := line.rstrip(b"\r\n"):
+            yield os.fsdecode(name)
 
 
 def _found(arguments: Sequence[str], lines: Iterable[str]) -> Iterator[tuple[str, str, int, int]]:
     for argument in arguments:
-        if argument == STDIN:
-            names = [name for line in lines if (name := line.rstrip("\r\n"))]
-            if not names:
-                raise UserError(
-                    "standard input names 0 images, at least 1 needed",
-                    "pass a name a line; several processes have no input: pass them the images themselves",
-                )
-            yield from ((name, "", _IN_FILE, 0) for name in names)
-            continue
-        path, none = Path(argument), True
-        for each in _images_of(path, argument):
+        none = True
+        for each in _images_of(Path(argument), argument) if argument != STDIN else _files(lines):
             none = False
             yield each
+        if none and argument == STDIN:
+            raise UserError(
+                "standard input names 0 images, at least 1 needed",
+                "pass a name a line; several processes have no input: pass them @FILE, or the images themselves",
+            )
         if none:
             raise UserError(
                 f"{argument} holds 0 images, at least 1 needed",
                 f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them",
             )
+
+
+def _files(names: Iterable[str]) -> Iterator[tuple[str, str, int, int]]:
+    return ((name, "", _IN_FILE, 0) for name in names)
 
 
 def _images_of(path: Path, argument: str) -> Iterator[tuple[str, str, int, int]]:
@@ -159,6 +161,15 @@ def _images_of(path: Path, argument: str) -> Iterator[tuple[str, str, int, int]]
                 yield f"{path}/{member.filename}", str(path), place, member.file_size
     elif path.suffix == ".tar" and path.is_file():
         yield from _members_of_tar(path)
+    elif argument.startswith(LIST) and not path.exists():
+        try:
+            with open(argument[len(LIST) :], "rb") as file:
+                yield from _files(read_list(file))
+        except OSError as error:
+            raise UserError(
+                f"{argument}: the list {argument[len(LIST) :]} cannot be read ({error.strerror})",
+                "pass a file with a name a line",
+            ) from None
     elif not path.exists() and glob.has_magic(argument):
         matches = sorted(glob.glob(argument, recursive=True))
         for match in matches:
