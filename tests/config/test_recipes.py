@@ -31,7 +31,7 @@ if find_spec("timm") is None:
     PATHS = [path for path in PATHS if not load_config(path).model.name.startswith("timm:")]
 RECIPES = [path for path in PATHS if path.parent.name == "base"]  # what runs have in common; not runs themselves
 RUNS = [path for path in PATHS if path not in RECIPES]
-OURS = [CONFIGS / "demo.yaml", CONFIGS / "cifar10.yaml"]  # from no paper
+OURS = [CONFIGS / "demo.yaml", CONFIGS / "cifar10.yaml", CONFIGS / "finetune_folder.yaml"]  # from no paper
 AT_ONCE = 6  # configs per process: DeepSpeed keeps each engine's memory until the process ends
 QUICK = (
     "pervit_t convit_ti deit_t lsat_t_32_cifar10 posmlp_t gmlp_s ablations/pervit_table5_lrn "

@@ -1,0 +1,74 @@
+"""docs/finetune.md: its three commands make a model that is right, from a folder of images and a trained model."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoint import read_weights
+from support.doc_commands import entry_points, find_commands
+from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.precisions import FP32
+from support.ranks import run_forked
+from support.runs import write_small_config
+
+PAGE = "docs/finetune.md"
+SMALL = "model.switches={widths: [16, 16, 16, 16]}"
+# What the page's words mean on a laptop: a small model, and steps in place of epochs.
+QUICKER = [SMALL, "model.image_size=32", f"train.precision={FP32}", "train.global_batch_size=16", "train.micro_batch_size=16"]
+QUICKER += ["train.max_steps=60", "optim.lr=2e-3", "optim.warmup_epochs=0.2", "data.num_threads=1", "data.flip=0"]
+
+
+@pytest.fixture(scope="module")
+def place(digits_images: Path, digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a user stands: two kinds of digits as photos of two classes, one of them as PNG, and a run on other classes."""
+    folder = tmp_path_factory.mktemp("user")
+    for digit, name in (("0", "cat"), ("1", "dog")):
+        (folder / "photos" / name).mkdir(parents=True)
+        for file in sorted((digits_images / "train" / digit).iterdir())[:60]:
+            shutil.copy(file, folder / "photos" / name)
+    from PIL import Image
+
+    for file in sorted((folder / "photos" / "dog").iterdir())[::2]:
+        Image.open(file).save(file.with_suffix(".png"))
+        file.unlink()
+    config = write_small_config(digits_shards, folder)
+    run_forked("pipeline.train", "--config", config, f"output_dir={folder}/runs/pervit_t", SMALL, "train.max_steps=2")
+    shutil.copytree(REPOSITORY / "configs", folder / "configs")
+    return folder
+
+
+def test_its_three_commands_make_a_model_that_is_right(place: Path) -> None:
+    """Guards against a page whose commands do not fit each other: paths, names of runs, classes, the head."""
+    commands = [command.words for command in find_commands(PAGE)][:3]
+    assert [words[0] for words in commands] == ["pervit-shard", "pervit-train", "pervit-predict"]
+    said = []
+    for words in commands:
+        module = entry_points()[words[0]][0]
+        more = QUICKER if module == "pipeline.train" else []
+        done = subprocess.run(
+            [sys.executable, "-m", module, *words[1:], *more],
+            cwd=place,
+            env=clean_environment(PYTHONPATH=str(REPOSITORY)),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        said.append(done.stdout + done.stderr)
+    assert "96 images of 2 classes" in said[0]
+    assert sum(map(int, re.findall(r"images as they were that are no JPEGs: (\d+) png", said[0]))) == 30
+    assert "init_from: model weights of step 2 of runs/pervit_t" in said[1]
+    assert "head.weight is initialized from scratch: (10, " in said[1]
+    assert read_weights(place / "runs" / "finetune_folder").state.classes == ["cat", "dog"]
+    rows = list(csv.DictReader(io.StringIO((place / "predictions.csv").read_text())))
+    right = sum(Path(row["file"]).parent.name == row["top1_name"] for row in rows)
+    assert len(rows) == 120 and right > 110, "half of them by chance"
+    assert re.search(rf"top-1 +[\d.]+ % +{right} of 120 right", said[2])
