@@ -177,3 +177,14 @@ def test_bad_arguments_are_one_sentence(arguments: list[str], sentence: str, mod
     (tmp_path / "bad.tar").write_text("no tar" * 200)
     done = predict(model, *(word.format(tmp=tmp_path) for word in arguments), code=2)
     assert sentence in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_a_list_in_a_file_and_a_name_without_weights(model: Path, val: Path, tmp_path: Path) -> None:
+    """Guards against a list that is taken for an image, and a traceback where there is nothing to predict with."""
+    files = sorted(map(str, val.rglob("*.JPEG")))[:3]
+    (tmp_path / "list.txt").write_text("\r\n".join(files) + "\n\n")
+    predict(model, f"@{tmp_path}/list.txt", "--output", tmp_path / "rows.csv")
+    assert [row["file"] for row in read(tmp_path / "rows.csv")] == files
+    assert "/nowhere cannot be read" in predict(model, "@/nowhere", code=2).stderr
+    refused = predict("pervit_t", files[0], code=2).stderr
+    assert "pervit_t is the name of a model, not of a trained one" in refused
