@@ -45,7 +45,9 @@ def test_the_tested_version_lies_in_a_range_with_two_ends(requirement: Requireme
 def test_constraints_name_everything_that_is_pulled_in() -> None:
     """Guards against a package whose version `make install` leaves to the day, as nvidia-nvjpeg's once was."""
     pinned, seen, todo = constraints(), set(), [requirement.name for requirement in DIRECT]
-    extras = (PROJECT["optional-dependencies"][extra] for extra in ("detection", "hub", "onnx", "timm"))  # not by `make install`
+    extras = (
+        PROJECT["optional-dependencies"][extra] for extra in ("detection", "hub", "onnx", "timm")
+    )  # not by `make install`
     not_installed = {Requirement(text).name for text in sum(extras, [])}
     assert not_installed <= pinned.keys()
     while todo:
