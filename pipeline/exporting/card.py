@@ -63,7 +63,7 @@ def _model_lines(subject: Subject) -> Facts:
     what, paper = _registered(its.model)
     short = int(size / its.eval_crop)
     parameters = sum(parameter.numel() for parameter in subject.model.parameters())
-    names = ", ".join(its.classes[:_SHOWN]) + (", ..." if len(its.classes) > _SHOWN else "")
+    names = ", ".join(its.shown[:_SHOWN]) + (", ..." if len(its.shown) > _SHOWN else "")
     switches = ", ".join(f"{name}={value}" for name, value in its.switches.items())
     return {
         "Model": f"`{its.model}`" + (f": {what}" if what else ""),

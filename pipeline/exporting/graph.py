@@ -35,8 +35,8 @@ def trace(subject: Subject) -> ExportedProgram:
     try:
         with torch.no_grad(), quiet():
             program = _export(_Scores(subject.model), images)
-            if any(_writes(node) for node in program.graph.nodes):  # as ReLU(inplace=True) does, which torch.onnx refuses here
-                program = program.run_decompositions({})
+            if any(_writes(node) or _nests(node) for node in program.graph.nodes):
+                program = program.run_decompositions({})  # not always: it also takes fused attention apart
             return _export(fold_constants(program.module(check_guards=False)), images)
     except (MemoryError, OSError):
         raise
@@ -128,7 +128,13 @@ def fold_constants(module: nn.Module) -> nn.Module:
 
 
 def _writes(node: Node) -> bool:
+    """Whether a node changes one of its inputs, as ReLU(inplace=True) does, which torch.onnx refuses here."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _nests(node: Node) -> bool:
+    """Whether a node runs a graph of its own, as a region without autocast does: what is constant in there would not be found."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _is_pure(node: Node) -> bool:

@@ -60,18 +60,16 @@ def test_what_is_of_no_model_says_what_comes_closest(tmp_path: Path) -> None:
         read_trained(tmp_path / "w.pth", step=3)
 
 
-def test_evaluate_and_predict_take_it(
-    digits_shards: Path, digits_images: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_and_predict_take_it(digits_shards: Path, digits_images: Path, tmp_path: Path) -> None:
     """On shards and on a folder of images alike, whose classes are taken for the model's, which has as many; and said so."""
     torch.save(reference_state_dict(network("convit_ti")), tmp_path / "theirs.pth")
     results = {}
     for data in (digits_shards, digits_images):
         out = tmp_path / f"{data.name}.json"
-        run_forked("pipeline.evaluate", "--checkpoint", tmp_path / "theirs.pth", "--data", data, "--json", out)
+        ended = run_forked("pipeline.evaluate", "--checkpoint", tmp_path / "theirs.pth", "--data", data, "--json", out)
+        assert "does not name its classes" in ended.stderr
         results[data] = out.read_text().partition('"correct1"')[2].partition("class")[0]
     assert results[digits_shards] == results[digits_images]
-    assert "does not name its classes" in capfd.readouterr().err
     image = next(digits_images.rglob("*.jp*"))
     run_forked("pipeline.predict", tmp_path / "theirs.pth", image, "--output", tmp_path / "rows.csv")
     assert (tmp_path / "rows.csv").read_text().count("\n") == 2
