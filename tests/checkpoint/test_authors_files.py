@@ -70,6 +70,6 @@ def test_evaluate_and_predict_take_it(digits_shards: Path, digits_images: Path, 
         assert "does not name its classes" in ended.stderr
         results[data] = out.read_text().partition('"correct1"')[2].partition("class")[0]
     assert results[digits_shards] == results[digits_images]
-    image = next(digits_images.rglob("*.jp*"))
+    image = next(digits_images.rglob("*.JPEG"))
     run_forked("pipeline.predict", tmp_path / "theirs.pth", image, "--output", tmp_path / "rows.csv")
     assert (tmp_path / "rows.csv").read_text().count("\n") == 2

@@ -147,6 +147,10 @@ def test_folders_of_timm(architecture: str, ours: str, arguments: dict, safe: bo
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+# Without timm an architecture that is none of ours, with it weights that are of another one.
+OTHER = "which this project does not have|does not fit TimmClassifier"
+
+
 def edited(folder: Path, new: Path, **changes: object) -> Path:
     """A copy of a folder whose config.json has other values; a value of None removes the key."""
     new.mkdir()
@@ -163,10 +167,10 @@ def edited(folder: Path, new: Path, **changes: object) -> Path:
     ("changes", "said"),
     [
         ({"architecture": None}, "config.json: architecture: Field required"),
-        ({"architecture": "resnet18"}, "has the architecture 'resnet18', which this project does not have"),
-        ({"architecture": "deit_tiny_distilled_patch16_224"}, "has the architecture 'deit_tiny_distilled_patch16_224'"),
+        ({"architecture": "resnet18"}, OTHER),
+        ({"architecture": "deit_tiny_distilled_patch16_224"}, OTHER),
         ({"num_classes": 7}, "has 5 label_names for 7 classes"),
-        ({"num_classes": 7, "label_names": None}, r"head.weight has shape \(5, 192\), the model needs \(7, 192\)"),
+        ({"num_classes": 7, "label_names": None}, r"head.(weight|bias) has shape \(5,.*, the model needs \(7,"),
         ({"label_names": ["a", "b"]}, "has 2 label_names for 5 classes: write 5 names"),
         ({"interpolation": "bilinear"}, "has interpolation 'bilinear', but evaluation here needs bicubic"),
         ({"input_size": [3, 32, 64]}, r"has input_size \[3, 32, 64\], but evaluation here needs a square"),
