@@ -74,7 +74,7 @@ class TimmClassifier(VisionModel):
         self._momenta: list[float | None] = []
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        scales = self.branch_scales(len(images), noise)  # (B, branches)
+        scales = self.branch_scales(images.shape[0], noise)  # (B, branches); len() would fix B in an exported graph
         column = 0
         for path in self._streamed:
             path.take(None if scales is None else scales[:, column : column + path.calls])

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
+from pipeline.exporting.graph import trace
 from pipeline.models import create_model, load_pretrained, model_entry, reference_state_dict
 from pipeline.models.flops import count
 from pipeline.models.registry import check_name
 from pipeline.models.timm_names import defined_names
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.run.noise import sample_noise
+from support.subjects import subject_of
 from support.timm_models import SIZE, installed_timm
 
 VIT, SHALLOW = "timm:vit_tiny_patch16_224", {"depth": 2}
@@ -192,6 +194,15 @@ def test_features_are_what_the_classifier_sees() -> None:
         features = model.pooled(pictures())
         assert features.shape == (4, model.pooled_width)
         torch.testing.assert_close(model.net.get_submodule(head)(features), model(pictures()))
+
+
+def test_an_exported_graph_takes_any_batch() -> None:
+    """Guards against a batch size that tracing fixes."""
+    for name in (VIT, CONVNET):
+        model = built(name)
+        program = trace(subject_of(model, name, SIZE, 10)).module()
+        for count in (1, 5):
+            torch.testing.assert_close(program(pictures(count)), model(pictures(count)), rtol=1e-4, atol=1e-4)
 
 
 def test_both_counts_of_flops_agree_where_nothing_is_left_out() -> None:
