@@ -79,10 +79,10 @@ def measure(subject: Subject, batch: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         for form, module, ending, precision in FORMS:
             file = Path(folder, form.replace(" ", "_") + ending)
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # tensors made within it have no version, which PerViT asks for
                 module.export(subject, file, Options(precision))
-            loading = min(seconds(lambda form=form, file=file: load(form, file)) for _ in range(2))  # type: ignore[misc]
-            runs[form] = load(form, file)
+                loading = min(seconds(lambda form=form, file=file: load(form, file)) for _ in range(2))  # type: ignore[misc]
+                runs[form] = load(form, file)
             expected = subject.model(images)
             difference = ((runs[form](images) - expected).abs().max() / expected.abs().max()).item()
             rows.append((form, difference, file.stat().st_size / 1e6, loading))

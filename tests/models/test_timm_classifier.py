@@ -201,8 +201,8 @@ def test_an_exported_graph_takes_any_batch() -> None:
     for name in (VIT, CONVNET):
         model = built(name)
         program = trace(subject_of(model, name, SIZE, 10)).module()
-        for count in (1, 5):
-            torch.testing.assert_close(program(pictures(count)), model(pictures(count)), rtol=1e-4, atol=1e-4)
+        for batch in (1, 5):
+            torch.testing.assert_close(program(pictures(batch)), model(pictures(batch)), rtol=1e-4, atol=1e-4)
 
 
 def test_both_counts_of_flops_agree_where_nothing_is_left_out() -> None:
