@@ -1,0 +1,7 @@
+"""What a run will take, before it is submitted: memory per GPU, time per step, hours, storage. Nothing large is built.
+
+::
+
+    subject.py    what is planned: a config on a number of nodes with GPUs of a kind
+    gpus.py       the kinds of GPU and their figures
+"""
