@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import export
 from pipeline.errors import UserError
 from pipeline.exporting.hub import check_hub, push
 from support.fake_hub import FakeHub
 from support.launching import REPOSITORY
+from support.small_model import write_model
 
 constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub (extra `hub`) is not installed")
 
@@ -79,6 +81,31 @@ def test_a_hub_that_is_not_there(files: dict[str, Path], monkeypatch: pytest.Mon
     with pytest.raises(UserError, match=rf"the hub at {endpoint} is not reached \(.*the export itself is written") as error:
         push(files, "a-model", "a message")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("output", ["model.safetensors", "folder"])
+def test_the_command_exports_and_pushes(
+    output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Guards against a pushed file without its card and checksum, and a card under the name that it has beside a file."""
+    source = write_model(tmp_path / "source.safetensors", ["cat", "dog"])
+    arguments = [source, "--format", "safetensors", "--output", tmp_path / output, "--push-to-hub", "a-model"]
+    monkeypatch.setattr(sys, "argv", ["pipeline.export", *map(str, arguments)])
+    with FakeHub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        assert export.main() == 0
+    written = (
+        {path.name: path.read_bytes() for path in (tmp_path / output).iterdir()}
+        if output == "folder"
+        else {
+            "README.md": (tmp_path / "model.safetensors.md").read_bytes(),
+            "model.safetensors": (tmp_path / output).read_bytes(),
+            "model.safetensors.sha256": (tmp_path / "model.safetensors.sha256").read_bytes(),
+        }
+    )
+    assert len(written) == 3 and hub.repositories == {"someone/a-model": written}
+    assert [commit["summary"] for commit in hub.commits] == ["pervit_t, safetensors, step 0"]
+    assert f"pushed: {hub.endpoint}/someone/a-model/commit/" in capsys.readouterr().out
 
 
 def test_a_missing_token_and_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
