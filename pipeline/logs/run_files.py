@@ -8,8 +8,9 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
-from importlib.metadata import version
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -20,9 +21,17 @@ from pipeline.distributed.slurm_job import job_name
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import remove_leftovers, replace_text, write_error
+from pipeline.logs import console
+from pipeline.models.timm_names import is_timm
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
-_PACKAGES = ("torch", "deepspeed", "nvidia-dali-cuda130", "numpy")
+_PACKAGES = (
+    "torch",
+    "deepspeed",
+    "nvidia-dali-cuda130",
+    "nvidia-dali-cuda120",
+    "numpy",
+)  # what numbers depend on; one of the DALIs
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 
@@ -44,7 +53,7 @@ def write_run_files(config: Config, world: World, first_step: int, precision: st
     """
     hosts = sorted(set(world.gather(socket.gethostname())))
     start = {
-        **_environment(world),
+        **_environment(config, world),
         "precision": precision,
         "hosts": hosts,
         "first_step": first_step,
@@ -55,7 +64,8 @@ def write_run_files(config: Config, world: World, first_step: int, precision: st
 
 def _write(config: Config, start: dict) -> int:
     config_file, environment_file = (Path(config.output_dir) / name for name in (CONFIG, ENVIRONMENT))
-    starts = [*_earlier_starts(environment_file), start]
+    earlier = _earlier_starts(environment_file)
+    starts = [*earlier, start]
     contents = {
         config_file: f"# {start['precision']}\n{config_to_yaml(config)}",
         environment_file: json.dumps(starts, indent=1) + "\n",
@@ -66,7 +76,20 @@ def _write(config: Config, start: dict) -> int:
             replace_text(path, content)
         except OSError as error:
             raise write_error(path, error) from None
+    if earlier and (changes := _changed_packages(earlier[-1], start)):
+        console.say(f"note: since the run's last start {changes}: results may differ from those of an unbroken run")
     return len(starts)
+
+
+def _changed_packages(before: object, now: dict) -> str:
+    """``torch 2.12.0 has become 2.13.0, ...``; empty if all versions are those of the start before, as far as it says."""
+    known = before.get("packages") if isinstance(before, dict) else None
+    if not isinstance(known, dict):
+        return ""
+    found = now["packages"]
+    return ", ".join(
+        f"{name} {known[name]} has become {found[name]}" for name in found if known.get(name, found[name]) != found[name]
+    )
 
 
 def _earlier_starts(path: Path) -> list[dict]:
@@ -82,17 +105,26 @@ def _earlier_starts(path: Path) -> list[dict]:
     return starts
 
 
-def _environment(world: World) -> dict:
+def _environment(config: Config, world: World) -> dict:
     on_gpu = world.device.type == "cuda"
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in _PACKAGES},
+        "packages": _packages((*_PACKAGES, "timm") if is_timm(config.model.name) else _PACKAGES),
         "git_commit": _git_commit(),
         "world_size": world.size,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else platform.processor() or "cpu",
         "slurm": _slurm(os.environ),
     }
+
+
+def _packages(names: Iterable[str]) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
