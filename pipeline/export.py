@@ -150,10 +150,10 @@ def training_of(source: Path, step: int | str | None, trained: Trained) -> Train
     from pipeline.exporting.card import without_folders
     from pipeline.exporting.subject import Training, from_json
     from pipeline.models.weights.exported import SUFFIX, TRAINING, read_metadata
-    from pipeline.models.weights.timm_folder import is_timm_folder
+    from pipeline.models.weights.timm_folder import WEIGHTS, is_timm_folder
     from pipeline.reports.run_folder import read_run
 
-    file = source / "model.safetensors" if is_timm_folder(source) else source
+    file = source / WEIGHTS if is_timm_folder(source) else source
     if file.suffix == SUFFIX and file.is_file():
         text = read_metadata(file).get(TRAINING)
         return from_json(text, str(source)) if text else Training()

@@ -19,8 +19,7 @@ from pipeline.errors import UserError
 from pipeline.models import load_exported
 from pipeline.models.weights.exported import read_metadata
 from support.launching import run_module
-from support.ranks import SMALL_MODEL, run_forked
-from support.runs import write_small_config
+from support.runs import train_twice_saved
 from support.small_model import write_model
 
 CLASSES = ["cat", "dog", "owl"]
@@ -29,10 +28,7 @@ CLASSES = ["cat", "dog", "owl"]
 @pytest.fixture(scope="module")
 def run(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an average, evaluated after its second and last step."""
-    folder = tmp_path_factory.mktemp("export")
-    arguments = ("--config", write_small_config(digits_shards, folder), *SMALL_MODEL, "train.max_steps=2")
-    run_forked("pipeline.train", *arguments, "checkpoint.every_steps=1", "data.eval_crop=0.8", "data.mean=[0.4, 0.5, 0.6]")
-    return folder / "run"
+    return train_twice_saved(digits_shards, tmp_path_factory.mktemp("export"))
 
 
 @pytest.fixture

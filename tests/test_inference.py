@@ -34,8 +34,8 @@ from pipeline.run.evaluation import evaluate, evaluation_loader
 from pipeline.run.start import build_model
 from pipeline.run.teacher import load_teacher
 from support.launching import REPOSITORY, run_script
-from support.ranks import SMALL_MODEL, run_forked
-from support.runs import write_small_config
+from support.ranks import run_forked
+from support.runs import train_twice_saved
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)
 
@@ -43,10 +43,7 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)
 @pytest.fixture(scope="module")
 def run(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that keeps an average, with checkpoints of steps 1 and 2, evaluated after the second."""
-    folder = tmp_path_factory.mktemp("use")
-    arguments = ("--config", write_small_config(digits_shards, folder), *SMALL_MODEL, "train.max_steps=2")
-    run_forked("pipeline.train", *arguments, "checkpoint.every_steps=1", "data.eval_crop=0.8", "data.mean=[0.4, 0.5, 0.6]")
-    return folder / "run"
+    return train_twice_saved(digits_shards, tmp_path_factory.mktemp("use"))
 
 
 @pytest.fixture(scope="module")

@@ -32,20 +32,31 @@ def trace(subject: Subject) -> ExportedProgram:
         UserError: torch.export cannot trace the model.
     """
     images = sample_images(subject.description.image_size, _TRACED_BATCH)
+    with refusals_explained(subject, "torch.export"), torch.no_grad():
+        program = _export(_Scores(subject.model), images)
+        if any(_writes(node) or _nests(node) for node in program.graph.nodes):
+            program = program.run_decompositions({})  # not always: it also takes fused attention apart
+        return _export(fold_constants(program.module(check_guards=False)), images)
+
+
+@contextmanager
+def refusals_explained(subject: Subject, by: str) -> Iterator[None]:
+    """A block in which an exporter of PyTorch works, quietly: what it raises becomes one sentence.
+
+    Args:
+        subject: the model.
+        by: the exporter, for the sentence.
+    """
     try:
-        with torch.no_grad(), quiet():
-            program = _export(_Scores(subject.model), images)
-            if any(_writes(node) or _nests(node) for node in program.graph.nodes):
-                program = program.run_decompositions({})  # not always: it also takes fused attention apart
-            return _export(fold_constants(program.module(check_guards=False)), images)
+        with quiet():
+            yield
     except (MemoryError, OSError):
         raise
     except Exception as error:  # PyTorch raises many types, none of them documented
-        raise cannot_export(subject, error, "torch.export") from None
+        raise _cannot_export(subject, error, by) from None
 
 
-def cannot_export(subject: Subject, error: Exception, by: str) -> UserError:
-    """The sentence for a model that PyTorch's exporter refuses."""
+def _cannot_export(subject: Subject, error: Exception, by: str) -> UserError:
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):  # torch.onnx wraps the reason in advice
         error = error.__cause__
     reason = re.sub(r"\x1b\[\d*m", "", str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.exporting.checking import checked, compare
-from pipeline.exporting.graph import INPUT, OUTPUT, cannot_export, quiet, trace
-from pipeline.exporting.snippets import image_line, pixels_line
+from pipeline.exporting.graph import INPUT, OUTPUT, quiet, refusals_explained, trace
+from pipeline.exporting.snippets import graph_snippet
 from pipeline.exporting.subject import Facts, Options, Subject
 
 OPSET = 18  # ONNX 1.13 of 2022: read by every runtime of the last years; 23 has an operator for attention, which few have
@@ -59,15 +59,8 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
 
 
 def loading(subject: Subject, name: str) -> str:
-    return "\n".join(
-        [
-            "import numpy as np, onnxruntime",
-            "from PIL import Image, ImageOps",
-            image_line(subject),
-            pixels_line(subject),
-            f'scores = onnxruntime.InferenceSession("{name}").run(None, {{"{INPUT}": pixels}})[0][0]  # (classes,)',
-        ]
-    )
+    run = f'onnxruntime.InferenceSession("{name}").run(None, {{"{INPUT}": pixels}})[0][0]'
+    return graph_snippet(subject, "onnxruntime", run)
 
 
 def _check_packages() -> None:
@@ -82,17 +75,12 @@ def _check_packages() -> None:
 def _converted(subject: Subject) -> Any:
     """An ``onnx.ModelProto``."""
     program = trace(subject)
-    try:
-        with quiet():
-            made = torch.onnx.export(
-                program, opset_version=OPSET, input_names=[INPUT], output_names=[OUTPUT], verbose=False, external_data=False
-            )
+    with refusals_explained(subject, f"torch.onnx with opset {OPSET}"):
+        made = torch.onnx.export(
+            program, opset_version=OPSET, input_names=[INPUT], output_names=[OUTPUT], verbose=False, external_data=False
+        )
         assert made is not None
         return made.model_proto
-    except (MemoryError, OSError):
-        raise
-    except Exception as error:  # see trace
-        raise cannot_export(subject, error, f"torch.onnx with opset {OPSET}") from None
 
 
 def _in_half(model: Any) -> Any:

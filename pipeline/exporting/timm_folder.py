@@ -114,9 +114,7 @@ def loading(subject: Subject, name: str) -> str:
 
 def _num_features(subject: Subject) -> int:
     net = getattr(subject.model, "net", None)
-    if net is not None:
-        return int(net.num_features)
-    return int(subject.model.get_submodule("head").in_features)  # type: ignore[arg-type]
+    return subject.model.pooled_width if net is None else int(net.num_features)
 
 
 @torch.no_grad()

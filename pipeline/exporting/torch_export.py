@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from pipeline.exporting.checking import checked, compare
-from pipeline.exporting.graph import cannot_export, quiet, trace
-from pipeline.exporting.snippets import image_line, pixels_line
+from pipeline.exporting.graph import quiet, refusals_explained, trace
+from pipeline.exporting.snippets import graph_snippet
 from pipeline.exporting.subject import Facts, Options, Subject
 
 DESCRIPTION = "description.json"  # file inside of the archive
@@ -24,13 +24,8 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
         OSError: the file cannot be written.
     """
     program = trace(subject)
-    try:
-        with open(path, "wb") as file, quiet():
-            torch.export.save(program, file, extra_files={DESCRIPTION: json.dumps(asdict(subject.description))})
-    except (MemoryError, OSError):
-        raise
-    except Exception as error:  # see trace
-        raise cannot_export(subject, error, "torch.export.save") from None
+    with refusals_explained(subject, "torch.export.save"), open(path, "wb") as file:
+        torch.export.save(program, file, extra_files={DESCRIPTION: json.dumps(asdict(subject.description))})
     with quiet():
         read = torch.export.load(path).module()
     difference = compare(subject, read, options.precision, f"the program of {path.name}")
@@ -42,12 +37,4 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
 
 
 def loading(subject: Subject, name: str) -> str:
-    return "\n".join(
-        [
-            "import numpy as np, torch",
-            "from PIL import Image, ImageOps",
-            image_line(subject),
-            pixels_line(subject),
-            f'scores = torch.export.load("{name}").module()(torch.from_numpy(pixels))[0]  # (classes,)',
-        ]
-    )
+    return graph_snippet(subject, "torch", f'torch.export.load("{name}").module()(torch.from_numpy(pixels))[0]')

@@ -18,12 +18,10 @@ from torch.nn import functional as F
 
 from pipeline.models.common.base import Switches, linear_drop_path, scales_of_block
 from pipeline.models.common.irpe import RelativeSelfAttention
-from pipeline.models.common.layers import init_linear
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.peg import PositionGenerator
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import (
-    LAYER_NORM_EPS,
     PATCH,
     REFERENCE_NAMES,
     Block,
@@ -120,10 +118,7 @@ class DeiT(ClassTokenModel, PhiModel):
             self.add_phi_inputs(layout.heads, image_size // PATCH, PhiDesign())
             for layer, block in enumerate(self.blocks):
                 block.position = PeripheralPosition(layout.heads, layer, layout.depth)  # called by PhiModel, once per step
-        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.head = nn.Linear(width, num_classes)
-        nn.init.trunc_normal_(self.class_token, std=0.02)
-        init_linear(self.head)
+        self.add_classifier(width, num_classes)
 
     def no_weight_decay(self) -> set[str]:
         """Also the generators of CPVT, as in their authors' Twins; iRPE's tables are decayed, as in its authors' code."""

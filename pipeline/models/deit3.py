@@ -14,10 +14,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from pipeline.models.common.base import Switches, scale_branch, scales_of_block
-from pipeline.models.common.layers import init_linear
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.vit import (
-    LAYER_NORM_EPS,
     REFERENCE_NAMES,
     Block,
     ClassTokenModel,
@@ -106,10 +104,7 @@ class DeiT3(ClassTokenModel):
             return ScaledBlock(width, attention, layout.mlp_ratio, initial)
 
         self.blocks = ModuleList(block() for _ in range(layout.depth))
-        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.head = nn.Linear(width, num_classes)
-        nn.init.trunc_normal_(self.class_token, std=0.02)
-        init_linear(self.head)
+        self.add_classifier(width, num_classes)
 
     def no_weight_decay(self) -> set[str]:
         return super().no_weight_decay() | {"class_token", "position_embedding.weight"}

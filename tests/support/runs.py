@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from support.precisions import FP32
+from support.ranks import SMALL_MODEL, run_forked
 
 
 def write_small_config(digits_shards: Path, folder: Path) -> Path:
@@ -25,6 +26,13 @@ def write_small_config(digits_shards: Path, folder: Path) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def train_twice_saved(digits_shards: Path, folder: Path) -> Path:
+    """Train two steps: a run with an average and checkpoints of both, evaluated after the second, with a crop and a mean of its own."""
+    arguments = ("--config", write_small_config(digits_shards, folder), *SMALL_MODEL, "train.max_steps=2")
+    run_forked("pipeline.train", *arguments, "checkpoint.every_steps=1", "data.eval_crop=0.8", "data.mean=[0.4, 0.5, 0.6]")
+    return folder / "run"
 
 
 def step_rows(run_dir: Path) -> list[dict]:

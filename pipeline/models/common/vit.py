@@ -215,9 +215,18 @@ def patch_grid(height: int, width: int) -> tuple[int, int]:
 
 
 class ClassTokenModel(VisionModel):
-    """A plain ViT whose class token the head reads. A subclass creates ``norm`` and ``head`` and runs its blocks in :meth:`tokens`."""
+    """A plain ViT whose class token the head reads. A subclass creates ``class_token`` and its blocks, calls :meth:`add_classifier`
+    last, and runs its blocks in :meth:`tokens`."""
 
+    class_token: nn.Parameter  # (1, 1, width)
     head: nn.Linear
+
+    def add_classifier(self, width: int, num_classes: int) -> None:
+        """Create ``norm`` and ``head``, and draw the initial values of class token and head."""
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.head = nn.Linear(width, num_classes)
+        nn.init.trunc_normal_(self.class_token, std=0.02)
+        init_linear(self.head)
 
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
         """(B, 3, H, W) -> (B, N + 1, width) after the last block, class token first."""

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from pipeline.config import Positive, section_from_dict
 from pipeline.models.common.base import Switches, linear_drop_path, scales_of_block
-from pipeline.models.common.layers import init_linear
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.vit import (
-    LAYER_NORM_EPS,
     REFERENCE_NAMES,
     Block,
     ClassTokenModel,
@@ -118,10 +116,7 @@ class ConViT(ClassTokenModel):
         self.patch_embedding = PatchEmbedding(width)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
         self.blocks = ModuleList(_block(layout, switches, layer) for layer in range(layout.depth))
-        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.head = nn.Linear(width, num_classes)
-        nn.init.trunc_normal_(self.class_token, std=0.02)
-        init_linear(self.head)
+        self.add_classifier(width, num_classes)
         self.mask_attention_at_test(switches.mask_content_layers, switches.mask_position_layers)
 
     def no_weight_decay(self) -> set[str]:

@@ -14,7 +14,6 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import create_model, list_models, model_entry
 from pipeline.models.weights.exported import Names
 from pipeline.models.weights.reference_names import authors_names
-from pipeline.models.weights.timm_forms import OF_TIMM
 
 _HEADS = ("head.weight", "mlp_head.weight")  # of a classifier, (classes, width): ours and the authors'
 _CLOSEST = 5  # tensors that may differ in a hint
@@ -36,7 +35,7 @@ def recognise(weights: Mapping[str, Tensor], source: str) -> tuple[str, int, int
     """
     heads = [weights[name] for name in _HEADS if name in weights and weights[name].ndim == 2]
     closest: tuple[int, str] | None = None
-    for name in (name for name in list_models() if heads and not name.startswith(OF_TIMM)):
+    for name in list_models() if heads else ():
         papers = model_entry(name).image_size
         model = _without_memory(name, len(heads[0]), papers)
         for names in get_args(Names):

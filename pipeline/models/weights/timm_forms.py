@@ -15,6 +15,7 @@ from pipeline.errors import UserError
 from pipeline.models.common.vit import PATCH, ViTLayout
 from pipeline.models.convit.model import ConViTSwitches
 from pipeline.models.registry import check_name, list_models, model_entry
+from pipeline.models.timm_names import PREFIX, is_timm
 
 _HERE = {  # our name -> timm's architecture, and its arguments where the layout is another (ConViT: channels per head)
     "convit_ti": ("convit_tiny", {}),
@@ -60,10 +61,9 @@ _FIXED = {  # arguments of timm's that must have the value that our network has,
     "init_values": None,
     "qk_norm": False,
 }
-OF_TIMM = "timm:"  # before the name of an architecture of timm's, as model.name
 _GLOBAL_POOL = {"convit": "token", "deit": "token", "gmlp": "avg"}
-# Of training, or of what timm does with images of another size; not of the network at its own size.
 _OF_CONFIG = {"num_classes", "img_size", "in_chans"}  # the config has them elsewhere
+# Of training, or of what timm does with images of another size; not of the network at its own size.
 _WITHOUT_EFFECT = {"num_classes", "img_size", "locality_strength", "dynamic_img_size", "drop_rate", "drop_path_rate"}
 
 
@@ -93,8 +93,8 @@ def timm_form(name: str, switches: Mapping[str, Any]) -> TimmForm:
         name: of ``create_model``.
         switches: those of the model that are stated; the others have their defaults.
     """
-    if name.startswith(OF_TIMM):
-        return TimmForm(name.removeprefix(OF_TIMM).partition(".")[0], dict(switches), False)
+    if is_timm(name):
+        return TimmForm(name.removeprefix(PREFIX).partition(".")[0], dict(switches), False)
     fields = model_entry(name).switches.model_fields
     changed = {key: value for key, value in switches.items() if value != fields[key].default}
     family = name.partition("_")[0]
@@ -133,10 +133,10 @@ def model_of_timm(architecture: str, arguments: Mapping[str, Any], source: str) 
         return architecture, switches, True
     if architecture not in _THERE:
         try:
-            check_name(OF_TIMM + architecture)
+            check_name(PREFIX + architecture)
         except UserError:
             return None
-        return OF_TIMM + architecture, {key: value for key, value in arguments.items() if key not in _OF_CONFIG}, False
+        return PREFIX + architecture, {key: value for key, value in arguments.items() if key not in _OF_CONFIG}, False
     ours = _THERE[architecture]
     family = ours.partition("_")[0]
     fixed = _FIXED | {"qkv_bias": family == "deit", "global_pool": _GLOBAL_POOL[family]}
