@@ -3,7 +3,8 @@
     python benchmarks/export.py [MODEL ...] [--batch 8] [--rounds 5]
 
 Models have fresh weights, moved away from their initial values, at their paper's size. Times are CPU seconds of this process with one
-thread, the least of the rounds; rounds of the forms are interleaved, so that the ratios hold on a busy machine. Needs the extra onnx.
+thread, the least of the rounds; rounds of the forms are interleaved, so that the ratios hold on a busy machine. Needs the extras onnx
+and timm: timm's own ``create_model`` loads the folder of the form timm.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import Config
-from pipeline.exporting import onnx_file, safetensors_file, torch_export
+from pipeline.exporting import onnx_file, safetensors_file, timm_folder, torch_export
 from pipeline.exporting.checking import sample_images
 from pipeline.exporting.subject import Options, Subject, Training
 from pipeline.models import create_model, load_exported, model_entry
@@ -27,6 +28,7 @@ from pipeline.models.weights.exported import Description
 MODELS = ("deit_t", "convit_ti", "pervit_t", "lsat_t_32", "lsat_t_224", "posmlp_t", "gmlp_s")
 FORMS = (
     ("safetensors", safetensors_file, ".safetensors", "fp32"),
+    ("timm", timm_folder, "", "fp32"),
     ("torch-export", torch_export, ".pt2", "fp32"),
     ("onnx", onnx_file, ".onnx", "fp32"),
     ("onnx fp16", onnx_file, ".onnx", "fp16"),
@@ -49,6 +51,12 @@ def fresh(name: str) -> Subject:
 def load(form: str, file: Path) -> Callable[[Tensor], Tensor]:
     if form == "safetensors":
         return load_exported(file)
+    if form == "timm":
+        import timm
+
+        import pipeline.integrations.timm  # noqa: F401  # registers what timm lacks
+
+        return timm.create_model(f"local-dir:{file}", pretrained=True).eval()
     return torch.export.load(file).module() if form == "torch-export" else onnx_file.runner(file)
 
 
@@ -72,6 +80,11 @@ def main() -> None:
         measure(fresh(name), args.batch, args.rounds)
 
 
+def size_of(file: Path) -> int:
+    """Bytes of a file, or of a folder's files."""
+    return sum(path.stat().st_size for path in file.rglob("*")) if file.is_dir() else file.stat().st_size
+
+
 def measure(subject: Subject, batch: int, rounds: int) -> None:
     """Print the rows of a model."""
     images = sample_images(subject.description.image_size, batch)
@@ -80,12 +93,14 @@ def measure(subject: Subject, batch: int, rounds: int) -> None:
         for form, module, ending, precision in FORMS:
             file = Path(folder, form.replace(" ", "_") + ending)
             with torch.inference_mode(False):  # tensors made within it have no version, which PerViT asks for
+                if form == "timm":
+                    file.mkdir()
                 module.export(subject, file, Options(precision))
                 loading = min(seconds(lambda form=form, file=file: load(form, file)) for _ in range(2))  # type: ignore[misc]
                 runs[form] = load(form, file)
             expected = subject.model(images)
             difference = ((runs[form](images) - expected).abs().max() / expected.abs().max()).item()
-            rows.append((form, difference, file.stat().st_size / 1e6, loading))
+            rows.append((form, difference, size_of(file) / 1e6, loading))
         best = dict.fromkeys(runs, float("inf"))
         for _ in range(rounds):
             for form, run in runs.items():
