@@ -34,6 +34,7 @@ class Stream(IntEnum):
     WINDOW_ORDER = 9  # block order: order of the samples within a window
     INTERPOLATION = 10  # bicubic or bilinear, for the crop and RandAugment
     THREE_AUGMENT = 11  # and colour jitter
+    MIX_ORDER = 12  # data.mix: order of an epoch over all sets, and the seeds of the sets' own orders
 
 
 def philox4x32(counter: np.ndarray, seed: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,6 +21,8 @@ from pipeline.config.bounds import (
 class DataConfig(Section):
     path: Text = "data/imagenet"
     """Folder that holds the shard sets (train and val)."""
+    mix: dict[Text, Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]] = {}
+    """Further shard sets to train on: folder -> how often an epoch shows each of its images, on average (0.5: every other epoch). Classes are those of data.path, matched by name."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Decoder threads per rank; null: the node's CPU cores divided by its ranks."""
     decode: Literal["auto", "gpu", "cpu"] = "auto"
@@ -53,6 +55,20 @@ class DataConfig(Section):
     """Normalization, per RGB channel, of pixels in [0, 1]."""
     std: tuple[Deviation, Deviation, Deviation] = (0.229, 0.224, 0.225)
     """Normalization, per RGB channel, of pixels in [0, 1]."""
+
+    @field_validator("mix", mode="before")
+    @classmethod
+    def _weights_are_numbers(cls, mix: Any) -> Any:
+        for folder, weight in mix.items() if isinstance(mix, dict) else ():
+            if isinstance(weight, bool):  # which pydantic takes for 0 or 1
+                raise ValueError(f"the weight of {folder!a:.80} must be a number, not {str(weight).lower()}")
+        return mix
+
+    @model_validator(mode="after")
+    def _mix_is_of_other_sets(self) -> DataConfig:
+        if self.path in self.mix:
+            raise ValueError(f"mix holds {self.path!a:.80}, which is data.path and has weight 1; remove it from mix")
+        return self
 
     @model_validator(mode="after")
     def _ranges_ascend(self) -> DataConfig:

@@ -18,6 +18,8 @@ from pipeline.data.shards import DamagedSample
 class CheckedImages(ABC):
     """The part of :class:`~pipeline.data.plan.Samples` that reads. A subclass finds an image and its label."""
 
+    mixture: None = None  # one set: see pipeline.data.samples
+
     def __init__(self) -> None:
         self._coming: dict[int, StoredImage | DamagedSample] = {}  # checked by __getitem__, not yet read
         self._lock = threading.Lock()

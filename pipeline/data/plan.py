@@ -19,6 +19,7 @@ from pipeline.data.augment import crop, erasing, interpolation, mixing, randaugm
 from pipeline.data.augment.crop import Geometry, eval_geometry, simple_geometry, train_geometry
 from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
 from pipeline.data.samples import Samples as Samples  # importable from here, too
+from pipeline.data.samples import images_per_epoch
 from pipeline.data.views import STREAM_VERSION, Placing, epoch_length
 from pipeline.philox import Stream, uniforms
 
@@ -140,7 +141,7 @@ class TrainPlan(Plan):
     @property
     def epoch_length(self) -> int:
         """Images per epoch; see :func:`~pipeline.data.views.epoch_length`."""
-        return epoch_length(len(self.shards), self.augment.repeats)
+        return epoch_length(images_per_epoch(self.shards), self.augment.repeats)
 
     @property
     def batches_per_step(self) -> int:
@@ -196,13 +197,20 @@ class TrainPlan(Plan):
         last_place = (self.epoch_length - 1) // self.augment.repeats  # an epoch with repeats does not reach every sample
         windows = min(last_place // blocks.window_samples, count_windows(size, blocks) - 1) + 1  # that an epoch reaches
 
-        def reached(batch: int) -> int:  # number in the run of the last window from which it, or its step, reads
+        def reached(batch: int) -> tuple[int, int]:  # epoch and place of the last image that it, or its step, reads
             step, slot = self._slots(batch)
             last = self.global_batch_size - 1 if self._placing.spreads else int(slot[-1])
             epoch, position = divmod(step * self.global_batch_size + last, self.epoch_length)
-            return epoch * windows + min(position // self.augment.repeats // blocks.window_samples, windows - 1)
+            return epoch, position // self.augment.repeats
 
-        coming = range(reached(i - 1) + 2 if i else 1, reached(i) + 2)
+        if self.shards.mixture:
+            before = reached(i - 1) if i else None
+            return self.shards.mixture.coming_runs(before, reached(i), self.seed, blocks)
+
+        def window(place: tuple[int, int]) -> int:  # its number in the run
+            return place[0] * windows + min(place[1] // blocks.window_samples, windows - 1)
+
+        coming = range(window(reached(i - 1)) + 2 if i else 1, window(reached(i)) + 2)
         return [
             run for number in coming for run in blocks_of_window(number % windows, number // windows, size, self.seed, blocks)
         ]
@@ -218,9 +226,11 @@ class TrainPlan(Plan):
 
     def _sample_at(self, position: np.ndarray, epoch: np.ndarray) -> np.ndarray:
         place = position // self.augment.repeats
-        if self.data.order == "full":
+        blocks = Blocks(self.data.block_size, self.data.window_blocks) if self.data.order == "block" else None
+        if self.shards.mixture:
+            return self.shards.mixture.sample_at(place, epoch, self.seed, blocks)
+        if blocks is None:
             return sample_at(place, epoch, len(self.shards), self.seed)
-        blocks = Blocks(self.data.block_size, self.data.window_blocks)
         return block_sample_at(place, epoch, len(self.shards), self.seed, blocks)
 
     def _mixing(self, i: int) -> mixing.Mixing | None:

@@ -7,20 +7,27 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipeline.data.mixture import Mixture
 from pipeline.data.shards import DamagedSample
 
 
 class Samples(Protocol):
-    """One split: a :class:`~pipeline.data.shards.ShardSet` or an :class:`~pipeline.data.image_folder.ImageFolder`.
+    """One split: a :class:`~pipeline.data.shards.ShardSet`, an :class:`~pipeline.data.image_folder.ImageFolder`, or several shard
+    sets as a :class:`~pipeline.data.mixed_set.MixedSet`.
 
     Attributes:
         folder: its folder.
         samples: ``samples[indices]`` gives (B,) of ``SAMPLE_DTYPE`` for B sample numbers.
         classes: class names in index order.
+        mixture: how several sets are interleaved; None: one set.
     """
 
     folder: Path
     classes: list[str]
+
+    @property
+    def mixture(self) -> Mixture | None:
+        return None
 
     @property
     def samples(self) -> Any: ...
@@ -42,3 +49,8 @@ class Samples(Protocol):
 
     def will_need(self, runs: list[tuple[int, int]]) -> None:
         """Announce runs, (first sample, number of samples) each, that will be read soon."""
+
+
+def images_per_epoch(shards: Samples) -> int:
+    """Images of an epoch without repeated augmentation: all of a set, or those that a mixture shows."""
+    return shards.mixture.images if shards.mixture else len(shards)

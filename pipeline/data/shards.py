@@ -60,6 +60,8 @@ class ShardSet:
             table.
     """
 
+    mixture: None = None  # one set: see pipeline.data.samples
+
     def __init__(self, folder: str | Path, split: str) -> None:
         self.folder = _find(Path(folder), split)
         self.split = split

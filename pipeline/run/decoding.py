@@ -8,6 +8,7 @@ from pipeline.config import Config
 from pipeline.data.bad_samples import BadSamples
 from pipeline.data.decoding_trial import TrialLoader, TurnPlan, Turns
 from pipeline.data.loader import AUTO, CPU, GPU, Loader, decoding_device
+from pipeline.data.mixed_set import MixedSet
 from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
@@ -42,7 +43,7 @@ def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable
 
 
 def training_loader(
-    shards: ShardSet, config: Config, decode: str, world: World, first_step: int, stream: int
+    shards: ShardSet | MixedSet, config: Config, decode: str, world: World, first_step: int, stream: int
 ) -> Loader[TrainPlan] | TrialLoader:
     """This process's micro-batches from the first one of step ``first_step`` on.
 

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from pipeline.config import Config
 from pipeline.data.image_folder import ImageFolder
 from pipeline.data.loader import Batch, Loader
+from pipeline.data.mixed_set import MixedSet
 from pipeline.data.plan import EvalPlan, Samples
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
@@ -98,7 +99,7 @@ def evaluate(
     }
 
 
-def check_classes(config: Config, shards: ShardSet) -> None:
+def check_classes(config: Config, shards: ShardSet | MixedSet) -> None:
     """Check that the model has as many outputs as the shards have classes.
 
     Raises:

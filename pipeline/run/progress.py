@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from pipeline.config import Config
+from pipeline.data.mixed_set import MixedSet
 from pipeline.data.plan import epoch_length
+from pipeline.data.samples import images_per_epoch
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 
@@ -49,13 +51,13 @@ class Schedule:
         return self.samples(step) // every_samples > self.samples(step - 1) // every_samples
 
 
-def make_schedule(config: Config, train_set: ShardSet) -> Schedule:
+def make_schedule(config: Config, train_set: ShardSet | MixedSet) -> Schedule:
     """The run's schedule; with ``train.scale_epochs``, training on a subset takes as many steps as on the full set.
 
     Raises:
         UserError: it is shorter than one step.
     """
-    images = epoch_length(len(train_set), config.augment.repeats)
+    images = epoch_length(images_per_epoch(train_set), config.augment.repeats)
     epochs = config.train.epochs
     if config.train.scale_epochs:
         epochs /= train_set.subset

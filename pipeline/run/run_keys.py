@@ -13,6 +13,7 @@ _FREE_SECTIONS = ("eval.", "checkpoint.", "log.", "distributed.")
 _FREE_KEYS = (
     "output_dir",
     "data.path",
+    "data.mix",  # as data.path: the sets themselves, and their weights, are compared by their identity
     "data.decode",
     "data.num_threads",
     "data.prefetch",

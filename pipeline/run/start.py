@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline import checkpoint
 from pipeline.checkpoint.whole import Verified
 from pipeline.config import Config, Recipe, accumulation_steps, flatten
+from pipeline.data.mixed_set import MixedSet, open_training_set
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.agreement import Agreement, do_in_main
 from pipeline.distributed.world import World
@@ -58,7 +59,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     Raises:
         UserError: config, data and run folder do not fit together.
     """
-    train_set, val_set = ShardSet(config.data.path, "train"), ShardSet(config.data.path, "val")
+    train_set, val_set = open_training_set(config.data.path, config.data.mix), ShardSet(config.data.path, "val")
     check_classes(config, train_set)
     check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
     schedule = make_schedule(config, train_set)
@@ -72,10 +73,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             if lock:
                 lock.release()
             return None
-        _say(
-            world,
-            f"data: {train_set.folder}: {len(train_set):,} training and {len(val_set):,} validation images, {len(train_set.classes)} classes",
-        )
+        _say(world, _describe_data(train_set, val_set))
         _say(world, f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
         config = _as_begun(config, before, world)
         precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)
@@ -131,7 +129,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     return run
 
 
-def find_start(config: Config, world: World, train_set: ShardSet) -> Verified | None:
+def find_start(config: Config, world: World, train_set: ShardSet | MixedSet) -> Verified | None:
     """The checkpoint that the run goes on from, None for a new run. Collective.
 
     Raises:
@@ -145,6 +143,17 @@ def find_start(config: Config, world: World, train_set: ShardSet) -> Verified | 
     check_same_run(config, begun_with, world)
     check_same_data(config, before.data if before else None, train_set.identity(), world)
     return verified
+
+
+def _describe_data(train_set: ShardSet | MixedSet, val_set: ShardSet) -> str:
+    sets = train_set.sets if isinstance(train_set, MixedSet) else [train_set]
+    counts = f"{len(sets[0]):,} training and {len(val_set):,} validation images, {len(train_set.classes)} classes"
+    line = f"data: {train_set.folder}: {counts}"
+    if isinstance(train_set, MixedSet) and train_set.mixture:
+        shown = zip(sets, train_set.mixture.shown.tolist(), train_set.mixture.shares)
+        parts = [f"{number:,} of {len(one):,} images of {one.folder} ({share:.1%})" for one, number, share in shown]
+        line += f"; an epoch mixes {', '.join(parts)}"
+    return line
 
 
 def _as_begun(config: Config, before: checkpoint.RunState | None, world: World) -> Config:

@@ -17,6 +17,7 @@ from pipeline.checkpoint.held import optimizer_step_count
 from pipeline.config import Config
 from pipeline.data.decoding_trial import TrialLoader
 from pipeline.data.loader import Loader
+from pipeline.data.mixed_set import MixedSet
 from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.agreement import Agreed, Agreement
@@ -50,7 +51,7 @@ class Run:
     heartbeat: Heartbeat
     lock: RunLock | None  # held by rank 0
     schedule: Schedule
-    train_set: ShardSet
+    train_set: ShardSet | MixedSet
     engine: Engine[VisionModel]
     compilation: Compilation
     batchnorm: StepStatistics

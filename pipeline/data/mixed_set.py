@@ -1,0 +1,144 @@
+"""Several shard sets as one training split: ``data.path`` and those of ``data.mix``, with their classes matched by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.data.manifest import SAMPLE_DTYPE
+from pipeline.data.mixture import Mixture
+from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.errors import UserError
+
+_DIGITS = 32  # of a set's digest in the identity
+_SHOWN = 3  # classes listed in a message
+
+
+class MixedSet:
+    """:class:`~pipeline.data.samples.Samples` of several sets, numbered one set after another.
+
+    A class of a further set is the class of the first set with the same identifier or, failing that, the same readable name.
+
+    Args:
+        first: its classes are those of the model; its images have weight 1.
+        further: set -> weight: how often an epoch shows each of its images, on average.
+
+    Attributes:
+        sets: the first one and the others.
+        samples: ``samples[indices]`` gives rows with the labels of the first set.
+
+    Raises:
+        UserError: a set has a class that the first one has not.
+    """
+
+    def __init__(self, first: ShardSet, further: Mapping[ShardSet, float]) -> None:
+        self.sets = [first, *further]
+        self.folder, self.split = first.folder, first.split
+        self.classes, self.named, self.class_names = first.classes, first.named, first.class_names
+        self.mixture: Mixture | None = Mixture(tuple(map(len, self.sets)), (1.0, *further.values()))
+        self.weights = self.mixture.weights
+        self._starts = self.mixture.first_sample
+        self.samples = _Rows(self.sets, [_labels(one, first) for one in self.sets], self._starts)
+
+    def __len__(self) -> int:
+        """Images of all sets; an epoch may show more or fewer."""
+        return int(self._starts[-1])
+
+    @property
+    def subset(self) -> float:
+        """Of the first set: see :attr:`ShardSet.subset`."""
+        return self.sets[0].subset
+
+    def identity(self) -> dict:
+        """That of the first set, with the images of an epoch, and a digest of each further set with its weight."""
+        assert self.mixture is not None
+        digests = [hashlib.sha256(json.dumps(one.identity(), sort_keys=True).encode()).hexdigest() for one in self.sets]
+        mix = [f"{weight:g} x {digest[:_DIGITS]}" for weight, digest in zip(self.weights[1:], digests[1:])]
+        return {**self.sets[0].identity(), "samples": self.mixture.images, "mix": mix}
+
+    def key(self, index: int) -> str:
+        """The WebDataset key of a sample, and its folder if it is of a further set."""
+        one, own = self._find(index)
+        return one.key(own) if one is self.sets[0] else f"{one.key(own)} of {one.folder}"
+
+    def read(self, index: int) -> np.ndarray:
+        """The encoded image, (bytes,) uint8. Thread-safe.
+
+        Raises:
+            DamagedSample: it cannot be read.
+        """
+        one, own = self._find(index)
+        try:
+            return one.read(own)
+        except DamagedSample as damage:
+            raise DamagedSample(index, str(damage)) from None
+
+    def will_need(self, runs: list[tuple[int, int]]) -> None:
+        """Announce runs, (first sample, number of samples) each; none spans two sets."""
+        for first, count in runs:
+            one, own = self._find(first)
+            one.will_need([(own, count)])
+
+    def damaged(self, index: int, reason: str) -> DamagedSample:
+        """An error about a sample, to be raised by the caller."""
+        one, own = self._find(index)
+        return DamagedSample(int(index), str(one.damaged(own, reason)))
+
+    def _find(self, index: int) -> tuple[ShardSet, int]:
+        which = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self.sets[which], int(index - self._starts[which])
+
+
+class _Rows:
+    """Sample tables of several sets, which stay memory-mapped, as one."""
+
+    def __init__(self, sets: Sequence[ShardSet], labels: Sequence[np.ndarray], starts: np.ndarray) -> None:
+        self._sets, self._labels, self._starts = sets, labels, starts
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        """(B,) sample numbers -> (B,) of ``SAMPLE_DTYPE``, with labels of the first set."""
+        rows = np.empty(len(indices), SAMPLE_DTYPE)
+        which = np.searchsorted(self._starts, indices, side="right") - 1
+        for number in np.unique(which).tolist():
+            its = which == number
+            rows[its] = self._sets[number].samples[indices[its] - self._starts[number]]
+            rows["label"][its] = self._labels[number][rows["label"][its]]
+        return rows
+
+
+def open_training_set(path: str | Path, mix: Mapping[str, float]) -> ShardSet | MixedSet:
+    """Open the training split of ``data.path``, with those of ``data.mix`` if there are any.
+
+    Raises:
+        UserError: a set cannot be opened (the message names its key), or has a class that ``data.path`` has not.
+    """
+    first = ShardSet(path, "train")
+    if not mix:
+        return first
+    further = {}
+    for folder, weight in mix.items():
+        try:
+            further[ShardSet(folder, "train")] = weight
+        except UserError as error:
+            raise UserError(f"data.mix: {error}".replace("data.path", "data.mix")) from None
+    return MixedSet(first, further)
+
+
+def _labels(one: ShardSet, first: ShardSet) -> np.ndarray:
+    """(classes of the set,) int64: the label of each in the first set."""
+    number = {name: label for label, name in enumerate(first.classes)}
+    spoken = {name: label for label, name in enumerate(first.class_names)}
+    if len(spoken) < len(first.class_names):
+        spoken = {}  # two classes of one name, such as ImageNet's cranes: names identify none
+    labels = [number.get(name, spoken.get(called)) for name, called in zip(one.classes, one.class_names)]
+    if unknown := [name for name, label in zip(one.class_names, labels) if label is None]:
+        names = ", ".join(unknown[:_SHOWN]) + (", ..." if len(unknown) > _SHOWN else "")
+        raise UserError(
+            f"data.mix: {one.folder} has {len(unknown)} of {len(one.classes)} classes that {first.folder} has not ({names})",
+            "shard it with class folders or --class-names as there, or make the set with all classes data.path",
+        )
+    return np.array(labels, dtype=np.int64)
