@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     decoding_device(args.decode, world.device, "--decode")
     lines = read_list(sys.stdin.buffer) if world.is_main and "-" in args.images else iter(())
     if world.size > 1:  # the input is rank 0's; alone, one name is in memory at a time until it is packed
-        lines = iter(world.gather(list(lines))[0])
+        lines = iter(world.from_main(list(lines)))
     images = ImageList(find_images(args.images, lines), trained.classes, args.by_folder)
     model.to(world.device)
     precision = choose_evaluation_precision(config.train.precision, args.precision, world)
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
     loader = evaluation_loader(images, config, world)
     with tempfile.TemporaryDirectory() as scratch:
-        beside = args.output or Path(world.gather(scratch)[0], "predictions")
+        beside = args.output or Path(world.from_main(scratch), "predictions")
         with RankRows(beside, features_dtype(width) if args.features else prediction_dtype(top), loader.plan, world) as rows:
             if args.features:
                 compute_features(run_model, loader, images, rows)
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
                 predict(run_model, loader, images, rows, top)
             loader.close()
             tally = write(args, rows, images, trained.shown, world, width)
-        failed = world.gather(tally.errors if tally else 0)[0]
+        failed = world.from_main(tally.errors if tally else 0)
         disconnect()
     return SOME_FAILED if failed else 0
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from pipeline.checkpoint.headers import Header
 from pipeline.checkpoint.held import ADAM_MOMENTS, EMA, MOMENTS, WEIGHT
 from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.parts import BUFFER, EMA_BUFFER, Parts
 
 
-def find_gaps(folder: Path, manifest: CheckpointManifest) -> list[str]:
+def find_gaps(folder: Path, manifest: CheckpointManifest, headers: Mapping[str, Header] | None = None) -> list[str]:
     """Find what is missing, duplicated or unknown.
 
     Every parameter needs its weight. An average exists for all parameters or for none, and for all buffers of floating point or
@@ -21,12 +23,13 @@ def find_gaps(folder: Path, manifest: CheckpointManifest) -> list[str]:
     Args:
         folder: of the checkpoint.
         manifest: of the checkpoint.
+        headers: of its files, where they are known; else all of them are opened.
 
     Returns:
         A sentence for each quantity of a parameter that is not covered exactly once.
     """
     try:
-        parts = Parts(folder, [record.name for record in manifest.files])
+        parts = Parts(folder, [record.name for record in manifest.files], headers)
     except (SafetensorError, OSError, ValueError) as error:
         return [f"{folder} has a file that is no safetensors file ({error})"]
     sentences = []

@@ -33,14 +33,21 @@ class Held:
     replicated: bool  # replicated: every rank holds the same slice
     copy: bool = False  # a second copy of another slice of this rank (master weights)
 
-    def share(self, rank: int, size: int) -> Held | None:
-        """What ``rank`` of ``size`` saves of it: its share of a replicated slice, all of a slice that only it holds."""
+    def share(self, writer: int | None, writers: int) -> Held | None:
+        """What this rank saves of it: its share of a replicated slice, all of a slice that only it holds.
+
+        Args:
+            writer: its number among those that write replicated slices; None: it writes none.
+            writers: how many these are.
+        """
         if self.copy:
             return None
         if not self.replicated:
             return self
+        if writer is None:
+            return None
         count = len(self.values)
-        first, end = count * rank // size, count * (rank + 1) // size
+        first, end = count * writer // writers, count * (writer + 1) // writers
         return Held(self.quantity, self.name, self.start + first, self.values[first:end], False) if first < end else None
 
 

@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 
 from pipeline.checkpoint.completeness import find_gaps
 from pipeline.checkpoint.folder import saved_steps, set_aside, step_folder
+from pipeline.checkpoint.headers import Header, packed, read_headers, unpacked
 from pipeline.checkpoint.held import EMA, MOMENTS, WEIGHT, create_moments, held
-from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OtherFormat
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OtherFormat, RunState
 from pipeline.checkpoint.parts import EMA_BUFFER, Parts
 from pipeline.checkpoint.snapshot import saved_buffers
 from pipeline.checkpoint.whole import Seen, Verified, find_damage
@@ -31,13 +32,15 @@ _LAG_SECONDS = 90.0  # until other nodes see a new folder on a network disk: NFS
 def newest_whole(run_dir: Path, world: World) -> Verified | None:
     """The newest intact checkpoint, or None if the run has none. Collective.
 
-    Each rank verifies some of the files. A damaged checkpoint is set aside with a warning, and the one before it is tried. The
+    Each rank verifies some of the files, and no rank opens the others here. A damaged checkpoint is set aside with a warning, and the one before it is tried. The
     caller must hold the run's lock.
 
     Raises:
         UserError: there are checkpoints, but none is intact; or the newest is of another version, or cannot be read now.
     """
-    steps = world.gather(saved_steps(run_dir))[0]  # as rank 0 sees them: network disks may lag elsewhere
+    steps = world.from_main(
+        saved_steps(run_dir) if world.is_main else []
+    )  # as rank 0 sees them: network disks may lag elsewhere
     damaged: dict[int, str] = {}
     for step in reversed(steps):
         verified, problems = _examine(step_folder(run_dir, step), world)
@@ -76,24 +79,34 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
         except OSError as error:
             refusal = _unreadable(error)
     raise_on_all(refusal, world)
-    text, problem = world.gather([text, problem])[0]
+    text, problem = world.from_main([text, problem])
     if problem:
         return None, [problem]
     manifest = CheckpointManifest.parse(text, str(folder / MANIFEST))
     deadline = time.monotonic() + _LAG_SECONDS
     while not folder.is_dir() and time.monotonic() < deadline:
         time.sleep(0.1)
-    seen, damage = Seen.look(folder, manifest.files), []
+    mine, parameters = manifest.files[world.rank :: world.size], list(manifest.shapes)
+    seen = Seen.look(folder, mine)
+    damage: list[str] = []
+    headers: dict[str, Header] = {}
     try:
-        damage = find_damage(folder, manifest.files, contents=False)  # every rank will read all of them
-        damage = damage or find_damage(folder, manifest.files[world.rank :: world.size])  # the checksums, shared among ranks
+        damage = find_damage(folder, mine)
+        if not damage:  # a damaged file's header cannot be trusted
+            headers = read_headers(folder, [record.name for record in mine])
+    except SafetensorError as error:
+        damage = [f"{folder} has a file that is no safetensors file ({error})"]
     except OSError as error:
         refusal = _unreadable(error)
     raise_on_all(refusal, world)
-    problems = sorted({sentence for part in world.gather(damage) for sentence in part})
-    if not problems:  # a damaged file's header cannot be trusted
-        problems = world.gather(find_gaps(folder, manifest)[:_NAMED] if world.is_main else [])[0]
-    return Verified(folder, manifest, seen), problems
+    found = world.gather([damage, seen.shared(), packed(headers, parameters)])
+    problems = sorted({sentence for damage, _, _ in found for sentence in damage})
+    for _, marks, its in found:
+        seen.elsewhere.update(marks)
+        headers.update(unpacked(its, parameters))
+    if not problems:
+        problems = world.from_main(find_gaps(folder, manifest, headers)[:_NAMED] if world.is_main else [])
+    return Verified(folder, manifest, seen, headers), problems
 
 
 def _unreadable(error: OSError) -> UserError:
@@ -117,14 +130,16 @@ def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: W
         UserError: on every rank: the checkpoint is of another model, or was changed since :func:`newest_whole`.
     """
     refusal = None
+    parts: Parts | None = None
     try:
-        averaged_buffers = _read(engine, verified, ema)
+        parts = Parts(verified.folder, [record.name for record in verified.manifest.files], verified.headers)
+        averaged_buffers = _read(engine, verified.state, parts, ema)
     except (KeyError, RuntimeError) as error:  # a slice or buffer that is missing, or of another shape
         refusal = UserError(f"{verified.folder} is of another model ({error.args[0]})", "choose another output_dir")
     except (SafetensorError, OSError) as error:
         refusal = UserError(f"{verified.folder} can no longer be read ({error})", "check its file system, then start again")
     try:
-        verified.seen.check()
+        verified.seen.check(parts.opened if parts else ())
     except UserError as error:
         refusal = error  # the cause of any other failure
     raise_on_all(refusal, world)
@@ -136,10 +151,8 @@ def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: W
     engine.empty_partition_cache()
 
 
-def _read(engine: Engine, verified: Verified, ema: WeightAverage | None) -> bool:
+def _read(engine: Engine, state: RunState, parts: Parts, ema: WeightAverage | None) -> bool:
     """Read what this rank holds; returns whether the checkpoint has averages of buffers."""
-    state = verified.state
-    parts = Parts(verified.folder, [record.name for record in verified.manifest.files])
     create_moments(engine, state.optimizer_step)
     averaged = set(parts.names(EMA))
     with_moments = {moment: set(parts.names(moment)) for moment in MOMENTS}

@@ -7,15 +7,16 @@ import math
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
+from pipeline.checkpoint.headers import Entry, Header, read_header
 from pipeline.checkpoint.manifest import FileRecord
 
 BUFFER, EMA_BUFFER = "buffer", "ema_buffer"  # as in the model; averaged: flattened, those of floating point
@@ -84,6 +85,7 @@ class Parts:
     Args:
         folder: of the checkpoint.
         names: of its files.
+        headers: of the files, where they are known: then a file is opened when something is read from it, else at once.
 
     Raises:
         ValueError: a file has a tensor that does not belong in a checkpoint.
@@ -91,17 +93,28 @@ class Parts:
         OSError: a file cannot be read.
     """
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
-        self._files = [safe_open(folder / name, framework="pt") for name in names]
-        self._slices: dict[tuple[str, str], list[tuple[int, int, str]]] = defaultdict(list)
-        for number, file in enumerate(self._files):
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                quantity, name, start = key.split("/")
-                if quantity != BUFFER and len(file.get_slice(key).get_shape()) != 1:
-                    raise ValueError(f"{key} is not a slice of a flattened tensor")
-                self._slices[quantity, name].append((int(start), number, key))
+    def __init__(self, folder: Path, names: list[str], headers: Mapping[str, Header] | None = None) -> None:
+        self._folder, self._names = folder, names
+        self._files: dict[int, Any] = {}
+        self._slices: dict[tuple[str, str], list[tuple[int, int, Entry]]] = defaultdict(list)
+        for number, name in enumerate(names):
+            for entry in read_header(self._file(number)) if headers is None else headers[name]:
+                quantity, of, start = entry.key.split("/")
+                if quantity != BUFFER and len(entry.shape) != 1:
+                    raise ValueError(f"{entry.key} is not a slice of a flattened tensor")
+                self._slices[quantity, of].append((int(start), number, entry))
         for pieces in self._slices.values():
-            pieces.sort()
+            pieces.sort(key=lambda piece: piece[:2])
+
+    @property
+    def opened(self) -> list[str]:
+        """Names of the files that have been opened so far."""
+        return [self._names[number] for number in self._files]
+
+    def _file(self, number: int) -> Any:
+        if number not in self._files:
+            self._files[number] = safe_open(self._folder / self._names[number], framework="pt")
+        return self._files[number]
 
     def names(self, quantity: str) -> list[str]:
         """Names of the tensors with this quantity."""
@@ -109,11 +122,7 @@ class Parts:
 
     def floating_buffers(self) -> list[str]:
         """Names of the buffers of floating point. Reads headers only."""
-        dtypes = {
-            name: self._files[pieces[0][1]].get_slice(pieces[0][2]).get_dtype()
-            for (have, name), pieces in self._slices.items()
-            if have == BUFFER
-        }
+        dtypes = {name: pieces[0][2].dtype for (have, name), pieces in self._slices.items() if have == BUFFER}
         return [name for name, dtype in dtypes.items() if dtype.startswith(("F", "BF"))]
 
     def slices(self, quantity: str) -> dict[str, list[tuple[int, int]]]:
@@ -121,8 +130,7 @@ class Parts:
         found = {}
         for (have, name), pieces in self._slices.items():
             if have == quantity:
-                sizes = (self._files[number].get_slice(key).get_shape() for _, number, key in pieces)
-                found[name] = [(start, math.prod(shape)) for (start, _, _), shape in zip(pieces, sizes)]
+                found[name] = [(start, math.prod(entry.shape)) for start, _, entry in pieces]
         return found
 
     def read(self, quantity: str, name: str, start: int, count: int) -> Tensor:
@@ -137,12 +145,11 @@ class Parts:
         pieces = self._slices.get((quantity, name), [])
         found, at = [], start
         first = max(0, bisect_right([piece[0] for piece in pieces], start) - 1)
-        for piece_start, number, key in pieces[first:]:
-            stored = self._files[number].get_slice(key)
-            (length,) = stored.get_shape()
+        for piece_start, number, entry in pieces[first:]:
+            (length,) = entry.shape
             if not piece_start <= at < piece_start + length or at == start + count:
                 break
-            piece = stored[at - piece_start : min(start + count - piece_start, length)]
+            piece = self._file(number).get_slice(entry.key)[at - piece_start : min(start + count - piece_start, length)]
             found.append(piece)
             at += len(piece)
         if at != start + count:
@@ -157,5 +164,5 @@ class Parts:
         """
         if (BUFFER, name) not in self._slices:
             raise KeyError(f"the buffer {name}")
-        ((_, number, key),) = self._slices[BUFFER, name]
-        return self._files[number].get_tensor(key)
+        ((_, number, entry),) = self._slices[BUFFER, name]
+        return self._file(number).get_tensor(entry.key)

@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.checkpoint.folder import FOLDER, SAVING, publish, remove_old, step_folder
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, FileRecord, RunState
 from pipeline.checkpoint.parts import write_part
-from pipeline.checkpoint.snapshot import HostCopies, saved_tensors
+from pipeline.checkpoint.snapshot import HostCopies, bytes_of_all, saved_tensors
 from pipeline.config import CheckpointConfig
 from pipeline.distributed.agreement import Agreed, Agreement
 from pipeline.distributed.world import World
@@ -39,7 +39,9 @@ class _Saving:
     folder: Path  # hidden until it is published
     state: RunState
     shapes: dict[str, list[int]]
-    record: FileRecord | None = None  # of this rank's file, once it is on disk
+    bytes: int  # of all ranks' files, about
+    done: bool = False  # this rank's file is on disk, or it has none
+    record: FileRecord | None = None  # of this rank's file
     error: str | None = None  # why it could not be written
 
 
@@ -75,7 +77,7 @@ class Saver:
         self._run_dir, self._world, self._config, self._agreement = run_dir, world, config, agreement
         self._waiting = waiting
         # Ranks of an earlier start may live on for a while: their files must not end up in our hidden folder.
-        self._token = world.gather(uuid.uuid4().hex[:8])[0]
+        self._token = world.from_main(uuid.uuid4().hex[:8])
         self._copies = HostCopies()
         self._saving: _Saving | None = None
         self._thread: threading.Thread | None = None
@@ -88,7 +90,7 @@ class Saver:
     @property
     def written(self) -> int:
         """The number of saves that this rank has on disk."""
-        return self.started - (self._saving is not None and self._saving.record is None)
+        return self.started - (self._saving is not None and not self._saving.done)
 
     @property
     def failed(self) -> bool:
@@ -102,7 +104,7 @@ class Saver:
         folder = self._run_dir / FOLDER / f"{SAVING}{state.step:08d}-{self._token}"
         tensors = self._copies.take(saved_tensors(engine, ema, self._world))  # the thread no longer reads the previous copies
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
-        self._saving = saving = _Saving(folder, state, shapes)
+        self._saving = saving = _Saving(folder, state, shapes, bytes_of_all(engine, ema, self._world))
         self.started += 1
         self._thread = threading.Thread(target=self._write, args=(saving, tensors), name="checkpoint", daemon=True)
         self._thread.start()
@@ -157,8 +159,9 @@ class Saver:
 
     def _complete(self) -> None:
         saving, self._saving = self._saving, None
-        assert saving and saving.record  # it is written everywhere
-        records = [FileRecord(**fields) for fields in self._world.gather(asdict(saving.record))]
+        assert saving and saving.done  # it is written everywhere
+        gathered = self._world.gather(asdict(saving.record) if saving.record else None)
+        records = [FileRecord(**fields) for fields in gathered if fields]
         if self._world.is_main:
             manifest = CheckpointManifest(saving.state, saving.shapes, records)
             self._publishing = threading.Thread(target=self._publish, args=(saving.folder, manifest), daemon=True)
@@ -172,13 +175,14 @@ class Saver:
             if self._given_up.is_set():
                 raise InterruptedError(errno.EINTR, "another rank cannot write its part")
             path.parent.mkdir(parents=True, exist_ok=True)
-            # A partial checkpoint would take the space that the log needs. All ranks' parts have about the same size.
-            check_space(path.parent, self._world.size * sum(each.nbytes for each in tensors.values()))
+            check_space(path.parent, saving.bytes)  # a partial checkpoint would take the space that the log needs
             return write_part(path, tensors)
 
         began = time.monotonic()
         try:
-            saving.record = self._persist(attempt, path)
+            if tensors:
+                saving.record = self._persist(attempt, path)
+            saving.done = True
         except OSError as error:
             saving.error = f"{path} could not be written for {time.monotonic() - began:.0f} s ({disk_reason(path, error)})"
         except Exception as error:  # whatever it is, the other ranks must learn of it: they wait for this file

@@ -11,15 +11,19 @@ from pipeline.distributed.world import World
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine
 
+# Ranks that write what all ranks hold. More would not be faster, but a rank that loads needs all of it: it opens their files.
+_WRITERS = 16
 _ALIGNMENT = 16  # bytes per tensor start, a multiple of every element size: views need it
 
 
 def saved_tensors(engine: Engine, ema: WeightAverage | None, world: World) -> dict[str, Tensor]:
-    """The live tensors that this rank saves: its share of weights, moments and averages; on rank 0 also buffers
-    and their averages."""
+    """The live tensors that this rank saves: what only it holds, and if it is a writer its share of what all hold of weights,
+    moments and averages; on rank 0 also buffers and their averages. Empty for some ranks of a large world."""
     tensors = {}
+    writers = min(world.size, _WRITERS)
+    writer = writer_number(world.rank, world.size, writers)
     for piece in held(engine, ema):
-        share = piece.share(world.rank, world.size)
+        share = piece.share(writer, writers)
         if share:
             tensors[slice_key(share.quantity, share.name, share.start)] = share.values.detach()
     if world.is_main:
@@ -28,6 +32,19 @@ def saved_tensors(engine: Engine, ema: WeightAverage | None, world: World) -> di
         for name, average in ema.buffers.items() if ema else ():
             tensors[slice_key(EMA_BUFFER, name, 0)] = average.reshape(-1)
     return tensors
+
+
+def writer_number(rank: int, size: int, writers: int) -> int | None:
+    """Which of ``writers`` ranks, spread evenly over all, this one is; None: none of them."""
+    number = -(-rank * writers // size)
+    return number if number * size // writers == rank else None
+
+
+def bytes_of_all(engine: Engine, ema: WeightAverage | None, world: World) -> int:
+    """Bytes that all ranks save together, about: slices that not all hold are taken to be of one size."""
+    pieces = [piece for piece in held(engine, ema) if not piece.copy]
+    shared = sum(piece.values.nbytes for piece in pieces if piece.replicated)
+    return shared + world.size * sum(piece.values.nbytes for piece in pieces if not piece.replicated)
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
+from pipeline.checkpoint.headers import Header
 from pipeline.checkpoint.manifest import CheckpointManifest, FileRecord, RunState, open_own
 from pipeline.errors import UserError
 
@@ -79,10 +81,14 @@ class Seen:
     The files are read twice: for their checksums, and then for the slices that a rank needs. So a reader calls :meth:`look`,
     verifies, reads, and calls :meth:`check` to see that nothing was replaced or changed in between. A change that restores the
     modification time goes undetected; and whoever can write the folder can also write matching checksums.
+
+    Ranks share the verification. A file that another rank has verified has its size and modification time as seen there: the other
+    marks may differ between nodes.
     """
 
     folder: Path
     marks: dict[str, _Marks]
+    elsewhere: dict[str, list[int]] = field(default_factory=dict)
 
     @classmethod
     def look(cls, folder: Path, files: list[FileRecord]) -> Seen:
@@ -90,14 +96,23 @@ class Seen:
         found = {file.name: _marks(folder / file.name) for file in files}
         return cls(folder, {name: marks for name, marks in found.items() if marks})
 
-    def check(self) -> None:
+    def shared(self) -> dict[str, list[int]]:
+        """What other ranks need to know of the files: size and modification time."""
+        return {name: list(marks[2:]) for name, marks in self.marks.items()}
+
+    def check(self, others: Iterable[str] = ()) -> None:
         """Check that nothing has changed since.
+
+        Args:
+            others: files that were read and that another rank has verified.
 
         Raises:
             UserError: a file was replaced, changed, moved or removed.
         """
-        for name, marks in self.marks.items():
-            if _marks(self.folder / name) != marks:
+        for name in {**self.marks, **dict.fromkeys(others)}:
+            now = _marks(self.folder / name)
+            same = now == self.marks[name] if name in self.marks else now and list(now[2:]) == self.elsewhere.get(name)
+            if not same:
                 raise UserError(
                     f"{self.folder / name} was replaced or changed while the checkpoint was read, the file that was compared with its "
                     f"checksum needed",
@@ -112,6 +127,7 @@ class Verified:
     folder: Path
     manifest: CheckpointManifest
     seen: Seen
+    headers: dict[str, Header] | None = None  # of all files; None: they are read when they are needed
 
     @property
     def state(self) -> RunState:

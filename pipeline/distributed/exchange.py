@@ -1,8 +1,9 @@
-"""All-gather of plain data as JSON: unlike a pickle, a message that is received is parsed, never executed."""
+"""All-gather and broadcast of plain data as JSON: unlike a pickle, a message that is received is parsed, never executed."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,7 @@ def gather_json(value: object, size: int, device: torch.device) -> list:
     lengths = torch.zeros(size, 1, dtype=torch.int64, device=device)
     dist.all_gather(list(lengths), torch.tensor([len(own)], device=device))
     for rank, length in enumerate(lengths.flatten().tolist()):
-        if not 1 <= length <= LARGEST:
-            raise UserError(
-                f"rank {rank} announces a message of {length} bytes, 1 to {LARGEST} needed",
-                "start again, and if it happens again see "
-                "the repository's docs/security.md, somebody else may be writing to this port",
-            )
+        _check_length(rank, length)
     padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
     padded[: len(own)] = own.to(device)
     received = torch.zeros(size, len(padded), dtype=torch.uint8, device=device)
@@ -45,6 +41,39 @@ def gather_json(value: object, size: int, device: torch.device) -> list:
         _read(text[:length].cpu().numpy().tobytes(), rank)
         for rank, (text, length) in enumerate(zip(received, lengths.flatten().tolist(), strict=True))
     ]
+
+
+def broadcast_json(value: object, rank: int, device: torch.device) -> Any:
+    """Rank 0's ``value``, on every rank. Collective.
+
+    Args:
+        value: as for :func:`gather_json`; ignored on other ranks.
+        rank: of this process.
+        device: where the backend wants its tensors.
+
+    Raises:
+        UserError: the message is not JSON, or larger than ``LARGEST``.
+        TypeError: on rank 0: ``value`` is not such data.
+    """
+    own = torch.empty(0, dtype=torch.uint8)
+    if rank == 0:
+        _refuse_other_keys(value)
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    length = torch.tensor([len(own)], device=device)
+    dist.broadcast(length, src=0)
+    _check_length(0, int(length))
+    message = own.to(device) if rank == 0 else torch.zeros(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(message, src=0)
+    return _read(message.cpu().numpy().tobytes(), 0)
+
+
+def _check_length(rank: int, length: int) -> None:
+    if not 1 <= length <= LARGEST:
+        raise UserError(
+            f"rank {rank} announces a message of {length} bytes, 1 to {LARGEST} needed",
+            "start again, and if it happens again see "
+            "the repository's docs/security.md, somebody else may be writing to this port",
+        )
 
 
 def _read(text: bytes, rank: int) -> object:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from pipeline.distributed.affinity import bind_near_gpu
 from pipeline.distributed.allocator import keep_freed_memory
 from pipeline.distributed.driver import gpu_is_usable
-from pipeline.distributed.exchange import gather_json
+from pipeline.distributed.exchange import broadcast_json, gather_json
 from pipeline.distributed.nccl import leave_faults_to_the_heartbeat
 from pipeline.distributed.rendezvous import connect
 from pipeline.errors import UserError
@@ -54,6 +55,10 @@ class World:
         """All-reduce: the sum over all ranks, in place, on the world's device. Collective."""
         dist.all_reduce(values)
         return values
+
+    def from_main(self, value: object) -> Any:
+        """Plain data of rank 0, on every rank, see :func:`pipeline.distributed.exchange.broadcast_json`. Collective."""
+        return broadcast_json(value, self.rank, self.device)
 
     def gather(self, value: object) -> list:
         """All-gather plain data in rank order, see :func:`pipeline.distributed.exchange.gather_json`. Collective."""

@@ -45,7 +45,7 @@ class RankRows:
         self._path, self.dtype, self._plan, self._world = path, dtype, plan, world
         if world.is_main:
             remove_leftovers(path)
-        self._token = world.gather(token_hex(4))[0]  # apart from those of another pass into the same file
+        self._token = world.from_main(token_hex(4))  # apart from those of another pass into the same file
         self._failure: UserError | None = None
         self._files: list[BinaryIO] = []
         try:

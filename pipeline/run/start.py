@@ -182,7 +182,7 @@ def _build_learner(config: Config, world: World, classes: list[str], verified: V
     fresh = verified is None
     _say(world, f"building {config.model.name}")
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
-    counted = world.gather(asdict(flops.count(*count)) if world.is_main else None)[0]  # before ZeRO-3 patches F.linear
+    counted = world.from_main(asdict(flops.count(*count)) if world.is_main else None)  # before ZeRO-3 patches F.linear
     model = build_model(config, world, classes, fresh)
     first_maps = None
     if world.is_main and fresh:  # before ZeRO-3 has the weights

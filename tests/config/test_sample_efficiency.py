@@ -21,6 +21,7 @@ class Part:
     """What a schedule asks of the shards that ``--subset`` wrote."""
 
     subset: float
+    mixture = None  # one set
 
     def __len__(self) -> int:
         return round(self.subset * IMAGES)
