@@ -1,10 +1,10 @@
 """Heartbeats between the ranks: when one is lost or hangs, all others name it and exit.
 
 Once per beat each rank writes a heartbeat with its position under its own key in the job's key-value store. Rank 0, which
-hosts the store, reads all of them, runs the failure detector (``lost_ranks``) and writes a verdict that the others read along
-with its own heartbeat. So N ranks make about 3 N small requests per second, all name the same culprit, and only rank 0
-itself must be judged by the others: it is lost if its heartbeats stop, its store does not answer, or the connection to it
-closes. An error that NCCL's watchdog has noted (``distributed/nccl.py``) travels in the heartbeat. Messages are signed with the
+hosts the store, reads all of them, those of a large job through the leaders of groups (``relay``), runs the failure detector
+(``lost_ranks``) and writes a verdict that the others read along with its own heartbeat. So N ranks make about 3 N small requests
+per second, all name the same culprit, and only rank 0 itself must be judged by the others: it is lost if its heartbeats stop, its
+store does not answer, or the connection to it closes. An error that NCCL's watchdog has noted (``distributed/nccl.py``) travels in the heartbeat. Messages are signed with the
 job's secret (``notices``); any others are ignored.
 
 Time from the fault to the exit of all other ranks: at most ``silence_timeout`` + 10 s (typically + 3 s); 15 s if a collective
@@ -36,6 +36,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import RANK_LOST, USER_ERROR, UserError
 from pipeline.faults.lost_ranks import BROKEN_SILENCE_LIMIT, Judge, Sign, Status, Verdict, connection_lost
 from pipeline.faults.notices import Notices
+from pipeline.faults.relay import Relay
 
 BEAT = 1.0  # seconds between heartbeats: short against silence_timeout (5 s or more), and cheap for thousands of ranks
 _LAST_WORD = 5.0  # seconds that rank 0 keeps the store open for ranks that have not read the verdict: a few beats
@@ -163,9 +164,10 @@ class Heartbeat:
 
     def _lead(self, notices: Notices, judge: Judge) -> None:
         """Rank 0: read all heartbeats, judge, and stay until all others have left."""
+        relay = Relay(notices, self._rank, self._size)
         for beat in itertools.count(1):
             own = self._sign(beat)
-            (_, *others), _ = notices.read(range(self._size))  # its own key too, to detect a forgery there
+            _, *others = relay.read()
             notices.write_sign(own)
             self._observe(judge, [own, *others])
             if verdict := judge.verdict():
@@ -175,10 +177,12 @@ class Heartbeat:
             self._pause()
 
     def _follow(self, notices: Notices, judge: Judge) -> None:
-        """All other ranks: read rank 0's heartbeat and its verdict."""
+        """All other ranks: read rank 0's heartbeat and its verdict; a group's leader its members' heartbeats too."""
+        relay = Relay(notices, self._rank, self._size)
         for beat in itertools.count(1):
             own = self._sign(beat)
             notices.write_sign(own)
+            relay.pass_on(beat)
             (self._first,), verdict = notices.read([0])
             self._observe(judge, [self._first, own])
             if verdict := verdict or judge.silent():

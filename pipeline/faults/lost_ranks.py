@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from pipeline.config import DistributedConfig
 from pipeline.distributed.signing import printable
@@ -31,8 +32,7 @@ class Status(str, Enum):
     ENDED = "ended"  # failed, and reports its error
 
 
-@dataclass(frozen=True)
-class Sign:
+class Sign(NamedTuple):  # not a dataclass: rank 0 makes one for each rank once per beat, beside the training
     """A heartbeat, sent by each rank once per beat."""
 
     rank: int
@@ -55,7 +55,7 @@ class Sign:
         return f"step {self.step}, {self.doing}"
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(self._asdict())
 
     @classmethod
     def from_json(cls, text: str) -> Sign:
@@ -64,8 +64,43 @@ class Sign:
         Raises:
             ValueError: it is something else.
         """
-        fields = _read(text, asdict(cls(0)))
+        fields = _read(text, _SIGN)
         return cls(**{**fields, "status": Status(fields["status"])})
+
+
+_SIGN = Sign(0)._asdict()  # names and types of a message's fields
+_TYPES = tuple(str if isinstance(value, str) else type(value) for value in _SIGN.values())
+
+
+class Digest(NamedTuple):
+    """What the leader of a group of ranks has read of them, in one message (``relay``)."""
+
+    leader: int  # its rank
+    beat: int = 0  # the leader's; counts up
+    signs: tuple[Sign, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps([self.leader, self.beat, self.signs])
+
+    @classmethod
+    def from_json(cls, text: str) -> Digest:
+        """Of what ``to_json`` made; its leader has validated each sign.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            leader, beat, rows = json.loads(text)
+            if type(leader) is not int or type(beat) is not int or any(tuple(map(type, row)) != _TYPES for row in rows):
+                raise ValueError("a leader, a beat and signs needed")
+        except TypeError:
+            raise ValueError("a leader, a beat and signs needed") from None
+        for row in rows:
+            row[_STATUS] = Status(row[_STATUS])
+        return cls(leader, beat, tuple(map(Sign._make, rows)))
+
+
+_STATUS = Sign._fields.index("status")
 
 
 @dataclass(frozen=True)
@@ -143,12 +178,12 @@ class Judge:
             seconds: since the last call, without time in which this process was suspended.
         """
         for sign in signs:
-            last = self._signs.get(sign.rank, Sign(sign.rank, beat=-1))
-            alive = sign.beat != last.beat
-            moved = (sign.step, sign.calls, sign.status) != (last.step, last.calls, last.status)
-            self._silent[sign.rank] = 0.0 if alive else self._silent[sign.rank] + seconds
-            self._still[sign.rank] = 0.0 if moved or last.beat < 0 else self._still[sign.rank] + seconds
-            self._signs[sign.rank] = sign
+            rank, last = sign.rank, self._signs.get(sign.rank)
+            alive = last is None or sign.beat != last.beat
+            moved = last is None or sign.calls != last.calls or sign.step != last.step or sign.status is not last.status
+            self._silent[rank] = 0.0 if alive else self._silent[rank] + seconds
+            self._still[rank] = 0.0 if moved else self._still[rank] + seconds
+            self._signs[rank] = sign
         self._broken = self._broken + seconds if self._with(Status.BROKEN) else 0.0
 
     def _with(self, *statuses: Status) -> list[Sign]:

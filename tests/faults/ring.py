@@ -2,6 +2,7 @@
 
 FAULT happens to RANK at step 30: "hang" while reading data, "hold the lock" of the interpreter for ever, "err" with a
 UserError, "leave late" after the others' end; "none" leaves it to the caller. Each rank writes its pid and step into FOLDER.
+RING_GROUP in the environment: ranks in a group of the heartbeat's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pipeline.distributed.rendezvous import store_client  # noqa: E402
 from pipeline.distributed.signing import job_secret  # noqa: E402
 from pipeline.distributed.world import World, disconnect, init_world  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
+from pipeline.faults import relay  # noqa: E402
 from pipeline.faults.heartbeat import Heartbeat  # noqa: E402
 from pipeline.faults.lost_ranks import Sign  # noqa: E402
 from pipeline.faults.notices import Notices  # noqa: E402
@@ -35,6 +37,7 @@ FAULT_STEP = 30
 def go_round(steps: int, fault: str, victim: int, folder: Path) -> None:
     """What each rank does."""
     world = init_world()
+    relay.GROUP = int(os.environ.get("RING_GROUP", relay.GROUP))
     fault = fault if world.rank == victim else "none"
     with Heartbeat(world, LIMITS, folder) as heartbeat:
         for step in range(1, steps + 1):

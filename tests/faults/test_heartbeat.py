@@ -48,6 +48,8 @@ class Ring:
 
         self.folder.mkdir()
         common = {**meeting_point(self.ranks), "LOCAL_WORLD_SIZE": self.ranks}
+        if self.ranks > 3:
+            common["RING_GROUP"] = 2
         steps = 100_000 if self.number else FAULT_STEP + 10
         for rank in range(self.ranks):
             environment = {key: str(value) for key, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
@@ -92,6 +94,8 @@ CASES = {  # ranks, fault, victim, signal
     "rank 0 stopped": (3, "none", 0, signal.SIGSTOP),
     "rank 1 killed": (3, "none", 1, signal.SIGKILL),
     "rank 0 killed": (2, "none", 0, signal.SIGKILL),
+    "rank 2 of 5, a group's leader, killed": (5, "none", 2, signal.SIGKILL),
+    "rank 3 of 5, whom rank 2 reads, stopped": (5, "none", 3, signal.SIGSTOP),
     "rank 1 holds the lock": (2, "hold the lock", 1, None),
     "rank 1 hangs": (3, "hang", 1, None),
     "rank 0 hangs": (2, "hang", 0, None),
