@@ -1,0 +1,31 @@
+"""What each rank does for ``test_agreement.py``: ``agreement_program FLAT``. Rank 0 prints what it has heard."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from pipeline.distributed.agreement import Agreement
+from pipeline.distributed.world import disconnect, init_world
+
+CALLS = 7
+
+
+def main() -> None:
+    world = init_world()
+    agreement = Agreement(60, flat=int(sys.argv[1]))
+    heard = []
+    for call in range(CALLS):
+        signal = 15 if (world.rank, call) == (world.size - 1, 2) else 0
+        agreed = agreement.exchange(signal, save_failed=(world.rank, call) == (1, 3), written=call + world.rank)
+        heard.append([agreed.stop, agreed.save_failed, agreed.written])
+    asked = [agreement.ask(world.rank == who) for who in (0, world.size - 2, -1)]
+    for other, said in enumerate(world.gather([heard, asked])):
+        assert said == [heard, asked], f"rank {other} heard {said}, rank {world.rank} {[heard, asked]}"
+    if world.is_main:
+        print(json.dumps({"heard": heard, "asked": asked}))
+    disconnect()
+
+
+if __name__ == "__main__":
+    main()
