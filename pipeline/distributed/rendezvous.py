@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import ipaddress
 import os
+import resource
 import secrets
 import socket
 import time
@@ -26,6 +28,9 @@ from pipeline.errors import NotConnected, UserError
 _RESOLVE_TIMEOUT = 10.0  # seconds of retries while the name service answers "try again", as it does when a job has just started
 _PROBE_TIMEOUT = 10.0  # seconds for one TCP connection to rank 0's node; a firewall that drops packets answers nothing at all
 _BACKLOG = 2048  # pending connections: all ranks of a large job connect at the same moment
+_FILES_PER_RANK = 2  # connections of each rank to the store: the rendezvous' and the heartbeat's
+_OTHER_FILES = 256  # that a process has open besides: libraries, shards, GPUs
+_NAMED = 8  # missing ranks that a message names
 _ARRIVED = "arrived"
 _PURPOSE = "membership"
 
@@ -49,6 +54,7 @@ def connect(backend: str, rank: int, size: int, device: torch.device, timeout: t
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     secret = job_secret()
+    _allow_open_files(rank, size)
     on_one_machine = _is_loopback(os.environ["MASTER_ADDR"])
     if on_one_machine:
         _stay_on_loopback()
@@ -57,6 +63,7 @@ def connect(backend: str, rank: int, size: int, device: torch.device, timeout: t
     binding = device if device.type == "cuda" else None
     try:
         store.set(f"{_ARRIVED}/{rank}", "")
+        store.add(_ARRIVED, 1)
         if not on_one_machine:
             choose_gloo_interface(store, rank, size)
         prefixed = dist.PrefixStore("default_pg", store)  # as PyTorch would name it
@@ -87,15 +94,37 @@ def prove_membership(secret: bytes, rank: int, size: int, device: torch.device) 
     Raises:
         UserError: a rank does not know the secret.
     """
-    challenge = gather_json(secrets.token_hex(16), size, device)
-    proofs = gather_json(signature(secret, _PURPOSE, str(rank), str(challenge)), size, device)
+    numbers = gather_json(secrets.token_hex(16), size, device)
+    # Their hash in their place: each rank signs the challenge once for each other, and so would read N x N numbers.
+    challenge = hashlib.sha256(str(numbers).encode()).hexdigest()
+    proofs = gather_json(signature(secret, _PURPOSE, str(rank), challenge), size, device)
     for other, proof in enumerate(proofs):
-        if not is_signed(proof, secret, _PURPOSE, str(other), str(challenge)):
+        if not is_signed(proof, secret, _PURPOSE, str(other), challenge):
             raise UserError(
                 f"the process that came as rank {other} does not know the secret of this job, which all of its processes need",
                 "start them with "
                 "one launcher, and if you did, see the repository's docs/security.md, a stranger can reach this port",
             )
+
+
+def _allow_open_files(rank: int, size: int) -> None:
+    """Raise the soft limit of open files, 1,024 on most systems, as far as a job of this size may need.
+
+    Raises:
+        UserError: rank 0, which hosts the store, may not have that many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = hard == resource.RLIM_INFINITY
+    needed = _FILES_PER_RANK * size + _OTHER_FILES
+    if rank == 0 and not unlimited and hard < needed:
+        raise UserError(
+            f"rank 0 may open {hard} files (ulimit -Hn), {needed} needed for the connections of {size} processes",
+            "raise the limit on its node (LimitNOFILE of slurmd, /etc/security/limits.conf)",
+        )
+    # Twice: gloo connects each process with each, and NCCL opens sockets too.
+    wanted = 2 * needed if unlimited else min(hard, 2 * needed)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _is_loopback(address: str) -> bool:
@@ -181,16 +210,28 @@ def _resolve(address: str, port: int) -> tuple:
 
 def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> str:
     """The message of a failed rendezvous; names the missing ranks if the store still answers."""
-    missing = []
+    missing, count = [], 0
     with contextlib.suppress(RuntimeError):  # the store may be what was lost
-        missing = [str(other) for other in range(size) if not store.check([f"{_ARRIVED}/{other}"])]
+        missing = [str(other) for other in _missing(store, range(size))]
+        count = size - store.add(_ARRIVED, 0)
     if missing:
         return (
-            f"rank {rank} timed out waiting for {'ranks' if len(missing) > 1 else 'rank'} {', '.join(missing[:8])}"
-            f"{f' and {len(missing) - 8} more' if len(missing) > 8 else ''}, all {size} ranks needed: see in their logs why they did not start."
+            f"rank {rank} timed out waiting for {'ranks' if len(missing) > 1 else 'rank'} {', '.join(missing)}"
+            f"{f' and {count - len(missing)} more' if count > len(missing) else ''}, all {size} ranks needed: see in their logs why they did not start."
         )
     reason = str(error).partition("\n")[0]
     return (
         f"rank {rank} cannot connect to the others ({reason}): see whether one has ended (its log), or set GLOO_SOCKET_IFNAME and "
         f"NCCL_SOCKET_IFNAME to the network interface between the nodes, such as eth0 (ip addr lists them)."
     )
+
+
+def _missing(store: dist.Store, ranks: range) -> list[int]:
+    """The first of the ranks that have not arrived, found by halving: all ranks ask at the same moment."""
+    if store.check([f"{_ARRIVED}/{rank}" for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return [*ranks]
+    middle = len(ranks) // 2
+    found = _missing(store, ranks[:middle])
+    return found if len(found) >= _NAMED else (found + _missing(store, ranks[middle:]))[:_NAMED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import secrets
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from pipeline.command_line import run_command
-from pipeline.distributed.rendezvous import _host_store, _is_loopback, _listen, _reach_store, connect
+from pipeline.distributed.rendezvous import _host_store, _is_loopback, _listen, _missing, _reach_store, connect
 from pipeline.distributed.signing import SECRET
 from pipeline.distributed.world import _slurm_granted_gpus, init_world
 from pipeline.errors import RANK_LOST, NotConnected, UserError
@@ -112,6 +113,41 @@ def test_rank_0_waits_for_the_others_and_says_who_is_missing(environment: pytest
     environment.delenv("PERVIT_JOB_SECRET")
     with pytest.raises(UserError, match="PERVIT_JOB_SECRET is not set, but several processes need one secret"):
         connect("gloo", 0, 2, torch.device("cpu"), timedelta(seconds=1))
+
+
+class _Asked:
+    """A store's client that counts what it is asked."""
+
+    def __init__(self, arrived: set[int]) -> None:
+        self.arrived, self.requests = {f"arrived/{rank}" for rank in arrived}, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        return self.arrived.issuperset(keys)
+
+
+def test_the_missing_among_thousands_are_found_with_few_requests() -> None:
+    """Guards against 4,096 ranks that each ask 4,096 times when one is missing."""
+    for missing in ([], [0], [4095], [7, 8, 3000], list(range(1024, 1032)), list(range(5, 4096, 2))):
+        store = _Asked(set(range(4096)) - set(missing))
+        assert _missing(store, range(4096)) == missing[:8]  # type: ignore[arg-type]
+        assert store.requests <= 1 + 2 * 12 * len(missing[:8])
+
+
+def test_a_job_that_needs_more_open_files_gets_or_names_them(environment: pytest.MonkeyPatch) -> None:
+    """Guards against a store that drops connections from the 500th rank on, where a process may open 1,024 files."""
+    for name, value in (PAIR | {"WORLD_SIZE": "4096", "MASTER_PORT": str(free_port())}).items():
+        environment.setenv(name, value)
+    limits, asked = [(1024, 4096), (1024, 65536), (1024, resource.RLIM_INFINITY), (20000, 65536)], []
+    environment.setattr("resource.setrlimit", lambda which, limit: asked.append(limit))
+    environment.setattr("pipeline.distributed.rendezvous._host_store", lambda *given: 1 / 0)
+    for soft_hard in limits:
+        environment.setattr("resource.getrlimit", lambda which, soft_hard=soft_hard: soft_hard)
+        expected = (UserError, r"rank 0 may open 4096 files \(ulimit -Hn\), 8448 needed for the connections of 4096 processes")
+        with pytest.raises(*expected[:1] if soft_hard[1] == 4096 else (ZeroDivisionError,)) as error:
+            connect("gloo", 0, 4096, torch.device("cpu"), timedelta(seconds=1))
+        assert soft_hard[1] != 4096 or error.match(expected[1])
+    assert asked == [(16896, 65536), (16896, resource.RLIM_INFINITY)]
 
 
 def test_loopback_is_what_is_written_not_what_a_name_resolves_to() -> None:
