@@ -233,10 +233,11 @@ def _validated(values: dict[str, Any], source: str) -> CheckpointManifest:
         raise _damage(
             source, "state.class_names", state.class_names, f"should have {len(state.classes)} names, one for each class"
         )
-    names = [record.name for record in manifest.files]
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            raise _damage(source, f"files[{number}].name", name, "should be there once")
+    names: set[str] = set()
+    for number, record in enumerate(manifest.files):
+        if record.name in names:
+            raise _damage(source, f"files[{number}].name", record.name, "should be there once")
+        names.add(record.name)
     return manifest
 
 

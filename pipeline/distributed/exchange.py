@@ -37,9 +37,10 @@ def gather_json(value: object, size: int, device: torch.device) -> list:
     padded[: len(own)] = own.to(device)
     received = torch.zeros(size, len(padded), dtype=torch.uint8, device=device)
     dist.all_gather(list(received), padded)
+    texts = received.cpu().numpy()  # at once: a copy for each rank would wait for the GPU thousands of times
     return [
-        _read(text[:length].cpu().numpy().tobytes(), rank)
-        for rank, (text, length) in enumerate(zip(received, lengths.flatten().tolist(), strict=True))
+        _read(text[:length].tobytes(), rank)
+        for rank, (text, length) in enumerate(zip(texts, lengths.flatten().tolist(), strict=True))
     ]
 
 
