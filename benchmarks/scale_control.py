@@ -54,10 +54,13 @@ def print_ranks(sizes: list[int], silence: float) -> None:
 
     found = [measure(size, silence) for size in sizes]
     print(
-        f"| real processes | {' | '.join(found[0].start)} | files open in rank 0, in others |\n|---|{'---|' * len(found[0].start)}---|"
+        f"| real processes | {' | '.join(found[0].start)} | files open in rank 0, in others | the store's keys, bytes sent |"
+        f"\n|---|{'---|' * len(found[0].start)}---|---|"
     )
     for each in found:
-        print(f"| {each.size} | {' | '.join(f'{s:.1f} s' for s in each.start.values())} | {each.files[0]}, {each.files[1]} |")
+        print(
+            f"| {each.size} | {' | '.join(f'{s:.1f} s' for s in each.start.values())} | {each.files[0]}, {each.files[1]} | {each.keys}, {each.sent / 1e6:.2f} MB |"
+        )
     print(
         "\n| real processes | exchange of status: seconds, CPU per process | as one group | stall of a save | until it is published"
         " | files, manifest | killed to all ended |\n|---|---|---|---|---|---|---|"

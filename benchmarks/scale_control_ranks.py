@@ -26,8 +26,10 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import functorch.compile  # noqa: E402, F401
 import setuptools  # noqa: E402, F401
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
-from benchmarks.checkpoint import Training  # noqa: E402
+import benchmarks.checkpoint  # noqa: E402
+from benchmarks.scale_control_signs import traffic  # noqa: E402
 from pipeline.config import DistributedConfig, load_config  # noqa: E402
 from pipeline.distributed import agreement as agreements  # noqa: E402
 from pipeline.distributed.world import init_world  # noqa: E402
@@ -49,6 +51,8 @@ class Ranks:
     size: int
     start: dict[str, float]  # part of the start -> seconds of the slowest rank
     files: tuple[int, int]  # open in rank 0, in the others
+    keys: int  # of the store
+    sent: int  # bytes by the store's process during the start
     exchange: float  # seconds of an exchange that is waited for
     exchange_cpu: float  # CPU seconds of a process for it
     flat_exchange: float  # the same two as one group, however many ranks
@@ -125,7 +129,7 @@ def _watch(folder: Path, size: int, processes: list) -> Ranks:
 
     return Ranks(
         size, {part: max(row["start"][part] for row in rows) for part in rows[0]["start"]},
-        (rows[0]["files"], max(row["files"] for row in rows[1:])),
+        (rows[0]["files"], max(row["files"] for row in rows[1:])), rows[0]["keys"], rows[0]["sent"],
         median("exchange"), median("exchange_cpu"), median("flat_exchange"), median("flat_exchange_cpu"),
         max(row["stall"] for row in rows), max(row["published"] for row in rows), len(sizes), sizes["checkpoint.json"],
         sum(sizes.values()), named, len(sentences), min(sentences),
@@ -148,11 +152,14 @@ def _rank(environment: dict[str, str], folder: Path, silence: float) -> None:
     parts.append(("rendezvous", time.monotonic()))
     with Heartbeat(world, DistributedConfig(silence_timeout=silence, progress_timeout=600)) as heartbeat:
         heartbeat.at(0, "starting")
-        agreements.Agreement(600)
+        agreement = agreements.Agreement(600)
         parts.append(("agreement", time.monotonic()))
         config = load_config(_CONFIG, [*TOY, f"train.global_batch_size={size}"])
-        training = Training(config, world, folder)
+        benchmarks.checkpoint.Agreement = lambda: agreement  # type: ignore[assignment,misc]
+        training = benchmarks.checkpoint.Training(config, world, folder)
         parts.append(("engine and saver", time.monotonic()))
+        files, keys = len(os.listdir("/proc/self/fd")), dist.distributed_c10d._get_default_store().num_keys()
+        sent = sum(own for own, _ in traffic())
         start = {name: at - parts[number][1] for number, (name, at) in enumerate(parts[1:])}
         measured = _exchanges(training.agreement)
         flat = _exchanges(agreements.Agreement(600, flat=size)) if hasattr(agreements, "FLAT") else measured
@@ -165,10 +172,9 @@ def _rank(environment: dict[str, str], folder: Path, silence: float) -> None:
         stall = time.monotonic() - began
         training.saver.finish()
         published = time.monotonic() - began
-        files = len(os.listdir("/proc/self/fd"))
         world.barrier()
         row = {
-            "start": start, "files": files, "stall": stall, "published": published, "exchange": measured[0],
+            "start": start, "files": files, "keys": keys, "sent": sent, "stall": stall, "published": published, "exchange": measured[0],
             "exchange_cpu": measured[1], "flat_exchange": flat[0], "flat_exchange_cpu": flat[1],
         }  # fmt: skip
         note = folder / f"{rank}.new"

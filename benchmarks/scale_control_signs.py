@@ -177,14 +177,14 @@ def _load(clients: list[Counted]) -> dict[str, float]:
             seconds["reading"] += used
         elif (task / "comm").read_text().strip() == _SERVER[:15]:
             seconds["serving"] += used
-    sent, received = map(sum, zip(*_traffic(), strict=True))
+    sent, received = map(sum, zip(*traffic(), strict=True))
     files = len(os.listdir("/proc/self/fd"))
     requests = sum(client.requests for client in clients)
     return {**seconds, "sent": sent, "received": received, "files": files, "requests": requests, "at": time.monotonic()}
 
 
-def _traffic() -> Iterator[tuple[int, int]]:
-    """Bytes sent and received on each of this process's connections, its own to itself counted once."""
+def traffic() -> Iterator[tuple[int, int]]:
+    """Bytes sent and received on each connection to the store that this process hosts."""
     own = int(os.environ["MASTER_PORT"])
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
