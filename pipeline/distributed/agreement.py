@@ -73,7 +73,7 @@ class Agreement:
 
     A gloo group connects each rank with each, and its ring passes a status on 2 (N - 1) times, one after the other. More than
     ``FLAT`` ranks are therefore a grid of rows and columns, and a status goes round a row in one call and round the columns in the
-    next: 4,096 ranks have 126 connections and 2 x 126 messages in a row, in place of 4,095 and 8,190.
+    next: 4,096 ranks have 126 connections and 126 messages in a row per call, in place of 4,095 and 8,190.
 
     Args:
         timeout: seconds that an exchange may wait for a rank.
@@ -84,10 +84,11 @@ class Agreement:
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT, flat: int = FLAT) -> None:
+        groups = grid(dist.get_rank(), dist.get_world_size(), flat)
         try:
-            self._groups = [
-                dist.new_group(ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
-                for ranks in grid(dist.get_rank(), dist.get_world_size(), flat)
+            self._groups = [  # of rows and columns, each rank makes its own two alone
+                dist.new_group(ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=len(groups) > 1)
+                for ranks in groups
             ]
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
