@@ -9,28 +9,23 @@
     DIR/rejected.jsonl         rejected images of the source with reasons; absent if there are none
     DIR/reencoded.jsonl        re-encoded images with reasons; absent if there are none
 
-The ranks of a node share ``*-samples.npy`` and the tars through the page cache. The table is memory-mapped; the tars are read
-with ``pread``, so that truncation of a tar under a running job is an error that names the file, not a SIGBUS.
+The ranks of a node share ``*-samples.npy``, which is memory-mapped, and the tars through the page cache. Where the files are read
+from is known to :mod:`pipeline.data.shard_files` alone.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import resource
-import stat
-import threading
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from pipeline.data.manifest import MANIFEST, SHARDER, ShardManifest, file_sha256, in_progress_file, sample_key
+from pipeline.data.manifest import MANIFEST, SHARDER, file_sha256, in_progress_file, sample_key
 from pipeline.data.sample_table import find_out_of_range, map_sample_table
+from pipeline.data.shard_files import open_files
 from pipeline.errors import UserError
-from pipeline.files import open_regular
 
 _BLOCK = 512  # bytes: headers and data in a tar are aligned to it
 
@@ -63,9 +58,10 @@ class ShardSet:
     mixture: None = None  # one set: see pipeline.data.samples
 
     def __init__(self, folder: str | Path, split: str) -> None:
-        self.folder = _find(Path(folder), split)
+        self.files = open_files(folder, split)
+        self.folder = self.files.folder
         self.split = split
-        manifest = ShardManifest.read(self.folder)
+        manifest = self.files.manifest()
         if split not in manifest.splits:
             raise UserError(
                 f"{self.folder / MANIFEST} has the splits {sorted(manifest.splits)}, {split!r} needed",
@@ -75,13 +71,11 @@ class ShardSet:
         self.class_names = manifest.class_names or manifest.classes
         self.info = manifest.splits[split]
         for shard in self.info.shards:
-            self._check_size(shard.file, shard.bytes, "shard again into an empty folder, or copy the file again")
-            self._check_size(shard.idx_file, shard.idx_bytes, f"rebuild it with wds2idx {shard.file} {shard.idx_file}")
+            self.files.expect(shard.file, shard.bytes, "shard again into an empty folder, or copy the file again")
+            self.files.expect(shard.idx_file, shard.idx_bytes, f"rebuild it with wds2idx {shard.file} {shard.idx_file}")
         self.samples = self._map_samples()
         self._first_of_shard = [0, *accumulate(shard.samples for shard in self.info.shards)]  # sample numbers
-        self._descriptors: dict[int, int] = {}
-        self._opening = threading.Lock()
-        _allow_open_files(len(self.info.shards))
+        self.files.will_open(len(self.info.shards))
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -122,11 +116,11 @@ class ShardSet:
         try:
             return self._read(index)
         except DamagedSample:
-            self._forget_if_replaced(int(self.samples["shard"][index]))
+            self.files.forget_if_replaced(self._tar(self.samples[index]))
             return self._read(index)
 
     def will_need(self, runs: list[tuple[int, int]]) -> None:
-        """Ask the kernel to read runs of adjacent samples into the page cache. Returns immediately.
+        """Announce runs of adjacent samples that will be read soon. Returns immediately.
 
         Args:
             runs: (first sample, number of samples) each; clipped to the end of the set.
@@ -136,14 +130,11 @@ class ShardSet:
             for shard in np.unique(samples["shard"]):
                 inside = samples[samples["shard"] == shard]
                 begin, end = int(inside["offset"][0]), int(inside["offset"][-1]) + int(inside["bytes"][-1])
-                try:
-                    os.posix_fadvise(self._descriptor(int(shard)), begin, end - begin, os.POSIX_FADV_WILLNEED)
-                except OSError:
-                    pass  # only a hint: read() reports errors
+                self.files.will_need(self.info.shards[int(shard)].file, begin, end - begin)
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
         """An error about a sample, to be raised by the caller."""
-        path = self.folder / self.info.shards[int(self.samples["shard"][index])].file
+        path = self.folder / self._tar(self.samples[index])
         original = self._original(index)
         name = f" (it was {original} in the source)" if original else ""
         return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}{name}")
@@ -153,7 +144,7 @@ class ShardSet:
         sample = self.samples[index]
         end = int(sample["offset"]) + -(-int(sample["bytes"]) // _BLOCK) * _BLOCK
         try:
-            after = os.pread(self._descriptor(int(sample["shard"])), 16 * _BLOCK, end)  # header and data of .cls, then of .json
+            after = self.files.read(self._tar(sample), end, 16 * _BLOCK)  # header and data of .cls, then of .json
             header, data = after[2 * _BLOCK : 3 * _BLOCK], after[3 * _BLOCK :]
             if not header.startswith(f"{self.key(index)}.json\0".encode()):
                 return ""
@@ -164,12 +155,10 @@ class ShardSet:
 
     def _read(self, index: int) -> np.ndarray:
         sample = self.samples[index]
-        size, offset, shard = int(sample["bytes"]), int(sample["offset"]), int(sample["shard"])
+        size, offset = int(sample["bytes"]), int(sample["offset"])
         try:
-            data = os.pread(self._descriptor(shard), size, offset)
+            data = self.files.read(self._tar(sample), offset, size)
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # too many open files: not the sample's fault
-                raise UserError(f"{self.folder}: {error.strerror}", "raise `ulimit -n`, or use larger shards") from None
             raise self.damaged(index, f"cannot be read ({error.strerror})") from None
         if len(data) != size:
             raise self.damaged(index, f"is cut off: {len(data)} of its {size} bytes are there, at offset {offset}")
@@ -180,43 +169,18 @@ class ShardSet:
             )
         return np.frombuffer(data, dtype=np.uint8)
 
-    def _descriptor(self, shard: int) -> int:
-        with self._opening:
-            if shard not in self._descriptors:
-                self._descriptors[shard] = open_regular(self.folder / self.info.shards[shard].file)
-            return self._descriptors[shard]
-
-    def _forget_if_replaced(self, shard: int) -> None:
-        """Drop a tar's descriptor if the file at its path is a different one, so that the next read opens that."""
-        with self._opening:
-            descriptor = self._descriptors.get(shard)
-            if descriptor is None:
-                return
-            try:
-                same = os.path.samestat(os.fstat(descriptor), os.stat(self.folder / self.info.shards[shard].file))
-            except OSError:
-                same = False
-            if not same:
-                del self._descriptors[shard]  # not closed: another thread may be reading from it
-
-    def _check_size(self, name: str, expected: int, remedy: str) -> None:
-        path = self.folder / name
-        try:
-            found = path.stat()
-        except FileNotFoundError:
-            raise UserError(f"{path} is missing, {expected} bytes needed by {MANIFEST}", remedy) from None
-        if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{path} is not a regular file, one of {expected} bytes needed by {MANIFEST}", remedy)
-        if found.st_size != expected:
-            raise UserError(f"{path} has {found.st_size} bytes, {expected} needed by {MANIFEST}", remedy)
+    def _tar(self, sample: np.void) -> str:
+        """Name of the tar with a row of the sample table."""
+        return self.info.shards[int(sample["shard"])].file
 
     def _map_samples(self) -> np.ndarray:
         path, needed = self.folder / self.info.samples_file, f"{self.info.samples} samples needed by {MANIFEST}"
         remedy = "restore it, or shard again into an empty folder"
         try:
-            if file_sha256(path) != self.info.samples_sha256:  # 41 MB for ImageNet, and every label and crop depends on it
+            local = self.files.whole(self.info.samples_file)
+            if file_sha256(local) != self.info.samples_sha256:  # 41 MB for ImageNet, and every label and crop depends on it
                 raise ValueError("its checksum is not the one in the manifest")
-            samples = map_sample_table(path, self.info.samples)
+            samples = map_sample_table(local, self.info.samples)
             wrong = find_out_of_range(samples, [shard.bytes for shard in self.info.shards], len(self.classes))
         except FileNotFoundError:
             raise UserError(f"{path} is missing, {needed}", remedy) from None
@@ -236,23 +200,3 @@ def _advice(folder: Path, split: str) -> str:
     if split == "val":
         return f"shard again into an empty folder with --val-share 0.1, or other images than train's with {SHARDER} --split val"
     return f"run {SHARDER} --split {split}"
-
-
-def _find(folder: Path, split: str) -> Path:
-    """``folder``, or ``folder/split`` if the manifest is there."""
-    if not folder.is_dir():
-        raise UserError(f"shard folder {folder} does not exist", f"set data.path to the folder that {SHARDER} wrote")
-    nested = folder / split
-    return nested if (nested / MANIFEST).is_file() and not (folder / MANIFEST).is_file() else folder
-
-
-def _allow_open_files(shards: int) -> None:
-    """Raise the soft limit on open files, up to the hard limit: every tar stays open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = shards + 256  # for everything else: libraries, sockets, logs, checkpoints
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise UserError(
-            f"{shards} shards need {needed} open files, the system allows {hard}", "raise `ulimit -Hn` or use larger shards"
-        )
-    wanted = soft + shards
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

@@ -129,7 +129,7 @@ def test_a_lost_tar_stops_the_run_with_a_sentence(fault: str, shards: Path) -> N
     next(loader)
     for tar in shards.glob("train-*.tar"):
         tar.write_bytes(b"") if fault == "emptied" else tar.unlink()
-    loader.plan.shards._descriptors.clear()  # as after a remount; an open file outlives its name
+    loader.plan.shards.files._descriptors.clear()  # as after a remount; an open file outlives its name
     with pytest.raises(
         UserError, match=r"21 samples of .* cannot be used, data.max_bad_samples allows 20; .*train-00000\d.tar"
     ):

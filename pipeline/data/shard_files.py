@@ -1,0 +1,171 @@
+"""Where the files of a shard set are read from; a :class:`~pipeline.data.shards.ShardSet` does not know more than this of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+import threading
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.data.manifest import MANIFEST, SHARDER, ShardManifest
+from pipeline.errors import UserError
+from pipeline.files import open_regular
+
+
+class ShardFiles(Protocol):
+    """The files of one shard set, by their plain names in the manifest. All methods are thread-safe.
+
+    Attributes:
+        folder: where they are, for messages: ``folder / name`` is what a message calls a file.
+    """
+
+    @property
+    def folder(self) -> Path: ...
+
+    def manifest(self) -> ShardManifest:
+        """The set's manifest.
+
+        Raises:
+            UserError: as :meth:`ShardManifest.read`.
+        """
+
+    def expect(self, name: str, size: int, remedy: str) -> None:
+        """Check, before anything is read, that a file is there and as large as the manifest says.
+
+        Args:
+            name: of the file.
+            size: in bytes.
+            remedy: if it is not.
+
+        Raises:
+            UserError: missing, not a regular file, or of another size.
+        """
+
+    def will_open(self, count: int) -> None:
+        """Announce that ``count`` tars will be read at the same time.
+
+        Raises:
+            UserError: that many cannot be.
+        """
+
+    def whole(self, name: str) -> Path:
+        """A path on this machine with a file's whole content, to be mapped into memory. It may not exist.
+
+        Raises:
+            OSError: it cannot be had.
+        """
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Bytes of a file; fewer than ``size`` where it ends.
+
+        Raises:
+            OSError: they cannot be read; ``strerror`` is the reason.
+            UserError: none of the files can be read any more.
+        """
+
+    def will_need(self, name: str, begin: int, size: int) -> None:
+        """Announce that these bytes will be read soon. Returns immediately, and never fails."""
+
+    def forget_if_replaced(self, name: str) -> None:
+        """If the file is another one than when it was read first, read that from now on."""
+
+
+class LocalFiles:
+    """:class:`ShardFiles` in a folder of a file system. Every tar that was read stays open.
+
+    They are read with ``pread`` and not mapped, so that truncation of a tar under a running job is an error that names the file,
+    not a SIGBUS.
+
+    Args:
+        folder: holds the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._descriptors: dict[str, int] = {}
+        self._opening = threading.Lock()
+
+    def manifest(self) -> ShardManifest:
+        return ShardManifest.read(self.folder)
+
+    def expect(self, name: str, size: int, remedy: str) -> None:
+        path = self.folder / name
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing, {size} bytes needed by {MANIFEST}", remedy) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{path} is not a regular file, one of {size} bytes needed by {MANIFEST}", remedy)
+        if found.st_size != size:
+            raise UserError(f"{path} has {found.st_size} bytes, {size} needed by {MANIFEST}", remedy)
+
+    def will_open(self, count: int) -> None:
+        """Raise the soft limit on open files, up to the hard limit."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = count + 256  # for everything else: libraries, sockets, logs, checkpoints
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise UserError(
+                f"{count} shards need {needed} open files, the system allows {hard}", "raise `ulimit -Hn` or use larger shards"
+            )
+        wanted = soft + count
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+    def whole(self, name: str) -> Path:
+        return self.folder / name
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        try:
+            return os.pread(self._descriptor(name), size, offset)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # too many open files: not the sample's fault
+                raise UserError(f"{self.folder}: {error.strerror}", "raise `ulimit -n`, or use larger shards") from None
+            raise
+
+    def will_need(self, name: str, begin: int, size: int) -> None:
+        """Ask the kernel to read into the page cache."""
+        try:
+            os.posix_fadvise(self._descriptor(name), begin, size, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            pass  # only a hint: read() reports errors
+
+    def forget_if_replaced(self, name: str) -> None:
+        with self._opening:
+            descriptor = self._descriptors.get(name)
+            if descriptor is None:
+                return
+            try:
+                same = os.path.samestat(os.fstat(descriptor), os.stat(self.folder / name))
+            except OSError:
+                same = False
+            if not same:
+                del self._descriptors[name]  # not closed: another thread may be reading from it
+
+    def _descriptor(self, name: str) -> int:
+        with self._opening:
+            if name not in self._descriptors:
+                self._descriptors[name] = open_regular(self.folder / name)
+            return self._descriptors[name]
+
+
+def open_files(path: str | Path, split: str) -> ShardFiles:
+    """The files of the shard set at ``data.path``.
+
+    Args:
+        path: holds ``manifest.json``, directly or in a subfolder named ``split``.
+        split: ``train`` or ``val``.
+
+    Raises:
+        UserError: there is no such place.
+    """
+    return LocalFiles(_find(Path(path), split))
+
+
+def _find(folder: Path, split: str) -> Path:
+    """``folder``, or ``folder/split`` if the manifest is there."""
+    if not folder.is_dir():
+        raise UserError(f"shard folder {folder} does not exist", f"set data.path to the folder that {SHARDER} wrote")
+    nested = folder / split
+    return nested if (nested / MANIFEST).is_file() and not (folder / MANIFEST).is_file() else folder
