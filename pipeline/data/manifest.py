@@ -16,6 +16,7 @@ import numpy as np
 from pipeline.data.kept_formats import FORMATS
 from pipeline.errors import UserError
 from pipeline.files import open_regular, replace_text
+from pipeline.stores.place import Place
 
 FORMAT_VERSION = 2
 EXTENDED_VERSION = 3  # of a manifest with class_names or with images that are no JPEGs: readers of version 2 alone refuse it
@@ -107,8 +108,21 @@ class ShardManifest:
                     "run the same sharding command again, which writes the missing shards",
                 )
             raise UserError(f"{path} is missing, one manifest per shard set needed", f"write the shards with {SHARDER}")
+        return ShardManifest.parse(path.read_bytes(), path)
+
+    @staticmethod
+    def parse(content: bytes, path: Place) -> ShardManifest:
+        """The manifest of a file's content.
+
+        Args:
+            content: of ``manifest.json``.
+            path: what messages call the file.
+
+        Raises:
+            UserError: damaged, invalid values, or another format version.
+        """
         try:
-            tree = json.loads(path.read_text())
+            tree = json.loads(content)
             version = tree["version"]
             if version in (FORMAT_VERSION, EXTENDED_VERSION):
                 for split in tree["splits"].values():

@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeline.data.bad_samples import BadSamples
 from pipeline.data.plan import BatchRequest, Plan
+from pipeline.data.samples import read_batch
 from pipeline.data.shards import DamagedSample
 
 _THREADS = 4  # I/O-bound: keeps a few requests to disk or network in flight without occupying cores
@@ -101,10 +102,10 @@ class Reader:
     def _read_sound(self, indices: np.ndarray) -> list[np.ndarray] | None:
         """The encoded images; None if some were found bad, so that the request must be made again with substitutes."""
         images, sound = [], True
-        for index in indices.tolist():
-            try:
-                images.append(self.plan.shards.read(index))
-            except DamagedSample as damage:
-                self.bad.add(damage)
+        for image in read_batch(self.plan.shards, indices.tolist()):
+            if isinstance(image, DamagedSample):
+                self.bad.add(image)
                 sound = False
+            else:
+                images.append(image)
         return images if sound else None

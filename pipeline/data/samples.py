@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,13 +15,13 @@ class Samples(Protocol):
     sets as a :class:`~pipeline.data.mixed_set.MixedSet`.
 
     Attributes:
-        folder: its folder.
+        folder: its folder, a path or a URL.
         samples: ``samples[indices]`` gives (B,) of ``SAMPLE_DTYPE`` for B sample numbers.
         classes: class names in index order.
         mixture: how several sets are interleaved; None: one set.
     """
 
-    folder: Path
+    folder: Any  # Place
     classes: list[str]
 
     @property
@@ -54,3 +53,24 @@ class Samples(Protocol):
 def images_per_epoch(shards: Samples) -> int:
     """Images of an epoch without repeated augmentation: all of a set, or those that a mixture shows."""
     return shards.mixture.images if shards.mixture else len(shards)
+
+
+@runtime_checkable
+class SampleBatches(Protocol):
+    """:class:`Samples` that are read faster many at a time, because each has to be waited for."""
+
+    def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
+        """For each sample what :meth:`Samples.read` returns, or the error that it raises."""
+
+
+def read_batch(samples: Samples, indices: list[int]) -> list[np.ndarray | DamagedSample]:
+    """Encoded images, (bytes,) uint8 each; in place of one that cannot be read, the error."""
+    if isinstance(samples, SampleBatches):
+        return samples.read_batch(indices)
+    images: list[np.ndarray | DamagedSample] = []
+    for index in indices:
+        try:
+            images.append(samples.read(index))
+        except DamagedSample as damage:
+            images.append(damage)
+    return images

@@ -8,11 +8,12 @@ import resource
 import stat
 import threading
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pipeline.data.manifest import MANIFEST, SHARDER, ShardManifest
 from pipeline.errors import UserError
 from pipeline.files import open_regular
+from pipeline.stores.place import Place, RemotePath, parse_place
 
 
 class ShardFiles(Protocol):
@@ -23,7 +24,7 @@ class ShardFiles(Protocol):
     """
 
     @property
-    def folder(self) -> Path: ...
+    def folder(self) -> Place: ...
 
     def manifest(self) -> ShardManifest:
         """The set's manifest.
@@ -58,7 +59,7 @@ class ShardFiles(Protocol):
             OSError: it cannot be had.
         """
 
-    def read(self, name: str, offset: int, size: int) -> bytes:
+    def read(self, name: str, offset: int, size: int) -> bytes | memoryview:
         """Bytes of a file; fewer than ``size`` where it ends.
 
         Raises:
@@ -71,6 +72,18 @@ class ShardFiles(Protocol):
 
     def forget_if_replaced(self, name: str) -> None:
         """If the file is another one than when it was read first, read that from now on."""
+
+
+@runtime_checkable
+class ManyFiles(Protocol):
+    """:class:`ShardFiles` that are read faster many ranges at a time."""
+
+    def read_many(self, wanted: list[tuple[str, int, int]]) -> list[bytes | memoryview | OSError]:
+        """For each (name, offset, size) what :meth:`ShardFiles.read` returns, or the error that it raises.
+
+        Raises:
+            UserError: none of the files can be read any more.
+        """
 
 
 class LocalFiles:
@@ -150,17 +163,22 @@ class LocalFiles:
             return self._descriptors[name]
 
 
-def open_files(path: str | Path, split: str) -> ShardFiles:
+def open_files(path: str | os.PathLike[str], split: str) -> ShardFiles:
     """The files of the shard set at ``data.path``.
 
     Args:
-        path: holds ``manifest.json``, directly or in a subfolder named ``split``.
+        path: a folder or a URL; holds ``manifest.json``, directly or in a subfolder named ``split``.
         split: ``train`` or ``val``.
 
     Raises:
         UserError: there is no such place.
     """
-    return LocalFiles(_find(Path(path), split))
+    place = parse_place(path)
+    if isinstance(place, RemotePath):
+        from pipeline.data.remote_files import RemoteFiles  # imported late: a local set needs no client
+
+        return RemoteFiles.find(place, split)
+    return LocalFiles(_find(place, split))
 
 
 def _find(folder: Path, split: str) -> Path:

@@ -16,6 +16,8 @@ from is known to :mod:`pipeline.data.shard_files` alone.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
@@ -24,8 +26,9 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.data.manifest import MANIFEST, SHARDER, file_sha256, in_progress_file, sample_key
 from pipeline.data.sample_table import find_out_of_range, map_sample_table
-from pipeline.data.shard_files import open_files
+from pipeline.data.shard_files import ManyFiles, open_files
 from pipeline.errors import UserError
+from pipeline.stores.place import Place
 
 _BLOCK = 512  # bytes: headers and data in a tar are aligned to it
 
@@ -42,7 +45,7 @@ class ShardSet:
     """One split of a shard set, opened for reading.
 
     Args:
-        folder: holds ``manifest.json``, directly or in a subfolder named ``split``.
+        folder: a folder, or a URL of a store; holds ``manifest.json``, directly or in a subfolder named ``split``.
         split: ``train`` or ``val``.
 
     Attributes:
@@ -57,7 +60,7 @@ class ShardSet:
 
     mixture: None = None  # one set: see pipeline.data.samples
 
-    def __init__(self, folder: str | Path, split: str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], split: str) -> None:
         self.files = open_files(folder, split)
         self.folder = self.files.folder
         self.split = split
@@ -119,6 +122,23 @@ class ShardSet:
             self.files.forget_if_replaced(self._tar(self.samples[index]))
             return self._read(index)
 
+    def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
+        """:meth:`read` for each of several samples, in a store at the same time; in place of an image, the error that it raises.
+
+        Raises:
+            UserError: none of the samples can be read any more.
+        """
+        if not isinstance(self.files, ManyFiles):
+            return [self._try(self.read, index) for index in indices]
+        rows = [self.samples[index] for index in indices]
+        found = self.files.read_many([(self._tar(row), int(row["offset"]), int(row["bytes"])) for row in rows])
+        images = [self._try(self._verified, index, data) for index, data in zip(indices, found)]
+        for place, image in enumerate(images):
+            if isinstance(image, DamagedSample):  # rare
+                self.files.forget_if_replaced(self._tar(rows[place]))
+                images[place] = self._try(self._read, indices[place])
+        return images
+
     def will_need(self, runs: list[tuple[int, int]]) -> None:
         """Announce runs of adjacent samples that will be read soon. Returns immediately.
 
@@ -144,7 +164,7 @@ class ShardSet:
         sample = self.samples[index]
         end = int(sample["offset"]) + -(-int(sample["bytes"]) // _BLOCK) * _BLOCK
         try:
-            after = self.files.read(self._tar(sample), end, 16 * _BLOCK)  # header and data of .cls, then of .json
+            after = bytes(self.files.read(self._tar(sample), end, 16 * _BLOCK))  # header and data of .cls, then of .json
             header, data = after[2 * _BLOCK : 3 * _BLOCK], after[3 * _BLOCK :]
             if not header.startswith(f"{self.key(index)}.json\0".encode()):
                 return ""
@@ -155,11 +175,22 @@ class ShardSet:
 
     def _read(self, index: int) -> np.ndarray:
         sample = self.samples[index]
-        size, offset = int(sample["bytes"]), int(sample["offset"])
         try:
-            data = self.files.read(self._tar(sample), offset, size)
+            data: bytes | memoryview | OSError = self.files.read(self._tar(sample), int(sample["offset"]), int(sample["bytes"]))
         except OSError as error:
-            raise self.damaged(index, f"cannot be read ({error.strerror})") from None
+            data = error
+        return self._verified(index, data)
+
+    def _verified(self, index: int, data: bytes | memoryview | OSError) -> np.ndarray:
+        """What was read of a sample, compared with its row.
+
+        Raises:
+            DamagedSample: it could not be read, or is not what was written.
+        """
+        sample = self.samples[index]
+        size, offset = int(sample["bytes"]), int(sample["offset"])
+        if isinstance(data, OSError):
+            raise self.damaged(index, f"cannot be read ({data.strerror})")
         if len(data) != size:
             raise self.damaged(index, f"is cut off: {len(data)} of its {size} bytes are there, at offset {offset}")
         checksum = xxh3_64_intdigest(data)
@@ -168,6 +199,12 @@ class ShardSet:
                 index, f"was changed after it was written: checksum {checksum:016x}, {int(sample['checksum']):016x} needed"
             )
         return np.frombuffer(data, dtype=np.uint8)
+
+    def _try(self, read: Callable[..., np.ndarray], index: int, *rest: object) -> np.ndarray | DamagedSample:
+        try:
+            return read(index, *rest)
+        except DamagedSample as damage:
+            return damage
 
     def _tar(self, sample: np.void) -> str:
         """Name of the tar with a row of the sample table."""
@@ -191,11 +228,11 @@ class ShardSet:
         return samples
 
 
-def _advice(folder: Path, split: str) -> str:
+def _advice(folder: Place, split: str) -> str:
     """The remedy for a split that the manifest does not list."""
     if split not in ("train", "val"):
         return f"take one of these; other images with labels are sharded into a folder of their own, {SHARDER} --split val"
-    if in_progress_file(folder, split).exists():
+    if isinstance(folder, Path) and in_progress_file(folder, split).exists():
         return "its sharding was not finished, run the same sharding command again"
     if split == "val":
         return f"shard again into an empty folder with --val-share 0.1, or other images than train's with {SHARDER} --split val"

@@ -1,0 +1,109 @@
+"""Where data is: a path of a file system, or a URL of a store, as the command line and ``data.path`` give it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pipeline.errors import UserError
+
+SCHEMES = ("s3", "gs", "az", "https")
+_NEEDED = "a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH"
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
+
+class RemotePath:
+    """A place in a store. ``path / name`` and ``str(path)`` are as of a :class:`~pathlib.Path`; it holds no secrets.
+
+    The functions of ``os`` and ``open`` take it for a file that does not exist.
+
+    Args:
+        url: its URL.
+
+    Attributes:
+        scheme: ``s3``, ``gs``, ``az``, ``https``, or ``http`` of this machine.
+        host: bucket, container, or host and port.
+        prefix: the rest, without slashes at its ends; may be empty.
+
+    Raises:
+        UserError: another scheme, no bucket, or a URL with a password or a signature.
+    """
+
+    def __init__(self, url: str) -> None:
+        shown = _without_secrets(url)
+        try:
+            parts = urlsplit(url)
+            host, secret = parts.hostname, parts.password is not None or parts.username is not None
+        except ValueError as error:
+            raise UserError(f"{shown} is no URL ({error}), {_NEEDED} needed", "correct it") from None
+        self.scheme = parts.scheme.lower()
+        if self.scheme not in (*SCHEMES, "http"):
+            raise UserError(f"{shown} is of the scheme {self.scheme!r}, {_NEEDED} needed", "correct it, or mount the store")
+        if not host:
+            raise UserError(f"{shown} names no {'host' if 'http' in self.scheme else 'bucket'}, {_NEEDED} needed", "add it")
+        if secret:
+            raise UserError(
+                f"{shown} holds a user or a password, which configs and logs would keep",
+                "take them out; docs/remote.md says which variables and files credentials are read from",
+            )
+        if parts.query or parts.fragment:
+            raise UserError(
+                f"{shown} has a query (?...) or a fragment (#...), which could be a signature and names no folder",
+                "take it out; docs/remote.md says which variables and files credentials are read from",
+            )
+        if self.scheme == "http" and host not in _THIS_MACHINE:
+            raise UserError(f"{shown} is not encrypted, so that anybody on the way could change the images", "use https://")
+        self.host, self.prefix = parts.netloc, parts.path.strip("/")
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.host}" + (f"/{self.prefix}" if self.prefix else "")
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:
+        return RemotePath(f"{self}/{name}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and str(other) == str(self)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return str(self).rpartition("/")[2]
+
+
+Place = Path | RemotePath
+
+
+def is_remote(place: str | os.PathLike[str]) -> bool:
+    """Whether it is a URL, of whatever scheme."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(place)) is not None
+
+
+def parse_place(text: str | os.PathLike[str]) -> Place:
+    """A path or a URL, as the user wrote it; what ``argparse`` takes as a type.
+
+    Raises:
+        UserError: a URL that is none of a store, or has secrets in it.
+    """
+    text = os.fspath(text)
+    if is_remote(text):
+        return RemotePath(text)
+    if re.match(rf"({'|'.join(SCHEMES)}):/", text) and not os.path.exists(text):
+        raise UserError(f"{_without_secrets(text)} has one slash after the scheme, two needed", "write it as SCHEME://")
+    return Path(text)
+
+
+def _without_secrets(url: str) -> str:
+    """A URL for a message: no user, password, query or fragment."""
+    bare = re.split(r"[?#]", url, maxsplit=1)[0]
+    return re.sub(r"(://)[^/]*@", r"\1", bare)

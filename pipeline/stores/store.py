@@ -1,0 +1,196 @@
+"""A store that is asked again where that helps, and given up where it does not.
+
+A request that fails is repeated after a pause that grows. What that comes to depends on whether the store answers others meanwhile:
+
+- it does: the object is to blame, and after a few tries reading it is an ``OSError``, as of a file that a disk cannot read;
+- it answers nobody: the store is away. Requests wait for it, up to a limit, and then all of them end with the same sentence;
+- it refuses credentials: all requests end with a sentence at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from pipeline.errors import UserError
+from pipeline.stores.client import Answer, Client, Failure, Kind
+from pipeline.stores.parallel import Threads
+from pipeline.stores.place import RemotePath
+
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+REQUESTS_AT_ONCE = 64  # of a process: 1,000 images/s at 50 ms
+_TRIES = 8  # 12 s: of a request that a store which answers others does not answer
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds between tries; doubled each time, and drawn from its upper half
+_FIRST_THROTTLED, _LONGEST_THROTTLED = 0.5, 30.0  # the same after 503 and 429, for all requests of the process
+PATIENCE = 600.0  # seconds without any answer until the store is given up
+_WARN_AFTER = 20.0  # seconds without any answer until that is said
+
+
+class StoreFails(UserError):
+    """The store as a whole cannot be read or written any more. What was trained so far is to be saved."""
+
+
+class Store:
+    """Reads and writes objects of one place. Thread-safe.
+
+    Args:
+        place: what names are relative to.
+        probe: an object that is there, to tell a store that is away from an object that is damaged.
+        patience: seconds without any answer until the store is given up.
+        pause: factor of all pauses; for tests.
+
+    Attributes:
+        threads: for many requests at a time.
+    """
+
+    def __init__(self, place: RemotePath, probe: str, patience: float = PATIENCE, pause: float = 1.0) -> None:
+        self.place, self._probe, self._patience, self._pause = place, probe, patience, pause
+        self._client = Client(place)
+        self.threads = Threads(REQUESTS_AT_ONCE)
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._answered = time.monotonic()  # when any request was last answered
+        self._quiet_until = 0.0  # throttled: no request before
+        self._throttled = 0  # in a row
+        self._over: StoreFails | None = None
+        self._warned = False
+
+    def read(self, name: str, begin: int, size: int) -> Answer:
+        """Bytes of an object.
+
+        Raises:
+            OSError: they cannot be had; ``strerror`` is the reason.
+            StoreFails: nothing can.
+        """
+        return self._repeat(name, lambda: self._client.read(name, begin, size))
+
+    def fetch(self, name: str) -> Answer:
+        """A whole object, of a size that fits into memory. Raises as :meth:`read`."""
+        return self._repeat(name, lambda: self._client.fetch(name))
+
+    def put(self, name: str, data: bytes | Path) -> None:
+        """Write a whole object. Raises as :meth:`read`."""
+        self._repeat(name, lambda: self._client.put(name, data), writes=True)
+
+    def sizes(self) -> dict[str, int] | None:
+        """Name and bytes of every object of the place; None where the store does not tell."""
+        if self.place.scheme in ("http", "https"):
+            return None
+        try:
+            return self._repeat("", lambda: dict(self._client.sizes()), writes=True)
+        except (OSError, StoreFails):
+            self._over = None  # reading may be allowed where listing is not
+            return None
+
+    def count(self, kind: Kind) -> None:
+        """Count a failure that the caller found."""
+        with self._lock:
+            self._counts[kind.value] += 1
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened since the last call: ``requests``, ``bytes``, and failures by :class:`Kind`."""
+        with self._lock:
+            taken, self._counts = self._counts, Counter()
+        return dict(taken)
+
+    def _repeat(self, name: str, act: Callable[[], Result], writes: bool = False) -> Result:
+        began, tries = time.monotonic(), 0
+        while True:
+            self._wait_for_turn()
+            try:
+                result = act()
+            except Failure as failure:
+                tries += failure.kind is not Kind.THROTTLED  # which says nothing of the object
+                self.count(failure.kind)
+                self._judge(name, failure, tries, began, writes)
+                self._rest(failure, tries)
+            else:
+                self._note_answer(result)
+                return result
+
+    def _judge(self, name: str, failure: Failure, tries: int, began: float, writes: bool) -> None:
+        """Raise if another try is no use."""
+        if failure.kind is Kind.MISSING:
+            raise FileNotFoundError(errno.ENOENT, str(failure), str(self.place / name))
+        if failure.kind is Kind.DENIED:
+            # A store says so of an object that is not there, too, where it does not let a user list.
+            if not writes and name != self._probe and self._answers_others(began):
+                raise PermissionError(errno.EACCES, str(failure), str(self.place / name))
+            self._end(
+                f"{self.place} refuses access ({failure})",
+                "renew the credentials, or give this user the right to read it, and start again: a run goes on from its newest checkpoint",
+            )
+        now = time.monotonic()
+        if (tries >= _TRIES or now - began > self._patience) and name != self._probe and self._answers_others(began):
+            raise OSError(errno.EIO, f"{failure}, for {now - began:.0f} s", str(self.place / name))
+        silent = now - max(self._answered, began)
+        if silent > self._patience:
+            self._end(
+                f"{self.place} has not answered for {silent:.0f} s ({failure})",
+                "see to the store and the network and start again: a run goes on from its newest checkpoint",
+            )
+        if silent > _WARN_AFTER and not self._warned:
+            self._warned = True
+            _log.warning(
+                f"{self.place} has not answered for {silent:.0f} s ({failure}); it is tried again, for {self._patience:.0f} s"
+            )
+
+    def _answers_others(self, since: float) -> bool:
+        """Whether the store answers requests for other objects."""
+        if self._answered > since:
+            return True
+        try:
+            self._note_answer(self._client.read(self._probe, 0, 1))
+        except Failure:
+            return False
+        return True
+
+    def _end(self, problem: str, remedy: str) -> None:
+        with self._lock:
+            self._over = self._over or StoreFails(problem, remedy)
+        raise self._over
+
+    def _note_answer(self, result: object) -> None:
+        with self._lock:
+            self._answered, self._throttled, self._warned = time.monotonic(), 0, False
+            self._counts["requests"] += 1
+            if isinstance(result, Answer):
+                self._counts["bytes"] += len(result.data)
+
+    def _wait_for_turn(self) -> None:
+        """Wait while the store wants fewer requests."""
+        while True:
+            if self._over:
+                raise self._over
+            left = self._quiet_until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, 0.2))
+
+    def _rest(self, failure: Failure, tries: int) -> None:
+        if failure.kind is Kind.THROTTLED:
+            with self._lock:
+                if time.monotonic() >= self._quiet_until:  # one pause for all requests that were in flight
+                    self._throttled += 1
+                    pause = min(_LONGEST_THROTTLED, _FIRST_THROTTLED * 2 ** (self._throttled - 1))
+                    self._quiet_until = time.monotonic() + self._pause * pause * random.uniform(0.5, 1)
+            return
+        end = time.monotonic() + self._pause * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (tries - 1)) * random.uniform(0.5, 1)
+        while (left := end - time.monotonic()) > 0 and not self._over:
+            time.sleep(min(left, 0.2))
+
+
+def parts_of(size: int, most: int) -> Iterator[tuple[int, int]]:
+    """A range in parts of at most ``most`` bytes: (begin, size) each."""
+    for begin in range(0, size, most):
+        yield begin, min(most, size - begin)
