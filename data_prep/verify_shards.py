@@ -14,21 +14,26 @@ Examples:
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from data_prep import counted
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
+from pipeline.stores.place import RemotePath, place_argument
 
 
 def main() -> int:
     parser = command_parser("data_prep.verify_shards", __doc__)
-    parser.add_argument("folder", type=Path, help="the shard set: the folder that holds manifest.json")
+    parser.add_argument("folder", type=place_argument, help="the shard set: the folder that holds manifest.json")
     parser.add_argument("--decode", action="store_true", help="decode every image")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
     args = parser.parse_args()
     if args.workers < 1:
         raise UserError(f"--workers is {args.workers}, at least 1 needed", "pass a positive number")
+    if isinstance(args.folder, RemotePath):
+        raise UserError(
+            f"{args.folder} is in a store, a folder needed to verify all files at once",
+            "copy the set to a disk first; what is read in training is verified in any case",
+        )
     from data_prep.set_checks import print_table, verify  # imported late, so that --help is fast
     from data_prep.split_classes import same_images
     from pipeline.data.manifest import ShardManifest

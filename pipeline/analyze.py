@@ -15,13 +15,19 @@ from pathlib import Path
 from pipeline.checkpoint.folder import parse_step
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
+from pipeline.stores.place import place_argument
 
 
 def main() -> None:
     parser = command_parser("pipeline.analyze", __doc__)
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a run folder, one of its checkpoints, an exported file, or a model's name")
-    add("--data", type=Path, metavar="DIR", help="folder with shards, or with images: CLASS/*.JPEG or SPLIT/CLASS/*.JPEG")
+    add(
+        "--data",
+        type=place_argument,
+        metavar="DIR",
+        help="folder or URL with shards, or folder with images: CLASS/*.JPEG or SPLIT/CLASS/*.JPEG",
+    )
     add("--split", default="val", help="default: val")
     add("--images", type=int, default=1024, metavar="N", help="images to average over, chosen at random (default: 1024)")
     add("--only", nargs="+", default=[], metavar="NAME", help="figures to make, by the names of their files (default: all)")

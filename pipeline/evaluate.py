@@ -19,6 +19,7 @@ from pipeline.checkpoint.folder import parse_step
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable
+from pipeline.stores.place import place_argument
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,13 @@ def main() -> None:
     add = parser.add_argument
     what, where = SOURCES, "CLASS/*.JPEG or SPLIT/CLASS/*.JPEG"
     add("--checkpoint", required=True, type=Path, metavar="PATH", help=what)
-    add("--data", required=True, type=Path, metavar="DIR", help=f"folder with shards, or with images: {where}")
+    add(
+        "--data",
+        required=True,
+        type=place_argument,
+        metavar="DIR",
+        help=f"folder or URL with shards, or folder with images: {where}",
+    )
     add("--split", default="val", help="default: val")
     add("--step", type=parse_step, help="which checkpoint: a number or best (default: the newest)")
     add(

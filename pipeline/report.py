@@ -20,6 +20,7 @@ from pathlib import Path
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable, replace_text
+from pipeline.stores.place import place_argument
 
 
 def main() -> None:
@@ -37,7 +38,12 @@ def main() -> None:
         help="of --table: also runs of a row's switches on other data, size or recipe, by themselves",
     )
     add("--predictions", type=Path, metavar="FILE", help="of pipeline.evaluate (default: RUN/predictions.parquet or .csv)")
-    add("--data", type=Path, metavar="DIR", help="shards or folder that the pictures come from (default: the run's data.path)")
+    add(
+        "--data",
+        type=place_argument,
+        metavar="DIR",
+        help="shards or folder that the pictures come from (default: the run's data.path)",
+    )
     add("--analysis", type=Path, metavar="DIR", help="of pipeline.analyze (default: RUN/analysis)")
     args = parser.parse_args()
     if args.table == "list":

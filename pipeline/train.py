@@ -41,7 +41,7 @@ from pipeline.run.loss import spread_nonfinite, training_loss
 from pipeline.run.noise import sample_noise
 from pipeline.run.nonfinite import MicroBatch, skip_or_stop
 from pipeline.run.start import build_model, start_run
-from pipeline.run.state import Run
+from pipeline.run.state import NO_MORE_DATA, Run
 from pipeline.run.teacher import hard_distillation_loss
 
 _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
@@ -91,6 +91,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
             if config.eval.analyses and (reason := nothing_to_follow(run.engine.module)):
                 run.log.say(f"note: eval.analyses writes nothing for {config.model.name}: {reason}")
             stopping = stopped_early = run.agreement.ask(stop.received != 0)  # received while the run was built
+            no_more_data = False
             if run.evaluation_due and not stopping:
                 stopping = complete_step(run, stopping=False)
             while run.step < run.schedule.last_step and not stopping:
@@ -101,7 +102,10 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
                     grid = pictures.image_grid(batch, run.train_set.class_names, config.data.mean, config.data.std)
                     run.log.image(pictures.IMAGES, grid, run.step)
                 stopping = complete_step(run, agreed.stop != 0 and run.step < run.schedule.last_step)
+                no_more_data = agreed.stop == NO_MORE_DATA
             run.saver.finish()
+            if stopping and no_more_data:
+                run.raise_failure()
             if stopped_early:
                 run.log.say(_STOPPED_EARLY)
             elif stopping:

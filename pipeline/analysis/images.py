@@ -24,6 +24,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.philox import Stream
 from pipeline.run.evaluation import check_same_classes
+from pipeline.stores.place import Place
 
 _log = logging.getLogger(__name__)
 
@@ -67,11 +68,11 @@ class ChosenImages(Samples):
         """Does nothing: the samples are not adjacent."""
 
 
-def open_images(data: Path, split: str, subject: Subject) -> ShardSet | ImageFolder:
+def open_images(data: Place, split: str, subject: Subject) -> ShardSet | ImageFolder:
     """Open the split. A trained model needs images of its own classes; fresh weights take any.
 
     Args:
-        data: folder with shards, or with a folder of images per class.
+        data: folder or URL with shards, or folder with a folder of images per class.
         split: ``train`` or ``val``.
         subject: the model.
 
@@ -79,7 +80,12 @@ def open_images(data: Path, split: str, subject: Subject) -> ShardSet | ImageFol
         UserError: there is no such data, it has no images, or other classes.
     """
     classes = subject.classes
-    if not classes and data.is_dir() and not any((folder / MANIFEST).exists() for folder in (data, data / split)):
+    if (
+        not classes
+        and isinstance(data, Path)
+        and data.is_dir()
+        and not any((folder / MANIFEST).exists() for folder in (data, data / split))
+    ):
         folder = data / split if (data / split).is_dir() else data
         classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
     images = open_split(data, split, classes)

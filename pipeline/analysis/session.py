@@ -24,6 +24,7 @@ from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.logs import console
 from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.run.evaluation import evaluation_loader
+from pipeline.stores.place import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Options:
     """
 
     output: Path
-    data: Path | None = None
+    data: Place | None = None
     split: str = "val"
     images: int = 1024
     only: Sequence[str] = ()

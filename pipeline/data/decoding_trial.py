@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pipeline.data.bad_samples import BadSamples
 from pipeline.data.loader import AUTO, CPU, GPU, Batch, Loader
 from pipeline.data.plan import BatchRequest, Plan, Samples, TrainPlan
+from pipeline.stores.store import StoreFails
 
 _ROUNDS = 2  # turns of each; the better one counts, so that something slow in one of them, such as an evaluation, does not
 _MEASURED = 10  # micro-batches at the end of a turn
@@ -128,6 +129,11 @@ class TrialLoader:
         }
         self._seconds: dict[str, list[float]] = {decode: [] for decode in self._loaders}
         self._taken, self._since = 0, 0.0
+
+    @property
+    def failure(self) -> StoreFails | None:
+        """As :attr:`Loader.failure`."""
+        return next((loader.failure for loader in self._loaders.values() if loader.failure), None)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

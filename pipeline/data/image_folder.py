@@ -15,6 +15,7 @@ from pipeline.data.kept_formats import IMAGE_SUFFIXES
 from pipeline.data.manifest import MANIFEST
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
+from pipeline.stores.place import Place, RemotePath
 
 _SHOWN = 3  # classes listed in a message
 
@@ -88,18 +89,18 @@ class ImageFolder(CheckedImages):
             return self.damaged(index, f"cannot be read ({error.strerror})")
 
 
-def open_split(path: Path, split: str, classes: Sequence[str] | None) -> ShardSet | ImageFolder:
+def open_split(path: Place, split: str, classes: Sequence[str] | None) -> ShardSet | ImageFolder:
     """Open a split: a shard set if there is a manifest, else a folder of images.
 
     Args:
-        path: the data folder, or that of the split.
+        path: the data folder, or that of the split; a URL is one with shards.
         split: ``train`` or ``val``.
         classes: class names in index order, for a folder of images; None: its folders, sorted.
 
     Raises:
         UserError: neither, or one that is damaged.
     """
-    if any((folder / MANIFEST).exists() for folder in (path, path / split)):
+    if isinstance(path, RemotePath) or any((folder / MANIFEST).exists() for folder in (path, path / split)):
         return ShardSet(path, split)
     return ImageFolder(path, split, classes)
 

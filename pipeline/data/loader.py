@@ -30,6 +30,7 @@ from pipeline.data.normalize import Normalization
 from pipeline.data.plan import BatchRequest, Plan
 from pipeline.data.reader import Ahead, Encoded, Reader
 from pipeline.errors import UserError
+from pipeline.stores.store import StoreFails
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 CPU, GPU, AUTO = "cpu", "gpu", "auto"  # values of data.decode
@@ -98,6 +99,11 @@ class Loader(Generic[AnyPlan]):
     def device(self) -> torch.device:
         """Device of the batches."""
         return self._stream.device
+
+    @property
+    def failure(self) -> StoreFails | None:
+        """What will end the loader at a later batch, where that is known: there is time to save what was trained."""
+        return self._reader.failure
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -14,6 +14,7 @@ from pipeline.data.bad_samples import BadSamples
 from pipeline.data.plan import BatchRequest, Plan
 from pipeline.data.samples import read_batch
 from pipeline.data.shards import DamagedSample
+from pipeline.stores.store import StoreFails
 
 _THREADS = 4  # I/O-bound: keeps a few requests to disk or network in flight without occupying cores
 
@@ -74,7 +75,8 @@ class Reader:
 
     def __init__(self, plan: Plan, bad: BadSamples, start: int, depth: int) -> None:
         self.plan, self.bad = plan, bad
-        self._ahead = Ahead(self.read, start, depth, _THREADS, "read")
+        self._ahead = Ahead(self._read, start, depth, _THREADS, "read")
+        self.failure: StoreFails | None = None  # of a batch that nobody has asked for yet
 
     def next(self) -> Encoded:
         """The next batch; blocks until it is ready."""
@@ -98,6 +100,13 @@ class Reader:
     def close(self) -> None:
         """Stop the threads."""
         self._ahead.close()
+
+    def _read(self, number: int) -> Encoded:
+        try:
+            return self.read(number)
+        except StoreFails as error:
+            self.failure = error
+            raise
 
     def _read_sound(self, indices: np.ndarray) -> list[np.ndarray] | None:
         """The encoded images; None if some were found bad, so that the request must be made again with substitutes."""

@@ -12,7 +12,6 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,6 +165,9 @@ class RemoteFiles:
         with self._lock:
             self._tags.pop(name, None)
 
+    def take_counts(self) -> dict[str, int]:
+        return self.store.take_counts()
+
     def _checked(self, name: str, answer: Answer) -> memoryview:
         """Compare the file that an answer is from with the manifest and with earlier answers.
 
@@ -195,13 +197,3 @@ def _is_whole(path: Path, sha256: str) -> bool:
     except FileNotFoundError:
         return False
     return digest.hexdigest() == sha256
-
-
-def counts_of(sets: Iterable[object]) -> dict[str, int]:
-    """What happened with the stores of shard sets since the last call, by what; empty if none is in a store."""
-    total: dict[str, int] = {}
-    for files in sets:
-        if isinstance(files, RemoteFiles):
-            for name, count in files.store.take_counts().items():
-                total[name] = total.get(name, 0) + count
-    return total

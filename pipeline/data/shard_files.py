@@ -86,6 +86,14 @@ class ManyFiles(Protocol):
         """
 
 
+@runtime_checkable
+class Counting(Protocol):
+    """:class:`ShardFiles` that count their requests."""
+
+    def take_counts(self) -> dict[str, int]:
+        """Since the last call; see :meth:`pipeline.stores.store.Store.take_counts`."""
+
+
 class LocalFiles:
     """:class:`ShardFiles` in a folder of a file system. Every tar that was read stays open.
 

@@ -26,7 +26,7 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.data.manifest import MANIFEST, SHARDER, file_sha256, in_progress_file, sample_key
 from pipeline.data.sample_table import find_out_of_range, map_sample_table
-from pipeline.data.shard_files import ManyFiles, open_files
+from pipeline.data.shard_files import Counting, ManyFiles, open_files
 from pipeline.errors import UserError
 from pipeline.stores.place import Place
 
@@ -151,6 +151,13 @@ class ShardSet:
                 inside = samples[samples["shard"] == shard]
                 begin, end = int(inside["offset"][0]), int(inside["offset"][-1]) + int(inside["bytes"][-1])
                 self.files.will_need(self.info.shards[int(shard)].file, begin, end - begin)
+
+    def take_counts(self) -> dict[str, int] | None:
+        """What happened with the store since the last call (:meth:`pipeline.stores.store.Store.take_counts`); None without one."""
+        files: object = self.files
+        while not isinstance(files, Counting) and hasattr(files, "source"):  # a cache before them
+            files = files.source
+        return files.take_counts() if isinstance(files, Counting) else None
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
         """An error about a sample, to be raised by the caller."""

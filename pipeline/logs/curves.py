@@ -14,7 +14,12 @@ from typing import Any
 GLANCE = "at_a_glance"
 _UTILIZATION = ("images_per_second", "mfu", "data_wait", "memory_gib", "peak_memory_gib")
 _TROUBLE = ("replaced", "bad_samples", "skipped_steps")
-_GROUPS = {**dict.fromkeys(_UTILIZATION, "utilization"), **dict.fromkeys(_TROUBLE, "trouble")}
+_STORE = ("requests", "mib", "throttled", "cut", "errors", "missing", "denied", "changed")  # where data comes from a store
+_GROUPS = {
+    **dict.fromkeys(_UTILIZATION, "utilization"),
+    **dict.fromkeys(_TROUBLE, "trouble"),
+    **{f"store_{name}": "store" for name in _STORE},
+}
 _NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count")  # straight lines, or duplicates
 
 

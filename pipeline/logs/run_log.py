@@ -34,6 +34,7 @@ from pipeline.logs import console, curves
 from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.logs.hardware import memory_gib, peak_flops
 from pipeline.logs.hyperparameters import hyperparameters
+from pipeline.logs.store_report import StoreReport
 
 _log = logging.getLogger(__name__)
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
@@ -66,6 +67,7 @@ class RunLog:
         total_steps: the last step of the schedule.
         flops_per_image: of a training step, for the model FLOPs utilization (MFU).
         bad_samples: those of earlier starts; None: there were none.
+        store: where the data comes from; None: from a file system.
 
     Attributes:
         bad_samples: all so far.
@@ -82,8 +84,9 @@ class RunLog:
         total_steps: int,
         flops_per_image: float,
         bad_samples: BadSampleReport | None = None,
+        store: StoreReport | None = None,
     ) -> None:
-        self._config, self._world = config, world
+        self._config, self._world, self._store = config, world, store
         self._flops_per_image = flops_per_image
         self._peak, source = peak_flops(world.device, config.train.precision)
         self._pending: list[StepRecord] = []
@@ -150,13 +153,14 @@ class RunLog:
         losses = means.tolist()  # synchronizes with the device
         replaced = self._count_bad_samples(records)
         norms = [float(r.grad_norm) for r in records]
+        store = self._store.row() if self._store else {}
         if self._world.is_main:
             speed = self._speed(records)
             rows = []
             for record, loss, norm, count in zip(records, losses, norms, replaced):
                 row = {"step": record.step, "time": round(record.time, 3), "epoch": record.epoch, "samples": record.samples}
                 row = {**row, "loss": loss, "lr": record.lr, "grad_norm": norm, **speed, "replaced": count}
-                rows.append({**row, "bad_samples": len(self.bad_samples), "skipped_steps": record.skipped_steps})
+                rows.append({**row, "bad_samples": len(self.bad_samples), "skipped_steps": record.skipped_steps, **store})
                 self._add_row(rows[-1], group="train")
             self._events.scalars(curves.of_steps(rows), records[-1].step)
             self._show(records[-1], losses[-1], norms[-1], speed)

@@ -12,6 +12,7 @@ from pipeline.data.image_folder import ImageFolder, open_split
 from pipeline.data.manifest import sample_key
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.reports.page import Html, html
+from pipeline.stores.place import Place
 
 _SIDE = 160  # pixels of the longer side of a picture in the page
 _QUALITY = 82
@@ -28,7 +29,7 @@ class Pictures:
         UserError: there is no data set.
     """
 
-    def __init__(self, folder: Path, classes: list[str], split: str = "val") -> None:
+    def __init__(self, folder: Place, classes: list[str], split: str = "val") -> None:
         self._set = open_split(folder, split, classes)
         self._names = {self._set.key(i): i for i in range(len(self._set))} if isinstance(self._set, ImageFolder) else {}
         self._first: dict[int, int] = {}

@@ -18,6 +18,7 @@ from pipeline.reports.sections.setup import checkpoints_section, config_section,
 from pipeline.reports.sections.summary import state_of, summary
 from pipeline.reports.sections.training import curves, speed
 from pipeline.reports.story import starts_of
+from pipeline.stores.place import Place, parse_place
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Sources:
     """What lies beside the run folder; None: in the run folder, or where its config says."""
 
     predictions: Path | None = None
-    data: Path | None = None
+    data: Place | None = None
     analysis: Path | None = None
 
 
@@ -90,7 +91,7 @@ def _mistakes(run: RunFolder, sources: Sources, problems: list[str]) -> Html:
         pictures = Pictures(sources.data, run.classes)
     elif isinstance(data, str):
         try:
-            pictures = Pictures(Path(data), run.classes)
+            pictures = Pictures(parse_place(data), run.classes)
         except (UserError, OSError):
             why = f"No pictures: the run's data.path {data} is not there. Add --data SHARDS."
     return mistakes(found, run.class_names or (pictures.classes if pictures else []), pictures, why)

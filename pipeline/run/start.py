@@ -26,6 +26,7 @@ from pipeline.logs.run_events import RunEvents
 from pipeline.logs.run_files import write_run_files
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
+from pipeline.logs.store_report import store_report
 from pipeline.models import create_model, flops, load_pretrained
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
@@ -59,7 +60,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     Raises:
         UserError: config, data and run folder do not fit together.
     """
-    train_set, val_set = open_training_set(config.data.path, config.data.mix), ShardSet(config.data.path, "val")
+    sets = train_set, val_set = open_training_set(config.data.path, config.data.mix), ShardSet(config.data.path, "val")
     check_classes(config, train_set)
     check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
     schedule = make_schedule(config, train_set)
@@ -110,7 +111,15 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             val_loader=evaluation_loader(val_set, config, world),
             agreement=agreement,
             saver=checkpoint.Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),
-            log=RunLog(config, world, step, schedule.last_step, flops_per_image, BadSampleReport(world, known)),
+            log=RunLog(
+                config,
+                world,
+                step,
+                schedule.last_step,
+                flops_per_image,
+                BadSampleReport(world, known),
+                store_report(world, sets),
+            ),
             events=events,
             samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
             first_step=step,

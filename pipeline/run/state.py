@@ -37,7 +37,9 @@ from pipeline.run.decoding import with_decoding
 from pipeline.run.folder import config_hash
 from pipeline.run.lock import RunLock
 from pipeline.run.progress import Schedule
+from pipeline.stores.store import StoreAway, StoreFails
 
+NO_MORE_DATA = 1000  # told in place of a signal, and above all of them: a rank's loader has failed ahead of time
 _LONGEST_REASON = 2000  # characters of an error that events.jsonl keeps
 
 
@@ -79,9 +81,18 @@ class Run:
 
     def tell(self) -> Agreed:
         """Exchange status with all ranks, once per step or evaluation batch; publish a checkpoint that all have written. Collective."""
-        agreed = self.agreement.exchange(self.stop.received, self.saver.failed, self.saver.written)
+        stop = NO_MORE_DATA if self.loader.failure else self.stop.received
+        agreed = self.agreement.exchange(stop, self.saver.failed, self.saver.written)
         self.saver.settle(agreed)
         return agreed
+
+    def raise_failure(self) -> None:
+        """Raise, on all ranks, what a rank's loader failed with ahead of time. Collective."""
+        failure = self.loader.failure
+        found = [each for each in self.world.gather([failure.exit_code, str(failure)] if failure else None) if each]
+        if found:
+            code, sentence = max(found)
+            raise (StoreAway if code == StoreAway.exit_code else StoreFails)(sentence)
 
     def state(self) -> checkpoint.RunState:
         """What a checkpoint of this moment says."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from pathlib import Path
@@ -90,7 +91,7 @@ def is_remote(place: str | os.PathLike[str]) -> bool:
 
 
 def parse_place(text: str | os.PathLike[str]) -> Place:
-    """A path or a URL, as the user wrote it; what ``argparse`` takes as a type.
+    """A path or a URL, as the user wrote it.
 
     Raises:
         UserError: a URL that is none of a store, or has secrets in it.
@@ -101,6 +102,14 @@ def parse_place(text: str | os.PathLike[str]) -> Place:
     if re.match(rf"({'|'.join(SCHEMES)}):/", text) and not os.path.exists(text):
         raise UserError(f"{_without_secrets(text)} has one slash after the scheme, two needed", "write it as SCHEME://")
     return Path(text)
+
+
+def place_argument(text: str) -> Place:
+    """:func:`parse_place` as a type for ``argparse``, which would print the whole URL in a message of its own."""
+    try:
+        return parse_place(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _without_secrets(url: str) -> str:

@@ -15,11 +15,11 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-from pipeline.errors import UserError
+from pipeline.errors import RANK_LOST, UserError
 from pipeline.stores.client import Answer, Client, Failure, Kind
 from pipeline.stores.parallel import Threads
 from pipeline.stores.place import RemotePath
@@ -33,11 +33,18 @@ _TRIES = 8  # 12 s: of a request that a store which answers others does not answ
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds between tries; doubled each time, and drawn from its upper half
 _FIRST_THROTTLED, _LONGEST_THROTTLED = 0.5, 30.0  # the same after 503 and 429, for all requests of the process
 PATIENCE = 600.0  # seconds without any answer until the store is given up
+_FIRST_PATIENCE = 120.0  # the same before the first answer: the address may be wrong
 _WARN_AFTER = 20.0  # seconds without any answer until that is said
 
 
 class StoreFails(UserError):
     """The store as a whole cannot be read or written any more. What was trained so far is to be saved."""
+
+
+class StoreAway(StoreFails):
+    """The store answers nobody. A later start may succeed, so the job may be requeued."""
+
+    exit_code = RANK_LOST
 
 
 class Store:
@@ -63,7 +70,7 @@ class Store:
         self._quiet_until = 0.0  # throttled: no request before
         self._throttled = 0  # in a row
         self._over: StoreFails | None = None
-        self._warned = False
+        self._ever = self._warned = False
 
     def read(self, name: str, begin: int, size: int) -> Answer:
         """Bytes of an object.
@@ -127,6 +134,7 @@ class Store:
             if not writes and name != self._probe and self._answers_others(began):
                 raise PermissionError(errno.EACCES, str(failure), str(self.place / name))
             self._end(
+                StoreFails,
                 f"{self.place} refuses access ({failure})",
                 "renew the credentials, or give this user the right to read it, and start again: a run goes on from its newest checkpoint",
             )
@@ -134,8 +142,9 @@ class Store:
         if (tries >= _TRIES or now - began > self._patience) and name != self._probe and self._answers_others(began):
             raise OSError(errno.EIO, f"{failure}, for {now - began:.0f} s", str(self.place / name))
         silent = now - max(self._answered, began)
-        if silent > self._patience:
+        if silent > (self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)):
             self._end(
+                StoreAway,
                 f"{self.place} has not answered for {silent:.0f} s ({failure})",
                 "see to the store and the network and start again: a run goes on from its newest checkpoint",
             )
@@ -155,14 +164,14 @@ class Store:
             return False
         return True
 
-    def _end(self, problem: str, remedy: str) -> None:
+    def _end(self, kind: type[StoreFails], problem: str, remedy: str) -> NoReturn:
         with self._lock:
-            self._over = self._over or StoreFails(problem, remedy)
+            self._over = self._over or kind(problem, remedy)
         raise self._over
 
     def _note_answer(self, result: object) -> None:
         with self._lock:
-            self._answered, self._throttled, self._warned = time.monotonic(), 0, False
+            self._answered, self._throttled, self._ever, self._warned = time.monotonic(), 0, True, False
             self._counts["requests"] += 1
             if isinstance(result, Answer):
                 self._counts["bytes"] += len(result.data)
@@ -188,9 +197,3 @@ class Store:
         end = time.monotonic() + self._pause * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (tries - 1)) * random.uniform(0.5, 1)
         while (left := end - time.monotonic()) > 0 and not self._over:
             time.sleep(min(left, 0.2))
-
-
-def parts_of(size: int, most: int) -> Iterator[tuple[int, int]]:
-    """A range in parts of at most ``most`` bytes: (begin, size) each."""
-    for begin in range(0, size, most):
-        yield begin, min(most, size - begin)
