@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -77,11 +78,30 @@ class MixedSet:
         except DamagedSample as damage:
             raise DamagedSample(index, str(damage)) from None
 
+    def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
+        """As :meth:`ShardSet.read_batch`; a store that one of the sets is in is asked for its samples at the same time."""
+        images: list[np.ndarray | DamagedSample] = [np.empty(0, np.uint8)] * len(indices)
+        places: dict[ShardSet, list[int]] = {}
+        for place, index in enumerate(indices):
+            places.setdefault(self._find(index)[0], []).append(place)
+        for one, its in places.items():
+            for place, image in zip(its, one.read_batch([self._find(indices[place])[1] for place in its])):
+                images[place] = DamagedSample(indices[place], str(image)) if isinstance(image, DamagedSample) else image
+        return images
+
     def will_need(self, runs: list[tuple[int, int]]) -> None:
         """Announce runs, (first sample, number of samples) each; none spans two sets."""
+        own: dict[ShardSet, list[tuple[int, int]]] = {}
         for first, count in runs:
-            one, own = self._find(first)
-            one.will_need([(own, count)])
+            one, begin = self._find(first)
+            own.setdefault(one, []).append((begin, count))
+        for one, its in own.items():
+            one.will_need(its)
+
+    def take_counts(self) -> dict[str, int] | None:
+        """The sum of :meth:`ShardSet.take_counts`."""
+        counts = [found for one in self.sets if (found := one.take_counts()) is not None]
+        return dict(sum(map(Counter, counts), Counter[str]())) if counts else None
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
         """An error about a sample, to be raised by the caller."""
@@ -110,19 +130,24 @@ class _Rows:
         return rows
 
 
-def open_training_set(path: str | Path, mix: Mapping[str, float]) -> ShardSet | MixedSet:
+def open_training_set(path: str | os.PathLike[str], mix: Mapping[str, float], readers: int = 1) -> ShardSet | MixedSet:
     """Open the training split of ``data.path``, with those of ``data.mix`` if there are any.
+
+    Args:
+        path: of the first set.
+        mix: path of each further set -> its weight.
+        readers: processes that divide the samples among them.
 
     Raises:
         UserError: a set cannot be opened (the message names its key), or has a class that ``data.path`` has not.
     """
-    first = ShardSet(path, "train")
+    first = ShardSet(path, "train", readers)
     if not mix:
         return first
     further = {}
     for folder, weight in mix.items():
         try:
-            further[ShardSet(folder, "train")] = weight
+            further[ShardSet(folder, "train", readers)] = weight
         except UserError as error:
             raise UserError(f"data.mix: {error}".replace("data.path", "data.mix")) from None
     return MixedSet(first, further)

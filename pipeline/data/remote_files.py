@@ -12,10 +12,12 @@ import hashlib
 import os
 import tempfile
 import threading
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.data.manifest import MANIFEST, SHARDER, ShardManifest
+from pipeline.data.remote_blocks import Blocks
 from pipeline.errors import UserError
 from pipeline.files import lock_bytes, replace_file, write_error
 from pipeline.stores.client import Answer, Kind
@@ -23,6 +25,8 @@ from pipeline.stores.place import RemotePath
 from pipeline.stores.store import Store
 
 _GAP = 32 << 10  # bytes: ranges this close are read together; between the images of two samples there are about 3 kB
+_SMALL_GAP = 4 << 10
+_MOST_READERS = 4  # of a block, for whom fetching it as a whole is worth its bytes; more share a cache (data.cache)
 _LARGEST = 8 << 20  # bytes of a request: larger ones gain nothing, and a cut answer loses more
 
 
@@ -41,7 +45,7 @@ def join_ranges(wanted: list[tuple[str, int, int]], gap: int = _GAP, largest: in
 
     Args:
         wanted: (name, begin, size) each.
-        gap: bytes between two that may be read for nothing.
+        gap: bytes between two that may be read for nothing; never many more than are wanted behind it.
         largest: bytes of a request of several.
 
     Returns:
@@ -52,7 +56,7 @@ def join_ranges(wanted: list[tuple[str, int, int]], gap: int = _GAP, largest: in
         name, begin, size = wanted[place]
         if pieces and (last := pieces[-1]).name == name:
             end = max(last.begin + last.size, begin + size)
-            if begin - (last.begin + last.size) <= gap and end - last.begin <= largest:
+            if begin - (last.begin + last.size) <= min(gap, max(size, _SMALL_GAP)) and end - last.begin <= largest:
                 pieces[-1] = Piece(name, last.begin, end - last.begin, [*last.serves, place])
                 continue
         pieces.append(Piece(name, begin, size, [place]))
@@ -66,10 +70,12 @@ class RemoteFiles:
         place: holds them.
         store: of the place.
         content: of its manifest.
+        readers: processes among which the samples of a block are divided.
     """
 
-    def __init__(self, place: RemotePath, store: Store, content: bytes) -> None:
-        self.folder, self.store = place, store
+    def __init__(self, place: RemotePath, store: Store, content: bytes, readers: int = 1) -> None:
+        self.folder, self.store, self._readers = place, store, readers
+        self._blocks = Blocks(self.read)
         self._manifest = ShardManifest.parse(content, place / MANIFEST)
         self._bytes = {shard.file: shard.bytes for split in self._manifest.splits.values() for shard in split.shards}
         self._tags: dict[str, str] = {}  # etags, as they were when a file was read first
@@ -77,7 +83,7 @@ class RemoteFiles:
         self._lock = threading.Lock()
 
     @classmethod
-    def find(cls, place: RemotePath, split: str) -> RemoteFiles:
+    def find(cls, place: RemotePath, split: str, readers: int = 1) -> RemoteFiles:
         """The set at a place, or in its subfolder named ``split``.
 
         Raises:
@@ -86,7 +92,7 @@ class RemoteFiles:
         for folder in (place, place / split):
             store = Store(folder, probe=MANIFEST)
             try:
-                return cls(folder, store, bytes(store.fetch(MANIFEST).data))
+                return cls(folder, store, bytes(store.fetch(MANIFEST).data), readers)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -148,18 +154,36 @@ class RemoteFiles:
 
     def read_many(self, wanted: list[tuple[str, int, int]]) -> list[bytes | memoryview | OSError]:
         found: list[bytes | memoryview | OSError] = [b""] * len(wanted)
-        pieces = join_ranges(wanted)
+        coming = {place: block for place, each in enumerate(wanted) if (block := self._blocks.find(*each))}
+        alone = [place for place in range(len(wanted)) if place not in coming]
+        pieces = join_ranges([wanted[place] for place in alone])
         answers = self.store.threads.map(lambda piece: self.read(piece.name, piece.begin, piece.size), pieces)
         for piece, data in zip(pieces, answers):
             if isinstance(data, BaseException) and not isinstance(data, OSError):
                 raise data
-            for place in piece.serves:
+            for place in (alone[number] for number in piece.serves):
                 begin = wanted[place][1] - piece.begin
                 found[place] = data if isinstance(data, OSError) else data[begin : begin + wanted[place][2]]
+        for place, bytes_of in coming.items():
+            try:
+                found[place] = bytes_of()
+            except (OSError, CancelledError):  # a block failed; its other samples may be sound
+                found[place] = self._try(*wanted[place])
         return found
 
+    def _try(self, name: str, begin: int, size: int) -> memoryview | OSError:
+        try:
+            return self.read(name, begin, size)
+        except OSError as error:
+            return error
+
     def will_need(self, name: str, begin: int, size: int) -> None:
-        pass
+        """Nothing: single ranges come soon enough when they are read, and whole blocks are :meth:`will_need_blocks`."""
+
+    def will_need_blocks(self, ranges: list[tuple[str, int, int]]) -> None:
+        """Fetch blocks that will be read soon, unless most of what they hold is for other processes. Returns immediately."""
+        if self._readers <= _MOST_READERS:
+            self._blocks.announce(ranges)
 
     def forget_if_replaced(self, name: str) -> None:
         with self._lock:

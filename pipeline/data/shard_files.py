@@ -87,6 +87,14 @@ class ManyFiles(Protocol):
 
 
 @runtime_checkable
+class BlockFiles(Protocol):
+    """:class:`ShardFiles` that read the blocks of a window as a whole."""
+
+    def will_need_blocks(self, ranges: list[tuple[str, int, int]]) -> None:
+        """Announce all ranges, (name, begin, size) each, of a window. Returns immediately, and never fails."""
+
+
+@runtime_checkable
 class Counting(Protocol):
     """:class:`ShardFiles` that count their requests."""
 
@@ -171,12 +179,13 @@ class LocalFiles:
             return self._descriptors[name]
 
 
-def open_files(path: str | os.PathLike[str], split: str) -> ShardFiles:
+def open_files(path: str | os.PathLike[str], split: str, readers: int = 1) -> ShardFiles:
     """The files of the shard set at ``data.path``.
 
     Args:
         path: a folder or a URL; holds ``manifest.json``, directly or in a subfolder named ``split``.
         split: ``train`` or ``val``.
+        readers: processes that divide the samples among them.
 
     Raises:
         UserError: there is no such place.
@@ -185,7 +194,7 @@ def open_files(path: str | os.PathLike[str], split: str) -> ShardFiles:
     if isinstance(place, RemotePath):
         from pipeline.data.remote_files import RemoteFiles  # imported late: a local set needs no client
 
-        return RemoteFiles.find(place, split)
+        return RemoteFiles.find(place, split, readers)
     return LocalFiles(_find(place, split))
 
 

@@ -15,6 +15,7 @@ from is known to :mod:`pipeline.data.shard_files` alone.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.data.manifest import MANIFEST, SHARDER, file_sha256, in_progress_file, sample_key
 from pipeline.data.sample_table import find_out_of_range, map_sample_table
-from pipeline.data.shard_files import Counting, ManyFiles, open_files
+from pipeline.data.shard_files import BlockFiles, Counting, ManyFiles, open_files
 from pipeline.errors import UserError
 from pipeline.stores.place import Place
 
@@ -47,6 +48,7 @@ class ShardSet:
     Args:
         folder: a folder, or a URL of a store; holds ``manifest.json``, directly or in a subfolder named ``split``.
         split: ``train`` or ``val``.
+        readers: processes that divide the samples among them.
 
     Attributes:
         samples: (n,) memory-mapped array of ``SAMPLE_DTYPE``.
@@ -60,8 +62,8 @@ class ShardSet:
 
     mixture: None = None  # one set: see pipeline.data.samples
 
-    def __init__(self, folder: str | os.PathLike[str], split: str) -> None:
-        self.files = open_files(folder, split)
+    def __init__(self, folder: str | os.PathLike[str], split: str, readers: int = 1) -> None:
+        self.files = open_files(folder, split, readers)
         self.folder = self.files.folder
         self.split = split
         manifest = self.files.manifest()
@@ -134,7 +136,7 @@ class ShardSet:
         found = self.files.read_many([(self._tar(row), int(row["offset"]), int(row["bytes"])) for row in rows])
         images = [self._try(self._verified, index, data) for index, data in zip(indices, found)]
         for place, image in enumerate(images):
-            if isinstance(image, DamagedSample):  # rare
+            if isinstance(image, DamagedSample) and not _was_given_up(found[place]):  # rare
                 self.files.forget_if_replaced(self._tar(rows[place]))
                 images[place] = self._try(self._read, indices[place])
         return images
@@ -145,12 +147,18 @@ class ShardSet:
         Args:
             runs: (first sample, number of samples) each; clipped to the end of the set.
         """
+        ranges = []
         for first, count in runs:
             samples = self.samples[first : first + count]
             for shard in np.unique(samples["shard"]):
                 inside = samples[samples["shard"] == shard]
                 begin, end = int(inside["offset"][0]), int(inside["offset"][-1]) + int(inside["bytes"][-1])
-                self.files.will_need(self.info.shards[int(shard)].file, begin, end - begin)
+                ranges.append((self.info.shards[int(shard)].file, begin, end - begin))
+        if ranges and isinstance(self.files, BlockFiles):
+            self.files.will_need_blocks(ranges)
+            return
+        for each in ranges:
+            self.files.will_need(*each)
 
     def take_counts(self) -> dict[str, int] | None:
         """What happened with the store since the last call (:meth:`pipeline.stores.store.Store.take_counts`); None without one."""
@@ -161,8 +169,10 @@ class ShardSet:
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
         """An error about a sample, to be raised by the caller."""
+        return self._damaged(index, reason, self._original(index))
+
+    def _damaged(self, index: int, reason: str, original: str) -> DamagedSample:
         path = self.folder / self._tar(self.samples[index])
-        original = self._original(index)
         name = f" (it was {original} in the source)" if original else ""
         return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}{name}")
 
@@ -197,7 +207,10 @@ class ShardSet:
         sample = self.samples[index]
         size, offset = int(sample["bytes"]), int(sample["offset"])
         if isinstance(data, OSError):
-            raise self.damaged(index, f"cannot be read ({data.strerror})")
+            original = (
+                "" if isinstance(self.files, ManyFiles) else self._original(index)
+            )  # in a store that would take long, too
+            raise self._damaged(index, f"cannot be read ({data.strerror})", original)
         if len(data) != size:
             raise self.damaged(index, f"is cut off: {len(data)} of its {size} bytes are there, at offset {offset}")
         checksum = xxh3_64_intdigest(data)
@@ -233,6 +246,11 @@ class ShardSet:
         if wrong:
             raise UserError(f"{path} does not fit {MANIFEST}: {wrong} needed", remedy)
         return samples
+
+
+def _was_given_up(data: object) -> bool:
+    """Whether a store did not give it, after all tries; a file that was replaced is another matter."""
+    return isinstance(data, OSError) and data.errno != errno.ESTALE
 
 
 def _advice(folder: Place, split: str) -> str:

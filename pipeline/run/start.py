@@ -60,7 +60,8 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     Raises:
         UserError: config, data and run folder do not fit together.
     """
-    sets = train_set, val_set = open_training_set(config.data.path, config.data.mix), ShardSet(config.data.path, "val")
+    train_set = open_training_set(config.data.path, config.data.mix, readers=world.size)
+    val_set = ShardSet(config.data.path, "val", readers=world.size)
     check_classes(config, train_set)
     check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
     schedule = make_schedule(config, train_set)
@@ -118,7 +119,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
                 schedule.last_step,
                 flops_per_image,
                 BadSampleReport(world, known),
-                store_report(world, sets),
+                store_report(world, (train_set, val_set)),
             ),
             events=events,
             samples=SampleLog(folder, world, step + 1) if config.log.samples else None,

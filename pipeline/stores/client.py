@@ -103,19 +103,6 @@ class Client:
             raise Failure(Kind.CUT, f"{len(answer.data)} of {needed} bytes were sent")
         return answer
 
-    def fetch(self, name: str) -> Answer:
-        """A whole object.
-
-        Raises:
-            Failure: it cannot be had as a whole.
-        """
-        with _sorted_failures():
-            found = self._obstore.get(self._store, name)
-            answer = Answer(memoryview(found.bytes()), found.meta["size"], found.meta.get("e_tag") or "")
-        if len(answer.data) != answer.size:
-            raise Failure(Kind.CUT, f"{len(answer.data)} of {answer.size} bytes were sent")
-        return answer
-
     def put(self, name: str, data: bytes | Path) -> None:
         """Write a whole object: it is there completely, or as it was before.
 

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 Task = TypeVar("Task")
@@ -39,13 +40,15 @@ class Threads:
 
     def map(self, act: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result | BaseException]:
         """``act`` of each task, at the same time; in place of a result, the exception that was raised."""
-        waiting = [self.submit(lambda task=task: act(task)) for task in tasks]  # type: ignore[misc]
+        waiting = [self.submit(partial(act, task)) for task in tasks]
         return [future.exception() or future.result() for future in waiting]
 
     def _work(self) -> None:
         while True:
             future, act = self._tasks.get()
             try:
+                if not future.set_running_or_notify_cancel():
+                    continue
                 future.set_result(act())
             except BaseException as error:
                 future.set_exception(error)

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_PART = 8 << 20  # bytes of a request for a whole object
 REQUESTS_AT_ONCE = 64  # of a process: 1,000 images/s at 50 ms
 _TRIES = 8  # 12 s: of a request that a store which answers others does not answer
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds between tries; doubled each time, and drawn from its upper half
@@ -53,15 +54,13 @@ class Store:
     Args:
         place: what names are relative to.
         probe: an object that is there, to tell a store that is away from an object that is damaged.
-        patience: seconds without any answer until the store is given up.
-        pause: factor of all pauses; for tests.
 
     Attributes:
         threads: for many requests at a time.
     """
 
-    def __init__(self, place: RemotePath, probe: str, patience: float = PATIENCE, pause: float = 1.0) -> None:
-        self.place, self._probe, self._patience, self._pause = place, probe, patience, pause
+    def __init__(self, place: RemotePath, probe: str) -> None:
+        self.place, self._probe, self._patience = place, probe, PATIENCE
         self._client = Client(place)
         self.threads = Threads(REQUESTS_AT_ONCE)
         self._lock = threading.Lock()
@@ -82,8 +81,21 @@ class Store:
         return self._repeat(name, lambda: self._client.read(name, begin, size))
 
     def fetch(self, name: str) -> Answer:
-        """A whole object, of a size that fits into memory. Raises as :meth:`read`."""
-        return self._repeat(name, lambda: self._client.fetch(name))
+        """A whole object, of a size that fits into memory, by ranges: their answers tell the whole size, so that none is cut off.
+
+        Raises:
+            OSError, StoreFails: as :meth:`read`.
+        """
+        first = self.read(name, 0, _PART)
+        rest = [(begin, min(_PART, first.size - begin)) for begin in range(_PART, first.size, _PART)]
+        answers: list[Answer] = [first]
+        for answer in self.threads.map(lambda part: self.read(name, *part), rest):
+            if isinstance(answer, BaseException):
+                raise answer
+            if answer.tag != first.tag:
+                raise OSError(errno.ESTALE, "it was replaced while it was read", str(self.place / name))
+            answers.append(answer)
+        return Answer(memoryview(b"".join(answer.data for answer in answers)), first.size, first.tag)
 
     def put(self, name: str, data: bytes | Path) -> None:
         """Write a whole object. Raises as :meth:`read`."""
@@ -191,9 +203,13 @@ class Store:
             with self._lock:
                 if time.monotonic() >= self._quiet_until:  # one pause for all requests that were in flight
                     self._throttled += 1
-                    pause = min(_LONGEST_THROTTLED, _FIRST_THROTTLED * 2 ** (self._throttled - 1))
-                    self._quiet_until = time.monotonic() + self._pause * pause * random.uniform(0.5, 1)
+                    self._quiet_until = time.monotonic() + _pause(_FIRST_THROTTLED, _LONGEST_THROTTLED, self._throttled)
             return
-        end = time.monotonic() + self._pause * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (tries - 1)) * random.uniform(0.5, 1)
+        end = time.monotonic() + _pause(_FIRST_PAUSE, _LONGEST_PAUSE, tries)
         while (left := end - time.monotonic()) > 0 and not self._over:
             time.sleep(min(left, 0.2))
+
+
+def _pause(first: float, longest: float, tries: int) -> float:
+    """Seconds until the next try: doubled with each, and drawn, so that processes do not come back all at once."""
+    return min(longest, first * 2 ** min(tries - 1, 20)) * random.uniform(0.5, 1)
