@@ -143,7 +143,7 @@ class Store:
             raise FileNotFoundError(errno.ENOENT, str(failure), str(self.place / name))
         if failure.kind is Kind.DENIED:
             # A store says so of an object that is not there, too, where it does not let a user list.
-            if not writes and name != self._probe and self._answers_others(began):
+            if not writes and name != self._probe and self._answers_others():
                 raise PermissionError(errno.EACCES, str(failure), str(self.place / name))
             self._end(
                 StoreFails,
@@ -151,7 +151,7 @@ class Store:
                 "renew the credentials, or give this user the right to read it, and start again: a run goes on from its newest checkpoint",
             )
         now = time.monotonic()
-        if (tries >= _TRIES or now - began > self._patience) and name != self._probe and self._answers_others(began):
+        if (tries >= _TRIES or now - began > self._patience) and name != self._probe and self._answers_others():
             raise OSError(errno.EIO, f"{failure}, for {now - began:.0f} s", str(self.place / name))
         silent = now - max(self._answered, began)
         if silent > (self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)):
@@ -166,10 +166,8 @@ class Store:
                 f"{self.place} has not answered for {silent:.0f} s ({failure}); it is tried again, for {self._patience:.0f} s"
             )
 
-    def _answers_others(self, since: float) -> bool:
-        """Whether the store answers requests for other objects."""
-        if self._answered > since:
-            return True
+    def _answers_others(self) -> bool:
+        """Whether the store answers a request for another object now."""
         try:
             self._note_answer(self._client.read(self._probe, 0, 1))
         except Failure:

@@ -37,7 +37,7 @@ def nginx(root: Path, work: Path) -> Iterator[int]:
     config.write_text(_NGINX_CONFIG.format(work=work, port=port, root=root))
     server = subprocess.Popen([NGINX, "-e", work / "error.log", "-p", work, "-c", config], stderr=subprocess.DEVNULL)
     try:
-        _wait_for(port)
+        wait_for(port)
         yield port
     finally:
         server.terminate()
@@ -90,7 +90,8 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _wait_for(port: int) -> None:
+def wait_for(port: int) -> None:
+    """Wait until something listens on a port."""
     for _ in range(500):
         with socket.socket() as client:
             if client.connect_ex(("127.0.0.1", port)) == 0:
