@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 from data_prep import MAX_REJECTED, SPLITS, counted
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
+from pipeline.stores.place import is_remote, parse_place
 
 STAGED = ".staged"  # folder of --output with the images of a source that cannot be read in any order
 
@@ -86,6 +87,11 @@ def main() -> None:
     add_writing_options(parser)
     args = parser.parse_args()
     rules, share = writing_options(args)
+    if is_remote(args.output):
+        raise UserError(
+            f"--output is {parse_place(args.output)}, a folder needed, from which an interrupted run goes on",
+            "write to a folder, then copy the set with `python -m data_prep.upload_shards DIR URL`",
+        )
     for option in ("samples_per_shard", "workers"):
         if getattr(args, option) < 1:
             raise UserError(

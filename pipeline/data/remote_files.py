@@ -108,8 +108,7 @@ class RemoteFiles:
     def expect(self, name: str, size: int, remedy: str) -> None:
         """Compared with the store's list of the place, where it has one; otherwise with the first answer for each file."""
         if self._listed is None:
-            listed = self.store.sizes()
-            self._listed = {} if listed is None else listed
+            self._listed = self.store.sizes()
         if not self._listed or name.endswith(".idx"):  # which nothing here reads
             return
         if name not in self._listed:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 EXTRA = "pip install 'pervit-pipeline[remote]'"
 _CONNECT, _SILENT, _WHOLE = timedelta(seconds=10), timedelta(seconds=20), timedelta(seconds=120)  # of a request
+_MARK = "sha256"  # metadata of an object
 _THROTTLED = ("408", "429", "503")
 # What stores answer with another status than 401 or 403 to credentials that are no longer valid, and what obstore says where it
 # finds none.
@@ -103,14 +104,28 @@ class Client:
             raise Failure(Kind.CUT, f"{len(answer.data)} of {needed} bytes were sent")
         return answer
 
-    def put(self, name: str, data: bytes | Path) -> None:
+    def put(self, name: str, data: bytes | Path, mark: str = "") -> None:
         """Write a whole object: it is there completely, or as it was before.
+
+        Args:
+            name: of the object.
+            data: its content, or a file with it.
+            mark: what :meth:`mark` returns of it.
 
         Raises:
             Failure: it was not written.
         """
         with _sorted_failures():
-            self._obstore.put(self._store, name, data)
+            self._obstore.put(self._store, name, data, attributes={_MARK: mark} if mark else None)
+
+    def mark(self, name: str) -> str:
+        """What an object was marked with; empty if it was not.
+
+        Raises:
+            Failure: it cannot be asked.
+        """
+        with _sorted_failures():
+            return str(self._obstore.get(self._store, name, options={"range": (0, 1)}).attributes.get(_MARK, ""))
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Name and bytes of all objects of the place. A web server has no such list.

@@ -97,19 +97,29 @@ class Store:
             answers.append(answer)
         return Answer(memoryview(b"".join(answer.data for answer in answers)), first.size, first.tag)
 
-    def put(self, name: str, data: bytes | Path) -> None:
-        """Write a whole object. Raises as :meth:`read`."""
-        self._repeat(name, lambda: self._client.put(name, data), writes=True)
+    def put(self, name: str, data: bytes | Path, mark: str = "") -> None:
+        """Write a whole object, with a mark that :meth:`mark` returns. Raises as :meth:`read`."""
+        self._repeat(name, lambda: self._client.put(name, data, mark), about_all=True)
 
-    def sizes(self) -> dict[str, int] | None:
-        """Name and bytes of every object of the place; None where the store does not tell."""
+    def mark(self, name: str) -> str:
+        """What an object was marked with; empty if it was not. Raises as :meth:`read`."""
+        return self._repeat(name, lambda: self._client.mark(name), about_all=True)
+
+    def sizes(self, must: bool = False) -> dict[str, int]:
+        """Name and bytes of every object of the place.
+
+        Args:
+            must: raise as :meth:`read` where the store does not tell, in place of returning none.
+        """
         if self.place.scheme in ("http", "https"):
-            return None
+            return {}
         try:
-            return self._repeat("", lambda: dict(self._client.sizes()), writes=True)
+            return self._repeat("", lambda: dict(self._client.sizes()), about_all=True)
         except (OSError, StoreFails):
+            if must:
+                raise
             self._over = None  # reading may be allowed where listing is not
-            return None
+            return {}
 
     def count(self, kind: Kind) -> None:
         """Count a failure that the caller found."""
@@ -122,7 +132,7 @@ class Store:
             taken, self._counts = self._counts, Counter()
         return dict(taken)
 
-    def _repeat(self, name: str, act: Callable[[], Result], writes: bool = False) -> Result:
+    def _repeat(self, name: str, act: Callable[[], Result], about_all: bool = False) -> Result:
         began, tries = time.monotonic(), 0
         while True:
             self._wait_for_turn()
@@ -131,19 +141,19 @@ class Store:
             except Failure as failure:
                 tries += failure.kind is not Kind.THROTTLED  # which says nothing of the object
                 self.count(failure.kind)
-                self._judge(name, failure, tries, began, writes)
+                self._judge(name, failure, tries, began, about_all)
                 self._rest(failure, tries)
             else:
                 self._note_answer(result)
                 return result
 
-    def _judge(self, name: str, failure: Failure, tries: int, began: float, writes: bool) -> None:
+    def _judge(self, name: str, failure: Failure, tries: int, began: float, about_all: bool) -> None:
         """Raise if another try is no use."""
         if failure.kind is Kind.MISSING:
             raise FileNotFoundError(errno.ENOENT, str(failure), str(self.place / name))
         if failure.kind is Kind.DENIED:
             # A store says so of an object that is not there, too, where it does not let a user list.
-            if not writes and name != self._probe and self._answers_others():
+            if not about_all and name != self._probe and self._answers_others():
                 raise PermissionError(errno.EACCES, str(failure), str(self.place / name))
             self._end(
                 StoreFails,
@@ -151,7 +161,12 @@ class Store:
                 "renew the credentials, or give this user the right to read it, and start again: a run goes on from its newest checkpoint",
             )
         now = time.monotonic()
-        if (tries >= _TRIES or now - began > self._patience) and name != self._probe and self._answers_others():
+        if (
+            not about_all
+            and (tries >= _TRIES or now - began > self._patience)
+            and name != self._probe
+            and self._answers_others()
+        ):
             raise OSError(errno.EIO, f"{failure}, for {now - began:.0f} s", str(self.place / name))
         silent = now - max(self._answered, began)
         if silent > (self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)):

@@ -1,0 +1,142 @@
+"""Copy a shard set into a store: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX.
+
+    python -m data_prep.upload_shards DIR URL
+
+Every file is compared with DIR/manifest.json and uploaded as a whole; the manifest is last, so that a set that can be read is
+complete. The same command goes on after an interruption, with what is missing. Training reads it with data.path=URL.
+
+Examples:
+    python -m data_prep.upload_shards data/imagenet s3://bucket/imagenet
+    python -m data_prep.upload_shards data/imagenet gs://bucket/sets/imagenet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_prep import counted
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
+from pipeline.stores.place import Place, RemotePath, parse_place, place_argument
+
+if TYPE_CHECKING:
+    from pipeline.data.manifest import ShardManifest
+    from pipeline.stores.store import Store
+
+
+def main() -> None:
+    parser = command_parser("data_prep.upload_shards", __doc__)
+    parser.add_argument("folder", type=Path, help="the shard set: the folder that holds manifest.json")
+    parser.add_argument("url", type=place_argument, help="where to copy it to")
+    args = parser.parse_args()
+    upload(args.folder, args.url)
+
+
+def upload(folder: Path, url: Place | str) -> None:
+    """Copy a shard set into a store.
+
+    Args:
+        folder: holds the set.
+        url: of the store.
+
+    Raises:
+        UserError: there is no whole set in the folder, the place holds another one, or it cannot be written.
+    """
+    from tqdm import tqdm
+
+    from pipeline.data.manifest import MANIFEST, ShardManifest
+    from pipeline.stores.store import Store
+
+    place = parse_place(url)
+    if not isinstance(place, RemotePath) or place.scheme not in ("s3", "gs", "az"):
+        raise UserError(f"{place} is no bucket, s3://BUCKET/PREFIX, gs:// or az:// needed", "correct it")
+    manifest = ShardManifest.read(folder)
+    content = (folder / MANIFEST).read_bytes()
+    store = Store(place, probe="")
+    there = store.sizes(must=True)
+    if MANIFEST in there:
+        if _fetched(store, place, MANIFEST) == content:
+            print(f"{place} holds this set already, nothing was uploaded")
+            return
+        raise UserError(f"{place} holds another shard set", "choose another URL, or remove what is there")
+    files = dict(_files(folder, manifest))
+
+    def copy(name: str) -> int:
+        path, sha256 = folder / name, files[name]
+        size = _checked(path, sha256)
+        if there.get(name) == size and store.mark(name) == sha256:
+            return 0
+        _put(store, place, name, path, sha256)
+        return size
+
+    sent = kept = 0
+    with tqdm(total=len(files), desc="uploading", unit=" files", disable=None) as bar:
+        for part in _in_parts(sorted(files), 8):
+            for result in store.threads.map(copy, part):
+                if isinstance(result, BaseException):
+                    raise result
+                sent, kept = sent + result, kept + (result == 0)
+                bar.update()
+    _put(store, place, MANIFEST, content, "")
+    again = f", {counted(kept, 'file')} kept from an earlier run" if kept else ""
+    print(f"{place}: {counted(len(files) + 1, 'file')}, {(sent + len(content)) / 1e6:.1f} MB uploaded{again}")
+
+
+def _files(folder: Path, manifest: ShardManifest) -> Iterator[tuple[str, str]]:
+    """Name and SHA-256 of all files of a set but its manifest; empty for the lists, whose SHA-256 the manifest does not have."""
+    from pipeline.data.manifest import REENCODED, REJECTED
+
+    for split in manifest.splits.values():
+        yield split.samples_file, split.samples_sha256
+        for shard in split.shards:
+            yield shard.file, shard.sha256
+            yield shard.idx_file, shard.idx_sha256
+    for name in (REJECTED, REENCODED):
+        if (folder / name).exists():
+            yield name, ""
+
+
+def _checked(path: Path, sha256: str) -> int:
+    """The size of a file that is what the manifest says."""
+    from pipeline.data.manifest import file_sha256
+
+    try:
+        if sha256 and file_sha256(path) != sha256:
+            raise UserError(
+                f"{path} was changed after it was written", "restore it; data_prep.verify_shards names all such files"
+            )
+        return path.stat().st_size
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror})", "restore it, or shard again into an empty folder"
+        ) from None
+
+
+def _put(store: Store, place: RemotePath, name: str, data: bytes | Path, mark: str) -> None:
+    try:
+        store.put(name, data, mark)
+    except OSError as error:
+        raise UserError(f"{place / name} cannot be written ({error.strerror})", "see to the store and run it again") from None
+
+
+def _fetched(store: Store, place: RemotePath, name: str) -> bytes:
+    try:
+        return bytes(store.fetch(name).data)
+    except OSError as error:
+        raise UserError(f"{place / name} cannot be read ({error.strerror})", "see to the store and run it again") from None
+
+
+def _in_parts(names: list[str], size: int) -> Iterator[list[str]]:
+    for first in range(0, len(names), size):
+        yield names[first : first + size]
+
+
+def command() -> None:
+    """``python -m data_prep.upload_shards``."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()
