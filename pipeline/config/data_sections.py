@@ -20,7 +20,7 @@ from pipeline.config.bounds import (
 
 class DataConfig(Section):
     path: Text = "data/imagenet"
-    """Folder that holds the shard sets (train and val)."""
+    """Folder that holds the shard sets (train and val), or a URL: s3://BUCKET/PREFIX, gs://, az:// or https://."""
     mix: dict[Text, Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]] = {}
     """Further shard sets to train on: folder -> how often an epoch shows each of its images, on average (0.5: every other epoch). Classes are those of data.path, matched by name."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
