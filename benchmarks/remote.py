@@ -19,10 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -46,15 +46,17 @@ def main() -> None:
         for server, port, path in _servers(args.shards, stack):
             for delay in args.delays:
                 sources[f"{server}, {delay:g} ms"] = path.format(port=stack.enter_context(_delayed(port, delay)))
-        readers = {name: _open(args, path) for name, path in sources.items()}
+        readers: dict[str, Source] = {name: _open(args, path) for name, path in sources.items()}
         rates: dict[str, list[float]] = {name: [] for name in readers}
         for number in range(args.rounds + 1):
             for name, reader in readers.items():
                 images, began = 0, time.perf_counter()
                 for _ in range(args.batches):
-                    images += len(next(reader))
+                    images += reader.next()
                 if number:  # the first round opens connections and fills the page cache
                     rates[name].append(images / (time.perf_counter() - began))
+        for reader in readers.values():
+            reader.close()  # while the servers are there
     local = rates["local disk"]
     print(
         f"{args.order} order, batches of {args.batch}, read_ahead {args.read_ahead}, {'decoded' if args.decode else 'read only'}"
@@ -65,8 +67,14 @@ def main() -> None:
         print(f"{name:24s} {statistics.median(each):9.0f} {share:12.2f}")
 
 
-def _open(args: argparse.Namespace, path: str) -> Iterator[Any]:
-    """The batches of a source without end."""
+class Source(NamedTuple):
+    """Batches without end."""
+
+    next: Callable[[], int]  # images of the next batch
+    close: Callable[[], None]
+
+
+def _open(args: argparse.Namespace, path: str) -> Source:
     import torch
 
     from pipeline.config import AugmentConfig, DataConfig
@@ -86,9 +94,10 @@ def _open(args: argparse.Namespace, path: str) -> Iterator[Any]:
         shards, global_batch=args.batch, micro_batch=args.batch, image_size=224, data=data, augment=AugmentConfig()
     )
     if args.decode:
-        return (batch.labels for batch in Loader(plan, data, torch.device("cpu")))
+        loader = Loader(plan, data, torch.device("cpu"))
+        return Source(lambda: len(next(loader).labels), loader.close)
     reader = Reader(plan, BadSamples(shards, 0), 0, args.read_ahead)
-    return (reader.next().images for _ in iter(int, 1))
+    return Source(lambda: len(reader.next().images), reader.close)
 
 
 def _servers(shards: Path, stack: ExitStack) -> Iterator[tuple[str, int, str]]:
