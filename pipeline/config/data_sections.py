@@ -31,6 +31,10 @@ class DataConfig(Section):
     """Decoded batches to prefetch."""
     read_ahead: Annotated[int, Field(ge=1, le=1024)] = 4
     """Batches whose files are read ahead; takes memory for that many times micro_batch_size encoded images."""
+    cache: Text | None = None
+    """Folder on a disk of the node that keeps copies of whole shards, for all processes of the node; in an existing folder. null: none."""
+    cache_gib: Annotated[float, Field(gt=0, le=2**20)] | None = None
+    """Size of all shards in that folder, GiB; null: up to 95 % of its disk."""
     order: Literal["full", "block"] = "full"
     """full: every epoch is a permutation of all samples. block: samples that are adjacent on disk stay close in time, for storage with slow random reads."""
     block_size: Annotated[int, Field(ge=1, le=2**24)] = 256
@@ -76,6 +80,12 @@ class DataConfig(Section):
             low, high = getattr(self, name)
             if low > high:
                 raise ValueError(f"{name} must go from low to high, not [{low}, {high}]")
+        return self
+
+    @model_validator(mode="after")
+    def _a_cache_has_a_folder(self) -> DataConfig:
+        if self.cache_gib is not None and self.cache is None:
+            raise ValueError(f"cache_gib {self.cache_gib:g} needs a folder: set cache to one on a disk of the node")
         return self
 
     @model_validator(mode="after")

@@ -25,9 +25,11 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from pipeline.data.cached_files import CachedFiles
 from pipeline.data.manifest import MANIFEST, SHARDER, file_sha256, in_progress_file, sample_key
 from pipeline.data.sample_table import find_out_of_range, map_sample_table
-from pipeline.data.shard_files import BlockFiles, Counting, ManyFiles, open_files
+from pipeline.data.shard_cache import ShardCache
+from pipeline.data.shard_files import BlockFiles, Counting, ManyFiles, ShardFiles, open_files
 from pipeline.errors import UserError
 from pipeline.stores.place import Place
 
@@ -49,6 +51,7 @@ class ShardSet:
         folder: a folder, or a URL of a store; holds ``manifest.json``, directly or in a subfolder named ``split``.
         split: ``train`` or ``val``.
         readers: processes that divide the samples among them.
+        cache: of the node; None: none.
 
     Attributes:
         samples: (n,) memory-mapped array of ``SAMPLE_DTYPE``.
@@ -62,8 +65,10 @@ class ShardSet:
 
     mixture: None = None  # one set: see pipeline.data.samples
 
-    def __init__(self, folder: str | os.PathLike[str], split: str, readers: int = 1) -> None:
-        self.files = open_files(folder, split, readers)
+    def __init__(
+        self, folder: str | os.PathLike[str], split: str, readers: int = 1, *, cache: ShardCache | None = None
+    ) -> None:
+        self.files: ShardFiles = open_files(folder, split, readers)
         self.folder = self.files.folder
         self.split = split
         manifest = self.files.manifest()
@@ -81,6 +86,8 @@ class ShardSet:
         self.samples = self._map_samples()
         self._first_of_shard = [0, *accumulate(shard.samples for shard in self.info.shards)]  # sample numbers
         self.files.will_open(len(self.info.shards))
+        if cache is not None:
+            self.files = CachedFiles(self.files, cache, self.info.shards, self.samples)
 
     def __len__(self) -> int:
         return len(self.samples)

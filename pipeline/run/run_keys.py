@@ -14,6 +14,8 @@ _FREE_KEYS = (
     "output_dir",
     "data.path",
     "data.mix",  # as data.path: the sets themselves, and their weights, are compared by their identity
+    "data.cache",
+    "data.cache_gib",
     "data.decode",
     "data.num_threads",
     "data.prefetch",

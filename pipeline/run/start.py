@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline import checkpoint
 from pipeline.checkpoint.whole import Verified
 from pipeline.config import Config, Recipe, accumulation_steps, flatten
+from pipeline.data.cached_files import cache_of
 from pipeline.data.mixed_set import MixedSet, open_training_set
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.agreement import Agreement, do_in_main
@@ -60,8 +61,9 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     Raises:
         UserError: config, data and run folder do not fit together.
     """
-    train_set = open_training_set(config.data.path, config.data.mix, readers=world.size)
-    val_set = ShardSet(config.data.path, "val", readers=world.size)
+    cache = cache_of(config.data)
+    train_set = open_training_set(config.data.path, config.data.mix, readers=world.size, cache=cache)
+    val_set = ShardSet(config.data.path, "val", readers=world.size, cache=cache)
     check_classes(config, train_set)
     check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
     schedule = make_schedule(config, train_set)
