@@ -3,7 +3,9 @@
 ======================  ===============================================================
 ``shard_imagenet``      command: write shards
 ``verify_shards``       command: verify a shard set
+``stage_shards``        command: copy shards into a node's cache
 ``make_demo_dataset``   command: write the digits data set of the demo
+``staging``             does that for a split
 ``sources``             the supported formats of images
 ``job``                 plans the writing of one split and checks the output folder
 ``writer``              writes a split with worker processes, then the manifest

@@ -3,6 +3,9 @@
 =================  ===========================================================================
 ``manifest``      ``manifest.json`` of a shard set
 ``shards``        a shard set on disk: reads and verifies samples
+``shard_files``   where its files are read from
+``cached_files``  the same, with a cache of whole shards on the node before it; ``cache_filler`` fills it, with ``shard_fetch``
+``shard_cache``   that cache's folder: claims, room, eviction; ``cached_shard`` has its files
 ``sample_table``  its index, one row per sample
 ``image_folder``  a folder of images in place of a shard set, for evaluation
 ``image_list``    any images that a user names, for prediction; ``image_names`` finds them

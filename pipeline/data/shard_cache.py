@@ -25,11 +25,12 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.data.cached_shard import CachedShard, Partial, hold, is_held, lock
 from pipeline.data.manifest import ShardInfo
 
 GIB = 1 << 30
@@ -38,7 +39,6 @@ _DIGITS = 32  # of the SHA-256, in a name: 128 bits
 _WHOLE = re.compile(rf".+-[0-9a-f]{{{_DIGITS}}}\.tar")
 _PARTIAL = re.compile(rf"\.(?P<name>.+-[0-9a-f]{{{_DIGITS}}}\.tar)\.(?P<bytes>\d{{1,18}})\.\d+\.partial")
 _LOCK_SECONDS = 30.0  # to wait for the folder, which is held for milliseconds
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 class Unclaimed(enum.Enum):
@@ -47,100 +47,6 @@ class Unclaimed(enum.Enum):
     CACHED = "it is there"
     ELSEWHERE = "another process fetches it"
     NO_ROOM = "there is no room for it"
-
-
-class CachedShard:
-    """A shard of the cache, open for reading and locked against removal until no thread refers to it any more."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound here: at exit the module may be gone first
-        close(self._descriptor)
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Bytes at an offset; fewer than asked for if the file was cut off.
-
-        Raises:
-            OSError: from the system.
-        """
-        return os.pread(self._descriptor, size, offset)
-
-    def advise(self, offset: int, size: int) -> None:
-        """Ask the kernel to read bytes into the page cache."""
-        with suppress(OSError):
-            os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
-
-    def touch(self) -> None:
-        """Record that it is in use. Only its owner can: a shard that another user fetched keeps the time of that user's last use."""
-        with suppress(OSError):
-            os.utime(self._descriptor)
-
-    def is_removed(self) -> bool:
-        """Whether its name was removed, so that its space is free once it is closed."""
-        return os.fstat(self._descriptor).st_nlink == 0
-
-    def is_at(self, path: Path) -> bool:
-        """Whether it is the file of that name."""
-        return _is_at(self._descriptor, path)
-
-
-class Partial:
-    """A shard that this process fetches; see :meth:`ShardCache.claim`. To be closed.
-
-    Attributes:
-        begun: bytes that are there already.
-    """
-
-    def __init__(self, descriptor: int, path: Path, whole: Path, shard: ShardInfo) -> None:
-        self._descriptor, self._path, self._whole = descriptor, path, whole
-        if os.fstat(descriptor).st_size > shard.bytes:
-            os.ftruncate(descriptor, 0)
-        self.begun = os.fstat(descriptor).st_size
-
-    def append(self, data: bytes) -> None:
-        """Write the bytes that follow.
-
-        Raises:
-            OSError: the disk is full or refuses to write.
-        """
-        rest = memoryview(data)
-        while rest:
-            written = os.pwrite(self._descriptor, rest, self.begun)
-            self.begun, rest = self.begun + written, rest[written:]
-
-    def read(self, offset: int, size: int) -> bytes:
-        """What was written."""
-        return os.pread(self._descriptor, size, offset)
-
-    def restart(self) -> None:
-        """Drop all bytes."""
-        os.ftruncate(self._descriptor, 0)
-        self.begun = 0
-
-    def publish(self) -> None:
-        """Give the file its name, when all of it is there and verified.
-
-        Raises:
-            OSError: the disk refuses, or somebody removed the partial file.
-        """
-        os.fsync(self._descriptor)
-        if not _is_at(self._descriptor, self._path):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
-        if self._whole.exists():  # from another user, whose claim this process was not allowed to see
-            self.discard()
-        else:
-            os.rename(self._path, self._whole)
-
-    def discard(self) -> None:
-        """Remove the file."""
-        with suppress(OSError):
-            if _is_at(self._descriptor, self._path):
-                os.unlink(self._path)
-
-    def close(self) -> None:
-        """Release the claim. What was written and not discarded is left for the next process that claims the shard."""
-        os.close(self._descriptor)
 
 
 @dataclass(frozen=True)
@@ -187,7 +93,7 @@ class ShardCache:
         except FileNotFoundError:
             return None
         copy = CachedShard(descriptor)  # closes it, whatever follows
-        if not _lock(descriptor, fcntl.LOCK_SH):
+        if not lock(descriptor, fcntl.LOCK_SH):
             return None  # about to be removed, or to be published
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size != shard.bytes:
@@ -223,7 +129,7 @@ class ShardCache:
                 return Unclaimed.CACHED
             own = self.folder / f".{whole.name}.{shard.bytes}.{os.getuid()}.partial"
             files = self._files()
-            if any(file.is_partial and file.name == whole.name and _is_held(file.path) for file in files):
+            if any(file.is_partial and file.name == whole.name and is_held(file.path) for file in files):
                 return Unclaimed.ELSEWHERE
             others = [file for file in files if file.path != own]
             begun = next((file.bytes - file.missing for file in files if file.path == own), 0)
@@ -231,9 +137,9 @@ class ShardCache:
                 return Unclaimed.NO_ROOM
             descriptor = os.open(own, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
-                if not _lock(descriptor, fcntl.LOCK_EX):
+                if not lock(descriptor, fcntl.LOCK_EX):
                     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(own))
-                return Partial(descriptor, own, whole, shard)
+                return Partial(descriptor, own, whole, shard.bytes)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -252,7 +158,7 @@ class ShardCache:
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             deadline = time.monotonic() + _LOCK_SECONDS
-            while not _lock(descriptor, fcntl.LOCK_EX):
+            while not lock(descriptor, fcntl.LOCK_EX):
                 if time.monotonic() > deadline:
                     raise OSError(errno.ETIMEDOUT, "locked by another process for long", str(self.folder))
                 time.sleep(0.01)
@@ -296,7 +202,7 @@ class ShardCache:
             for file in sorted(others, key=lambda file: file.used):
                 if over <= 0:
                     break
-                descriptor = None if sticky and file.owner != os.geteuid() else _hold(file.path)
+                descriptor = None if sticky and file.owner != os.geteuid() else hold(file.path)
                 if descriptor is not None:
                     held.append((descriptor, file))
                     over -= file.bytes
@@ -309,48 +215,3 @@ class ShardCache:
         finally:
             for descriptor, _ in held:
                 os.close(descriptor)
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file or folder without waiting; False if another process holds it."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD:
-            return False
-        raise
-    return True
-
-
-def _is_held(path: Path) -> bool:
-    """Whether a process is writing a partial file."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        return not _lock(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)
-
-
-def _hold(path: Path) -> int | None:
-    """A descriptor of a file that nobody reads or writes, locked so that nobody begins to; None if somebody does."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        if _lock(descriptor, fcntl.LOCK_EX):
-            return descriptor
-    except OSError:
-        pass
-    os.close(descriptor)
-    return None
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
-    except OSError:
-        return False

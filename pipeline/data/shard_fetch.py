@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +78,12 @@ def fetch_shard(
     return None
 
 
+def rows_of(shards: list[ShardInfo]) -> dict[str, slice]:
+    """Name of each shard -> its rows of the split's sample table."""
+    ends = accumulate(shard.samples for shard in shards)
+    return {shard.file: slice(end - shard.samples, end) for shard, end in zip(shards, ends)}
+
+
 def find_damage(read: Callable[[int, int], bytes], rows: np.ndarray) -> str:
     """Compare a shard with its part of the sample table.
 
@@ -121,4 +129,6 @@ def _step(go_on: Callable[[int], bool], count: int) -> None:
 
 
 def _reason(folder: Path, error: OSError) -> str:
+    if error.errno == errno.ENOENT and not folder.parent.is_dir():
+        return f"{folder.parent} does not exist"
     return disk_reason(folder / "shard", error)

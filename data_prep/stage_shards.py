@@ -1,0 +1,64 @@
+"""Fill a node's cache with whole shards before a training begins.
+
+    python -m data_prep.stage_shards DATA --cache DIR [--splits train val] [--gib N] [--workers N]
+
+DATA is what data.path is, DIR what data.cache is. Each shard is compared with the sample table before it is there for anybody. Shards
+that are there already are not fetched again, and a shard that was half fetched is continued. Several commands at once, on the same
+node and for the same data or another, share the work. When there is no room left, the least recently used shards of other data go;
+what does not fit is read from DATA by the training.
+
+Exits with 0 if the cache has what fits into it, with 1 if shards could not be fetched, and with 2 for wrong arguments and a folder that
+cannot be written.
+
+Examples:
+    python -m data_prep.stage_shards data/imagenet --cache /nvme/pervit --gib 400
+    srun --ntasks-per-node=1 python -m data_prep.stage_shards data/imagenet --cache /nvme/pervit
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from data_prep import SPLITS
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
+
+
+def main() -> int:
+    parser = command_parser("data_prep.stage_shards", __doc__)
+    parser.add_argument("data", metavar="DATA", help="the shard set, as data.path")
+    parser.add_argument("--cache", required=True, type=Path, metavar="DIR", help="folder on a disk of this node, as data.cache")
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS), help="default: train val")
+    parser.add_argument(
+        "--gib", type=float, metavar="N", help="size of all shards in DIR, as data.cache_gib (default: up to 95 %% of its disk)"
+    )
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="shards to fetch at a time (default: 4)")
+    args = parser.parse_args()
+    if args.gib is not None and not 0 < args.gib <= 2**20:
+        raise UserError(f"--gib is {args.gib:g}, above 0 and at most {2**20} needed", "pass a size in GiB, or drop it")
+    if not 1 <= args.workers <= 256:
+        raise UserError(f"--workers is {args.workers}, 1 to 256 needed", "pass the number of shards to fetch at a time")
+    from data_prep.staging import stage  # imported late, so that --help is fast
+    from data_prep.workers import stop_like_ctrl_c
+    from pipeline.data.cached_files import check_cache
+    from pipeline.data.shard_cache import GIB, ShardCache
+    from pipeline.data.shards import ShardSet
+
+    stop_like_ctrl_c()
+    sets = [ShardSet(args.data, split) for split in args.splits]  # all, so that an error in any is found first
+    cache = ShardCache(args.cache, None if args.gib is None else round(args.gib * GIB))
+    for shards in sets:
+        check_cache(cache, shards.files, "--cache")
+    results = [stage(shards, cache, args.workers) for shards in sets]
+    for result in results:
+        print(result.sentence())
+    return int(any(result.failed for result in results))
+
+
+def command() -> None:
+    """``python -m data_prep.stage_shards``."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()
