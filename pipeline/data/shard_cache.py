@@ -90,7 +90,7 @@ class ShardCache:
         path = self.path(shard)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         copy = CachedShard(descriptor)  # closes it, whatever follows
         if not lock(descriptor, fcntl.LOCK_SH):

@@ -131,4 +131,6 @@ def _step(go_on: Callable[[int], bool], count: int) -> None:
 def _reason(folder: Path, error: OSError) -> str:
     if error.errno == errno.ENOENT and not folder.parent.is_dir():
         return f"{folder.parent} does not exist"
+    if error.errno == errno.ENOTDIR:
+        return "it is no folder"
     return disk_reason(folder / "shard", error)
