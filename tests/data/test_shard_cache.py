@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -161,3 +163,45 @@ def test_a_damaged_copy_is_removed_but_not_the_one_that_replaced_it(tmp_path: Pa
     put(cache, shard(0), 200)
     cache.remove(shard(0), second)
     assert cache.open(shard(0))
+
+
+OTHER_USER = """
+import json, os, sys
+from pathlib import Path
+from data.test_shard_cache import put, shard
+from pipeline.data.shard_cache import ShardCache
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+cache, said = ShardCache(Path(sys.argv[1]), 3000, keep_free=0), []
+copy = cache.open(shard(0))
+copy.touch()
+said.append(copy.read(0, 3) == bytes(3))
+partial = cache.claim(shard(1))
+said.append(partial.begun)
+partial.discard(), partial.close()
+put(cache, shard(2), 50)
+put(cache, shard(3), 60)
+said.append(cache.remove(shard(0), copy))
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_users_share_what_each_may_touch() -> None:
+    """Guards against a second user whose job ends, or fetches nothing, because the files are the first one's."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)  # as /tmp: everybody writes, and removes only what is his
+        cache = ShardCache(Path(folder), 3 * SIZE, keep_free=0)
+        put(cache, shard(0), 10)
+        partial = cache.claim(shard(1))  # killed in the middle
+        assert isinstance(partial, Partial)
+        partial.append(b"half")
+        partial.close()
+        environment = clean_environment(PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
+        result = subprocess.run([sys.executable, "-c", OTHER_USER, folder], env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout) == [True, 0, False]
+        left = {cache.path(shard(0)).name, cache.path(shard(3)).name}  # its own shard 2 has made room for 3
+        assert {name for name in names(cache) if not name.startswith(".")} == left
+        again = cache.claim(shard(1))
+        assert isinstance(again, Partial) and again.begun == 4
+        again.close()
