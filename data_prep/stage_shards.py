@@ -22,18 +22,21 @@ from pathlib import Path
 from data_prep import SPLITS
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
+from pipeline.stores.place import place_argument
 
 
 def main() -> int:
     parser = command_parser("data_prep.stage_shards", __doc__)
-    parser.add_argument("data", metavar="DATA", help="the shard set, as data.path")
-    parser.add_argument("--cache", required=True, type=Path, metavar="DIR", help="folder on a disk of this node, as data.cache")
+    parser.add_argument("data", metavar="DATA", type=place_argument, help="the shard set, as data.path: a folder or a URL")
+    parser.add_argument("--cache", required=True, metavar="DIR", help="folder on a disk of this node, as data.cache")
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS), help="default: train val")
     parser.add_argument(
         "--gib", type=float, metavar="N", help="size of all shards in DIR, as data.cache_gib (default: up to 95 %% of its disk)"
     )
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="shards to fetch at a time (default: 4)")
     args = parser.parse_args()
+    if "://" in args.cache:
+        raise UserError(f"--cache is the URL {args.cache}, a folder on a disk of this node needed", "pass one")
     if args.gib is not None and not 0 < args.gib <= 2**20:
         raise UserError(f"--gib is {args.gib:g}, above 0 and at most {2**20} needed", "pass a size in GiB, or drop it")
     if not 1 <= args.workers <= 256:
@@ -46,7 +49,7 @@ def main() -> int:
 
     stop_like_ctrl_c()
     sets = [ShardSet(args.data, split) for split in args.splits]  # all, so that an error in any is found first
-    cache = ShardCache(args.cache, None if args.gib is None else round(args.gib * GIB))
+    cache = ShardCache(Path(args.cache), None if args.gib is None else round(args.gib * GIB))
     for shards in sets:
         check_cache(cache, shards.files, "--cache")
     results = [stage(shards, cache, args.workers) for shards in sets]

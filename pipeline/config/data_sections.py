@@ -82,6 +82,13 @@ class DataConfig(Section):
                 raise ValueError(f"{name} must go from low to high, not [{low}, {high}]")
         return self
 
+    @field_validator("cache")
+    @classmethod
+    def _a_cache_is_on_the_node(cls, cache: str | None) -> str | None:
+        if cache and "://" in cache:
+            raise ValueError(f"must be a folder on a disk of the node, not the URL {cache}")
+        return cache
+
     @model_validator(mode="after")
     def _a_cache_has_a_folder(self) -> DataConfig:
         if self.cache_gib is not None and self.cache is None:

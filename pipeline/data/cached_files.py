@@ -19,8 +19,9 @@ import numpy as np
 from pipeline.data.cache_filler import Filler
 from pipeline.data.manifest import ShardInfo, ShardManifest
 from pipeline.data.shard_cache import GIB, ShardCache
-from pipeline.data.shard_files import ShardFiles
+from pipeline.data.shard_files import ManyFiles, ShardFiles
 from pipeline.errors import UserError
+from pipeline.stores.place import Place
 
 if TYPE_CHECKING:  # data_prep comes here without a config
     from pipeline.config import DataConfig
@@ -53,7 +54,7 @@ class CachedFiles:
         weakref.finalize(self, self._filler.stop)
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Place:
         return self.source.folder
 
     def manifest(self) -> ShardManifest:
@@ -68,17 +69,22 @@ class CachedFiles:
     def whole(self, name: str) -> Path:
         return self.source.whole(name)
 
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        copy = self._copies.get(name)
-        if copy is not None:
-            with suppress(OSError):
-                data = copy.read(offset, size)
-                if len(data) == min(size, max(0, self._bytes[name] - offset)):
-                    self._filler.used.add(name)
-                    return data
-            self._filler.suspect(name)
-        self.fill()
-        return self.source.read(name, offset, size)
+    def read(self, name: str, offset: int, size: int) -> bytes | memoryview:
+        data = self._from_cache(name, offset, size)
+        return self.source.read(name, offset, size) if data is None else data
+
+    def read_many(self, wanted: list[tuple[str, int, int]]) -> list[bytes | memoryview | OSError]:
+        """As :meth:`~pipeline.data.shard_files.ManyFiles.read_many`, with any source."""
+        found: dict[int, bytes | memoryview | OSError] = {}
+        for place, each in enumerate(wanted):
+            if (data := self._from_cache(*each)) is not None:
+                found[place] = data
+        missing = [place for place in range(len(wanted)) if place not in found]
+        if missing and isinstance(self.source, ManyFiles):
+            found.update(zip(missing, self.source.read_many([wanted[place] for place in missing])))
+        elif missing:
+            found.update((place, self._from_source(*wanted[place])) for place in missing)
+        return [found[place] for place in range(len(wanted))]
 
     def will_need(self, name: str, begin: int, size: int) -> None:
         copy = self._copies.get(name)
@@ -94,6 +100,25 @@ class CachedFiles:
             self._filler.suspect(name)  # the next read is from the source
         else:
             self.source.forget_if_replaced(name)
+
+    def _from_cache(self, name: str, offset: int, size: int) -> bytes | None:
+        """Bytes of a copy; None if there is none, or it has not all of them."""
+        copy = self._copies.get(name)
+        if copy is not None:
+            with suppress(OSError):
+                data = copy.read(offset, size)
+                if len(data) == min(size, max(0, self._bytes[name] - offset)):
+                    self._filler.used.add(name)
+                    return data
+            self._filler.suspect(name)
+        self.fill()
+        return None
+
+    def _from_source(self, name: str, offset: int, size: int) -> bytes | memoryview | OSError:
+        try:
+            return self.source.read(name, offset, size)
+        except OSError as error:
+            return error
 
     def fill(self) -> None:
         """Begin to fetch what is missing, in a thread. Returns immediately."""

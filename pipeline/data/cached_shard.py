@@ -61,7 +61,7 @@ class Partial:
             os.ftruncate(descriptor, 0)
         self.begun = os.fstat(descriptor).st_size
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | memoryview) -> None:
         """Write the bytes that follow.
 
         Raises:
