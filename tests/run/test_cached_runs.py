@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pipeline.config import Config
 from pipeline.run.folder import config_hash
 from pipeline.run.run_keys import is_free
-from support.launching import run_module
+from support.ranks import train
 from support.runs import step_rows
 
 
+@pytest.mark.multiprocess
 def test_a_run_goes_on_with_a_cache_and_learns_the_same(small_run: Path, tmp_path: Path) -> None:
     """Guards against a run that a cache changes, or that refuses to be resumed on a node with one or without."""
-    common = ("--config", small_run, "train.deterministic=true", "checkpoint.every_steps=2", "log.every_steps=1")
+    plain, cached = tmp_path / "plain", tmp_path / "cached"
     cache = (f"data.cache={tmp_path / 'cache'}", "data.cache_gib=1")
-    run_module("pipeline.train", *common, f"output_dir={tmp_path / 'plain'}", "train.max_steps=4")
-    cached = (*common, f"output_dir={tmp_path / 'cached'}")
-    run_module("pipeline.train", *cached, "train.max_steps=2")
-    result = run_module("pipeline.train", *cached, *cache, "train.max_steps=4")
-    losses = [[row["loss"] for row in step_rows(tmp_path / name)] for name in ("plain", "cached")]
-    assert losses[0] == losses[1] and len(losses[0]) == 4 and "warning" not in result.stderr
-    assert list((tmp_path / "cache").iterdir())
+    train(2, small_run, plain, "train.max_steps=4").succeed()
+    train(2, small_run, cached, "train.max_steps=2").succeed()
+    job = train(2, small_run, cached, "train.max_steps=4", *cache).succeed()
+    assert [row["loss"] for row in step_rows(cached)] == [row["loss"] for row in step_rows(plain)]
+    assert len(step_rows(cached)) == 4 and "warning" not in job.outputs()
+    assert any((tmp_path / "cache").iterdir())
 
 
 def test_the_cache_is_no_part_of_what_a_run_is() -> None:
