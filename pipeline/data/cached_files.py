@@ -23,8 +23,9 @@ from pipeline.data.shard_files import ManyFiles, ShardFiles
 from pipeline.errors import UserError
 from pipeline.stores.place import Place
 
-if TYPE_CHECKING:  # data_prep comes here without a config
+if TYPE_CHECKING:  # data_prep comes here without a config, and most runs without a store
     from pipeline.config import DataConfig
+    from pipeline.data.remote_files import RemoteFiles
 
 
 class CachedFiles:
@@ -73,33 +74,31 @@ class CachedFiles:
         data = self._from_cache(name, offset, size)
         return self.source.read(name, offset, size) if data is None else data
 
-    def read_many(self, wanted: list[tuple[str, int, int]]) -> list[bytes | memoryview | OSError]:
-        """As :meth:`~pipeline.data.shard_files.ManyFiles.read_many`, with any source."""
-        found: dict[int, bytes | memoryview | OSError] = {}
-        for place, each in enumerate(wanted):
-            if (data := self._from_cache(*each)) is not None:
-                found[place] = data
-        missing = [place for place in range(len(wanted)) if place not in found]
-        if missing and isinstance(self.source, ManyFiles):
-            found.update(zip(missing, self.source.read_many([wanted[place] for place in missing])))
-        elif missing:
-            found.update((place, self._from_source(*wanted[place])) for place in missing)
-        return [found[place] for place in range(len(wanted))]
-
     def will_need(self, name: str, begin: int, size: int) -> None:
-        copy = self._copies.get(name)
-        if copy is not None:
-            copy.advise(begin, size)
-            return
-        self._filler.announced.append(name)
-        self.fill()
-        self.source.will_need(name, begin, size)
+        if not self._announce(name, begin, size):
+            self.source.will_need(name, begin, size)
 
     def forget_if_replaced(self, name: str) -> None:
         if name in self._copies:
             self._filler.suspect(name)  # the next read is from the source
         else:
             self.source.forget_if_replaced(name)
+
+    def close(self) -> None:
+        """Stop fetching."""
+        self._filler.stop()
+        if self._thread:
+            self._thread.join()
+
+    def _announce(self, name: str, begin: int, size: int) -> bool:
+        """Read a copy ahead, or fetch the shard next; returns whether there is a copy."""
+        copy = self._copies.get(name)
+        if copy is not None:
+            copy.advise(begin, size)
+            return True
+        self._filler.announced.append(name)
+        self.fill()
+        return False
 
     def _from_cache(self, name: str, offset: int, size: int) -> bytes | None:
         """Bytes of a copy; None if there is none, or it has not all of them."""
@@ -114,12 +113,6 @@ class CachedFiles:
         self.fill()
         return None
 
-    def _from_source(self, name: str, offset: int, size: int) -> bytes | memoryview | OSError:
-        try:
-            return self.source.read(name, offset, size)
-        except OSError as error:
-            return error
-
     def fill(self) -> None:
         """Begin to fetch what is missing, in a thread. Returns immediately."""
         if self._thread is None:
@@ -128,11 +121,30 @@ class CachedFiles:
                     self._thread = threading.Thread(target=self._filler.run, name="shard cache", daemon=True)
                     self._thread.start()
 
-    def close(self) -> None:
-        """Stop fetching."""
-        self._filler.stop()
-        if self._thread:
-            self._thread.join()
+
+class CachedStore(CachedFiles):
+    """:class:`CachedFiles` before a store, which is asked for all that a batch or a window lacks at the same time."""
+
+    source: RemoteFiles
+
+    def read_many(self, wanted: list[tuple[str, int, int]]) -> list[bytes | memoryview | OSError]:
+        found: list[bytes | memoryview | OSError | None] = [self._from_cache(*each) for each in wanted]
+        missing = [place for place, data in enumerate(found) if data is None]
+        if missing:
+            for place, data in zip(missing, self.source.read_many([wanted[place] for place in missing])):
+                found[place] = data
+        return [data for data in found if data is not None]  # all of them
+
+    def will_need_blocks(self, ranges: list[tuple[str, int, int]]) -> None:
+        for name, begin, size in ranges:
+            self._announce(name, begin, size)
+        self.source.will_need_blocks([each for each in ranges if each[0] not in self._copies])
+
+
+def with_cache(source: ShardFiles, cache: ShardCache, shards: list[ShardInfo], samples: np.ndarray) -> CachedFiles:
+    """A cache before any source; arguments and errors as for :class:`CachedFiles`."""
+    kind = CachedStore if isinstance(source, ManyFiles) else CachedFiles
+    return kind(source, cache, shards, samples)
 
 
 def cache_of(config: DataConfig) -> ShardCache | None:

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from pipeline.data.cached_files import CachedFiles
+from pipeline.data.cached_files import with_cache
 from pipeline.data.manifest import MANIFEST, SHARDER, file_sha256, in_progress_file, sample_key
 from pipeline.data.sample_table import find_out_of_range, map_sample_table
 from pipeline.data.shard_cache import ShardCache
@@ -87,7 +87,7 @@ class ShardSet:
         self._first_of_shard = [0, *accumulate(shard.samples for shard in self.info.shards)]  # sample numbers
         self.files.will_open(len(self.info.shards))
         if cache is not None:
-            self.files = CachedFiles(self.files, cache, self.info.shards, self.samples)
+            self.files = with_cache(self.files, cache, self.info.shards, self.samples)
 
     def __len__(self) -> int:
         return len(self.samples)
