@@ -59,8 +59,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         cache = ShardCache(Path(scratch) / "cache")
         sets = {"local disk": ShardSet(args.shards, "train")}
-        filled = first_pass(slow(ShardSet(args.shards, "train", cache), delay), args.batch_size)
-        sets["full cache"] = slow(ShardSet(args.shards, "train", cache), delay)
+        filled = first_pass(slow(ShardSet(args.shards, "train", cache=cache), delay), args.batch_size)
+        sets["full cache"] = slow(ShardSet(args.shards, "train", cache=cache), delay)
         sets["source"] = slow(ShardSet(args.shards, "train"), delay)
         found = {what: compare(sets, make, args) for what, make in (("reading", read), ("loading", load))}
     print(

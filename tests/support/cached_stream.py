@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--offline", action="store_true")
     args = parser.parse_args()
     shard_fetch.CHUNK, cache_filler._ELSEWHERE_SECONDS = args.chunk, 0.05
-    shards = ShardSet(args.shards, "train", ShardCache(args.cache, keep_free=0))
+    shards = ShardSet(args.shards, "train", cache=ShardCache(args.cache, keep_free=0))
     files = shards.files
     assert isinstance(files, CachedFiles)
     fetched, plain_read = 0, files.source.read

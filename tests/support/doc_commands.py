@@ -50,7 +50,7 @@ NEEDS = {
 SMALL = "model.num_classes=10 model.image_size=32 train.global_batch_size=16 train.micro_batch_size=8 train.max_steps=2"
 SMALL += " data.num_threads=1 checkpoint.every_steps=1"
 STARTED = ("pervit_t", "pervit_m", "convit_b")  # runs that commands take as there
-STANDS_FOR = {"/path/to/imagenet": "demo/images", "folder/of/images": "demo/images/val"}
+STANDS_FOR = {"/path/to/imagenet": "demo/images", "folder/of/images": "demo/images/val", "/nvme/pervit": "demo/cache"}
 
 
 @dataclass(frozen=True)
