@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeline.data.manifest import SAMPLE_DTYPE
 from pipeline.data.mixture import Mixture
+from pipeline.data.shard_cache import ShardCache
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 
@@ -130,24 +131,27 @@ class _Rows:
         return rows
 
 
-def open_training_set(path: str | os.PathLike[str], mix: Mapping[str, float], readers: int = 1) -> ShardSet | MixedSet:
+def open_training_set(
+    path: str | os.PathLike[str], mix: Mapping[str, float], readers: int = 1, *, cache: ShardCache | None = None
+) -> ShardSet | MixedSet:
     """Open the training split of ``data.path``, with those of ``data.mix`` if there are any.
 
     Args:
         path: of the first set.
         mix: path of each further set -> its weight.
         readers: processes that divide the samples among them.
+        cache: of the node, for all of them; None: none.
 
     Raises:
         UserError: a set cannot be opened (the message names its key), or has a class that ``data.path`` has not.
     """
-    first = ShardSet(path, "train", readers)
+    first = ShardSet(path, "train", readers, cache=cache)
     if not mix:
         return first
     further = {}
     for folder, weight in mix.items():
         try:
-            further[ShardSet(folder, "train", readers)] = weight
+            further[ShardSet(folder, "train", readers, cache=cache)] = weight
         except UserError as error:
             raise UserError(f"data.mix: {error}".replace("data.path", "data.mix")) from None
     return MixedSet(first, further)
