@@ -102,6 +102,7 @@ class CachedFiles:
 
     def _from_cache(self, name: str, offset: int, size: int) -> bytes | None:
         """Bytes of a copy; None if there is none, or it has not all of them."""
+        self.fill()  # also with a full cache: the thread records what is in use
         copy = self._copies.get(name)
         if copy is not None:
             with suppress(OSError):
@@ -110,11 +111,10 @@ class CachedFiles:
                     self._filler.used.add(name)
                     return data
             self._filler.suspect(name)
-        self.fill()
         return None
 
     def fill(self) -> None:
-        """Begin to fetch what is missing, in a thread. Returns immediately."""
+        """Begin to fetch what is missing and to look after what is there, in a thread. Returns immediately."""
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
