@@ -1,4 +1,4 @@
-"""What each rank does for ``test_agreement.py``: ``agreement_program FLAT``. Rank 0 prints what it has heard."""
+"""What each rank does for ``test_agreement.py``: ``agreement_program FLAT...``. Rank 0 prints what it has heard with each."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import json
 import sys
 
 from pipeline.distributed.agreement import Agreement
-from pipeline.distributed.world import disconnect, init_world
+from pipeline.distributed.world import World, disconnect, init_world
 
 CALLS = 7
 
 
 def main() -> None:
     world = init_world()
-    agreement = Agreement(60, flat=int(sys.argv[1]))
+    found = [converse(world, Agreement(60, flat=int(flat))) for flat in sys.argv[1:]]
+    if world.is_main:
+        print(json.dumps(found))
+    disconnect()
+
+
+def converse(world: World, agreement: Agreement) -> dict:
+    """What all have heard: the same, or this fails."""
     heard = []
     for call in range(CALLS):
         signal = 15 if (world.rank, call) == (world.size - 1, 2) else 0
@@ -22,9 +29,7 @@ def main() -> None:
     asked = [agreement.ask(world.rank == who) for who in (0, world.size - 2, -1)]
     for other, said in enumerate(world.gather([heard, asked])):
         assert said == [heard, asked], f"rank {other} heard {said}, rank {world.rank} {[heard, asked]}"
-    if world.is_main:
-        print(json.dumps({"heard": heard, "asked": asked}))
-    disconnect()
+    return {"heard": heard, "asked": asked}
 
 
 if __name__ == "__main__":
