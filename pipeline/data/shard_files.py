@@ -7,6 +7,8 @@ import os
 import resource
 import stat
 import threading
+from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -14,6 +16,8 @@ from pipeline.data.manifest import MANIFEST, SHARDER, ShardManifest
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 from pipeline.stores.place import Place, RemotePath, parse_place
+
+_OTHERS = 256  # open files of everything else: libraries, sockets, logs, checkpoints
 
 
 class ShardFiles(Protocol):
@@ -46,11 +50,7 @@ class ShardFiles(Protocol):
         """
 
     def will_open(self, count: int) -> None:
-        """Announce that ``count`` tars will be read at the same time.
-
-        Raises:
-            UserError: that many cannot be.
-        """
+        """Announce that ``count`` tars will be read in turns."""
 
     def whole(self, name: str) -> Path:
         """A path on this machine with a file's whole content, to be mapped into memory. It may not exist.
@@ -102,8 +102,19 @@ class Counting(Protocol):
         """Since the last call; see :meth:`pipeline.stores.store.Store.take_counts`."""
 
 
+class _OpenFile:
+    """A file that is closed when nobody holds it any more: another thread may be reading from it when it is given up."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = open_regular(path)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, OSError):  # it was not opened, or the process ends
+            os.close(self.number)
+
+
 class LocalFiles:
-    """:class:`ShardFiles` in a folder of a file system. Every tar that was read stays open.
+    """:class:`ShardFiles` in a folder of a file system. Tars that were read stay open, as many as the system allows: those read last.
 
     They are read with ``pread`` and not mapped, so that truncation of a tar under a running job is an error that names the file,
     not a SIGBUS.
@@ -114,7 +125,8 @@ class LocalFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._descriptors: dict[str, int] = {}
+        self._descriptors: OrderedDict[str, _OpenFile] = OrderedDict()  # the one read last comes last
+        self._most = 1 << 20  # open at a time
         self._opening = threading.Lock()
 
     def manifest(self) -> ShardManifest:
@@ -132,51 +144,63 @@ class LocalFiles:
             raise UserError(f"{path} has {found.st_size} bytes, {size} needed by {MANIFEST}", remedy)
 
     def will_open(self, count: int) -> None:
-        """Raise the soft limit on open files, up to the hard limit."""
+        """Raise the soft limit on open files, up to the hard limit. If that is less, not all stay open."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = count + 256  # for everything else: libraries, sockets, logs, checkpoints
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            raise UserError(
-                f"{count} shards need {needed} open files, the system allows {hard}", "raise `ulimit -Hn` or use larger shards"
-            )
-        wanted = soft + count
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+        endless = hard == resource.RLIM_INFINITY
+        self._most = count if endless else max(1, min(count, hard - _OTHERS))
+        wanted = soft + self._most
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if endless else min(wanted, hard), hard))
 
     def whole(self, name: str) -> Path:
         return self.folder / name
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         try:
-            return os.pread(self._descriptor(name), size, offset)
+            return os.pread(self._open(name).number, size, offset)
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # too many open files: not the sample's fault
-                raise UserError(f"{self.folder}: {error.strerror}", "raise `ulimit -n`, or use larger shards") from None
-            raise
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            if self._close_half():
+                return self.read(name, offset, size)
+            # Too many open files is not the sample's fault.
+            raise UserError(f"{self.folder}: {error.strerror}", "raise `ulimit -n`, or use larger shards") from None
 
     def will_need(self, name: str, begin: int, size: int) -> None:
         """Ask the kernel to read into the page cache."""
         try:
-            os.posix_fadvise(self._descriptor(name), begin, size, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._open(name).number, begin, size, os.POSIX_FADV_WILLNEED)
         except OSError:
             pass  # only a hint: read() reports errors
 
     def forget_if_replaced(self, name: str) -> None:
         with self._opening:
-            descriptor = self._descriptors.get(name)
-            if descriptor is None:
+            file = self._descriptors.get(name)
+            if file is None:
                 return
             try:
-                same = os.path.samestat(os.fstat(descriptor), os.stat(self.folder / name))
+                same = os.path.samestat(os.fstat(file.number), os.stat(self.folder / name))
             except OSError:
                 same = False
             if not same:
-                del self._descriptors[name]  # not closed: another thread may be reading from it
+                del self._descriptors[name]
 
-    def _descriptor(self, name: str) -> int:
+    def _open(self, name: str) -> _OpenFile:
         with self._opening:
-            if name not in self._descriptors:
-                self._descriptors[name] = open_regular(self.folder / name)
+            if name in self._descriptors:
+                self._descriptors.move_to_end(name)
+            else:
+                while len(self._descriptors) >= self._most:
+                    self._descriptors.popitem(last=False)
+                self._descriptors[name] = _OpenFile(self.folder / name)
             return self._descriptors[name]
+
+    def _close_half(self) -> bool:
+        """Give up those not read for the longest time; False if there are none."""
+        with self._opening:
+            half = -(-len(self._descriptors) // 2)
+            for _ in range(half):
+                self._descriptors.popitem(last=False)
+            return half > 0
 
 
 def open_files(path: str | os.PathLike[str], split: str, readers: int = 1) -> ShardFiles:

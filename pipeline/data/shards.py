@@ -27,7 +27,7 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.data.cached_files import with_cache
 from pipeline.data.manifest import MANIFEST, SHARDER, file_sha256, in_progress_file, sample_key
-from pipeline.data.sample_table import find_out_of_range, map_sample_table
+from pipeline.data.sample_table import find_out_of_range, forget_pages, map_sample_table
 from pipeline.data.shard_cache import ShardCache
 from pipeline.data.shard_files import BlockFiles, Counting, ManyFiles, ShardFiles, open_files
 from pipeline.errors import UserError
@@ -246,6 +246,7 @@ class ShardSet:
                 raise ValueError("its checksum is not the one in the manifest")
             samples = map_sample_table(local, self.info.samples)
             wrong = find_out_of_range(samples, [shard.bytes for shard in self.info.shards], len(self.classes))
+            forget_pages(samples)
         except FileNotFoundError:
             raise UserError(f"{path} is missing, {needed}", remedy) from None
         except ValueError as error:

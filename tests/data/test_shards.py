@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pipeline.data.manifest import SAMPLE_DTYPE
+from pipeline.data.sample_table import find_out_of_range, forget_pages, map_sample_table
+from pipeline.data.shard_files import LocalFiles
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 
@@ -70,3 +75,50 @@ def test_a_damaged_sample_is_named_as_in_the_source(copied_shards: Path, digits_
         shards.read(5)
     name = str(error.value).rpartition("it was ")[2].partition(" ")[0]
     assert (digits_images / "val" / name).stat().st_size == row["bytes"]
+
+
+def test_more_shards_than_the_system_allows_open_files(digits_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a set of 100,000 shards that cannot be trained on, and a file that is closed while a thread reads from it."""
+    opened = ShardSet(digits_shards, "train")
+    files = opened.files
+    assert isinstance(files, LocalFiles)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (64, 258))  # two files more than everything else takes
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: None)
+    files.will_open(4)
+    expected = ShardSet(digits_shards, "train")
+    picks = [int(index) for index in np.random.default_rng(0).integers(0, len(opened), 400)]
+    with ThreadPoolExecutor(8) as pool:
+        for index, image in zip(picks, pool.map(opened.read, picks)):
+            assert np.array_equal(image, expected.read(index))
+    assert len(files._descriptors) == 2 < len(opened.info.shards)
+
+
+def test_files_are_given_up_when_others_need_descriptors(digits_shards: Path) -> None:
+    """Guards against a run that ends because several sets together reach the limit on open files."""
+    opened = ShardSet(digits_shards, "train")
+    firsts = [0, 400, 800]  # of three shards
+    for index in firsts:
+        opened.read(index)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # nothing more can be opened
+    try:
+        with pytest.raises(UserError, match="Too many open files"):
+            opened.read(len(opened) - 1)
+        assert len(opened.files._descriptors) == 0  # all were given up first
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert opened.read(0).size
+
+
+def test_a_mapped_table_is_not_charged_to_every_process(tmp_path: Path) -> None:
+    """Guards against 32 GB of each process at a billion samples, which an accounting by processes adds up over a node."""
+    np.save(tmp_path / "table.npy", np.ones(1_000_000, SAMPLE_DTYPE))
+    rows = map_sample_table(tmp_path / "table.npy", 1_000_000)
+
+    def resident() -> int:
+        text = Path("/proc/self/smaps").read_text().partition(str(tmp_path / "table.npy"))[2]
+        return int(text.partition("Rss:")[2].split()[0])  # KiB
+
+    assert find_out_of_range(rows, [100, 100], 10) is None and resident() > 30_000
+    forget_pages(rows)
+    assert resident() < 1000 and rows["label"][999_999] == 1
