@@ -66,7 +66,7 @@ def whole_shards(folder: Path, cache: Path) -> int:
 def test_two_jobs_share_a_cache_and_one_is_killed_while_it_writes(digits_shards: Path, tmp_path: Path) -> None:
     """Guards against half a shard that the next job trains on, and against a cache that a kill has locked for good."""
     cache, expected = tmp_path / "cache", digest(ShardSet(digits_shards, "train"), 2)
-    victim = start_stream(digits_shards, cache, *STEPS, "--hang", 10 << 16)
+    victim = start_stream(digits_shards, cache, *STEPS, "--hang", 10 << 16, "--fill")
     until(lambda: any(path.stat().st_size == 10 << 16 for path in cache.glob(".*.partial")))
     other = start_stream(digits_shards, cache, *STEPS, "--passes", 2, "--fill")
     until(lambda: len(list(cache.glob("train-*.tar"))) == 3)  # all but the one that is the victim's
