@@ -21,6 +21,7 @@ COMMANDS = [
     "pipeline.models",
     "pipeline.flops",
     "pipeline.report",
+    "pipeline.sweep",
     "pipeline.watch",
 ]
 COMMANDS += ["pipeline.faults.restart"]

@@ -1,0 +1,11 @@
+"""The command ``pipeline.sweep``: many runs from one file, a line of overrides each, on this machine or as a job array.
+
+================== ============================================================
+``lines.py``       the file: its lines, checked, and the folder of each run
+``grid.py``        the file for all combinations of some values
+``states.py``      how far each run is, and the page that compares them
+``one_machine.py`` all runs on this machine, some at a time
+``slurm.py``       all runs as a job array, the page as the job after it
+``__main__.py``    the command
+================== ============================================================
+"""

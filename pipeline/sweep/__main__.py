@@ -1,0 +1,111 @@
+"""Train many runs from one file, a line of overrides each, and compare them on one page. The same command goes on where it was.
+
+    python -m pipeline.sweep --grid --config demo optim.lr=1e-3,5e-4 seed=0,1 > sweep.txt
+    python -m pipeline.sweep --jobs 2 sweep.txt
+    python -m pipeline.sweep --list sweep.txt
+
+Words after FILE, --config CONFIG and dotted.key=value, are for all runs; output_dir=DIR is the folder that theirs are in, by default
+runs/ and the file's name. Finished runs are skipped, interrupted ones go on. Ctrl-C lets the runs save and ends.
+On a cluster: bash launch/sweep.slurm [options of sbatch] FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--submit"]:
+        return _submit(sys.argv[2:])
+    parser = command_parser("pipeline.sweep", __doc__)
+    add = parser.add_argument
+    add("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    add("--processes", type=int, default=1, metavar="N", help="processes of each run, one for each of its GPUs (default: 1)")
+    add("--list", action="store_true", help="check the file, say how far each run is, and end")
+    add("--grid", nargs=argparse.REMAINDER, metavar="key=value,value", help="print the file for all combinations of values")
+    add("--report", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # of a submission, for launch/sweep.slurm
+    add("file", type=Path, nargs="?", metavar="FILE", help="a line of overrides for each run")
+    add(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="dotted.key=value",
+        help="for all runs, after --config CONFIG where the lines have none",
+    )
+    return run(parser.parse_args())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit code.
+
+    Raises:
+        UserError: a mistake in the file or the options.
+    """
+    if args.grid is not None:
+        from pipeline.sweep.grid import grid
+
+        print(grid(args.grid), end="")
+        return 0
+    if args.report is not None:
+        from pipeline.sweep.slurm import report
+
+        return report(args.report)
+    if args.file is None:
+        raise UserError(
+            "no file is named, one with a line of overrides for each run needed", "pass it, or make one with --grid"
+        )
+    for name in ("jobs", "processes"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} is {getattr(args, name)}, at least 1 needed", "correct it")
+    from pipeline.sweep.lines import read_sweep
+    from pipeline.sweep.states import sweep_table
+
+    sweep = read_sweep(args.file, args.words)
+    if args.list:
+        print(sweep_table(sweep))
+        return 0
+    from pipeline.sweep.one_machine import OneMachine
+
+    return OneMachine(sweep, args.jobs, args.processes).train()
+
+
+def _submit(words: list[str]) -> int:
+    """``launch/sweep.slurm [options of sbatch] FILE [words for all runs]``."""
+    options, at_once = [], None
+    while words and words[0].startswith("-"):
+        option = words.pop(0)
+        if option == "--jobs" or option.startswith("--jobs="):
+            number = option.partition("=")[2] or (words.pop(0) if words else "")
+            if not number.isascii() or not number.isdigit() or int(number) < 1:
+                raise UserError(f"--jobs is {number!r}, a number of at least 1 needed", "correct it")
+            at_once = int(number)
+        else:
+            options.append(option)
+    if not words:
+        raise UserError(
+            "no file is named, one with a line of overrides for each run needed", "pass it after the options of sbatch"
+        )
+    from pipeline.sweep.lines import read_sweep
+    from pipeline.sweep.slurm import submit
+
+    file = Path(words[0])
+    if options and not file.exists() and "=" not in options[-1]:
+        raise UserError(
+            f"{file} does not exist, a file with a line of overrides for each run needed",
+            f"if it is the value of {options[-1]}, write the two as one word, --name=value",
+        )
+    return submit(read_sweep(file, words[1:]), options, at_once)
+
+
+def command() -> NoReturn:
+    """``python -m pipeline.sweep``."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()

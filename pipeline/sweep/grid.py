@@ -1,0 +1,91 @@
+"""A sweep's file with every combination of some values."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.sweep.lines import parse_sweep
+
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def grid(words: Sequence[str]) -> str:
+    """The file for ``key=value,value`` words: a line for each combination, the last key changing fastest.
+
+    Args:
+        words: ``--config CONFIG,CONFIG`` and overrides with values separated by commas; a comma within brackets or quotes belongs
+            to the value. What has one value only goes into the line for all.
+
+    Raises:
+        UserError: a word of another form, an empty value, or a combination that is no valid config.
+    """
+    common: list[str] = []
+    axes: list[list[str]] = []
+    todo = list(words)
+    while todo:
+        word = todo.pop(0)
+        if word == "--config":
+            if not todo:
+                raise UserError(
+                    "--config has no config after it, a file or a name in configs/ needed", "write --config pervit_t"
+                )
+            key, values = "--config ", todo.pop(0)
+        elif word.startswith("--config="):
+            key, values = "--config ", word.partition("=")[2]
+        else:
+            name, equals, values = word.partition("=")
+            if not equals or not name or word.startswith("-"):
+                raise UserError(f"found {word!r}, key=value,value needed", "write for example optim.lr=1e-3,5e-4")
+            key = f"{name}="
+        choices = [_word(key, value) for value in _values(values)]
+        if not all(_values(values)):
+            raise UserError(
+                f"{word}: one of the values separated by commas is empty, at least one character needed", "correct it"
+            )
+        if len(set(choices)) < len(choices):
+            raise UserError(f"{word}: a value is there twice, each once needed", "take one out")
+        if len(choices) > 1:
+            axes.append(choices)
+        else:
+            common += choices
+    if not axes:
+        raise UserError(
+            "no key has several values, at least one needed for a grid", "write for example optim.lr=1e-3,5e-4 seed=0,1"
+        )
+    lines = [" ".join(combination) for combination in itertools.product(*axes)]
+    has_config = any(choice.startswith("--config ") for choice in (*common, *(axis[0] for axis in axes)))
+    text = "".join(f"{line}\n" for line in ([f"all: {' '.join(common)}"] if common else []) + lines)
+    if has_config:
+        parse_sweep(Path("grid"), text, variables={})
+    return text
+
+
+def _word(key: str, value: str) -> str:
+    if key == "--config ":
+        return key + shlex.quote(value)
+    whole = key + value
+    return whole if re.fullmatch(r"[\w@+=:,./{}\[\]#-]+", whole) else shlex.quote(whole)
+
+
+def _values(text: str) -> list[str]:
+    """Split at the commas outside of brackets and quotes."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in _OPENING:
+            depth += 1
+        elif character in _CLOSING:
+            depth = max(0, depth - 1)
+        if character == "," and depth == 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += character
+    return values

@@ -1,0 +1,302 @@
+"""A sweep's file: one line of overrides for each run.
+
+::
+
+    # PerViT-T on the digits
+    all: --config demo train.epochs=3
+
+    optim.lr=1e-3 seed=0
+    optim.lr=5e-4 seed=0
+    --config pervit_s optim.lr=5e-4
+
+Words are split as in a shell. Blank lines and what follows a ``#`` at the beginning of a word are comments. ``all:`` holds what every
+run begins with; the words of a run's own line win. The folder of a run is named after its line, so that it stays the same when lines
+are added, moved or removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from pipeline.config import Config, flatten, load_config, section_from_dict
+from pipeline.errors import UserError
+from pipeline.models.registry import check_name, model_entry
+
+_ALL = "all:"
+_CONFIG = "--config"
+_FOLDER = "output_dir"
+_LONGEST = 120  # characters of a folder's name; file systems allow 255 bytes
+_EXAMPLE = "--config pervit_t optim.lr=1e-3"
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """A line of the file.
+
+    Attributes:
+        number: among the runs of the file, from 1: the index of its task in a job array.
+        line: of the file, from 1.
+        name: of its folder.
+        config_file: what ``--config`` of :mod:`pipeline.train` takes.
+        overrides: likewise; ``output_dir`` is the last.
+        config: both, read.
+    """
+
+    number: int
+    line: int
+    name: str
+    config_file: str
+    overrides: tuple[str, ...]
+    config: Config
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output_dir)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A file that was read and found right.
+
+    Attributes:
+        file: where it is.
+        text: its content at that moment.
+        folder: that the folders of the runs are in.
+    """
+
+    file: Path
+    text: str
+    folder: Path
+    runs: tuple[SweepRun, ...]
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The words of a line, or of the command.
+
+    Attributes:
+        place: for messages.
+        config: after ``--config``; empty: none.
+    """
+
+    place: str
+    config: str = ""
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> list[str]:
+        return [word.partition("=")[0] for word in self.overrides]
+
+
+def read_sweep(file: Path, words: Sequence[str] = (), variables: Mapping[str, str] = os.environ) -> Sweep:
+    """Read a sweep's file and check every run's config.
+
+    Args:
+        file: see the module.
+        words: of the command, for all runs: ``--config CONFIG`` and overrides. ``output_dir`` is the sweep's folder.
+        variables: ``PERVIT_DATA`` and ``PERVIT_OUTPUT`` are ``data.path`` and the sweep's folder unless something else says them.
+
+    Raises:
+        UserError: the first mistake, with the file and the line.
+    """
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(
+            f"{file} does not exist, a file with a line of overrides for each run needed", "correct the path"
+        ) from None
+    except IsADirectoryError:
+        raise UserError(f"{file} is a folder, a file with a line of overrides for each run needed", "name the file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not text in UTF-8, a line of overrides for each run needed", "correct the path") from None
+    return parse_sweep(file, text, words, variables)
+
+
+def parse_sweep(file: Path, text: str, words: Sequence[str] = (), variables: Mapping[str, str] = os.environ) -> Sweep:
+    """:func:`read_sweep` of a file with this content."""
+    typed = _words(list(words), f"the words after {file}")
+    common, lines = _Words(f"{file}"), []
+    for number, line in enumerate(text.splitlines(), 1):
+        place = f"{file}, line {number}"
+        begins_all = line.lstrip().startswith(_ALL)
+        found = _words(_split(line.lstrip().removeprefix(_ALL) if begins_all else line, place), place)
+        if begins_all and common.place != f"{file}":
+            raise UserError(
+                f"{place} is a second '{_ALL}', after that of {common.place}, at most one needed", "make one line of both"
+            )
+        if begins_all:
+            common = found
+        elif found.config or found.overrides:
+            lines.append((number, found))
+    if not lines:
+        raise UserError(f"{file} has no run, a line for each needed", f"write lines such as '{_EXAMPLE}'")
+    if variables.get("PERVIT_DATA"):
+        common = replace(common, overrides=(f"data.path={variables['PERVIT_DATA']}", *common.overrides))
+    folder = Path(variables.get("PERVIT_OUTPUT") or Path("runs", file.stem))
+    for each in (*common.overrides, *typed.overrides):
+        if each.startswith(f"{_FOLDER}="):
+            folder = Path(each.partition("=")[2])
+    _check_folder(folder)
+    runs: list[SweepRun] = []
+    for number, line_words in lines:
+        runs.append(_run(len(runs) + 1, number, common, typed, line_words, folder))
+    _check_apart(file, runs)
+    return Sweep(file, text, folder, tuple(runs))
+
+
+def folder_name(config: str, overrides: Sequence[str]) -> str:
+    """The name of a run's folder, from its line alone; the order of the overrides makes no difference.
+
+    Args:
+        config: after ``--config``; empty where the line has none.
+        overrides: ``key=value`` words. Characters that a folder's name had better not have become ``_``, and eight digits of a
+            checksum then tell two names apart.
+    """
+    words = [*([Path(config).stem] if config else []), *sorted(overrides)]
+    whole = ",".join(words)
+    name = ",".join(re.sub(r"[^\w.=+-]+", "_", word, flags=re.ASCII).strip("_").replace("=_", "=") for word in words)
+    if name == whole and len(name) <= _LONGEST:
+        return name
+    return f"{name[:_LONGEST].rstrip('_,')}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+
+
+def _split(line: str, place: str) -> list[str]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words: list[str] = []
+    try:
+        for word in lexer:
+            if word.startswith("#"):  # no override begins so; within a word it is part of a value
+                break
+            words.append(word)
+    except ValueError:
+        if re.search(r"(^|\s)#", line):  # an apostrophe in the comment
+            return _split(re.split(r"(?:^|\s)#", line, maxsplit=1)[0], place)
+        raise UserError(f"{place} has a quote that is not closed, words as in a shell needed", "close it") from None
+    return words
+
+
+def _words(words: list[str], place: str) -> _Words:
+    config, overrides = "", []
+    while words:
+        word = words.pop(0)
+        if word == _CONFIG or word.startswith(f"{_CONFIG}="):
+            found = word.partition("=")[2] if "=" in word else words.pop(0) if words else ""
+            if config or not found:
+                what = (
+                    f"a second {_CONFIG}, at most one"
+                    if config
+                    else f"{_CONFIG} without a config, a file or a name in configs/"
+                )
+                raise UserError(f"{place}: found {what} needed", "correct it")
+            config = found
+        elif word.startswith("-"):
+            raise UserError(
+                f"{place}: found {word!r}, {_CONFIG} CONFIG and key=value needed",
+                "options of the command stand before the file",
+            )
+        elif "%a" in word:
+            raise UserError(f"{place}: found %a in {word!r}, which a job array would replace", "write the value itself")
+        elif "\n" in word:
+            raise UserError(f"{place}: found a line break in {word!r}, words of one line needed", "take it out")
+        else:
+            overrides.append(word)
+    made = _Words(place, config, tuple(overrides))
+    twice = sorted({key for key in made.keys if made.keys.count(key) > 1})
+    if twice:
+        raise UserError(f"{place} sets {twice[0]} twice, once needed", "keep one of them")
+    return made
+
+
+def _check_folder(folder: Path) -> None:
+    if "%a" in str(folder):
+        raise UserError(f"the sweep's folder {folder} has %a in its name, which a job array would replace", "choose another")
+    if any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "config.yaml")):
+        raise UserError(
+            f"{folder} is the folder of a run, one for the folders of a sweep's runs needed", f"choose another with {_FOLDER}="
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file, a folder for a sweep's runs needed", f"choose another with {_FOLDER}=")
+
+
+def _run(number: int, line: int, common: _Words, typed: _Words, own: _Words, folder: Path) -> SweepRun:
+    """One line with what is common to all."""
+    if _FOLDER in own.keys:
+        raise UserError(
+            f"{own.place} sets {_FOLDER}, which a sweep derives from the line",
+            f"take it out; '{_ALL} {_FOLDER}=DIR' is the folder of all",
+        )
+    for key in typed.keys:
+        if key in own.keys:
+            raise UserError(f"{own.place} sets {key}, and so do the words after the file, one of them needed", "take one out")
+    config_file = own.config or typed.config or common.config
+    if not config_file:
+        raise UserError(
+            f"{own.place} has no config, one needed",
+            f"begin it with {_CONFIG} pervit_t, or write a line '{_ALL} {_CONFIG} pervit_t'",
+        )
+    name = folder_name(own.config, own.overrides)
+    overrides = (*_shared(common, typed), *own.overrides, f"{_FOLDER}={folder / name}")
+    try:
+        config = _checked(config_file, overrides)
+    except UserError as error:
+        _blame(error, config_file, common, typed, own)
+    return SweepRun(number, line, name, config_file, overrides, config)
+
+
+def _checked(config_file: str, overrides: Sequence[str]) -> Config:
+    config = load_config(config_file, overrides)
+    check_name(config.model.name)
+    if config.model.switches:
+        try:
+            switches = model_entry(config.model.name).switches
+        except ImportError:  # a login node without PyTorch: the training will check them
+            return config
+        section_from_dict(switches, config.model.switches, key="model.switches")
+    return config
+
+
+def _blame(error: UserError, config_file: str, common: _Words, typed: _Words, own: _Words) -> NoReturn:
+    """Say in which place the mistake is: the first that makes it without those after it."""
+    named_by = next(each for each in (own, typed, common) if each.config)
+    parts: tuple[tuple[_Words, list[str]], ...] = ((named_by, []), (common, _shared(common)), (typed, _shared(common, typed)))
+    for place, words in parts:
+        try:
+            _checked(config_file, words)
+        except UserError as alone:
+            if str(alone) == str(error):
+                raise UserError(f"{place.place}: {error}") from None
+    raise UserError(f"{own.place}: {error}") from None
+
+
+def _shared(*words: _Words) -> list[str]:
+    return [word for each in words for word in each.overrides if not word.startswith(f"{_FOLDER}=")]
+
+
+def _check_apart(file: Path, runs: list[SweepRun]) -> None:
+    """See that no two lines share a folder, or are one run under two names."""
+    folders: dict[str, SweepRun] = {}
+    contents: dict[str, SweepRun] = {}
+    for run in runs:
+        other = folders.setdefault(run.name.casefold(), run)
+        if other is not run:
+            raise UserError(
+                f"{file}, line {run.line} and line {other.line} would both train in {other.folder}, a folder for each needed",
+                "take one out, or let them differ in an override",
+            )
+        content = json.dumps(
+            {key: value for key, value in flatten(run.config).items() if key != _FOLDER}, sort_keys=True, default=str
+        )
+        other = contents.setdefault(content, run)
+        if other is not run:
+            raise UserError(
+                f"{file}, line {run.line} is the same run as line {other.line}, different ones needed", "take one out"
+            )

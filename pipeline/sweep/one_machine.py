@@ -1,0 +1,216 @@
+"""All runs of a sweep on this machine, one after the other or some at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pipeline.config import accumulation_steps
+from pipeline.errors import PREEMPTED, USER_ERROR, UserError
+from pipeline.faults.restart import allow_restart, reason
+from pipeline.sweep.lines import Sweep, SweepRun
+from pipeline.sweep.states import LOGS, REPORT, is_finished, make_report, state
+
+_LOOK = 0.2  # seconds between two looks at the runs
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+
+
+@dataclass
+class _Started:
+    run: SweepRun
+    process: subprocess.Popen[bytes]
+    place: int
+    since: float
+
+
+class OneMachine:
+    """Runs a sweep here.
+
+    Each run is a process group of its own, so that Ctrl-C reaches this process alone, which passes on SIGTERM: a training saves
+    what it has trained. If this process is killed, its runs receive SIGTERM from the kernel.
+
+    Args:
+        sweep: the runs; the finished ones are left out.
+        jobs: how many at a time.
+        processes: of each run, started by ``launch/local.sh`` if there are several.
+
+    Raises:
+        UserError: there are fewer GPUs than that, or a run's batch does not divide by its processes.
+    """
+
+    def __init__(self, sweep: Sweep, jobs: int, processes: int) -> None:
+        self.sweep, self.jobs, self.processes = sweep, jobs, processes
+        self.gpus = visible_gpus()
+        if self.gpus and len(self.gpus) < jobs * processes:
+            raise UserError(
+                f"{jobs} runs at a time with --processes {processes} need {jobs * processes} GPUs, {len(self.gpus)} found",
+                "lower --jobs or --processes",
+            )
+        for run in sweep.runs:
+            try:
+                accumulation_steps(run.config.train, processes, run.config.augment.unit)
+            except UserError as error:
+                raise UserError(f"{sweep.file}, line {run.line}: {error}") from None
+        if processes > 1 and not Path("launch/local.sh").is_file():
+            raise UserError(
+                f"launch/local.sh is not in {Path.cwd()}, needed for --processes {processes}", "go to the repository's root"
+            )
+        self.logs = sweep.folder / LOGS
+        self._running: list[_Started] = []
+        self._failed: list[SweepRun] = []
+        self._restarts: dict[int, int] = {}
+        self._signals: list[int] = []
+        self._passed_on = 0
+
+    def train(self) -> int:
+        """Train what is not finished, then write the report; returns the exit code."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self.sweep.file, self.sweep.folder / self.sweep.file.name) if not self._is_the_copy() else None
+        waiting = deque(run for run in self.sweep.runs if not is_finished(run))
+        there = len(self.sweep.runs) - len(waiting)
+        say(f"{self.sweep.folder}: {_runs(len(self.sweep.runs))}, {there} finished already; logs in {self.logs}/")
+        handlers = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+            if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
+        }
+        try:
+            while self._running or (waiting and not self._signals):
+                while waiting and len(self._running) < self.jobs and not self._signals:
+                    self._start(waiting.popleft())
+                time.sleep(_LOOK)
+                self._pass_signals_on()
+                for ended in [each for each in self._running if each.process.poll() is not None]:
+                    self._running.remove(ended)
+                    if self._ended(ended):
+                        waiting.append(ended.run)
+        finally:
+            for each in self._running:
+                each.process.kill()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return self._end()
+
+    def _end(self) -> int:
+        left = [run for run in self.sweep.runs if not is_finished(run)]
+        count = len(self.sweep.runs)
+        if self._signals:
+            say(f"stopped; {count - len(left)} of {_runs(count)} finished, the same command goes on with the others")
+            return 130 if self._signals[0] == signal.SIGINT else PREEMPTED
+        code = make_report([run.folder for run in self.sweep.runs], self.sweep.folder)
+        say(f"{count - len(left)} of {_runs(count)} finished; the page that compares them: {self.sweep.folder / REPORT}")
+        for run in self._failed:
+            say(f"failed: {run.name}: {last_line(self._log(run))} ({self._log(run)})")
+        return 1 if self._failed or left else code
+
+    def _is_the_copy(self) -> bool:
+        copy = self.sweep.folder / self.sweep.file.name
+        return copy.exists() and copy.samefile(self.sweep.file)
+
+    def _log(self, run: SweepRun) -> Path:
+        return self.logs / f"{run.name}.out"
+
+    def _start(self, run: SweepRun) -> None:
+        taken = {each.place for each in self._running}
+        place = next(place for place in range(self.jobs) if place not in taken)
+        words = ["pipeline.train", "--config", run.config_file, *run.overrides]
+        command = [sys.executable, "-u", "-m", *words]
+        if self.processes > 1:
+            command = ["bash", "launch/local.sh", str(self.processes), "--", *words]
+        environment = dict(os.environ)
+        if self.gpus:
+            own = self.gpus[place * self.processes : (place + 1) * self.processes]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        if self.processes == 1:  # local.sh divides by itself, but knows of one run only
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))
+        elif self.jobs > 1:
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self.jobs * self.processes))))
+        parent, libc = os.getpid(), ctypes.CDLL(None)
+
+        def die_with_parent() -> None:
+            libc.prctl(_DIES_WITH_PARENT, int(signal.SIGTERM))
+            if os.getppid() != parent:  # it is gone already
+                os._exit(143)
+
+        with open(self._log(run), "ab") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+                preexec_fn=die_with_parent,
+            )  # fmt: skip
+        self._running.append(_Started(run, process, place, time.monotonic()))
+        say(f"{self._label(run)} begins")
+
+    def _ended(self, ended: _Started) -> bool:
+        """Say how a run has ended; returns whether it is to be started again."""
+        run, code = ended.run, ended.process.returncode
+        code = 128 - code if code < 0 else code  # as a shell counts signals
+        minutes, seconds = divmod(round(time.monotonic() - ended.since), 60)
+        if code == 0:
+            say(f"{self._label(run)} {state(run.folder)}, {minutes}:{seconds:02} min")
+            return False
+        if self._signals:
+            say(f"{self._label(run)} stopped: {state(run.folder)}")
+            return False
+        if code != USER_ERROR:
+            number = self._restarts.get(run.number, 0) + 1
+            try:
+                allow_restart(run.folder, f"sweep-{os.getpid()}", number, code)
+                self._restarts[run.number] = number
+                say(f"{self._label(run)} {reason(code)} (exit code {code}); it goes on from its newest checkpoint")
+                return True
+            except (UserError, OSError) as error:
+                say(f"{self._label(run)} is given up: {error}")
+        self._failed.append(run)
+        say(f"{self._label(run)} failed with exit code {code}: {last_line(self._log(run))}")
+        return False
+
+    def _label(self, run: SweepRun) -> str:
+        return f"[{run.number}/{len(self.sweep.runs)}] {run.name}:"
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> Any:
+        self._signals.append(number)
+
+    def _pass_signals_on(self) -> None:
+        """The first signal lets the runs save, the second one ends them."""
+        heard = min(len(self._signals), 2)
+        if heard > self._passed_on:
+            self._passed_on = heard
+            if heard == 1 and self._running:
+                say("stopping: the runs save what they have trained; once more ends them at once")
+            for each in self._running:
+                each.process.send_signal(signal.SIGTERM if heard == 1 else signal.SIGKILL)
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may name; empty on a machine without GPUs."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [each.strip() for each in named.split(",") if each.strip()]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    found = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    return [str(i) for i in range(sum(line.startswith("GPU ") for line in found.stdout.splitlines()))]
+
+
+def last_line(log: Path) -> str:
+    """The last words of a run's log."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
+    return lines[-1].strip() if lines else "its log is empty"
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'' if count == 1 else 's'}"

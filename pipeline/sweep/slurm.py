@@ -1,0 +1,204 @@
+"""All runs of a sweep as a job array, and its report as the job that waits for it.
+
+A submission is a folder ``SWEEP/submitted/TIME`` with a copy of the file and, in ``tasks/NUMBER``, the words of each run: the config,
+then the overrides, one a line, so that the job script reads them without Python. A task runs what was submitted, whatever becomes of
+the file. The name of that folder in a job's command tells which runs wait in Slurm's queue.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.files import replace_text
+from pipeline.sweep.lines import Sweep
+from pipeline.sweep.states import LOGS, REPORT, is_finished, make_report, table
+
+SCRIPT = Path("launch", "sweep.slurm")
+TASK = "--task"
+_SUBMITTED, _TASKS = "submitted", "tasks"
+# Options of sbatch that say where a job may run, which the report's job takes over; the others are the size of a training.
+_WHERE = ("account", "partition", "qos", "reservation", "clusters", "wckey")
+_SHORT = {
+    "-A": "--account",
+    "-p": "--partition",
+    "-q": "--qos",
+    "-M": "--clusters",
+    "-J": "--job-name",
+    "-o": "--output",
+    "-a": "--array",
+}
+_OURS = ("array", "parsable", "wrap", "wait", "test-only")
+
+
+def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
+    """Submit what is neither finished nor in the queue, and the report; returns the exit code.
+
+    Args:
+        sweep: the runs.
+        options: of ``sbatch`` for each run, as ``--name=value``.
+        at_once: how many tasks may run at a time; None: as many as Slurm starts.
+
+    Raises:
+        UserError: no Slurm, too many runs, or ``sbatch`` refuses. Nothing is submitted then.
+    """
+    if shutil.which("sbatch") is None:
+        raise UserError("sbatch was not found, Slurm needed", f"on one machine: bash launch/sweep.sh {sweep.file}")
+    if not SCRIPT.is_file():
+        raise UserError(f"{SCRIPT} is not in {Path.cwd()}, the repository's root needed", "submit from there")
+    options = _check_options(options)
+    queued = _in_the_queue(sweep)
+    finished = [run for run in sweep.runs if is_finished(run)]
+    todo = [run for run in sweep.runs if run not in finished and str(run.folder) not in queued]
+    limit = _max_array_size()
+    if todo and todo[-1].number >= limit:
+        raise UserError(
+            f"{sweep.file} has {len(sweep.runs)} runs, but the tasks of a job array are numbered to {limit - 1} here (Slurm's "
+            f"MaxArraySize is {limit})",
+            "split the file",
+        )
+    submission = _write_submission(sweep)
+    arrays = sorted(set(queued.values()), key=int)
+    name = re.sub(r"[^\w.-]+", "_", sweep.folder.name)
+    if todo:
+        indices = _ranges([run.number for run in todo]) + (f"%{at_once}" if at_once else "")
+        log = f"{_escaped(sweep.folder / LOGS)}/%A_%a.out"
+        try:
+            array = _sbatch(
+                f"--job-name={name}", f"--output={log}", *options, f"--array={indices}", str(SCRIPT), TASK, str(submission)
+            )
+        except UserError:
+            shutil.rmtree(submission)
+            raise
+        arrays.append(array)
+        print(
+            f"job array {array}: {len(todo)} of {len(sweep.runs)} runs, tasks {indices}, logs {sweep.folder / LOGS}/{array}_TASK.out"
+        )
+    for what, count in (("finished already", len(finished)), ("in the queue already", len(queued))):
+        if count:
+            print(f"{what}: {count} of {len(sweep.runs)} runs", flush=True)
+    after = f"--dependency=afterany:{':'.join(arrays)}"
+    where = [option for option in options if option.removeprefix("--").partition("=")[0] in _WHERE]
+    own = [f"--job-name={name}-report", "--nodes=1", "--ntasks=1", "--time=01:00:00", "--requeue", "--open-mode=append"]
+    own += [f"--output={_escaped(sweep.folder / LOGS)}/report-%j.out", *([after] if arrays else []), *where]
+    try:
+        report = _sbatch(*own, f"--wrap=exec bash {SCRIPT} --report {shlex.quote(str(submission))}")
+    except UserError as error:
+        folders = " ".join(shlex.quote(str(run.folder)) for run in sweep.runs)
+        raise UserError(
+            f"the runs are submitted, but not their report: {error.problem}",
+            f"when they have ended, run: python -m pipeline.report {folders} --output {sweep.folder / REPORT}",
+        ) from None
+    print(f"job {report}: the report, when all have ended: {sweep.folder / REPORT}")
+    return 0
+
+
+def report(submission: Path) -> int:
+    """The last job of a sweep: how its runs have ended, in the log, and the page that compares them."""
+    tasks = submission / _TASKS
+    if not tasks.is_dir():
+        raise UserError(
+            f"{submission} is no submission of a sweep, a folder SWEEP/{_SUBMITTED}/TIME needed", "correct the path"
+        )
+    numbers = sorted(int(path.name) for path in tasks.iterdir())
+    folders = [_folder_of(tasks / str(number)) for number in numbers]
+    print(table(list(zip(numbers, folders))), flush=True)
+    return make_report(folders, submission.parents[1])
+
+
+def _check_options(options: Sequence[str]) -> list[str]:
+    long = [
+        re.sub(r"^-\w(?=.)", lambda short: f"{_SHORT[short[0]]}=" if short[0] in _SHORT else short[0], each) for each in options
+    ]
+    for each in long:
+        name = each.removeprefix("--").partition("=")[0]
+        if name in _OURS or each in ("-a", "-W", "-H"):
+            raise UserError(f"found {each!r}, which a sweep says itself", "take it out; --jobs=N lets N runs train at a time")
+    return long
+
+
+def _write_submission(sweep: Sweep) -> Path:
+    """The folder of a new submission; it appears when everything is in it."""
+    (sweep.folder / LOGS).mkdir(parents=True, exist_ok=True)
+    above = Path(os.path.abspath(sweep.folder)) / _SUBMITTED
+    stamp, count = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
+    hidden = above / f".{stamp}.{os.getpid()}"
+    (hidden / _TASKS).mkdir(parents=True)
+    replace_text(hidden / sweep.file.name, sweep.text)
+    for run in sweep.runs:
+        (hidden / _TASKS / str(run.number)).write_text("".join(f"{word}\n" for word in (run.config_file, *run.overrides)))
+    submission = above / stamp
+    while submission.exists():  # another one of this second
+        count += 1
+        submission = above / f"{stamp}_{count}"
+    hidden.rename(submission)
+    return submission
+
+
+def _folder_of(task: Path) -> Path:
+    return Path(task.read_text().splitlines()[-1].partition("=")[2])
+
+
+def _in_the_queue(sweep: Sweep) -> dict[str, str]:
+    """Folders of the runs that wait or run -> id of their job array."""
+    asked = subprocess.run(
+        ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%F|%K|%o"], capture_output=True, text=True
+    )
+    if asked.returncode != 0:
+        raise UserError(
+            f"squeue does not answer ({_last(asked.stderr)}), Slurm needed", "try again when its controller is there"
+        )
+    ours = f"{TASK} {Path(os.path.abspath(sweep.folder)) / _SUBMITTED}/"
+    found = {}
+    for line in asked.stdout.splitlines():
+        array, number, command = line.split("|", 2)
+        if ours in command:
+            task = Path(command.partition(f"{TASK} ")[2].strip()) / _TASKS / number
+            if task.is_file():
+                found[str(_folder_of(task))] = array
+    return found
+
+
+def _max_array_size() -> int:
+    asked = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
+    size = re.search(r"^MaxArraySize\s*=\s*(\d+)", asked.stdout, re.MULTILINE)
+    if asked.returncode != 0 or size is None:
+        raise UserError(
+            f"scontrol does not tell Slurm's MaxArraySize ({_last(asked.stderr)})", "try again when its controller is there"
+        )
+    return int(size[1])
+
+
+def _sbatch(*words: str) -> str:
+    """Submit a job; returns its id. What belongs to a job that this one may be in is left behind."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    done = subprocess.run(["sbatch", "--parsable", *words], env=kept, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise UserError(f"sbatch refused the job: {_last(done.stderr)}", "correct the options before the file")
+    return done.stdout.strip().splitlines()[-1].partition(";")[0]
+
+
+def _last(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1].removeprefix("sbatch: ").removeprefix("error: ").rstrip(".")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 5 as ``1-3,5``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def _escaped(path: Path) -> str:
+    return str(path).replace("%", "%%")
