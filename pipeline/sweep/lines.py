@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +28,9 @@ from typing import NoReturn
 from pipeline.config import Config, flatten, load_config, section_from_dict
 from pipeline.errors import UserError
 from pipeline.models.registry import check_name, model_entry
+from pipeline.sweep.words import CONFIG, Words, read_words, split_line
 
 _ALL = "all:"
-_CONFIG = "--config"
 _FOLDER = "output_dir"
 _LONGEST = 120  # characters of a folder's name; file systems allow 255 bytes
 _EXAMPLE = "--config pervit_t optim.lr=1e-3"
@@ -78,24 +77,6 @@ class Sweep:
     runs: tuple[SweepRun, ...]
 
 
-@dataclass(frozen=True)
-class _Words:
-    """The words of a line, or of the command.
-
-    Attributes:
-        place: for messages.
-        config: after ``--config``; empty: none.
-    """
-
-    place: str
-    config: str = ""
-    overrides: tuple[str, ...] = ()
-
-    @property
-    def keys(self) -> list[str]:
-        return [word.partition("=")[0] for word in self.overrides]
-
-
 def read_sweep(file: Path, words: Sequence[str] = (), variables: Mapping[str, str] = os.environ) -> Sweep:
     """Read a sweep's file and check every run's config.
 
@@ -122,12 +103,12 @@ def read_sweep(file: Path, words: Sequence[str] = (), variables: Mapping[str, st
 
 def parse_sweep(file: Path, text: str, words: Sequence[str] = (), variables: Mapping[str, str] = os.environ) -> Sweep:
     """:func:`read_sweep` of a file with this content."""
-    typed = _words(list(words), f"the words after {file}")
-    common, lines = _Words(f"{file}"), []
+    typed = read_words(words, f"the words after {file}")
+    common, lines = Words(f"{file}"), []
     for number, line in enumerate(text.splitlines(), 1):
         place = f"{file}, line {number}"
         begins_all = line.lstrip().startswith(_ALL)
-        found = _words(_split(line.lstrip().removeprefix(_ALL) if begins_all else line, place), place)
+        found = read_words(split_line(line.lstrip().removeprefix(_ALL) if begins_all else line, place), place)
         if begins_all and common.place != f"{file}":
             raise UserError(
                 f"{place} is a second '{_ALL}', after that of {common.place}, at most one needed", "make one line of both"
@@ -168,54 +149,6 @@ def folder_name(config: str, overrides: Sequence[str]) -> str:
     return f"{name[:_LONGEST].rstrip('_,')}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
-def _split(line: str, place: str) -> list[str]:
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
-    lexer.whitespace_split, lexer.commenters = True, ""
-    words: list[str] = []
-    try:
-        for word in lexer:
-            if word.startswith("#"):  # no override begins so; within a word it is part of a value
-                break
-            words.append(word)
-    except ValueError:
-        if re.search(r"(^|\s)#", line):  # an apostrophe in the comment
-            return _split(re.split(r"(?:^|\s)#", line, maxsplit=1)[0], place)
-        raise UserError(f"{place} has a quote that is not closed, words as in a shell needed", "close it") from None
-    return words
-
-
-def _words(words: list[str], place: str) -> _Words:
-    config, overrides = "", []
-    while words:
-        word = words.pop(0)
-        if word == _CONFIG or word.startswith(f"{_CONFIG}="):
-            found = word.partition("=")[2] if "=" in word else words.pop(0) if words else ""
-            if config or not found:
-                what = (
-                    f"a second {_CONFIG}, at most one"
-                    if config
-                    else f"{_CONFIG} without a config, a file or a name in configs/"
-                )
-                raise UserError(f"{place}: found {what} needed", "correct it")
-            config = found
-        elif word.startswith("-"):
-            raise UserError(
-                f"{place}: found {word!r}, {_CONFIG} CONFIG and key=value needed",
-                "options of the command stand before the file",
-            )
-        elif "%a" in word:
-            raise UserError(f"{place}: found %a in {word!r}, which a job array would replace", "write the value itself")
-        elif "\n" in word:
-            raise UserError(f"{place}: found a line break in {word!r}, words of one line needed", "take it out")
-        else:
-            overrides.append(word)
-    made = _Words(place, config, tuple(overrides))
-    twice = sorted({key for key in made.keys if made.keys.count(key) > 1})
-    if twice:
-        raise UserError(f"{place} sets {twice[0]} twice, once needed", "keep one of them")
-    return made
-
-
 def _check_folder(folder: Path) -> None:
     if "%a" in str(folder):
         raise UserError(f"the sweep's folder {folder} has %a in its name, which a job array would replace", "choose another")
@@ -227,7 +160,7 @@ def _check_folder(folder: Path) -> None:
         raise UserError(f"{folder} is a file, a folder for a sweep's runs needed", f"choose another with {_FOLDER}=")
 
 
-def _run(number: int, line: int, common: _Words, typed: _Words, own: _Words, folder: Path) -> SweepRun:
+def _run(number: int, line: int, common: Words, typed: Words, own: Words, folder: Path) -> SweepRun:
     """One line with what is common to all."""
     if _FOLDER in own.keys:
         raise UserError(
@@ -241,7 +174,7 @@ def _run(number: int, line: int, common: _Words, typed: _Words, own: _Words, fol
     if not config_file:
         raise UserError(
             f"{own.place} has no config, one needed",
-            f"begin it with {_CONFIG} pervit_t, or write a line '{_ALL} {_CONFIG} pervit_t'",
+            f"begin it with {CONFIG} pervit_t, or write a line '{_ALL} {CONFIG} pervit_t'",
         )
     name = folder_name(own.config, own.overrides)
     overrides = (*_shared(common, typed), *own.overrides, f"{_FOLDER}={folder / name}")
@@ -264,10 +197,10 @@ def _checked(config_file: str, overrides: Sequence[str]) -> Config:
     return config
 
 
-def _blame(error: UserError, config_file: str, common: _Words, typed: _Words, own: _Words) -> NoReturn:
+def _blame(error: UserError, config_file: str, common: Words, typed: Words, own: Words) -> NoReturn:
     """Say in which place the mistake is: the first that makes it without those after it."""
     named_by = next(each for each in (own, typed, common) if each.config)
-    parts: tuple[tuple[_Words, list[str]], ...] = ((named_by, []), (common, _shared(common)), (typed, _shared(common, typed)))
+    parts: tuple[tuple[Words, list[str]], ...] = ((named_by, []), (common, _shared(common)), (typed, _shared(common, typed)))
     for place, words in parts:
         try:
             _checked(config_file, words)
@@ -277,7 +210,7 @@ def _blame(error: UserError, config_file: str, common: _Words, typed: _Words, ow
     raise UserError(f"{own.place}: {error}") from None
 
 
-def _shared(*words: _Words) -> list[str]:
+def _shared(*words: Words) -> list[str]:
     return [word for each in words for word in each.overrides if not word.startswith(f"{_FOLDER}=")]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from pipeline.config import accumulation_steps
 from pipeline.errors import PREEMPTED, USER_ERROR, UserError
 from pipeline.faults.restart import allow_restart, reason
+from pipeline.files import replace_text
 from pipeline.sweep.lines import Sweep, SweepRun
 from pipeline.sweep.states import LOGS, REPORT, is_finished, make_report, state
 
@@ -75,7 +76,8 @@ class OneMachine:
     def train(self) -> int:
         """Train what is not finished, then write the report; returns the exit code."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(self.sweep.file, self.sweep.folder / self.sweep.file.name) if not self._is_the_copy() else None
+        if not self._is_the_copy():
+            replace_text(self.sweep.folder / self.sweep.file.name, self.sweep.text)
         waiting = deque(run for run in self.sweep.runs if not is_finished(run))
         there = len(self.sweep.runs) - len(waiting)
         say(f"{self.sweep.folder}: {_runs(len(self.sweep.runs))}, {there} finished already; logs in {self.logs}/")
@@ -131,10 +133,10 @@ class OneMachine:
         if self.gpus:
             own = self.gpus[place * self.processes : (place + 1) * self.processes]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-        if self.processes == 1:  # local.sh divides by itself, but knows of one run only
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))
-        elif self.jobs > 1:
+        if self.processes == 1 or self.jobs > 1:  # local.sh divides the cores among its ranks, but knows of one run only
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self.jobs * self.processes))))
+        if self.jobs > 1:  # threads that spin while they wait slow the other runs down
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         parent, libc = os.getpid(), ctypes.CDLL(None)
 
         def die_with_parent() -> None:

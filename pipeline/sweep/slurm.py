@@ -56,7 +56,7 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
     options = _check_options(options)
     queued = _in_the_queue(sweep)
     finished = [run for run in sweep.runs if is_finished(run)]
-    todo = [run for run in sweep.runs if run not in finished and str(run.folder) not in queued]
+    todo = [run for run in sweep.runs if run not in finished and os.path.abspath(run.folder) not in queued]
     limit = _max_array_size()
     if todo and todo[-1].number >= limit:
         raise UserError(
@@ -147,7 +147,7 @@ def _folder_of(task: Path) -> Path:
 
 
 def _in_the_queue(sweep: Sweep) -> dict[str, str]:
-    """Folders of the runs that wait or run -> id of their job array."""
+    """Folders, absolute, of the runs that wait or run -> id of their job array."""
     asked = subprocess.run(
         ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%F|%K|%o"], capture_output=True, text=True
     )
@@ -162,7 +162,7 @@ def _in_the_queue(sweep: Sweep) -> dict[str, str]:
         if ours in command:
             task = Path(command.partition(f"{TASK} ")[2].strip()) / _TASKS / number
             if task.is_file():
-                found[str(_folder_of(task))] = array
+                found[os.path.abspath(_folder_of(task))] = array
     return found
 
 
