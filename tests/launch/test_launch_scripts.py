@@ -13,7 +13,12 @@ import pytest
 
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 
-SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.slurm")) + ["demo.sh", "local.sh", "local_cluster.sh"]
+SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.slurm")) + [
+    "demo.sh",
+    "local.sh",
+    "local_cluster.sh",
+    "sweep.sh",
+]
 NOTE = "import json, os, sys\nwith open('note', 'w') as file:\n    json.dump({'arguments': sys.argv[1:], **os.environ}, file)\n"
 
 

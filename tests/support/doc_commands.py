@@ -29,6 +29,8 @@ from unittest.mock import patch
 from examples.detection.config import DetectionConfig
 from pipeline.config import accumulation_steps, load_config, load_config_as, section_from_dict
 from pipeline.errors import UserError
+from pipeline.sweep.grid import grid
+from pipeline.sweep.lines import parse_sweep
 
 REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
@@ -36,8 +38,10 @@ DOCUMENTS += sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSIT
 # Modules that documents call and that are no commands of the installed package -> ``module:function``.
 EXAMPLES = {name: f"{name}:command" for name in ("examples.detection.train", "examples.detection.config")}
 SBATCH = {"account", "array", "cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks-per-node", "output", "partition"}
+SWEEP = ("launch/sweep.sh", "launch/sweep.slurm")
 NEEDS = {
-    **dict.fromkeys(("sbatch", "eval"), "a Slurm cluster"),
+    **dict.fromkeys(("sbatch", "eval", "launch/sweep.slurm"), "a Slurm cluster"),
+    "launch/sweep.sh": "a file that a shell writes",
     **dict.fromkeys(("make", "pip", "uv", "source"), "an installation"),
     **dict.fromkeys(("tail", "tensorboard"), "somebody who ends it"),
     "train.teacher=torchvision:regnet_y_16gf": "its weights",
@@ -101,6 +105,8 @@ def check(words: tuple[str, ...]) -> None:
         if rest[2] != "--":
             raise ValueError(f"{rest[2]!r} in place of -- after the number of processes")
         _check_module(rest[3], rest[4:], processes=int(rest[1]))
+    elif words[0] == "bash" and rest[0] in SWEEP:
+        _check_sweep(rest)
     elif program == "sbatch":
         _check_sbatch(rest)
     elif program == "make":
@@ -168,6 +174,24 @@ def _check_sbatch(words: list[str]) -> None:
         processes = int(size["nodes"]) * int(size["ntasks-per-node"])
         module = "examples.detection.train" if script.stem == "detection" else "pipeline.train"
         _check_module(module, ["--config", config, *arguments], processes)
+
+
+def _check_sweep(words: list[str]) -> None:
+    """Of a file such as the pages' ``--grid`` writes."""
+    if ">" in words:
+        words = words[: words.index(">")]
+    if words[1] == "--grid":
+        grid(words[2:])
+        return
+    file = next(i for i, word in enumerate(words) if word.endswith(".txt"))
+    options = words[1:file]
+    if words[0] == "launch/sweep.slurm":
+        unknown = {word.removeprefix("--").partition("=")[0] for word in options} - SBATCH - {"jobs", "time"}
+        if unknown:
+            raise ValueError(f"unknown options of sbatch: {unknown}")
+    else:
+        _parse("pipeline.sweep.__main__:command", words[1:])
+    parse_sweep(Path(words[file]), "all: --config demo\noptim.lr=1e-3 seed=0\n", words[file + 1 :], {})
 
 
 def runnable(words: tuple[str, ...]) -> list[str]:

@@ -1,0 +1,57 @@
+"""The file that ``--grid`` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.sweep.grid import grid
+from pipeline.sweep.lines import parse_sweep
+
+
+def test_every_combination_once() -> None:
+    """Guards against a grid that leaves out a corner, and a value that every line repeats."""
+    text = grid(["--config", "demo", "train.epochs=3", "optim.lr=1e-3,5e-4", "seed=0,1"])
+    assert text.splitlines() == [
+        "all: --config demo train.epochs=3",
+        "optim.lr=1e-3 seed=0",
+        "optim.lr=1e-3 seed=1",
+        "optim.lr=5e-4 seed=0",
+        "optim.lr=5e-4 seed=1",
+    ]
+
+
+def test_what_was_written_is_read_as_it_was_meant() -> None:
+    """Guards against brackets, spaces, quotes and several configs that do not survive the way through the file."""
+    words = ["--config", "pervit_t,deit_s", "data.crop_scale=[0.6, 1.0],[0.8,1.0]", "data.path=/a b,'/c,d'"]
+    runs = parse_sweep(Path("s.txt"), grid(words), variables={}).runs
+    found = [(run.config.model.name, run.config.data.crop_scale, run.config.data.path) for run in runs]
+    assert found == [
+        (model, scale, path)
+        for model in ("pervit_t", "deit_s")
+        for scale in ((0.6, 1.0), (0.8, 1.0))
+        for path in ("/a b", "/c,d")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no key has several values"),
+        (["seed=1"], "no key has several values"),
+        (["seed=1,,2"], "seed=1,,2: one of the values separated by commas is empty"),
+        (["seed=1,1"], "seed=1,1: a value is there twice"),
+        (["seed"], "found 'seed', key=value,value needed"),
+        (["--lr=1,2"], "found '--lr=1,2', key=value,value needed"),
+        (["--config"], "--config has no config after it"),
+        (["--config", "demo", "train.seed=0,1"], "unknown key 'train.seed'"),
+        (["--config", "demo", "optim.lr=1e-3,0.001"], "is the same run as"),
+    ],
+)
+def test_a_mistake(words: list[str], said: str) -> None:
+    """Guards against a file that only its first use shows to be wrong."""
+    with pytest.raises(UserError) as error:
+        grid(words)
+    assert said in str(error.value)
