@@ -58,6 +58,8 @@ class OneMachine:
                 "lower --jobs or --processes",
             )
         for run in sweep.runs:
+            if not isinstance(run.config.train.micro_batch_size, int):  # settled when the run starts
+                continue
             try:
                 accumulation_steps(run.config.train, processes, run.config.augment.unit)
             except UserError as error:

@@ -86,7 +86,15 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
             print(f"{what}: {count} of {len(sweep.runs)} runs", flush=True)
     after = f"--dependency=afterany:{':'.join(arrays)}"
     where = [option for option in options if option.removeprefix("--").partition("=")[0] in _WHERE]
-    own = [f"--job-name={name}-report", "--nodes=1", "--ntasks=1", "--time=01:00:00", "--requeue", "--open-mode=append"]
+    own = [
+        f"--job-name={name}-report",
+        "--nodes=1",
+        "--ntasks=1",
+        "--mem=4G",
+        "--time=01:00:00",
+        "--requeue",
+        "--open-mode=append",
+    ]
     own += [f"--output={_escaped(sweep.folder / LOGS)}/report-%j.out", *([after] if arrays else []), *where]
     try:
         report = _sbatch(*own, f"--wrap=exec bash {SCRIPT} --report {shlex.quote(str(submission))}")

@@ -183,8 +183,8 @@ def test_six_runs_with_preemptions_and_kills(cluster: Cluster, digits_shards: Pa
         task.wait("past a checkpoint", lambda number=number: at_step(runs[number], 60))
         print(time.strftime("%H:%M:%S"), f"task {number} at step {step_rows(runs[number])[-1]['step']}: {end}", flush=True)
         if end == "signal":
-            # It is delivered, but with tasks of the array that wait Slurm 22.05 may say that the job cannot be altered now.
-            cluster.run("scancel", "--signal=USR1", task.number, may_fail=True)
+            # Delivered at once; but while tasks of the array wait, Slurm 22.05 answers scancel that it try again, for a minute.
+            cluster.run("timeout", "3", "scancel", "--signal=USR1", task.number, may_fail=True)
         elif end == "requeue":
             cluster.run("scontrol", "requeue", task.number)
         else:
