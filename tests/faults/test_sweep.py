@@ -26,7 +26,7 @@ from support.slurm_cluster import ON_CPUS, Cluster, Submitted, free_ports, runni
 
 pytestmark = pytest.mark.slurm
 TOY_TRAIN = Path(__file__).with_name("toy_train.py")
-STEPS = 270  # of three epochs of the digits in batches of 16
+STEPS = 180  # of two epochs of the digits in batches of 16
 SHARED = (*ON_CPUS, "--nodes=1", "--ntasks-per-node=1", "--mem=100", "--oversubscribe")
 
 
@@ -161,10 +161,10 @@ def _fails(
 def test_six_runs_with_preemptions_and_kills(cluster: Cluster, digits_shards: Path, tmp_path: Path) -> None:
     """Guards against a sweep of real trainings that loses a step, a run or its page when a task, or the report, is killed."""
     file, folder = tmp_path / "lr_and_seed.txt", tmp_path / "lr_and_seed"
-    keys = "model.image_size=32 train.global_batch_size=16 train.micro_batch_size=16 train.epochs=3 eval.every_epochs=1"
+    keys = "model.image_size=32 train.global_batch_size=16 train.micro_batch_size=16 train.epochs=2 eval.every_epochs=1"
     common = [
         *keys.split(),
-        "checkpoint.every_steps=40",
+        "checkpoint.every_steps=20",
         *SMALL_MODEL,
         f"data.path={digits_shards}",
         "data.num_threads=1",
@@ -174,13 +174,13 @@ def test_six_runs_with_preemptions_and_kills(cluster: Cluster, digits_shards: Pa
     axes = ["optim.lr=2e-3,1e-3,5e-4", "seed=0,1"]
     quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     file.write_text(cluster.run("bash", "launch/sweep.sh", "--grid", "--config", "demo", *common, *axes))
-    sweep = submit(cluster, REPOSITORY, folder, "--jobs=2", file, **quiet)
+    sweep = submit(cluster, REPOSITORY, folder, "--jobs=2", "--time=120", file, **quiet)
     print(file.read_text(), sweep.said, sep="\n")
     runs = {number: folder / f"optim.lr={lr},seed={seed}" for number, (lr, seed) in enumerate(
         ((lr, seed) for lr in ("2e-3", "1e-3", "5e-4") for seed in (0, 1)), 1)}  # fmt: skip
     for number, end in ((1, "signal"), (2, "requeue"), (4, "kill")):
         task = sweep.task(number)
-        task.wait("past a checkpoint", lambda number=number: at_step(runs[number], 60))
+        task.wait("past a checkpoint", lambda number=number: at_step(runs[number], 50))
         print(time.strftime("%H:%M:%S"), f"task {number} at step {step_rows(runs[number])[-1]['step']}: {end}", flush=True)
         if end == "signal":
             # Delivered at once; but while tasks of the array wait, Slurm 22.05 answers scancel that it try again, for a minute.
