@@ -6,7 +6,7 @@
 ``grid.py``        the file for all combinations of some values
 ``states.py``      how far each run is, and the page that compares them
 ``one_machine.py`` all runs on this machine, some at a time
-``slurm.py``       all runs as a job array, the page as the job after it
+``job_array.py``   all runs as a job array, the page as the job after it
 ``__main__.py``    the command
 ================== ============================================================
 """

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         print(grid(args.grid), end="")
         return 0
     if args.report is not None:
-        from pipeline.sweep.slurm import report
+        from pipeline.sweep.job_array import report
 
         return report(args.report)
     if args.file is None:
@@ -91,7 +91,7 @@ def _submit(words: list[str]) -> int:
             "no file is named, one with a line of overrides for each run needed", "pass it after the options of sbatch"
         )
     from pipeline.sweep.lines import read_sweep
-    from pipeline.sweep.slurm import submit
+    from pipeline.sweep.job_array import submit
 
     file = Path(words[0])
     if options and not file.exists() and "=" not in options[-1]:
