@@ -90,8 +90,8 @@ def _submit(words: list[str]) -> int:
         raise UserError(
             "no file is named, one with a line of overrides for each run needed", "pass it after the options of sbatch"
         )
-    from pipeline.sweep.lines import read_sweep
     from pipeline.sweep.job_array import submit
+    from pipeline.sweep.lines import read_sweep
 
     file = Path(words[0])
     if options and not file.exists() and "=" not in options[-1]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.sweep.lines import Sweep, parse_sweep
 from pipeline.sweep.job_array import report, submit
+from pipeline.sweep.lines import Sweep, parse_sweep
 from support.launching import REPOSITORY
 
 ANSWERS = {
