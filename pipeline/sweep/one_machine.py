@@ -70,6 +70,7 @@ class OneMachine:
             )
         self.logs = sweep.folder / LOGS
         self._running: list[_Started] = []
+        self._through = 0  # runs that have ended well
         self._failed: list[SweepRun] = []
         self._restarts: dict[int, int] = {}
         self._signals: list[int] = []
@@ -81,7 +82,7 @@ class OneMachine:
         if not self._is_the_copy():
             replace_text(self.sweep.folder / self.sweep.file.name, self.sweep.text)
         waiting = deque(run for run in self.sweep.runs if not is_finished(run))
-        there = len(self.sweep.runs) - len(waiting)
+        self._through = there = len(self.sweep.runs) - len(waiting)
         say(f"{self.sweep.folder}: {_runs(len(self.sweep.runs))}, {there} finished already; logs in {self.logs}/")
         handlers = {
             number: signal.signal(number, self._on_signal)
@@ -106,16 +107,15 @@ class OneMachine:
         return self._end()
 
     def _end(self) -> int:
-        left = [run for run in self.sweep.runs if not is_finished(run)]
         count = len(self.sweep.runs)
         if self._signals:
-            say(f"stopped; {count - len(left)} of {_runs(count)} finished, the same command goes on with the others")
+            say(f"stopped; {self._through} of {_runs(count)} finished, the same command goes on with the others")
             return 130 if self._signals[0] == signal.SIGINT else PREEMPTED
         code = make_report([run.folder for run in self.sweep.runs], self.sweep.folder)
-        say(f"{count - len(left)} of {_runs(count)} finished; the page that compares them: {self.sweep.folder / REPORT}")
+        say(f"{self._through} of {_runs(count)} finished; the page that compares them: {self.sweep.folder / REPORT}")
         for run in self._failed:
             say(f"failed: {run.name}: {last_line(self._log(run))} ({self._log(run)})")
-        return 1 if self._failed or left else code
+        return 1 if self._failed else code
 
     def _is_the_copy(self) -> bool:
         copy = self.sweep.folder / self.sweep.file.name
@@ -160,6 +160,7 @@ class OneMachine:
         code = 128 - code if code < 0 else code  # as a shell counts signals
         minutes, seconds = divmod(round(time.monotonic() - ended.since), 60)
         if code == 0:
+            self._through += 1
             say(f"{self._label(run)} {state(run.folder)}, {minutes}:{seconds:02} min")
             return False
         if self._signals:
