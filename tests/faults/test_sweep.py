@@ -124,7 +124,7 @@ def test_two_preempted_tasks_and_the_report_after_all(cluster: Cluster, reposito
     submitted = len(list((folder / "submitted").iterdir()))
 
     # Refused: nothing is submitted.
-    jobs = cluster.run("squeue", "--noheader", "--states=all", "--format=%A")
+    jobs = set(cluster.run("squeue", "--noheader", "--states=all", "--format=%A").split())
     file.write_text(f"all: {words}\nseed=0\nseed=x\n")
     for options, sentence in (
         ((file,), f"error: {file}, line 3: "),
@@ -140,7 +140,7 @@ def test_two_preempted_tasks_and_the_report_after_all(cluster: Cluster, reposito
     assert "Invalid job array specification" in _fails(
         cluster, repository, folder, file, program=("sbatch", "launch/sweep.slurm")
     )
-    assert cluster.run("squeue", "--noheader", "--states=all", "--format=%A") == jobs
+    assert set(cluster.run("squeue", "--noheader", "--states=all", "--format=%A").split()) == jobs
     assert len(list((folder / "submitted").iterdir())) == submitted
 
 
