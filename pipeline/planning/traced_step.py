@@ -1,0 +1,130 @@
+"""A training step with fake tensors: what is in memory when most is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from pipeline.config import Config
+from pipeline.models import create_model
+from pipeline.models.common.base import VisionModel
+from pipeline.models.pervit.phi_model import PhiModel
+from pipeline.planning.engine_memory import engine_memory
+from pipeline.planning.gpu_forms import as_on_gpu
+from pipeline.planning.live_memory import PARAMETERS, LiveMemory
+
+AVERAGE, IMAGES, ACTIVATIONS, PHI, BACKWARD = (
+    "weight average",
+    "images",
+    "activations",
+    "Φp",
+    "temporaries of the backward pass",
+)
+
+
+def step_memory(config: Config, world_size: int, stage: int, accumulation: int, on_gpu: bool, kernels: bool) -> Counter[str]:
+    """Trace one optimizer step, not the first, whose moments are not there yet.
+
+    Args:
+        config: with ``train.precision`` bf16 or fp32.
+        world_size: number of processes.
+        stage: of ZeRO that the run takes.
+        accumulation: micro-batches per step; those after the second hold what the second does.
+        on_gpu: operators as on a GPU, else as on a CPU.
+        kernels: the Triton kernels run there.
+
+    Returns:
+        Bytes by part at the moment at which their sum is largest.
+    """
+    train, shape = config.train, config.model
+    model = fake_free_model(config)
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as live, ExitStack() as stack:
+        with live.labelled(PARAMETERS):
+            model = model.to_empty(device="cpu").train()
+        if on_gpu:
+            stack.enter_context(as_on_gpu(model, stage, kernels))
+        stack.enter_context(_phi_labelled(model, live))
+        engine = engine_memory(live, model, config.optim, world_size, stage)
+        average = live.new(_averaged(model) / (world_size if stage == 3 else 1), AVERAGE) if train.ema_decay else None
+        with _weights_cast_once(stage, train.precision == "bf16"):
+            for number in range(min(accumulation, 2)):
+                engine.boundary = number == min(accumulation, 2) - 1
+                with live.labelled(IMAGES):
+                    images = torch.empty(train.micro_batch_size, 3, shape.image_size, shape.image_size)
+                    noise = torch.empty(train.micro_batch_size, model.noise_per_sample)
+                engine.before_forward()
+                with live.labelled(ACTIVATIONS):
+                    loss = _loss(model, images, noise if model.noise_per_sample else None, config)
+                with live.labelled(BACKWARD):
+                    loss.backward()
+                del loss
+                engine.after_backward()
+        engine.step()
+        del average
+        return +live.peak
+
+
+def fake_free_model(config: Config) -> VisionModel:
+    """The run's model without weights, on PyTorch's meta device."""
+    with torch.device("meta"):
+        return create_model(
+            config.model.name,
+            config.model.num_classes,
+            config.model.image_size,
+            config.model.drop_path,
+            config.train.activation_checkpointing,
+            config.model.switches,
+        )
+
+
+def _loss(model: VisionModel, images: Tensor, noise: Tensor | None, config: Config) -> Tensor:
+    """Of the size of :func:`pipeline.run.loss.mixture_of_two` and of binary cross entropy."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=config.train.precision == "bf16"):
+        scores = model(images, noise)  # (B, classes)
+    labels = torch.zeros(len(scores), dtype=torch.long)
+    if config.train.loss == "bce":
+        return F.binary_cross_entropy_with_logits(scores.float(), torch.empty(scores.shape))
+    own, other = (F.cross_entropy(scores.float(), labels, label_smoothing=0.1, reduction="none") for _ in range(2))
+    return (own + other).mean()
+
+
+def _averaged(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def _weights_cast_once(stage: int, casts: bool) -> Iterator[None]:
+    """:func:`pipeline.optim.engine.micro_batches`: the weights' bf16 copies stay for a whole step, but with ZeRO 3."""
+    if stage == 3 or not casts:
+        yield
+        return
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+@contextmanager
+def _phi_labelled(model: nn.Module, live: LiveMemory) -> Iterator[None]:
+    if not isinstance(model, PhiModel):
+        yield
+        return
+    compute = model.log_phi
+
+    def labelled(grid: tuple[int, int]) -> list[Tensor | None]:
+        with live.labelled(PHI):
+            return compute(grid)
+
+    model.log_phi = labelled  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.log_phi
