@@ -32,6 +32,18 @@ def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> in
     return steps
 
 
+def fitting_micro_batches(train: TrainConfig, world_size: int, unit: int = 1) -> list[int]:
+    """The micro-batch sizes that a run may have on so many processes, ascending; for the arguments see :func:`accumulation_steps`.
+
+    Raises:
+        UserError: there are none.
+    """
+    per_rank, rest = divmod(train.global_batch_size, world_size * unit)
+    if rest:
+        accumulation_steps(train.model_copy(update={"micro_batch_size": unit}), world_size, unit)
+    return [unit * number for number in _divisors(per_rank)]
+
+
 def _remedy(global_batch: int, micro: int, world_size: int, unit: int) -> str:
     """Micro-batch sizes and world sizes that fit this global batch size, which a run cannot change once started."""
     if global_batch % unit:  # no run can have started with it, so suggest another global batch size

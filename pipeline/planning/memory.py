@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
+from pipeline.config import Config, accumulation_steps
+from pipeline.config.accumulation import fitting_micro_batches
+from pipeline.planning.loader_memory import loader_bytes
 from pipeline.planning.subject import Subject
+
+MIB = 2**20
+LOADER, CONTEXT, NCCL, FRAGMENTS = (
+    "data loader (estimate)",
+    "CUDA context and libraries (estimate)",
+    "NCCL (estimate)",
+    "allocator's fragments (estimate)",
+)
+# Of a process on a data-centre GPU: the context and its kernels, cuBLAS's and cuDNN's workspaces; and NCCL's channels.
+_CONTEXT, _NCCL = 900 * MIB, 400 * MIB
+_FRAGMENTS = 0.04  # of what PyTorch's caching allocator has given out, that it holds besides
+_CPU_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -16,6 +36,8 @@ class Memory:
         capacity: bytes of the GPU that a process can allocate; for processes on CPUs this machine's memory, shared out.
         micro_batch, accumulation: images per forward pass and GPU, and forward passes per optimizer step.
         stage: of ZeRO, 0 on one process.
+        precision: "bf16" or "fp32".
+        remarks: sentences about what the figures leave out.
     """
 
     parts: dict[str, int]
@@ -23,6 +45,8 @@ class Memory:
     micro_batch: int
     accumulation: int
     stage: int
+    precision: str
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -48,7 +72,39 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
     Raises:
         UserError: the batch sizes do not divide, or the model cannot be built.
     """
-    raise NotImplementedError
+    if micro_batch is not None:
+        subject = changed(subject, "train", micro_batch_size=micro_batch)
+    subject = changed(subject, "train", precision=precision_of(subject))
+    config, world = subject.config, subject.world_size
+    accumulation = accumulation_steps(config.train, world, config.augment.unit)
+    stage = config.train.zero_stage if world > 1 else 0
+    # What the trace does not depend on is the same for all, so that its result is kept for a question that differs in it.
+    traced = config.model_copy(update={"output_dir": "", "seed": 0, "data": Config().data, "augment": Config().augment})
+    kernels = subject.gpu is not None and subject.gpu.bf16_flops is not None
+    step = _traced(traced.model_dump_json(), world, stage, min(accumulation, 2), subject.gpu is not None, kernels)
+    parts, remarks = Counter(dict(step)), []
+    if config.train.teacher:
+        remarks.append("the teacher's weights and the network that it is are not counted")
+    if subject.gpu:
+        held = sum(step.values())
+        parts[LOADER] = loader_bytes(config)
+        parts[CONTEXT] = _CONTEXT
+        parts[NCCL] = _NCCL if world > 1 else 0
+        parts[FRAGMENTS] = int(_FRAGMENTS * held)
+        if config.train.compile != "off" and stage < 3:
+            remarks.append("train.compile is not in the figures: compiled blocks keep as much or less")
+    else:
+        parts[LOADER] = loader_bytes(config, on_gpu=False)
+    parts += Counter()  # without those of 0 bytes
+    return Memory(
+        dict(sorted(parts.items(), key=lambda part: -part[1])),
+        subject.gpu.memory if subject.gpu else _cpu_memory() // subject.gpus_per_node,
+        config.train.micro_batch_size,
+        accumulation,
+        stage,
+        config.train.precision,
+        remarks,
+    )
 
 
 def largest_micro_batch(subject: Subject) -> int:
@@ -58,4 +114,52 @@ def largest_micro_batch(subject: Subject) -> int:
     Raises:
         UserError: no micro-batch size divides the global batch on this number of processes.
     """
-    raise NotImplementedError
+    sizes = fitting_micro_batches(subject.config.train, subject.world_size, subject.config.augment.unit)
+    low, high = 0, len(sizes)  # of so many, the smallest fit; of so many, the last does not
+    while low < high:
+        middle = (low + high + 1) // 2
+        if plan_memory(subject, sizes[middle - 1]).fits:
+            low = middle
+        else:
+            high = middle - 1
+    return sizes[low - 1] if low else 0
+
+
+def changed(subject: Subject, section: str, **values: Any) -> Subject:
+    """The subject with other values in a section of its config."""
+    config = subject.config
+    return replace(
+        subject, config=config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+    )
+
+
+def precision_of(subject: Subject) -> str:
+    """"bf16" or "fp32": what ``train.precision`` is there."""
+    asked = subject.config.train.precision
+    if asked != "auto":
+        return asked
+    if subject.gpu:
+        return "bf16" if subject.gpu.bf16_flops else "fp32"
+    import torch
+
+    return "bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"
+
+
+@lru_cache(maxsize=256)
+def _traced(config: str, world: int, stage: int, accumulation: int, on_gpu: bool, kernels: bool) -> Counter[str]:
+    from pipeline.planning.traced_step import step_memory  # PyTorch takes seconds
+
+    return step_memory(Config.model_validate_json(config), world, stage, accumulation, on_gpu, kernels)
+
+
+def _cpu_memory() -> int:
+    """Bytes of this machine, or that its cgroup may use."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in map(Path, _CPU_LIMITS):
+        try:
+            limit = file.read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
