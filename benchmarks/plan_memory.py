@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-STEPS = 3  # ZeRO-3 learns from the first what to gather ahead
+STEPS = 2  # the second has the optimizer's state, and what ZeRO-3 has learned to gather ahead
 MIB = 2**20
 
 
@@ -40,6 +40,8 @@ def case_of(args: argparse.Namespace, name: str, checkpointing: bool, batch: int
         f"train.zero_stage={stage}",
         f"train.precision={args.precision}",
         f"optim.name={args.optim}",
+        "augment.mixup=0",  # whose groups of images would have to divide the micro-batch
+        "augment.cutmix=0",
         *args.overrides,
     ]
     return {
@@ -107,14 +109,26 @@ def _batch(config: Any) -> Any:
 
 
 def peak_of(profiler: Any, began: int) -> int:
-    """Largest sum of what PyTorch's allocator had given out, of the reports since ``began`` (ns of the clock of the day)."""
-    totals, events = [0], list(profiler.profiler.kineto_results.experimental_event_tree())
+    """The most bytes of PyTorch's allocator that were in use since ``began`` (ns of the clock of the day), of those that were
+    given out since the profiler's start.
+    """
+    reports, events = [], list(profiler.profiler.kineto_results.experimental_event_tree())
     while events:
         event = events.pop()
         events += event.children
-        if event.tag.name == "Allocation" and event.start_time_ns >= began:
-            totals.append(event.extra_fields.total_allocated)
-    return max(totals)
+        if event.tag.name == "Allocation":
+            reports.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    held: dict[int, int] = {}  # by address: what was there before the start is not among them when it is freed
+    used = peak = 0
+    for at, address, size in sorted(reports, key=lambda report: report[0]):
+        if size > 0:
+            held[address] = size
+            used += size
+        else:
+            used -= held.pop(address, 0)
+        if at >= began:
+            peak = max(peak, used)
+    return peak
 
 
 def run_rank(cases: list[dict[str, Any]], out: Path) -> None:

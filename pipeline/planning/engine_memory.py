@@ -50,6 +50,9 @@ class EngineMemory:
     def before_forward(self) -> None:
         """A micro-batch begins."""
 
+    def after_forward(self) -> None:
+        """Its scores are there."""
+
     def on_gradient(self, parameter: Tensor) -> None:
         """A parameter's gradient of this micro-batch is complete."""
         assert parameter.grad is not None
@@ -148,12 +151,18 @@ class PartitionedWeights(EngineMemory):
         super().__init__(live, model, optim, world_size)
         self._every = list(model.parameters())
         self.weights = live.new(_elements(self._every) / world_size, PARAMETERS)
+        self.master = live.new(sum(self.shards), MASTER)  # it compares a device with a name, and copies where they are equal
         self.gradients = live.new(sum(self.shards), GRADIENTS)
         self._buffer = live.new(BUCKET, BUCKETS)
+        self._gathered: Tensor | None = None
         self._filled = 0
 
     def before_forward(self) -> None:
-        self.live.new(min(_elements(self._every), _PREFETCH), BUCKETS)  # gathered, then cut into parameters
+        # One gathering for all that is fetched ahead, kept until the last parameter of it, which is a copy, has been used.
+        self._gathered = self.live.new(min(_elements(self._every), _PREFETCH), BUCKETS)
+
+    def after_forward(self) -> None:
+        self._gathered = None
 
     def on_gradient(self, parameter: Tensor) -> None:
         super().on_gradient(parameter)

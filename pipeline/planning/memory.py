@@ -79,7 +79,7 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
     accumulation = accumulation_steps(config.train, world, config.augment.unit)
     stage = config.train.zero_stage if world > 1 else 0
     # What the trace does not depend on is the same for all, so that its result is kept for a question that differs in it.
-    traced = config.model_copy(update={"output_dir": "", "seed": 0, "data": Config().data, "augment": Config().augment})
+    traced = config.model_copy(update={"output_dir": Config().output_dir, "seed": 0, "data": Config().data, "augment": Config().augment})
     kernels = subject.gpu is not None and subject.gpu.bf16_flops is not None
     step = _traced(traced.model_dump_json(), world, stage, min(accumulation, 2), subject.gpu is not None, kernels)
     parts, remarks = Counter(dict(step)), []

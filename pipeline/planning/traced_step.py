@@ -60,10 +60,12 @@ def step_memory(config: Config, world_size: int, stage: int, accumulation: int, 
                     noise = torch.empty(train.micro_batch_size, model.noise_per_sample)
                 engine.before_forward()
                 with live.labelled(ACTIVATIONS):
-                    loss = _loss(model, images, noise if model.noise_per_sample else None, config)
+                    scores = _scores(model, images, noise if model.noise_per_sample else None, train.precision)
+                    engine.after_forward()
+                    loss = _loss(scores, train.loss)
                 with live.labelled(BACKWARD):
                     loss.backward()
-                del loss
+                del loss, scores
                 engine.after_backward()
         engine.step()
         del average
@@ -83,13 +85,17 @@ def fake_free_model(config: Config) -> VisionModel:
         )
 
 
-def _loss(model: VisionModel, images: Tensor, noise: Tensor | None, config: Config) -> Tensor:
+def _scores(model: VisionModel, images: Tensor, noise: Tensor | None, precision: str) -> Tensor:
+    """(B, classes)."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        return model(images, noise)
+
+
+def _loss(scores: Tensor, name: str) -> Tensor:
     """Of the size of :func:`pipeline.run.loss.mixture_of_two` and of binary cross entropy."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=config.train.precision == "bf16"):
-        scores = model(images, noise)  # (B, classes)
-    labels = torch.zeros(len(scores), dtype=torch.long)
-    if config.train.loss == "bce":
+    if name == "bce":
         return F.binary_cross_entropy_with_logits(scores.float(), torch.empty(scores.shape))
+    labels = torch.zeros(len(scores), dtype=torch.long)
     own, other = (F.cross_entropy(scores.float(), labels, label_smoothing=0.1, reduction="none") for _ in range(2))
     return (own + other).mean()
 
