@@ -1,0 +1,160 @@
+"""The rates of this machine's CPU, by a benchmark of about two seconds: a small operator of each kind, computed for real."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from pipeline.planning.operators import ATTENTION, CONVOLUTION, MAP, NARROW, TRANSCENDENTAL, Operator
+
+Clock = Callable[[], float]
+_SIZES = (2**20, 2**23, 2**26)  # bytes that a copy moves: within a core's cache, within the last cache, beyond
+_LINEAR_SHARE = 0.9  # of the large product's speed in linear layers (benchmarks/RESULTS.md, "The training step on a CPU")
+_BATCHED_SHARE = 0.65  # likewise in attention's products, whose matrices are small
+_FRESH = 0.12  # seconds for each measurement
+
+
+@dataclass(frozen=True)
+class CpuRates:
+    """A CPU with a number of threads, as measured.
+
+    Attributes:
+        product, convolution, narrow: floating-point operations per second of a product of two large matrices, of a 3 x 3
+            convolution of 64 channels, of a depthwise one.
+        bandwidth: bytes per second of an addition that moves ``_SIZES`` bytes.
+        elementary: seconds for an element of GELU, and of a softmax over a map that is in a cache, forward and backward.
+        host: seconds to start an operator.
+    """
+
+    product: float
+    convolution: float
+    narrow: float
+    bandwidth: tuple[float, ...]
+    elementary: float
+    score: float
+    score_backward: float
+    host: float
+    threads: int
+
+    @property
+    def source(self) -> str:
+        return (
+            f"measured on this machine, {self.threads} thread{'s' * (self.threads != 1)}: {self.product / 1e9:.0f} GFLOP/s in products, "
+            f"{self.bandwidth[-1] / 1e9:.1f} GB/s of memory"
+        )
+
+    @property
+    def copies(self) -> float:
+        return self.bandwidth[-1]
+
+    def seconds(self, operator: Operator) -> float:
+        moving = operator.bytes / self._bandwidth_at(operator.bytes)
+        if operator.kind == MAP:
+            computing = operator.elements * self.elementary if operator.name in TRANSCENDENTAL else 0.0
+        elif operator.kind == ATTENTION:
+            per_score = self.score_backward if operator.backward and not operator.recomputed else self.score
+            computing = operator.flops / (self.product * _BATCHED_SHARE) + operator.elements * per_score
+        elif operator.kind in (CONVOLUTION, NARROW):
+            computing = operator.flops / (self.convolution if operator.kind == CONVOLUTION else self.narrow)
+        else:
+            computing = operator.flops / (self.product * (_BATCHED_SHARE if "b" in operator.name else _LINEAR_SHARE))
+        return max(computing, moving) + self.host
+
+    def _bandwidth_at(self, moved: int) -> float:
+        """Between the measured sizes by the logarithm."""
+        if moved <= _SIZES[0]:
+            return self.bandwidth[0]
+        for small, large, fast, slow in zip(_SIZES, _SIZES[1:], self.bandwidth, self.bandwidth[1:]):
+            if moved <= large:
+                share = math.log(moved / small) / math.log(large / small)
+                return fast ** (1 - share) * slow**share
+        return self.bandwidth[-1]
+
+
+def measure_cpu(precision: str, clock: Clock = time.perf_counter) -> CpuRates:
+    """Measure this process's share of the machine, at PyTorch's number of threads.
+
+    Args:
+        precision: of products, "bf16" or "fp32".
+        clock: seconds; ``time.process_time`` on a machine that others use, with one thread.
+    """
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    a, b = torch.randn(2, 1024, 1024).to(dtype)
+    images = torch.randn(8, 64, 56, 56).contiguous(memory_format=torch.channels_last).to(dtype)
+    tokens = torch.randn(16, 192, 14, 14).to(dtype)
+    dense, depthwise = torch.randn(64, 64, 3, 3).to(dtype), torch.randn(192, 1, 3, 3).to(dtype)
+    values, scores = torch.randn(2**18), torch.randn(256, 1024)
+    weights = scores.softmax(-1)
+    small = torch.randn(8)
+    least = _least(clock)
+    bandwidth = []
+    for size in _SIZES:
+        x, y = torch.ones(2, size // 12)
+        out = torch.empty_like(x)
+        bandwidth.append(size / least(lambda x=x, y=y, out=out: torch.add(x, y, out=out)))
+    forward = least(lambda: torch.softmax(scores + scores, -1)) / scores.numel()
+    backward = least(lambda: torch._softmax_backward_data(scores, weights, -1, torch.float32) + scores) / scores.numel()
+    return CpuRates(
+        product=2 * 1024**3 / least(lambda: a @ b),
+        convolution=_convolution_rate(least, images, dense, 1),
+        narrow=_convolution_rate(least, tokens, depthwise, 192),
+        bandwidth=tuple(bandwidth),
+        elementary=least(lambda: F.gelu(values)) / values.numel(),
+        score=forward,
+        score_backward=backward,
+        host=_overhead(least, small),
+        threads=torch.get_num_threads(),
+    )
+
+
+def _convolution_rate(least: Callable[[Callable[[], Any]], float], images: torch.Tensor, weight: torch.Tensor, groups: int) -> float:
+    """Operations per second of a 3 x 3 convolution's forward and backward pass."""
+    x, w = images.clone().requires_grad_(), weight.clone().requires_grad_()
+
+    def step() -> None:
+        F.conv2d(x, w, padding=1, groups=groups).backward(images)
+        x.grad = w.grad = None
+
+    if groups == 1:
+        assert images.shape[1] == weight.shape[0]
+    return 3 * 2 * images.numel() * weight[0].numel() / least(step)
+
+
+def _overhead(least: Callable[[Callable[[], Any]], float], small: torch.Tensor) -> float:
+    """Seconds to start an operator, of a forward and a backward pass through 100."""
+    x = small.clone().requires_grad_()
+
+    def step() -> None:
+        y = x
+        for _ in range(100):
+            y = y * small
+        y.sum().backward()
+        x.grad = None
+
+    return least(step) / 200
+
+
+def _least(clock: Clock) -> Callable[[Callable[[], Any]], float]:
+    def least(call: Callable[[], Any]) -> float:
+        call()
+        best, end = math.inf, time.perf_counter() + _FRESH
+        repetitions = 1
+        while True:
+            began = clock()
+            for _ in range(repetitions):
+                call()
+            took = clock() - began
+            if took < 2e-3 and repetitions < 10_000:  # so short that the clock's own steps count
+                repetitions *= 4
+                continue
+            best = min(best, took / repetitions)
+            if time.perf_counter() > end:
+                return best
+
+    return least

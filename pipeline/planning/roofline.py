@@ -1,0 +1,130 @@
+"""Seconds of operators: the slower of computing and moving bytes (Williams et al., "Roofline", 2009), at the rates of a machine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from pipeline.errors import UserError
+from pipeline.planning.gpus import Gpu
+from pipeline.planning.operators import ATTENTION, CONVOLUTION, MAP, NARROW, PRODUCT, TRANSCENDENTAL, Operator
+
+
+class Rates(Protocol):
+    """How fast a machine computes.
+
+    Attributes:
+        host: seconds of the CPU to start an operator, while the GPU may still be busy with others; 0 if it computes itself.
+        copies: bytes per second of plain copies.
+        source: of the figures, for the page.
+    """
+
+    host: float
+    copies: float
+    source: str
+
+    def seconds(self, operator: Operator) -> float:
+        """Of one call."""
+
+
+# Shares of a data sheet's figures that kernels reach. Fitted to the step times that timm publishes for an RTX 3090 and an RTX 4090
+# (benchmarks/plan_time.py compares them); not measured with this project's own kernels.
+GPU_SHARES = {PRODUCT: 0.75, ATTENTION: 0.40, CONVOLUTION: 0.40, NARROW: 0.05}
+GPU_BANDWIDTH_SHARE = 0.85
+GPU_HOST = 6e-6  # seconds of the CPU to start an operator, by PyTorch without CUDA graphs; an assumption
+_SHORTEST_KERNEL = 2e-6  # seconds
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """A GPU by its data sheet and the shares of it that kernels reach."""
+
+    gpu: Gpu
+    host: float = GPU_HOST
+    shares: dict[str, float] = field(default_factory=lambda: dict(GPU_SHARES))
+    bandwidth_share: float = GPU_BANDWIDTH_SHARE
+
+    @property
+    def source(self) -> str:
+        shares = ", ".join(f"{100 * share:.0f} % in {kind}" for kind, share in self.shares.items())
+        return f"{self.gpu.source}; kernels reach {shares}, {100 * self.bandwidth_share:.0f} % of the memory's bandwidth"
+
+    @property
+    def copies(self) -> float:
+        return self.gpu.bandwidth * self.bandwidth_share
+
+    def seconds(self, operator: Operator) -> float:
+        moving = operator.bytes / self.copies
+        if not operator.flops:
+            return max(moving, operator.kernels * _SHORTEST_KERNEL)
+        half = operator.dtype in (torch.bfloat16, torch.float16)
+        peak = self.gpu.bf16_flops if half else self.gpu.fp32_flops
+        if peak is None:
+            raise UserError(f"train.precision is bf16, but {self.gpu.name} has no bf16", "set train.precision=fp32, or take another GPU")
+        return max(operator.flops / (peak * self.shares[operator.kind]), moving, operator.kernels * _SHORTEST_KERNEL)
+
+
+def seconds_by_kind(operators: Iterable[Operator], rates: Rates) -> dict[str, float]:
+    """Sums by kind, in order of first appearance."""
+    sums: dict[str, float] = defaultdict(float)
+    for operator in operators:
+        sums[operator.kind] += rates.seconds(operator)
+    return dict(sums)
+
+
+def fused(operators: Sequence[Operator], kept: set[int]) -> list[Operator]:
+    """What a compiler makes of them: adjacent bandwidth-bound operators become one, which reads what others have written and writes what
+    others read.
+
+    Args:
+        operators: in order.
+        kept: numbers of the memory that is read after the last of them.
+    """
+    last_read: dict[int, int] = {}
+    for place, operator in enumerate(operators):
+        for number, _ in operator.reads:
+            last_read[number] = place
+    joined: list[Operator] = []
+    group: list[Operator] = []
+    for place, operator in enumerate(operators):
+        if operator.kind == MAP and (not group or _alike(group[-1], operator)):
+            group.append(operator)
+            continue
+        if group:
+            joined.append(_one(group, place, last_read, kept))
+        group = [operator] if operator.kind == MAP else []
+        if operator.kind != MAP:
+            joined.append(operator)
+    if group:
+        joined.append(_one(group, len(operators), last_read, kept))
+    return joined
+
+
+def _alike(one: Operator, other: Operator) -> bool:
+    return (one.backward, one.recomputed) == (other.backward, other.recomputed)
+
+
+def _one(group: list[Operator], end: int, last_read: dict[int, int], kept: set[int]) -> Operator:
+    """The operators of a group, which ends before place ``end``, as one."""
+    written: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for operator in group:
+        for number, size in operator.reads:
+            if number not in written:
+                read[number] = max(size, read.get(number, 0))
+        for number, size in operator.writes:
+            written[number] = max(size, written.get(number, 0))
+    needed = {n: size for n, size in written.items() if last_read.get(n, -1) >= end or n in kept}
+    slow = next((o.name for o in group if o.name in TRANSCENDENTAL), group[0].name)
+    return replace(
+        group[0],
+        name=slow,
+        reads=tuple(read.items()),
+        writes=tuple(needed.items()),
+        elements=max(operator.elements for operator in group),
+        kernels=1 + sum(operator.name.endswith("_backward") and "norm" in operator.name for operator in group),
+    )
