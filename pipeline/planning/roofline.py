@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -31,12 +31,18 @@ class Rates(Protocol):
         """Of one call."""
 
 
-# Shares of a data sheet's figures that kernels reach. Fitted to the step times that timm publishes for an RTX 3090 and an RTX 4090
-# (benchmarks/plan_time.py compares them); not measured with this project's own kernels.
-GPU_SHARES = {PRODUCT: 0.75, ATTENTION: 0.40, CONVOLUTION: 0.40, NARROW: 0.05}
-GPU_BANDWIDTH_SHARE = 0.85
-GPU_HOST = 6e-6  # seconds of the CPU to start an operator, by PyTorch without CUDA graphs; an assumption
+# Shares of a data sheet's figures that kernels reach. Of products and bandwidth they fit the step times that timm publishes for an
+# RTX 3090 and an RTX 4090 (benchmarks/plan_time.py compares them); the others are assumptions, as no GPU has run this project yet.
+GPU_SHARES = {PRODUCT: 0.80, ATTENTION: 0.25, CONVOLUTION: 0.40, NARROW: 0.05}
+GPU_BANDWIDTH_SHARE = 0.90
+_HOPPER_PRODUCTS = 0.65  # their clock falls under load, as vendors' and users' figures of large products show; an assumption
+GPU_HOST = 8e-6  # seconds of the CPU to start an operator, by PyTorch without CUDA graphs; an assumption
 _SHORTEST_KERNEL = 2e-6  # seconds
+
+
+def shares_of(gpu: Gpu) -> dict[str, float]:
+    """Of the data sheet's operations per second, by kind of operator."""
+    return {**GPU_SHARES, PRODUCT: _HOPPER_PRODUCTS} if gpu.name.startswith(("h100", "h200")) else GPU_SHARES
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,11 @@ class GpuRates:
 
     gpu: Gpu
     host: float = GPU_HOST
-    shares: dict[str, float] = field(default_factory=lambda: dict(GPU_SHARES))
     bandwidth_share: float = GPU_BANDWIDTH_SHARE
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return shares_of(self.gpu)
 
     @property
     def source(self) -> str:
@@ -128,3 +137,9 @@ def _one(group: list[Operator], end: int, last_read: dict[int, int], kept: set[i
         elements=max(operator.elements for operator in group),
         kernels=1 + sum(operator.name.endswith("_backward") and "norm" in operator.name for operator in group),
     )
+
+
+def product_seconds(flops: float, precision: str, rates: Rates) -> float:
+    """Seconds of matrix products with so many floating-point operations."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return rates.seconds(Operator("mm", PRODUCT, flops, (), (), 0, dtype))

@@ -1,0 +1,158 @@
+"""The length of a run: images, steps, evaluations; hours, Slurm jobs, GPU hours and money."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from pipeline.config import Config
+from pipeline.data.manifest import MANIFEST, ShardManifest
+from pipeline.data.views import epoch_length
+from pipeline.errors import UserError
+
+# Images of the train and the val split by the number of classes, for a plan without shards.
+_KNOWN_SETS = {
+    10: ("CIFAR-10", 50_000, 10_000),
+    100: ("CIFAR-100", 50_000, 10_000),
+    1000: ("ImageNet-1k", 1_281_167, 50_000),
+    1010: ("iNaturalist 2019", 265_213, 3_030),
+}
+SPLITS = ("train", "val")
+SIGNAL_SECONDS = 300  # of a job's end that the job scripts keep for the last checkpoint (--signal=USR1@300)
+_DAY, _HOUR, _MINUTE = 86400, 3600, 60
+
+
+@dataclass(frozen=True)
+class Images:
+    """Sizes of the splits, and the share of the source's images that ``--subset`` kept."""
+
+    train: int
+    val: int
+    subset: float
+    source: str
+
+
+def count_images(config: Config, data: Path | None) -> Images | None:
+    """How many images the run has: by the manifests of its shards, else by the number of classes.
+
+    Args:
+        config: of the run.
+        data: shard set; None: ``data.path`` if it is there.
+
+    Returns:
+        None if nothing tells.
+
+    Raises:
+        UserError: ``data`` holds no shard set, or one of other classes.
+    """
+    folder = data or Path(config.data.path)
+    if data or folder.is_dir():
+        try:
+            return _of_shards(config, folder)
+        except UserError:
+            if data:
+                raise
+    known = _KNOWN_SETS.get(config.model.num_classes)
+    if known is None:
+        return None
+    name, train, val = known
+    return Images(train, val, 1.0, f"{name}, by its {config.model.num_classes} classes; --data SHARDS counts")
+
+
+def _of_shards(config: Config, folder: Path) -> Images:
+    counts, subset = {}, 1.0
+    for split in SPLITS:
+        nested = folder / split
+        where = nested if (nested / MANIFEST).is_file() and not (folder / MANIFEST).is_file() else folder
+        if not (where / MANIFEST).is_file():
+            raise UserError(f"{folder} has no {MANIFEST}, a shard set needed", "pass the folder that data_prep.shard_imagenet wrote")
+        manifest = ShardManifest.read(where)
+        if len(manifest.classes) != config.model.num_classes:
+            raise UserError(
+                f"model.num_classes is {config.model.num_classes}, but {where} has {len(manifest.classes)} classes",
+                f"set model.num_classes={len(manifest.classes)}, or pass other shards",
+            )
+        if split not in manifest.splits:
+            raise UserError(f"{where / MANIFEST} has no split {split!r}, {' and '.join(SPLITS)} needed", "pass a whole shard set")
+        counts[split] = manifest.splits[split].samples
+        if split == "train":
+            subset = manifest.splits[split].source.get("subset", 1.0)
+    return Images(counts["train"], counts["val"], subset, str(folder))
+
+
+@dataclass(frozen=True)
+class Length:
+    """What a run does from its start to its end.
+
+    Attributes:
+        steps: optimizer steps.
+        epochs: passes over the training set, cooldown included; fewer with ``train.max_steps``.
+        evaluations: passes over the validation set, of which each counts twice with a weight average.
+        saves: checkpoints, those for the best accuracy left out.
+    """
+
+    steps: int
+    epochs: float
+    evaluations: int
+    saves: int
+
+
+def length_of(config: Config, images: Images) -> Length:
+    """The same arithmetic as ``pipeline.run.progress``, which a test compares.
+
+    Raises:
+        UserError: the schedule is shorter than a step.
+    """
+    train, batch = config.train, config.train.global_batch_size
+    epoch = epoch_length(images.train, config.augment.repeats)
+    epochs = train.epochs / images.subset if train.scale_epochs else train.epochs
+    steps = math.ceil((epochs + config.optim.cooldown_epochs) * (epoch / batch) - 1e-9)
+    steps = steps if train.max_steps is None else min(steps, train.max_steps)
+    if steps < 1:
+        raise UserError(
+            f"train.epochs is {train.epochs:g}, which with {epoch} images an epoch is not one optimizer step", "raise train.epochs"
+        )
+    evaluations = 1
+    if config.eval.every_epochs:
+        every = Fraction(str(config.eval.every_epochs)) * epoch
+        crossed = min(steps, batch * steps // every)  # steps that complete another every_epochs
+        evaluations = crossed + (batch * steps // every == batch * (steps - 1) // every)  # and the last
+    saves = 1 if config.checkpoint.every_steps is None else math.ceil(steps / config.checkpoint.every_steps)
+    return Length(steps, steps * batch / epoch, int(evaluations), saves)
+
+
+def parse_time_limit(text: str) -> float:
+    """A time limit in Slurm's forms: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S. Returns seconds.
+
+    Raises:
+        UserError: it is none of these, or too short to train in.
+    """
+    remedy = "write it as sbatch takes it, such as 24:00:00 or 3-00:00:00"
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if not found:
+        raise UserError(f"--time-limit is {text!r}, a time in Slurm's form needed", remedy)
+    days, *given = found.groups()
+    numbers = [int(part) for part in given if part is not None]
+    if days is not None:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    total = int(days or 0) * _DAY + hours * _HOUR + minutes * _MINUTE + seconds
+    if total <= 2 * SIGNAL_SECONDS:
+        raise UserError(
+            f"--time-limit is {text!r}, {total} seconds, of which the job scripts keep {SIGNAL_SECONDS} for the last checkpoint", remedy
+        )
+    return float(total)
+
+
+def jobs_within(seconds: float, limit: float, start: float) -> int:
+    """Slurm jobs, each with its start, that a run of so many seconds takes at a time limit. Raises UserError: nothing is left to train."""
+    usable = limit - SIGNAL_SECONDS - start
+    if usable <= 0:
+        raise UserError(f"--time-limit is {limit:.0f} seconds, and a start takes {start:.0f} of them", "raise it")
+    return max(1, math.ceil(seconds / usable))
