@@ -21,12 +21,14 @@ class Checkpoints:
         size: of one checkpoint, the parts of all processes together.
         part: of one process.
         kept: that lie on the disk at the end, the best one included.
-        written: over the whole run, at most: an evaluation that is the best so far adds one.
+        regular: written over the whole run by ``checkpoint.every_steps``, and at its end.
+        written: at most: an evaluation that is the best so far adds one.
     """
 
     size: int
     part: int
     kept: int
+    regular: int
     written: int
 
     @property
@@ -49,7 +51,7 @@ def plan_checkpoints(config: Config, step: Step, length: Length, world_size: int
     by_multiple = length.steps // chosen.keep_every_steps if chosen.keep_every_steps else 0
     kept = min(chosen.keep_last, length.saves) + int(chosen.keep_best) + by_multiple
     written = length.saves + (length.evaluations if chosen.keep_best else 0)
-    return Checkpoints(size, math.ceil(size / world_size), kept, written)
+    return Checkpoints(size, math.ceil(size / world_size), kept, length.saves, written)
 
 
 def moments(config: Config, step: Step) -> int:

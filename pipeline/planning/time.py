@@ -43,6 +43,7 @@ class Time:
 
     Attributes:
         subject: the run.
+        precision: "bf16" or "fp32".
         parts: seconds of an optimizer step by part.
         traffic: collectives of a step.
         flops: of a step's products, attention and convolutions on one process, without recomputation.
@@ -59,6 +60,7 @@ class Time:
     """
 
     subject: Subject
+    precision: str
     parts: dict[str, float]
     traffic: Traffic
     flops: float
@@ -157,6 +159,7 @@ def plan_time(
     start = START_SECONDS + (COMPILE_SECONDS if modelled.compiled else 0.0)
     return Time(
         subject=subject,
+        precision=precision,
         parts={name: seconds * ratio for name, seconds in modelled.parts.items() if seconds > 0},
         traffic=modelled.traffic,
         flops=modelled.flops,
