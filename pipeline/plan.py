@@ -16,10 +16,12 @@ from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable
 from pipeline.planning import gpus
+from pipeline.planning.time_arguments import add_time_arguments, options_of, time_of
 
 if TYPE_CHECKING:
     import argparse
 
+    from pipeline.planning.measured import Measured
     from pipeline.planning.subject import Subject
 
 _EPILOG = """The exit code is 0 if the run fits into the GPUs' memory, 1 if it does not. The configs of configs/ are known by their names."""
@@ -48,6 +50,34 @@ def subject_of(args: argparse.Namespace) -> Subject:
     return Subject(config, args.nodes, args.gpus_per_node, gpu)
 
 
+def earlier_run(given: Path | None, subject: Subject, precision: str) -> tuple[Measured | None, str | None]:
+    """The run whose steps replace the model of time: ``--measured``, else what lies in the run's own folder.
+
+    Returns:
+        None where there is none that fits; and why the one in the run's own folder does not.
+
+    Raises:
+        UserError: the one of ``--measured`` does not fit, or has too few steps.
+    """
+    from pipeline.planning.measured import difference
+    from pipeline.reports.known_runs import is_run
+    from pipeline.reports.pace import read_pace
+
+    path = given or Path(subject.config.output_dir)
+    if given is None and not is_run(path):
+        return None, None
+    try:
+        measured = read_pace(path)
+    except UserError as error:
+        if given:
+            raise
+        return None, str(error)
+    why = difference(measured, subject, precision)
+    if why and given:
+        raise UserError(f"--measured {path} is no measure of this plan, {why}", "pass another run, or leave it out")
+    return (None, f"{path} is no measure of this plan: {why}.") if why else (measured, None)
+
+
 def main() -> int:
     """Print the page; returns 0 if the run fits into memory, else 1."""
     parser = command_parser("pipeline.plan", __doc__, _EPILOG)
@@ -62,9 +92,10 @@ def main() -> int:
         "--micro-batch", type=int, metavar="N", help="images per forward pass and GPU, in place of the config's"
     )
     parser.add_argument("--data", type=Path, metavar="SHARDS", help="shard set on which the loader's need is measured")
+    add_time_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_intermixed_args()
-    subject = subject_of(args)
+    subject, options = subject_of(args), options_of(args)
     if args.json:
         check_writable(args.json)
 
@@ -72,9 +103,11 @@ def main() -> int:
     from pipeline.planning.memory import plan_memory
 
     memory = plan_memory(subject)
-    print(page.text(subject, memory))
+    measured, passed_over = earlier_run(args.measured, subject, memory.precision)
+    time = time_of(subject, memory.precision, memory.stage, options, measured)
+    print(page.text(subject, memory, time, passed_over))
     if args.json:
-        args.json.write_text(json.dumps(page.figures(subject, memory), indent=1) + "\n")
+        args.json.write_text(json.dumps(page.figures(subject, memory, time), indent=1) + "\n")
     return 0 if memory.fits else 1
 
 

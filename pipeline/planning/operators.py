@@ -23,9 +23,8 @@ from torch.utils.flop_counter import flop_registry
 
 from pipeline.config import Config
 from pipeline.errors import UserError
-from pipeline.models import create_model
-from pipeline.models.common.base import VisionModel
 from pipeline.models.pervit.phi_model import PhiModel
+from pipeline.planning.traced_step import fake_free_model
 
 # Kinds, in the order of a page.
 PRODUCT, ATTENTION, CONVOLUTION, NARROW, MAP = (
@@ -122,7 +121,7 @@ def trace_step(config: Config, batch: int, precision: str, on_gpu: bool, fused_a
         UserError: the model cannot be built, or does not run without values.
     """
     settings = config.model
-    model = _on_meta(config).train(learn)
+    model = fake_free_model(config).train(learn)
     if isinstance(model, PhiModel):
         model.groups_phi = on_gpu
     recorder = _Recorder()
@@ -161,19 +160,6 @@ def _backward(loss: Tensor) -> None:
     torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-
-
-def _on_meta(config: Config) -> VisionModel:
-    chosen = config.model
-    with torch.device("meta"):
-        return create_model(
-            chosen.name,
-            chosen.num_classes,
-            chosen.image_size,
-            chosen.drop_path,
-            config.train.activation_checkpointing,
-            chosen.switches,
-        )
 
 
 class _Recorder(TorchDispatchMode):

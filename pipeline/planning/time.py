@@ -8,33 +8,19 @@ from pipeline.config import accumulation_steps
 from pipeline.planning.gpus import Gpu
 from pipeline.planning.loader_need import LoaderNeed
 from pipeline.planning.measured import Measured
-from pipeline.planning.network import CPU_LINK, NETWORK, Links, Traffic, traffic
+from pipeline.planning.network import CPU_LINK, Links, Traffic, traffic
 from pipeline.planning.operators import KINDS, Operator, Step, trace_step
 from pipeline.planning.roofline import GpuRates, Rates, fused, product_seconds, seconds_by_kind
 from pipeline.planning.schedule import Images, Length, jobs_within, length_of
 from pipeline.planning.storage import Checkpoints, plan_checkpoints
 from pipeline.planning.subject import Subject
+from pipeline.planning.time_arguments import Options
 
 RECOMPUTED, LAUNCHES, OPTIMIZER, NETWORKED = "recomputation", "starting kernels, engine", "optimizer and averages", "gradients over the network"
 START_SECONDS = 60.0  # of a job until its first step: libraries, data, NCCL; an assumption
 COMPILE_SECONDS = 90.0  # torch.compile of a model's blocks (one to two minutes on a CPU, benchmarks/RESULTS.md)
 _ENGINE_HOST = 40e-6  # seconds of DeepSpeed's engine for each parameter: 8 to 15 ms of PerViT-T's 264 (benchmarks/RESULTS.md)
 _COMPILED_STARTS = 0.3  # operators that are started after compiling, of those before; an assumption
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a plan takes from its command line, beside the run itself.
-
-    Attributes:
-        time_limit: of a Slurm job, in seconds; None: no number of jobs.
-        price: of an hour of a GPU; None: no sum.
-        network: bytes per second between a node and the others.
-    """
-
-    time_limit: float | None = None
-    price: float | None = None
-    network: float = NETWORK
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,16 @@ def sections(time: Time) -> list[Section]:
     return [("Time of an optimizer step", _step(time)), ("The whole run", _run(time)), ("Data and storage", _storage(time))]
 
 
+def figures(time: Time) -> dict[str, float | None]:
+    """The keys of ``--json``; hours are null where the number of images is not known."""
+    return {
+        "step_seconds": time.step_seconds,
+        "images_per_second": time.images_per_second,
+        "hours": time.hours,
+        "gpu_hours": time.gpu_hours,
+    }
+
+
 def _step(time: Time) -> list[tuple[str, str]]:
     step = time.step_seconds
     rows = [(name, f"{duration(seconds):>9}  {seconds / step:4.0%}") for name, seconds in time.parts.items() if seconds > 0.0005 * step]
