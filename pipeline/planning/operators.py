@@ -134,8 +134,9 @@ def trace_step(config: Config, batch: int, precision: str, on_gpu: bool, fused_a
                 scores = model(images, noise).float()
                 if learn:
                     loss = F.cross_entropy(scores, labels) + F.cross_entropy(scores, labels)  # of the two labels of a mixture
+                    ones = torch.ones_like(loss)
                     recorder.backward = True
-                    _backward(loss)
+                    _backward(loss, ones)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         if not settings.name.startswith("timm:"):
             raise
@@ -154,11 +155,11 @@ def trace_step(config: Config, batch: int, precision: str, on_gpu: bool, fused_a
     )
 
 
-def _backward(loss: Tensor) -> None:
+def _backward(loss: Tensor, ones: Tensor) -> None:
     """``loss.backward()``, which is itself a call that a mode handles, and modes are off inside of their handlers: activation
     checkpointing, which calls the model from there, would then run without autocast."""
     torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 

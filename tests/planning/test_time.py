@@ -1,0 +1,186 @@
+"""Time of a planned run, against a run that was trained and against arithmetic."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline import plan
+from pipeline.checkpoint.overview import read_manifests
+from pipeline.config import Config, config_to_yaml, load_config
+from pipeline.errors import UserError
+from pipeline.planning import time_rows
+from pipeline.planning.gpus import GPUS
+from pipeline.planning.loader_need import measure_loader
+from pipeline.planning.measured import Measured, difference, gpu_kind
+from pipeline.planning.operators import CONVOLUTION, KINDS, NARROW, PRODUCT, trace_step
+from pipeline.planning.roofline import GpuRates
+from pipeline.planning.schedule import count_images
+from pipeline.planning.storage import plan_checkpoints
+from pipeline.planning.subject import Subject
+from pipeline.planning.time import NETWORKED, OPTIMIZER, RECOMPUTED, Time, plan_time
+from pipeline.planning.time_arguments import Options
+from pipeline.reports.pace import read_pace
+from support.launching import run_module
+from support.runs import step_rows, write_small_config
+
+GPU = GPUS["a100-80g"]
+STEPS = 12
+
+
+def subject(*overrides: str, nodes: int = 1, gpus: int = 2) -> Subject:
+    small = ["model.name=deit_t", "model.image_size=64", "train.micro_batch_size=128", "train.global_batch_size=1024"]
+    return Subject(load_config("configs/pervit_t.yaml", [*small, *overrides]), nodes, gpus, GPU)
+
+
+def planned(run: Subject, stage: int = 1, options: Options | None = None, measured: Measured | None = None) -> Time:
+    return plan_time(run, "bf16", stage, GpuRates(GPU), count_images(run.config, None), options, measured=measured)
+
+
+def earlier(run: Subject, step_seconds: float, **facts: object) -> Measured:
+    layout = {"world_size": run.world_size, "nodes": run.nodes, "stage": 1, "device": "NVIDIA A100-SXM4-80GB"}
+    return Measured(**{"source": "runs/x", "config": run.config, "step_seconds": step_seconds, "steps": 100, "data_wait": 0.0, **layout, **facts})  # type: ignore[arg-type]
+
+
+def test_a_step_has_its_parts() -> None:
+    """Guards against a step without recomputation, accumulation, or optimizer."""
+    one, four, again = (
+        planned(subject(*overrides))
+        for overrides in (["train.global_batch_size=256"], [], ["train.activation_checkpointing=true"])
+    )
+    for kind in {*KINDS} - {CONVOLUTION, NARROW}:
+        assert four.parts[kind] == pytest.approx(4 * one.parts[kind])
+    assert four.parts[OPTIMIZER] == one.parts[OPTIMIZER]
+    assert RECOMPUTED not in four.parts and again.parts[RECOMPUTED] > 0.2 * sum(again.parts[kind] for kind in KINDS if kind in again.parts) / 2
+    assert again.flops == four.flops, "model FLOPs have no recomputation"
+    assert four.images_per_second == pytest.approx(1024 / sum(four.parts.values()))
+    assert NETWORKED not in planned(subject(gpus=1), stage=0).parts
+
+
+def test_hours_and_what_they_cost() -> None:
+    """Guards against hours without evaluations or starts, and against a price for each node."""
+    time = planned(subject("train.epochs=30"), options=Options(time_limit=3600.0, price=2.0))
+    assert time.length and time.hours and time.gpu_hours and time.jobs and time.checkpoints
+    training = time.length.steps * time.step_seconds + 30 * time.evaluation_seconds
+    assert 3600 * time.hours - time.jobs * time.start_seconds == pytest.approx(training, rel=1e-3)
+    assert time.gpu_hours == 2 * time.hours and time.cost == 2.0 * time.gpu_hours
+    twice = planned(subject("train.epochs=30", "train.ema_decay=0.999"))
+    assert twice.evaluation_seconds == 2 * time.evaluation_seconds
+    text = "\n".join(value for _, rows in time_rows.sections(time) for _, value in rows)
+    assert "at 2 per GPU hour" in text and "ImageNet-1k" in text
+    unknown = plan_time(subject("model.num_classes=17"), "bf16", 1, GpuRates(GPU), None)
+    assert time_rows.figures(unknown)["hours"] is None and time_rows.figures(unknown)["step_seconds"] is not None
+
+
+def test_a_measured_run_replaces_the_model() -> None:
+    """Guards against an earlier run that is ignored, or that counts for another number of processes as it is."""
+    run = subject()
+    model = planned(run)
+    same = planned(run, measured=earlier(run, 3 * model.step_seconds, evaluation_seconds=7.0, start_seconds=11.0))
+    assert same.step_seconds == pytest.approx(3 * model.step_seconds)
+    assert same.evaluation_seconds == 7.0 and same.start_seconds == 11.0
+    assert "3.00 times what the rates give" in "".join(value for _, rows in time_rows.sections(same) for _, value in rows)
+    wider = subject(gpus=8)
+    assert planned(wider, measured=earlier(run, 3 * model.step_seconds)).step_seconds == pytest.approx(3 * planned(wider).step_seconds)
+
+
+def test_a_run_of_something_else_measures_nothing() -> None:
+    """Guards against the pace of another model, precision or GPU."""
+    run = subject()
+    good = earlier(run, 1.0)
+    assert difference(good, run, "bf16") is None
+    other = replace(good, config=subject("model.image_size=32").config)
+    assert difference(other, run, "bf16") == "its model.image_size is 32, not 64"
+    single = replace(good, config=subject("train.precision=fp32").config)
+    assert difference(single, run, "bf16") == "its train.precision is fp32, not bf16"
+    assert difference(replace(good, device="cpu"), run, "bf16") == "it ran on cpu, and the plan is for a100-80g"
+    assert difference(good, replace(run, gpu=None), "bf16") == "it ran on NVIDIA A100-SXM4-80GB, and the plan is for CPUs"
+    names = {"NVIDIA H100 80GB HBM3": "h100", "Tesla V100-SXM2-32GB": "v100", "NVIDIA GeForce RTX 4090": "rtx4090", "x86_64": None}
+    assert {name: gpu_kind(name) for name in names} == names
+
+
+def test_optimizers_differ() -> None:
+    """Guards against one formula for all: Muon multiplies matrices and keeps one moment of each."""
+    adamw, lamb, muon = (subject(f"optim.name={name}") for name in ("adamw", "lamb", "muon"))
+    seconds = [planned(each).parts[OPTIMIZER] for each in (adamw, lamb, muon)]
+    assert seconds[0] < seconds[1] < seconds[2]
+    step = trace_step(adamw.config, 2, "bf16", on_gpu=True)
+    length = planned(adamw).length
+    assert length
+    sizes = [plan_checkpoints(each.config, step, length, 2).size for each in (adamw, muon)]
+    assert sizes[1] < sizes[0] == pytest.approx(12 * step.parameter_count, rel=1e-3)
+
+
+def test_the_loader_is_measured_on_the_shards(digits_shards: Path, tmp_path: Path) -> None:
+    """Guards against a loader's need that is not of these images."""
+    config = load_config(write_small_config(digits_shards, tmp_path), [])
+    need = measure_loader(config, digits_shards, threads=1, seconds=0.0)
+    assert need.images >= 8 and 0 < need.cpu_seconds < 1
+    manifest = json.loads((digits_shards / "manifest.json").read_text())
+    stored = sum(shard["bytes"] for shard in manifest["splits"]["train"]["shards"]) / manifest["splits"]["train"]["samples"]
+    assert 0 < need.bytes < stored, "a tar has more than the images"
+    assert need.cores(100) == pytest.approx(100 * need.cpu_seconds)
+    with pytest.raises(UserError, match="does not exist"):
+        measure_loader(config, tmp_path / "none")
+
+
+def trained(digits_shards: Path, tmp_path: Path) -> tuple[Config, Path]:
+    """A run of a few steps with a checkpoint."""
+    small = ["model.switches.widths=[16, 16, 16, 16]", f"train.max_steps={STEPS}", "log.every_steps=2", "train.ema_decay=0.99"]
+    config = load_config(write_small_config(digits_shards, tmp_path), small)
+    path = tmp_path / "all.yaml"
+    path.write_text(config_to_yaml(config))
+    run_module("pipeline.train", "--config", path)
+    return config, Path(config.output_dir)
+
+
+def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a plan that real files contradict: the size of a checkpoint, the steps, and the pace that the log shows."""
+    config, folder = trained(digits_shards, tmp_path)
+    measured = read_pace(folder)
+    rates = [row["images_per_second"] for row in step_rows(folder) if row["step"] > 2]
+    assert measured.step_seconds == pytest.approx(16 / statistics.median(rates))
+    assert (measured.world_size, measured.stage, measured.steps) == (1, 0, STEPS - 2) and gpu_kind(measured.device) is None
+    assert measured.start_seconds and measured.start_seconds > 0
+    run = Subject(config, 1, 1, None)
+    rates_of_a_gpu = GpuRates(GPU)  # the ratio makes up for any rates
+    time = plan_time(run, "fp32", 0, rates_of_a_gpu, count_images(config, None), measured=measured)
+    assert time.step_seconds == pytest.approx(measured.step_seconds)
+    assert time.length and time.length.steps == STEPS and time.length.evaluations == 1
+    (manifest,) = read_manifests(folder).values()
+    assert not isinstance(manifest, UserError) and time.checkpoints
+    assert time.checkpoints.size == pytest.approx(sum(file.bytes for file in manifest.files), rel=0.05)
+
+    said, passed_over = plan.earlier_run(None, run, "fp32")
+    assert said and said.source == str(folder) and passed_over is None
+    on_gpu = replace(run, gpu=GPU)
+    assert plan.earlier_run(None, on_gpu, "fp32")[0] is None
+    with pytest.raises(UserError, match=f"--measured {folder} is no measure of this plan, it ran on .*, and the plan is for a100-80g"):
+        plan.earlier_run(folder, on_gpu, "fp32")
+    with pytest.raises(UserError, match="is no run folder"):
+        plan.earlier_run(tmp_path, run, "fp32")
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="has no training steps"):
+        plan.earlier_run(folder, run, "fp32")
+    assert "no training steps" in (plan.earlier_run(None, run, "fp32")[1] or "")
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--time-limit", "soon"], "error: --time-limit is 'soon', a time in Slurm's form needed: write it as sbatch takes it"),
+        (["--price", "-1"], "error: --price is -1, a price of 0 or more needed"),
+        (["--network", "0"], "error: --network is 0, GB/s above 0 needed"),
+        (["--measured", "nowhere"], "error: nowhere does not exist, a run folder needed"),
+        (["--data", "nowhere"], "error: nowhere has no manifest.json, a shard set needed"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(arguments: list[str], sentence: str) -> None:
+    """Guards against tracebacks."""
+    shown = run_module("pipeline.plan", "--config", "deit_t", "--gpus-per-node", "8", *arguments, check=False)
+    assert shown.returncode == 2
+    assert shown.stderr.startswith(sentence) and len(shown.stderr.strip().splitlines()) == 1
