@@ -153,7 +153,13 @@ def measured(cases: list[dict[str, Any]], world: int, out: Path) -> None:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
     secret = secrets.token_hex(32)
-    place = {"PERVIT_JOB_SECRET": secret, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    place = {
+        "PERVIT_JOB_SECRET": secret,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, "--rank", json.dumps(cases), "--json", str(out)],
@@ -204,18 +210,27 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--optim", default="adamw")
     parser.add_argument("--json", type=Path, default=Path("plan_memory.jsonl"), help="rows, one a line; appended")
+    parser.add_argument("--report", action="store_true", help="measure nothing: the table of the rows that the file has")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     if args.rank:
         run_rank(json.loads(args.rank), args.json)
         return
+    if args.report:
+        report(args.json)
+        return
     start = len(args.json.read_text().splitlines()) if args.json.exists() else 0
     for world in args.worlds:
         stages = args.stages if world > 1 else [0]
         chosen = itertools.product(args.models, args.checkpointing, args.batches, stages)
         measured([case_of(args, name, bool(ck), batch, stage, world) for name, ck, batch, stage in chosen], world, args.json)
-    rows = [json.loads(line) for line in args.json.read_text().splitlines()[start:]]
+    report(args.json, start)
+
+
+def report(file: Path, start: int = 0) -> None:
+    """Predict each row of a file from one on, and print the table."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()[start:]]
     for row in rows:
         row["parts"] = predicted(row)
         row["predicted"] = sum(row["parts"].values())

@@ -40,9 +40,7 @@ class EngineMemory:
         self.parameters: list[Tensor] = [parameter for group in self.groups for parameter in group["params"]]
         self.shared = self._shares()
         self.shards = [math.ceil(_elements(group["params"]) / self.shared) for group in self.groups]
-        self.state = [
-            live.new(size * self._moments(group), OPTIMIZER) for group, size in zip(self.groups, self.shards)
-        ]
+        self.state = [live.new(size * self._moments(group), OPTIMIZER) for group, size in zip(self.groups, self.shards)]
         self.boundary = True
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.on_gradient)

@@ -79,7 +79,9 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
     accumulation = accumulation_steps(config.train, world, config.augment.unit)
     stage = config.train.zero_stage if world > 1 else 0
     # What the trace does not depend on is the same for all, so that its result is kept for a question that differs in it.
-    traced = config.model_copy(update={"output_dir": Config().output_dir, "seed": 0, "data": Config().data, "augment": Config().augment})
+    traced = config.model_copy(
+        update={"output_dir": Config().output_dir, "seed": 0, "data": Config().data, "augment": Config().augment}
+    )
     kernels = subject.gpu is not None and subject.gpu.bf16_flops is not None
     step = _traced(traced.model_dump_json(), world, stage, min(accumulation, 2), subject.gpu is not None, kernels)
     parts, remarks = Counter(dict(step)), []
@@ -128,13 +130,11 @@ def largest_micro_batch(subject: Subject) -> int:
 def changed(subject: Subject, section: str, **values: Any) -> Subject:
     """The subject with other values in a section of its config."""
     config = subject.config
-    return replace(
-        subject, config=config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
-    )
+    return replace(subject, config=config.model_copy(update={section: getattr(config, section).model_copy(update=values)}))
 
 
 def precision_of(subject: Subject) -> str:
-    """"bf16" or "fp32": what ``train.precision`` is there."""
+    """ "bf16" or "fp32": what ``train.precision`` is there."""
     asked = subject.config.train.precision
     if asked != "auto":
         return asked
