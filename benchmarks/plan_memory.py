@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--optim", default="adamw")
     parser.add_argument("--json", type=Path, default=Path("plan_memory.jsonl"), help="rows, one a line; appended")
+    parser.add_argument("--table", type=Path, help="also write the rows with what was predicted to this file, one a line")
     parser.add_argument("--report", action="store_true", help="measure nothing: the table of the rows that the file has")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*")
@@ -218,23 +219,25 @@ def main() -> None:
         run_rank(json.loads(args.rank), args.json)
         return
     if args.report:
-        report(args.json)
+        report(args.json, 0, args.table)
         return
     start = len(args.json.read_text().splitlines()) if args.json.exists() else 0
     for world in args.worlds:
         stages = args.stages if world > 1 else [0]
         chosen = itertools.product(args.models, args.checkpointing, args.batches, stages)
         measured([case_of(args, name, bool(ck), batch, stage, world) for name, ck, batch, stage in chosen], world, args.json)
-    report(args.json, start)
+    report(args.json, start, args.table)
 
 
-def report(file: Path, start: int = 0) -> None:
+def report(file: Path, start: int, out: Path | None) -> None:
     """Predict each row of a file from one on, and print the table."""
     rows = [json.loads(line) for line in file.read_text().splitlines()[start:]]
     for row in rows:
         row["parts"] = predicted(row)
         row["predicted"] = sum(row["parts"].values())
     print(table(rows))
+    if out:
+        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

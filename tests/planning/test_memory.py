@@ -1,0 +1,140 @@
+"""Memory of a planned run: against real processes, and what the search for a micro-batch and the advice say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load_config
+from pipeline.errors import UserError
+from pipeline.optim.engine import deepspeed_config
+from pipeline.planning import engine_memory
+from pipeline.planning.advice import changes
+from pipeline.planning.gpus import GPUS, Gpu
+from pipeline.planning.memory import Memory, largest_micro_batch, plan_memory
+from pipeline.planning.subject import Subject
+from pipeline.planning.traced_step import ACTIVATIONS
+from support.launching import REPOSITORY
+
+SMALL = [
+    "model.switches={widths: [32, 32, 32, 32]}",
+    "model.image_size=64",
+    "train.precision=fp32",
+    "train.micro_batch_size=16",
+    "train.global_batch_size=96",
+]
+
+
+def subject(*overrides: str, gpus: int = 2, gpu: Gpu | None = GPUS["a100-80g"]) -> Subject:
+    return Subject(load_config("pervit_t", [*SMALL, *overrides]), 1, gpus, gpu)
+
+
+def gpu_of(memory: int) -> Gpu:
+    return Gpu("small", memory, 1e12, 1e12, 1e12, 1e9, "a test")
+
+
+def test_the_plan_is_within_ten_percent_of_real_processes(tmp_path: Path) -> None:
+    """Guards against an engine, an operator or a version of DeepSpeed that allocates what the trace does not."""
+    rows = tmp_path / "rows.jsonl"
+    command = [sys.executable, "benchmarks/plan_memory.py", "--models", "pervit_t", "--worlds", "2", "--stages", "1", "3"]
+    options = [
+        "--batches",
+        "96",
+        "--checkpointing",
+        "0",
+        "--image-size",
+        "64",
+        "--json",
+        str(rows),
+        "--table",
+        str(tmp_path / "table"),
+    ]
+    subprocess.run(
+        [*command, *options, "model.switches={widths: [32, 32, 32, 32]}"],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        check=True,
+        timeout=600,
+    )
+    found = [json.loads(line) for line in (tmp_path / "table").read_text().splitlines()]
+    assert [row["stage"] for row in found] == [1, 3]
+    for row in found:
+        assert row["predicted"] == pytest.approx(row["measured"], rel=0.1)
+        assert row["parts"][ACTIVATIONS] > 0.3 * row["predicted"]  # or it would not be a test of the trace
+
+
+def test_activation_checkpointing_saves_activations_alone() -> None:
+    """Guards against a trace that keeps what a checkpointed block recomputes."""
+    off, on = (plan_memory(subject(f"train.activation_checkpointing={value}")) for value in ("false", "true"))
+    assert on.parts[ACTIVATIONS] < 0.5 * off.parts[ACTIVATIONS]
+    assert on.parts["parameters"] == off.parts["parameters"]
+
+
+def test_each_stage_shares_out_more() -> None:
+    """Guards against shards that are not of this number of processes."""
+    states = [plan_memory(subject(f"train.zero_stage={stage}")).parts[engine_memory.OPTIMIZER] for stage in range(4)]
+    assert states[1:] == pytest.approx([states[0] / 2] * 3, rel=0.01)
+
+
+def test_one_process_runs_stage_zero() -> None:
+    assert plan_memory(subject("train.zero_stage=3", gpus=1)).stage == 0
+
+
+def test_optimizers_and_the_average_take_what_they_keep() -> None:
+    """LAMB has temporaries beside AdamW's moments, Muon one moment for matrices in place of two, the average one more copy."""
+    plain, lamb, muon, averaged = (
+        plan_memory(subject(*more, gpus=1))
+        for more in ((), ("optim.name=lamb",), ("optim.name=muon",), ("train.ema_decay=0.99",))
+    )
+    state = engine_memory.OPTIMIZER
+    assert lamb.parts[state] == plain.parts[state] > muon.parts[state] > plain.parts[state] / 2
+    assert averaged.parts["weight average"] == pytest.approx(plain.parts["parameters"], rel=0.01)
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
+    """96 images on 2 processes in groups of 8: 8, 16, 24 and 48 can be had."""
+    for kept in (16, 24):
+        limit = plan_memory(subject(), kept).total
+        assert largest_micro_batch(subject(gpu=gpu_of(limit))) == kept
+    assert largest_micro_batch(subject(gpu=gpu_of(2**20))) == 0
+    assert plan_memory(subject(), 24).accumulation == 2
+
+
+def test_a_size_that_cannot_be_had_is_refused() -> None:
+    with pytest.raises(UserError, match=r"train\.micro_batch_size 40 x 2 processes = 80 does not divide"):
+        plan_memory(subject(), 40)
+    with pytest.raises(UserError, match="a multiple of 56"):
+        largest_micro_batch(subject(gpus=7))
+
+
+def test_advice_is_a_plan_of_its_own() -> None:
+    """Guards against savings by rule of thumb: what is said of a change is what planning with it says."""
+    tight = subject(gpu=gpu_of(plan_memory(subject()).total - 1))
+    plan = plan_memory(tight)
+    assert not plan.fits
+    found = {change.overrides: change for change in changes(tight, plan)}
+    change = found["train.activation_checkpointing=true"]
+    after = plan_memory(subject("train.activation_checkpointing=true"))
+    assert change.saving == plan.total - after.total > 0
+    assert change.memory.fits
+    assert "train.micro_batch_size=8" in found
+
+
+def test_its_settings_are_those_of_the_engine() -> None:
+    settings = deepspeed_config(load_config("pervit_t", SMALL), 2)["zero_optimization"]
+    assert settings["reduce_bucket_size"] == engine_memory.BUCKET
+    assert settings["overlap_comm"]  # two buffers
+
+
+@pytest.fixture(scope="module")
+def no_fit() -> Memory:
+    return plan_memory(subject(gpu=gpu_of(2**20)))
+
+
+def test_what_is_missing_is_negative(no_fit: Memory) -> None:
+    assert no_fit.left == 2**20 - sum(no_fit.parts.values()) < 0
