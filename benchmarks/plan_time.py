@@ -56,7 +56,9 @@ def main() -> None:
     parser.add_argument("--precisions", default="fp32", help="default: %(default)s")
     parser.add_argument("--image-size", type=int, default=224, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--published", action="store_true", help="the plan for GPUs against published step times, nothing is run")
+    parser.add_argument(
+        "--published", action="store_true", help="the plan for GPUs against published step times, nothing is run"
+    )
     args = parser.parse_args()
     if args.rounds < 1:
         raise UserError(f"--rounds is {args.rounds}, 1 or more needed", "give another number")
@@ -103,7 +105,9 @@ def published() -> None:
     errors = []
     for name, (batch, took) in _TRAINING.items():
         step = trace_step(_config(name, batch, "bf16"), batch, "bf16", on_gpu=True, fused_attention=False)
-        errors.append(_row(name, f"training, {batch} images, RTX 3090", sum(map(GpuRates(_RTX_3090).seconds, step.operators)), took))
+        errors.append(
+            _row(name, f"training, {batch} images, RTX 3090", sum(map(GpuRates(_RTX_3090).seconds, step.operators)), took)
+        )
     rates = GpuRates(GPUS["rtx4090-24g"])
     for name, (eager, compiled) in _INFERENCE.items():
         step = trace_step(_config(name, _INFERENCE_BATCH, "bf16"), _INFERENCE_BATCH, "bf16", on_gpu=True, learn=False)
@@ -120,7 +124,9 @@ def _row(name: str, what: str, planned: float, measured: float) -> float:
 
 
 def _summary(errors: list[float]) -> None:
-    print(f"\nErrors from {min(errors):+.0%} to {max(errors):+.0%}, median of their sizes {statistics.median(map(abs, errors)):.0%}.")
+    print(
+        f"\nErrors from {min(errors):+.0%} to {max(errors):+.0%}, median of their sizes {statistics.median(map(abs, errors)):.0%}."
+    )
 
 
 def _config(name: str, batch: int, precision: str, checkpointing: bool = False, image_size: int = 224) -> Config:

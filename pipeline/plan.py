@@ -100,10 +100,14 @@ def main() -> int:
         check_writable(args.json)
 
     from pipeline.planning import page
-    from pipeline.planning.memory import plan_memory
+    from pipeline.planning.memory import plan_memory, precision_of
+    from pipeline.planning.schedule import count_images
 
+    # First what may be wrong with the arguments, which takes no time.
+    measured, passed_over = earlier_run(args.measured, subject, precision_of(subject))
+    if options.data:
+        count_images(subject.config, options.data)
     memory = plan_memory(subject)
-    measured, passed_over = earlier_run(args.measured, subject, memory.precision)
     time = time_of(subject, memory.precision, memory.stage, options, measured)
     print(page.text(subject, memory, time, passed_over))
     if args.json:

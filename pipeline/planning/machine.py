@@ -113,7 +113,9 @@ def measure_cpu(precision: str, clock: Clock = time.perf_counter) -> CpuRates:
     )
 
 
-def _convolution_rate(least: Callable[[Callable[[], Any]], float], images: torch.Tensor, weight: torch.Tensor, groups: int) -> float:
+def _convolution_rate(
+    least: Callable[[Callable[[], Any]], float], images: torch.Tensor, weight: torch.Tensor, groups: int
+) -> float:
     """Operations per second of a 3 x 3 convolution's forward and backward pass."""
     x, w = images.clone().requires_grad_(), weight.clone().requires_grad_()
 

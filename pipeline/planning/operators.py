@@ -8,7 +8,7 @@ would cast is cast here by its lists, because it knows no ``meta`` tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,11 +34,17 @@ KINDS = (PRODUCT, ATTENTION, CONVOLUTION, NARROW, MAP)
 _NARROW_SIDE = 32  # a convolution whose weights are a smaller matrix, per group, keeps no matrix unit busy
 
 # What moves no data: views, and memory that is written later.
-_FREE = frozenset("detach alias empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh _local_scalar_dense".split())
+_FREE = frozenset(
+    "detach alias empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh _local_scalar_dense".split()
+)
 # Operators that go through their inputs more than once: statistics first, or sums for the parameters apart.
-_READS_TWICE = frozenset("native_batch_norm native_batch_norm_backward native_layer_norm_backward native_group_norm native_group_norm_backward".split())
+_READS_TWICE = frozenset(
+    "native_batch_norm native_batch_norm_backward native_layer_norm_backward native_group_norm native_group_norm_backward".split()
+)
 # Several instructions for each element: an exponential or the like.
-TRANSCENDENTAL = frozenset("gelu gelu_backward _softmax _log_softmax exp log sigmoid tanh silu silu_backward erf pow log_sigmoid_forward log_sigmoid_backward".split())
+TRANSCENDENTAL = frozenset(
+    "gelu gelu_backward _softmax _log_softmax exp log sigmoid tanh silu silu_backward erf pow log_sigmoid_forward log_sigmoid_backward".split()
+)
 
 _LOWER: frozenset[Any] = frozenset({
     F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm,
@@ -106,7 +112,9 @@ class Step:
         return sum(map(math.prod, self.parameters))
 
 
-def trace_step(config: Config, batch: int, precision: str, on_gpu: bool, fused_attention: bool = True, learn: bool = True) -> Step:
+def trace_step(
+    config: Config, batch: int, precision: str, on_gpu: bool, fused_attention: bool = True, learn: bool = True
+) -> Step:
     """The operators of one micro-batch's forward pass, loss and backward pass.
 
     Args:
@@ -199,7 +207,9 @@ class _Recorder(TorchDispatchMode):
         dtype = next((t.dtype for t in (*made, *given) if t.is_floating_point()), torch.int64)
         largest = max(t.numel() for t in (*given, *made))
         self.operators.append(
-            Operator(name, kind, flops, reads, writes, largest, dtype, self.backward, self.backward and self.recomputing, kernels)
+            Operator(
+                name, kind, flops, reads, writes, largest, dtype, self.backward, self.backward and self.recomputing, kernels
+            )
         )
 
     def number(self, tensor: Tensor) -> int:
@@ -278,7 +288,16 @@ class _Forward(TorchFunctionMode):
 
         return torch.utils._pytree.tree_map(cast, values)
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *rest: Any, scale: float | None = None, **options: Any) -> Tensor:
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        *rest: Any,
+        scale: float | None = None,
+        **options: Any,
+    ) -> Tensor:
         if not self._fused:
             scores = q @ k.transpose(-1, -2) * (scale or 1.0)
             scores = scores if attn_mask is None else scores + attn_mask

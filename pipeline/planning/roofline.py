@@ -73,7 +73,9 @@ class GpuRates:
         half = operator.dtype in (torch.bfloat16, torch.float16)
         peak = self.gpu.bf16_flops if half else self.gpu.fp32_flops
         if peak is None:
-            raise UserError(f"train.precision is bf16, but {self.gpu.name} has no bf16", "set train.precision=fp32, or take another GPU")
+            raise UserError(
+                f"train.precision is bf16, but {self.gpu.name} has no bf16", "set train.precision=fp32, or take another GPU"
+            )
         return max(operator.flops / (peak * self.shares[operator.kind]), moving, operator.kernels * _SHORTEST_KERNEL)
 
 

@@ -12,6 +12,7 @@ from pipeline.config import Config
 from pipeline.data.manifest import MANIFEST, ShardManifest
 from pipeline.data.views import epoch_length
 from pipeline.errors import UserError
+from pipeline.planning.network import NETWORK
 
 # Images of the train and the val split by the number of classes, for a plan without shards.
 _KNOWN_SETS = {
@@ -23,6 +24,23 @@ _KNOWN_SETS = {
 SPLITS = ("train", "val")
 SIGNAL_SECONDS = 300  # of a job's end that the job scripts keep for the last checkpoint (--signal=USR1@300)
 _DAY, _HOUR, _MINUTE = 86400, 3600, 60
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan takes from its command line, beside the run itself.
+
+    Attributes:
+        time_limit: of a Slurm job, in seconds; None: no number of jobs.
+        price: of an hour of a GPU; None: no sum.
+        network: bytes per second between a node and the others.
+        data: shard set on which the loader is measured; None: it is not.
+    """
+
+    time_limit: float | None = None
+    price: float | None = None
+    network: float = NETWORK
+    data: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,9 @@ def _of_shards(config: Config, folder: Path) -> Images:
         nested = folder / split
         where = nested if (nested / MANIFEST).is_file() and not (folder / MANIFEST).is_file() else folder
         if not (where / MANIFEST).is_file():
-            raise UserError(f"{folder} has no {MANIFEST}, a shard set needed", "pass the folder that data_prep.shard_imagenet wrote")
+            raise UserError(
+                f"{folder} has no {MANIFEST}, a shard set needed", "pass the folder that data_prep.shard_imagenet wrote"
+            )
         manifest = ShardManifest.read(where)
         if len(manifest.classes) != config.model.num_classes:
             raise UserError(
@@ -76,7 +96,9 @@ def _of_shards(config: Config, folder: Path) -> Images:
                 f"set model.num_classes={len(manifest.classes)}, or pass other shards",
             )
         if split not in manifest.splits:
-            raise UserError(f"{where / MANIFEST} has no split {split!r}, {' and '.join(SPLITS)} needed", "pass a whole shard set")
+            raise UserError(
+                f"{where / MANIFEST} has no split {split!r}, {' and '.join(SPLITS)} needed", "pass a whole shard set"
+            )
         counts[split] = manifest.splits[split].samples
         if split == "train":
             subset = manifest.splits[split].source.get("subset", 1.0)
@@ -113,7 +135,8 @@ def length_of(config: Config, images: Images) -> Length:
     steps = steps if train.max_steps is None else min(steps, train.max_steps)
     if steps < 1:
         raise UserError(
-            f"train.epochs is {train.epochs:g}, which with {epoch} images an epoch is not one optimizer step", "raise train.epochs"
+            f"train.epochs is {train.epochs:g}, which with {epoch} images an epoch is not one optimizer step",
+            "raise train.epochs",
         )
     evaluations = 1
     if config.eval.every_epochs:
@@ -145,7 +168,8 @@ def parse_time_limit(text: str) -> float:
     total = int(days or 0) * _DAY + hours * _HOUR + minutes * _MINUTE + seconds
     if total <= 2 * SIGNAL_SECONDS:
         raise UserError(
-            f"--time-limit is {text!r}, {total} seconds, of which the job scripts keep {SIGNAL_SECONDS} for the last checkpoint", remedy
+            f"--time-limit is {text!r}, {total} seconds, of which the job scripts keep {SIGNAL_SECONDS} for the last checkpoint",
+            remedy,
         )
     return float(total)
 

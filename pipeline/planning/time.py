@@ -10,13 +10,17 @@ from pipeline.planning.loader_need import LoaderNeed
 from pipeline.planning.measured import Measured
 from pipeline.planning.network import CPU_LINK, Links, Traffic, traffic
 from pipeline.planning.operators import KINDS, Operator, Step, trace_step
-from pipeline.planning.roofline import GpuRates, Rates, fused, product_seconds, seconds_by_kind
-from pipeline.planning.schedule import Images, Length, jobs_within, length_of
+from pipeline.planning.roofline import Rates, fused, product_seconds, seconds_by_kind
+from pipeline.planning.schedule import Images, Length, Options, jobs_within, length_of
 from pipeline.planning.storage import Checkpoints, plan_checkpoints
 from pipeline.planning.subject import Subject
-from pipeline.planning.time_arguments import Options
 
-RECOMPUTED, LAUNCHES, OPTIMIZER, NETWORKED = "recomputation", "starting kernels, engine", "optimizer and averages", "gradients over the network"
+RECOMPUTED, LAUNCHES, OPTIMIZER, NETWORKED = (
+    "recomputation",
+    "starting kernels, engine",
+    "optimizer and averages",
+    "gradients over the network",
+)
 START_SECONDS = 60.0  # of a job until its first step: libraries, data, NCCL; an assumption
 COMPILE_SECONDS = 90.0  # torch.compile of a model's blocks (one to two minutes on a CPU, benchmarks/RESULTS.md)
 _ENGINE_HOST = 40e-6  # seconds of DeepSpeed's engine for each parameter: 8 to 15 ms of PerViT-T's 264 (benchmarks/RESULTS.md)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,24 +14,8 @@ from pipeline.planning.subject import Subject
 
 if TYPE_CHECKING:
     from pipeline.planning.measured import Measured
+    from pipeline.planning.schedule import Options
     from pipeline.planning.time import Time
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a plan takes from its command line, beside the run itself.
-
-    Attributes:
-        time_limit: of a Slurm job, in seconds; None: no number of jobs.
-        price: of an hour of a GPU; None: no sum.
-        network: bytes per second between a node and the others.
-        data: shard set on which the loader is measured; None: it is not.
-    """
-
-    time_limit: float | None = None
-    price: float | None = None
-    network: float = NETWORK
-    data: Path | None = None
 
 
 def add_time_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +43,7 @@ def options_of(args: argparse.Namespace) -> Options:
     Raises:
         UserError: one of them is out of range.
     """
-    from pipeline.planning.schedule import parse_time_limit
+    from pipeline.planning.schedule import Options, parse_time_limit
 
     if args.price is not None and not (math.isfinite(args.price) and args.price >= 0):
         raise UserError(f"--price is {args.price:g}, a price of 0 or more needed", "correct it")

@@ -26,13 +26,22 @@ def figures(time: Time) -> dict[str, float | None]:
 
 def _step(time: Time) -> list[tuple[str, str]]:
     step = time.step_seconds
-    rows = [(name, f"{duration(seconds):>9}  {seconds / step:4.0%}") for name, seconds in time.parts.items() if seconds > 0.0005 * step]
+    rows = [
+        (name, f"{duration(seconds):>9}  {seconds / step:4.0%}")
+        for name, seconds in time.parts.items()
+        if seconds > 0.0005 * step
+    ]
     world, gpu = time.subject.world_size, time.subject.gpu
     each = f", {time.images_per_second / world:,.0f} per process" if world > 1 else ""
     rows.append(("together", f"{duration(step):>9}  {time.images_per_second:,.0f} images/s{each}"))
     if gpu:
         peak = gpu.bf16_flops if time.precision == "bf16" and gpu.bf16_flops else gpu.fp32_flops
-        rows.append(("model FLOPs", f"{time.flops / step / 1e12:.0f} TFLOP/s per GPU, {time.flops / step / peak:.0%} of its {time.precision} peak"))
+        rows.append(
+            (
+                "model FLOPs",
+                f"{time.flops / step / 1e12:.0f} TFLOP/s per GPU, {time.flops / step / peak:.0%} of its {time.precision} peak",
+            )
+        )
     if time.measured:
         measured = time.measured
         layout = f"{measured.steps:,} steps on {measured.world_size} process{'es' * (measured.world_size != 1)}"
@@ -50,16 +59,26 @@ def _scaled(time: Time) -> str:
 
 def _run(time: Time) -> list[tuple[str, str]]:
     if time.length is None or time.images is None or time.hours is None:
-        return [("hours", f"not known: {time.subject.config.model.num_classes} classes are of no set that the plan knows; pass --data SHARDS")]
+        return [
+            (
+                "hours",
+                f"not known: {time.subject.config.model.num_classes} classes are of no set that the plan knows; pass --data SHARDS",
+            )
+        ]
     length, images, world = time.length, time.images, time.subject.world_size
     rows = [
         ("images", f"{images.train:,} for training, {images.val:,} for validation ({images.source})"),
-        ("steps", f"{length.steps:,} in {length.epochs:.4g} epochs; {length.evaluations:,} evaluations of {duration(time.evaluation_seconds)}"),
+        (
+            "steps",
+            f"{length.steps:,} in {length.epochs:.4g} epochs; {length.evaluations:,} evaluations of {duration(time.evaluation_seconds)}",
+        ),
         ("hours", f"{time.hours:,.3g}, of which {duration(time.start_seconds)} for each start"),
     ]
     if time.jobs is not None and time.options.time_limit is not None:
         limit = f"{time.options.time_limit / 3600:.4g} h"
-        rows.append(("Slurm jobs", f"{time.jobs:,} at a time limit of {limit}, the last {SIGNAL_SECONDS} s of each for its checkpoint"))
+        rows.append(
+            ("Slurm jobs", f"{time.jobs:,} at a time limit of {limit}, the last {SIGNAL_SECONDS} s of each for its checkpoint")
+        )
     if time.subject.gpu:
         rows.append(("GPU hours", f"{time.gpu_hours:,.3g} on {world} GPU{'s' * (world != 1)}"))
         if time.cost is not None:
@@ -96,7 +115,12 @@ def _storage(time: Time) -> list[tuple[str, str]]:
     if time.checkpoints:
         saved = time.checkpoints
         best = " and one for each best accuracy" if time.subject.config.checkpoint.keep_best else ""
-        rows.append(("checkpoint", f"{size(saved.size)}, {size(saved.part)} from each process, which it holds up for {duration(saved.hold_up)}"))
+        rows.append(
+            (
+                "checkpoint",
+                f"{size(saved.size)}, {size(saved.part)} from each process, which it holds up for {duration(saved.hold_up)}",
+            )
+        )
         rows.append(("checkpoints", f"{saved.kept} kept, {size(saved.kept * saved.size)}; {saved.regular:,} written{best}"))
     return rows
 

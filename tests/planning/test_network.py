@@ -35,7 +35,9 @@ def test_a_backward_pass_hides_the_reduction_but_for_its_last_bucket() -> None:
         assert shown.exposed == pytest.approx(shown.total)
         gathered = TWO.seconds(4 * PARAMETERS, 1, 20)
         assert gathered < hidden.exposed < gathered + 0.2 * (shown.exposed - gathered)
-    assert traffic(TWO, PARAMETERS, 0, 1, 1.0, 10.0).exposed == traffic(TWO, PARAMETERS, 0, 1, 1.0, 0.0).exposed, "it comes after"
+    assert traffic(TWO, PARAMETERS, 0, 1, 1.0, 10.0).exposed == traffic(TWO, PARAMETERS, 0, 1, 1.0, 0.0).exposed, (
+        "it comes after"
+    )
 
 
 def test_the_slowest_link_counts() -> None:

@@ -34,7 +34,8 @@ def test_a_forward_pass_has_the_operations_that_fvcore_counts(name: str) -> None
 def test_activation_checkpointing_repeats_the_blocks() -> None:
     """Guards against a plan to which activation checkpointing costs nothing, or to which the stem is computed twice."""
     plain, checkpointed = (
-        trace_step(config("deit_t", f"train.activation_checkpointing={on}"), BATCH, "bf16", on_gpu=True) for on in ("false", "true")
+        trace_step(config("deit_t", f"train.activation_checkpointing={on}"), BATCH, "bf16", on_gpu=True)
+        for on in ("false", "true")
     )
     again = [o for o in checkpointed.operators if o.recomputed]
     assert not any(o.recomputed for o in plain.operators)
@@ -61,7 +62,9 @@ def test_autocast_casts_what_cuda_casts() -> None:
 
 def test_phi_is_one_network_on_a_gpu() -> None:
     """Guards against the operators of the other device's form."""
-    gpu, cpu = (Counter(o.kind for o in trace_step(config("pervit_t"), BATCH, "fp32", on_gpu=on).operators) for on in (True, False))
+    gpu, cpu = (
+        Counter(o.kind for o in trace_step(config("pervit_t"), BATCH, "fp32", on_gpu=on).operators) for on in (True, False)
+    )
     assert gpu[NARROW] < cpu[NARROW]
     assert gpu[ATTENTION] == cpu[ATTENTION] == 24
 

@@ -67,6 +67,8 @@ def test_this_cpu_is_measured() -> None:
         for _ in range(4):
             a @ b
         took.append((time.process_time() - began) / 4)
-    predicted = rates.seconds(replace(one("mm", {0: 4 * 512**2, 1: 4 * 512**2}, {2: 4 * 512**2}, PRODUCT, 2 * 512**3), dtype=torch.float32))
+    predicted = rates.seconds(
+        replace(one("mm", {0: 4 * 512**2, 1: 4 * 512**2}, {2: 4 * 512**2}, PRODUCT, 2 * 512**3), dtype=torch.float32)
+    )
     assert 1 / 3 < predicted / min(took) < 3
     assert rates.bandwidth[0] > 0.5 * rates.bandwidth[-1] > 0 and rates.host > 0

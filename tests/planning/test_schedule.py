@@ -31,7 +31,9 @@ def test_it_is_the_schedule_of_a_run(overrides: list[str]) -> None:
     images = Images(3000, 500, 1.0, "")
     length = length_of(config, images)
     epoch = 3000 if config.augment.repeats == 1 else 2816
-    real = Schedule(epoch, config.train.global_batch_size, config.train.epochs, config.train.max_steps, config.optim.cooldown_epochs)
+    real = Schedule(
+        epoch, config.train.global_batch_size, config.train.epochs, config.train.max_steps, config.optim.cooldown_epochs
+    )
     assert length.steps == real.last_step
     assert length.evaluations == sum(real.passes(step, config.eval.every_epochs) for step in range(1, real.last_step + 1))
     every = config.checkpoint.every_steps
