@@ -8,15 +8,12 @@ would cast is cast here by its lists, because it knows no ``meta`` tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -24,7 +21,8 @@ from torch.utils.flop_counter import flop_registry
 from pipeline.config import Config
 from pipeline.errors import UserError
 from pipeline.models.pervit.phi_model import PhiModel
-from pipeline.planning.traced_step import fake_free_model
+from pipeline.planning.fake_forms import Forms, autocast_by
+from pipeline.planning.traced_step import fake_free_model, run_backward
 
 # Kinds, in the order of a page.
 PRODUCT, ATTENTION, CONVOLUTION, NARROW, MAP = (
@@ -45,17 +43,6 @@ _READS_TWICE = frozenset(
 TRANSCENDENTAL = frozenset(
     "gelu gelu_backward _softmax _log_softmax exp log sigmoid tanh silu silu_backward erf pow log_sigmoid_forward log_sigmoid_backward".split()
 )
-
-_LOWER: frozenset[Any] = frozenset({
-    F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm,
-    torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm, torch.einsum, F.scaled_dot_product_attention,
-})  # fmt: skip
-# Autocast on GPUs computes these in float32; on CPUs they take what they are given.
-_FULL: frozenset[Any] = frozenset({
-    F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax,
-    torch.log_softmax, Tensor.log_softmax, torch.exp, Tensor.exp, torch.log, Tensor.log, torch.pow, Tensor.pow, torch.sum, Tensor.sum,
-    F.cross_entropy,
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,13 +125,13 @@ def trace_step(
     labels = torch.empty(batch, dtype=torch.long, device="meta")
     try:
         with recorder, torch.set_grad_enabled(learn):
-            with _Forward(recorder, precision, on_gpu, fused_attention) as forward, _autocast_of(forward):
+            with Forms(recorder, precision, on_gpu, fused_attention) as forms, autocast_by(forms):
                 scores = model(images, noise).float()
                 if learn:
                     loss = F.cross_entropy(scores, labels) + F.cross_entropy(scores, labels)  # of the two labels of a mixture
                     ones = torch.ones_like(loss)
                     recorder.backward = True
-                    _backward(loss, ones)
+                    run_backward(loss, ones)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         if not settings.name.startswith("timm:"):
             raise
@@ -160,14 +147,6 @@ def trace_step(
         kept=kept,
         parameters=[tuple(p.shape) for p in model.parameters() if p.requires_grad],
         buffers=sum(_size(model.get_buffer(name)) for name in buffers),
-    )
-
-
-def _backward(loss: Tensor, ones: Tensor) -> None:
-    """``loss.backward()``, which is itself a call that a mode handles, and modes are off inside of their handlers: activation
-    checkpointing, which calls the model from there, would then run without autocast."""
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
-        (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
@@ -212,6 +191,11 @@ class _Recorder(TorchDispatchMode):
             )
         )
 
+    def attention(self, flops: float, scores: int, given: list[Tensor], made: list[Tensor], kernels: int) -> None:
+        """Add attention, or its gradients, of so many scores."""
+        self.add("attention", ATTENTION, flops, given, made, kernels)
+        self.operators[-1] = replace(self.operators[-1], elements=scores)
+
     def number(self, tensor: Tensor) -> int:
         """A number of the tensor's memory, the same for all of its views."""
         storage = tensor.untyped_storage()
@@ -242,118 +226,3 @@ def _kind(name: str, flops: float, args: Any) -> str:
     backward = name == "convolution_backward"
     weight, groups = (args[2], args[9]) if backward else (args[1], args[8])  # (out, in / groups, rows, columns)
     return NARROW if min(weight.shape[0] // groups, weight[0].numel()) < _NARROW_SIDE else CONVOLUTION
-
-
-class _Forward(TorchFunctionMode):
-    """Attention as one operator, and autocast."""
-
-    def __init__(self, recorder: _Recorder, precision: str, on_gpu: bool, fused_attention: bool) -> None:
-        super().__init__()
-        self._recorder, self._fused, self._on_gpu = recorder, fused_attention, on_gpu
-        self._full = _FULL if on_gpu else frozenset()
-        self._dtype = torch.bfloat16 if precision == "bf16" else None
-        self._cast: dict[int, Tensor] = {}  # parameters are cast once for a step
-        self.casts = True
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self._recomputing():
-            if self._dtype is not None and self.casts:
-                if func in _LOWER:
-                    args, kwargs = self._to((args, kwargs), self._dtype)
-                elif func in self._full:
-                    args, kwargs = self._to((args, kwargs), torch.float32)
-            if func is F.scaled_dot_product_attention:
-                return self._attention(*args, **kwargs)
-            return func(*args, **kwargs)
-
-    @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        """In a backward pass, only activation checkpointing calls the model's functions."""
-        before, self._recorder.recomputing = self._recorder.recomputing, True
-        try:
-            yield
-        finally:
-            self._recorder.recomputing = before
-
-    def _to(self, values: Any, dtype: torch.dtype) -> Any:
-        def cast(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype in (dtype, torch.float64):
-                return value
-            if not isinstance(value, nn.Parameter):
-                return value.to(dtype)
-            if id(value) not in self._cast:
-                self._cast[id(value)] = value.to(dtype)
-            return self._cast[id(value)]
-
-        return torch.utils._pytree.tree_map(cast, values)
-
-    def _attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        *rest: Any,
-        scale: float | None = None,
-        **options: Any,
-    ) -> Tensor:
-        if not self._fused:
-            scores = q @ k.transpose(-1, -2) * (scale or 1.0)
-            scores = scores if attn_mask is None else scores + attn_mask
-            return (scores.float() if self._full else scores).softmax(-1).to(v.dtype) @ v
-        return _Attention.apply(self._recorder, q, k, v, attn_mask, self._on_gpu)
-
-
-@contextmanager
-def _autocast_of(forward: _Forward) -> Iterator[None]:
-    """Make ``torch.autocast``, which knows no ``meta`` tensors, switch the casts of ``forward`` in the block."""
-
-    @contextmanager
-    def autocast(device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, **options: Any) -> Iterator[None]:
-        before, forward.casts = forward.casts, enabled
-        try:
-            yield
-        finally:
-            forward.casts = before
-
-    own, torch.autocast = torch.autocast, autocast  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        torch.autocast = own  # type: ignore[misc]
-
-
-class _Attention(torch.autograd.Function):
-    """softmax(q kᵀ / sqrt(head_dim) + bias) v, as its fused kernels do it: no map of N x N in memory, and the scores once more backward."""
-
-    @staticmethod
-    def forward(ctx: Any, recorder: _Recorder, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, on_gpu: bool) -> Tensor:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        ctx.recorder, ctx.on_gpu = recorder, on_gpu
-        ctx.save_for_backward(q, k, v, out, *([] if bias is None else [bias]))
-        given = [q, k, v] if bias is None else [q, k, v, bias]
-        recorder.add("attention", ATTENTION, _products(q, k, v), given, [out])
-        _scores(recorder, q, k)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, *bias = ctx.saved_tensors
-        made = [torch.empty_like(t) for t in (q, k, v, *bias)]
-        # Five products instead of two; with a learned bias on a CPU four, as the weights are kept (pipeline.kernels.chunked).
-        times = 2.0 if bias and not ctx.on_gpu else 2.5
-        given = [q, k, v, out, *bias, grad]
-        ctx.recorder.add("attention_backward", ATTENTION, times * _products(q, k, v), given, made, 2 + len(bias))
-        _scores(ctx.recorder, q, k)
-        return None, *made, *([] if bias else [None]), None
-
-
-def _products(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Floating-point operations of q kᵀ and of the weights times v."""
-    return 2.0 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-
-
-def _scores(recorder: _Recorder, q: Tensor, k: Tensor) -> None:
-    """The last operator's elements are the scores."""
-    recorder.operators[-1] = replace(recorder.operators[-1], elements=q.shape[:-1].numel() * k.shape[-2])

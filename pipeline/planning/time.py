@@ -195,8 +195,10 @@ def step_parts(subject: Subject, precision: str, stage: int, rates: Rates, optio
     parts[LAUNCHES] = accumulation * max(0.0, starts + engine - computing) if on_gpu else accumulation * engine
     parts[OPTIMIZER] = _optimizer_seconds(subject, step, stage, rates)
     forward = sum(rates.seconds(o) for o in run if not o.backward)
+    # What the CPU delays, it stretches: collectives have that time too.
+    stretch = max(1.0, (starts + engine) / computing) if on_gpu else 1.0
     links = Links(subject.nodes, subject.gpus_per_node, _link(subject.gpu), options.network)
-    sent = traffic(links, step.parameter_count, stage, accumulation, forward, max(0.0, computing - forward))
+    sent = traffic(links, step.parameter_count, stage, accumulation, stretch * forward, stretch * (computing - forward))
     parts[NETWORKED] = sent.exposed
     return StepParts(parts, sent, accumulation * sum(o.flops for o in run if not o.recomputed), step, compiled)
 

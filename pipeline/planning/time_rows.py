@@ -6,6 +6,9 @@ from pipeline.planning.schedule import SIGNAL_SECONDS
 from pipeline.planning.time import Time
 
 Section = tuple[str, list[tuple[str, str]]]  # title; what it is, its value
+# benchmarks/plan_time.py prints the tables.
+_GPU_ERROR = "up to 30 % against published steps on two GPUs; starting kernels, engine and network are assumptions, not compared yet"
+_CPU_ERROR = "up to 20 % against steps measured on a CPU"
 _REPEATED_CACHE = "less where the page cache holds it"
 
 
@@ -49,6 +52,7 @@ def _step(time: Time) -> list[tuple[str, str]]:
         if measured.data_wait > 0.02:
             rows.append(("", f"of which {measured.data_wait:.0%} waited for data"))
     rows.append(("rates", time.source))
+    rows.append(("error", _GPU_ERROR if gpu else _CPU_ERROR))
     return rows
 
 

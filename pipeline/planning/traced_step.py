@@ -64,7 +64,7 @@ def step_memory(config: Config, world_size: int, stage: int, accumulation: int, 
                     engine.after_forward()
                     loss = _loss(scores, train.loss)
                 with live.labelled(BACKWARD):
-                    loss.backward()
+                    run_backward(loss, torch.ones_like(loss))
                 del loss, scores
                 engine.after_backward()
         engine.step()
@@ -89,6 +89,14 @@ def _scores(model: VisionModel, images: Tensor, noise: Tensor | None, precision:
     """(B, classes)."""
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         return model(images, noise)
+
+
+def run_backward(loss: Tensor, ones: Tensor) -> None:
+    """``loss.backward()``, which is itself a call that a mode handles, and modes are off inside of their handlers: activation
+    checkpointing, which calls the model from there, would then run without autocast."""
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _loss(scores: Tensor, name: str) -> Tensor:
