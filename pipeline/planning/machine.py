@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def measure_cpu(precision: str, clock: Clock = time.perf_counter) -> CpuRates:
     for size in _SIZES:
         x, y = torch.ones(2, size // 12)
         out = torch.empty_like(x)
-        bandwidth.append(size / least(lambda x=x, y=y, out=out: torch.add(x, y, out=out)))
+        bandwidth.append(size / least(partial(torch.add, x, y, out=out)))
     forward = least(lambda: torch.softmax(scores + scores, -1)) / scores.numel()
     backward = least(lambda: torch._softmax_backward_data(scores, weights, -1, torch.float32) + scores) / scores.numel()
     return CpuRates(

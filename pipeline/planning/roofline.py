@@ -15,17 +15,19 @@ from pipeline.planning.operators import ATTENTION, CONVOLUTION, MAP, NARROW, PRO
 
 
 class Rates(Protocol):
-    """How fast a machine computes.
+    """How fast a machine computes."""
 
-    Attributes:
-        host: seconds of the CPU to start an operator, while the GPU may still be busy with others; 0 if it computes itself.
-        copies: bytes per second of plain copies.
-        source: of the figures, for the page.
-    """
+    @property
+    def host(self) -> float:
+        """Seconds of the CPU to start an operator; a GPU may be busy with others in them."""
 
-    host: float
-    copies: float
-    source: str
+    @property
+    def copies(self) -> float:
+        """Bytes per second of plain copies."""
+
+    @property
+    def source(self) -> str:
+        """Of the figures, for the page."""
 
     def seconds(self, operator: Operator) -> float:
         """Of one call."""

@@ -8,7 +8,7 @@ from pipeline.planning.time import Time
 Section = tuple[str, list[tuple[str, str]]]  # title; what it is, its value
 # benchmarks/plan_time.py prints the tables.
 _GPU_ERROR = "up to 30 % against published steps on two GPUs; starting kernels, engine and network are assumptions, not compared yet"
-_CPU_ERROR = "up to 20 % against steps measured on a CPU"
+_CPU_ERROR = "up to 26 % against steps measured on one CPU, 7 % in the middle"
 _REPEATED_CACHE = "less where the page cache holds it"
 
 

@@ -94,7 +94,7 @@ def _scores(model: VisionModel, images: Tensor, noise: Tensor | None, precision:
 def run_backward(loss: Tensor, ones: Tensor) -> None:
     """``loss.backward()``, which is itself a call that a mode handles, and modes are off inside of their handlers: activation
     checkpointing, which calls the model from there, would then run without autocast."""
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
