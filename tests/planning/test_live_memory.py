@@ -44,6 +44,6 @@ def test_autocasts_copies_of_weights_have_their_own_label() -> None:
         with live.labelled(PARAMETERS):
             layer = torch.nn.Linear(16, 16, bias=False)
         with torch.autocast("cpu", torch.bfloat16):
-            kept = layer(torch.empty(2, 16))
+            kept = layer(torch.empty(2, 16, requires_grad=True))  # whose gradient needs the copy
         assert live.live[WEIGHT_COPIES] == 16 * 16 * 2
         del kept
