@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ Clock = Callable[[], float]
 _SIZES = (2**20, 2**23, 2**26)  # bytes that a copy moves: within a core's cache, within the last cache, beyond
 _LINEAR_SHARE = 0.9  # of the large product's speed in linear layers (benchmarks/RESULTS.md, "The training step on a CPU")
 _BATCHED_SHARE = 0.65  # likewise in attention's products, whose matrices are small
+_BUSY = 1.5  # times the cores, from which on others slow a measurement down
 _FRESH = 0.12  # seconds for each measurement
 
 
@@ -42,12 +44,15 @@ class CpuRates:
     score_backward: float
     host: float
     threads: int
+    load: float = 0.0  # processes that wanted a core each, of all users
 
     @property
     def source(self) -> str:
+        cores = len(os.sched_getaffinity(0))
+        busy = f", while {self.load:.0f} processes wanted its {cores} cores" if self.load > _BUSY * cores else ""
         return (
             f"measured on this machine, {self.threads} thread{'s' * (self.threads != 1)}: {self.product / 1e9:.0f} GFLOP/s in products, "
-            f"{self.bandwidth[-1] / 1e9:.1f} GB/s of memory"
+            f"{self.bandwidth[-1] / 1e9:.1f} GB/s of memory{busy}"
         )
 
     @property
@@ -111,6 +116,7 @@ def measure_cpu(precision: str, clock: Clock = time.perf_counter) -> CpuRates:
         score_backward=backward,
         host=_overhead(least, small),
         threads=torch.get_num_threads(),
+        load=os.getloadavg()[0],
     )
 
 

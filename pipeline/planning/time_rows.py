@@ -7,7 +7,9 @@ from pipeline.planning.time import Time
 
 Section = tuple[str, list[tuple[str, str]]]  # title; what it is, its value
 # benchmarks/plan_time.py prints the tables.
-_GPU_ERROR = "up to 30 % against published steps on two GPUs; starting kernels, engine and network are assumptions, not compared yet"
+_GPU_ERROR = (
+    "up to 30 % against published steps on two GPUs; starting kernels, engine and network are assumptions, not compared yet"
+)
 _CPU_ERROR = "up to 26 % against steps measured on one CPU, 7 % in the middle"
 _REPEATED_CACHE = "less where the page cache holds it"
 
@@ -52,7 +54,8 @@ def _step(time: Time) -> list[tuple[str, str]]:
         if measured.data_wait > 0.02:
             rows.append(("", f"of which {measured.data_wait:.0%} waited for data"))
     rows.append(("rates", time.source))
-    rows.append(("error", _GPU_ERROR if gpu else _CPU_ERROR))
+    if not time.measured:
+        rows.append(("error", _GPU_ERROR if gpu else _CPU_ERROR))
     return rows
 
 
@@ -74,7 +77,7 @@ def _run(time: Time) -> list[tuple[str, str]]:
         ("images", f"{images.train:,} for training, {images.val:,} for validation ({images.source})"),
         (
             "steps",
-            f"{length.steps:,} in {length.epochs:.4g} epochs; {length.evaluations:,} evaluations of {duration(time.evaluation_seconds)}",
+            f"{length.steps:,} in {length.epochs:.4g} epochs; {length.evaluations:,} evaluation{'s' * (length.evaluations != 1)} of {duration(time.evaluation_seconds)}",
         ),
         ("hours", f"{time.hours:,.3g}, of which {duration(time.start_seconds)} for each start"),
     ]
