@@ -1,6 +1,6 @@
 """Train a model.
 
-    python -m pipeline.train --config configs/pervit_t.yaml [dotted.key=value ...]
+    python -m pipeline.train --config configs/pervit_t.yaml [--dry-run] [dotted.key=value ...]
 
 The same command resumes a run that was stopped, with any world size. Several ranks: ``launch/local.sh`` on one machine,
 ``sbatch launch/train.slurm configs/pervit_t.yaml`` on a cluster. On SIGTERM, SIGUSR1 or SIGHUP to any rank, all save what they
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
-from pipeline.config import Config, Recipe, accumulation_steps
+from pipeline.config import Config, Recipe
 from pipeline.data.loader import Batch
 from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.errors import PREEMPTED
@@ -33,26 +33,30 @@ from pipeline.logs import console, curves, pictures
 from pipeline.logs.run_log import StepRecord
 from pipeline.optim.adamw import learning_rate
 from pipeline.optim.engine import micro_batches, optimizer_step, set_learning_rate
-from pipeline.optim.groups import parameter_groups
-from pipeline.run.compiling import choose_compilation
+from pipeline.run.building import check_alone
 from pipeline.run.determinism import make_deterministic, refusals_explained
+from pipeline.run.dry_run import dry_run
 from pipeline.run.evaluation import evaluate
-from pipeline.run.loss import spread_nonfinite, training_loss
+from pipeline.run.micro_step import forward_backward
 from pipeline.run.noise import sample_noise
 from pipeline.run.nonfinite import MicroBatch, skip_or_stop
-from pipeline.run.start import build_model, start_run
+from pipeline.run.start import start_run
 from pipeline.run.state import NO_MORE_DATA, Run
-from pipeline.run.teacher import hard_distillation_loss
 
 _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
 
 
-def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = None) -> int:
-    """Join the other ranks, then :func:`train`: the command once its config is loaded. Returns the exit code."""
+def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = None, dry: bool = False) -> int:
+    """Join the other ranks, then :func:`train`: the command once its config is loaded. Returns the exit code.
+
+    Args:
+        config, stop, recipe: as for :func:`train`.
+        dry: :func:`~pipeline.run.dry_run.dry_run` instead.
+    """
     if config.train.deterministic:
         make_deterministic()
-    world = init_world(config.distributed.collective_timeout, Path(config.output_dir))
-    code = train(config, world, stop, recipe)
+    world = init_world(config.distributed.collective_timeout, None if dry else Path(config.output_dir))
+    code = dry_run(config, world, stop) if dry else train(config, world, stop, recipe)
     disconnect()
     return code
 
@@ -73,12 +77,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
         UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
     """
     stop = stop or StopSignal()
-    # Mistakes that every rank finds by itself, before anything is built: the batch size, the model's switches and image size, an
-    # optimizer that does not suit it.
-    accumulation_steps(config.train, world.size, config.augment.unit)
-    choose_compilation(config, world)
-    with torch.device("meta"):  # costs no memory
-        parameter_groups(build_model(config, world, [], fresh=False), config.optim)
+    check_alone(config, world)
     with Heartbeat(world, config.distributed, Path(config.output_dir)) as heartbeat, refusals_explained():
         if any(world.gather(stop.received)):  # received while the libraries were loading: build nothing
             if world.is_main:
@@ -138,11 +137,7 @@ def training_step(run: Run) -> Batch:
             run.log.restart_clock()
         run.heartbeat.at(step, "training")
         run.batchnorm.micro_batch(number)
-        scores = engine(batch.images, noise)
-        loss = training_loss(scores, batch, config.train, run.compilation.loss)
-        if run.teacher:
-            loss = hard_distillation_loss(loss, scores, run.teacher(batch.images))
-        engine.backward(spread_nonfinite(loss))
+        loss = forward_backward(engine, batch, noise, config.train, run.teacher, run.compilation.loss)
         grad_norm = optimizer_step(engine)
         seen.append(MicroBatch(batch.request, loss.detach()))
     assert grad_norm is not None  # the last micro-batch completes the step

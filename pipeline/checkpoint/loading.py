@@ -29,11 +29,15 @@ _NAMED = 3  # gaps listed in a message
 _LAG_SECONDS = 90.0  # until other nodes see a new folder on a network disk: NFS caches attributes for up to 60 s (acdirmax)
 
 
-def newest_whole(run_dir: Path, world: World) -> Verified | None:
+def newest_whole(run_dir: Path, world: World, set_aside_damaged: bool = True) -> Verified | None:
     """The newest intact checkpoint, or None if the run has none. Collective.
 
-    Each rank verifies some of the files, and no rank opens the others here. A damaged checkpoint is set aside with a warning, and the one before it is tried. The
-    caller must hold the run's lock.
+    Each rank verifies some of the files, and no rank opens the others here. A damaged checkpoint is set aside with a warning, and the one before it is tried.
+
+    Args:
+        run_dir: the run folder.
+        world: all ranks.
+        set_aside_damaged: the caller must hold the run's lock then; False: the folder is only read.
 
     Raises:
         UserError: there are checkpoints, but none is intact; or the newest is of another version, or cannot be read now.
@@ -47,8 +51,10 @@ def newest_whole(run_dir: Path, world: World) -> Verified | None:
         if not problems:
             if world.is_main:
                 for passed_over, sentence in damaged.items():
-                    aside = set_aside(step_folder(run_dir, passed_over))
-                    _log.warning(f"{sentence}: it is now {aside.name}, the run goes on from step {step}")
+                    done = "it would be set aside"
+                    if set_aside_damaged:
+                        done = f"it is now {set_aside(step_folder(run_dir, passed_over)).name}"
+                    _log.warning(f"{sentence}: {done}, the run goes on from step {step}")
             world.barrier()
             return verified
         damaged[step] = "; ".join(problems)

@@ -22,6 +22,7 @@ from pipeline.config.describe import config_to_yaml, flatten, markdown_page, mar
 from pipeline.config.loading import Recipe, config_from_dict, load_config, load_config_as, load_recipe, section_from_dict
 from pipeline.config.recipes import find_recipe, shipped_recipes
 from pipeline.config.sections import (
+    AUTO,
     AugmentConfig,
     CheckpointConfig,
     Config,
@@ -36,6 +37,7 @@ from pipeline.config.sections import (
 from pipeline.config.values import parse_value
 
 __all__ = [
+    "AUTO",
     "AugmentConfig",
     "CheckpointConfig",
     "Config",

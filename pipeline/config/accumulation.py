@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pipeline.config.bounds import MAX_BATCH
 from pipeline.config.sections import TrainConfig
 from pipeline.errors import UserError
 
@@ -19,7 +20,7 @@ def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> in
     Raises:
         UserError: the batch sizes do not divide; the message shows the arithmetic and values that work.
     """
-    global_batch, micro = train.global_batch_size, train.micro_batch_size
+    global_batch, micro = train.global_batch_size, train.micro_batch
     per_pass = micro * world_size
     steps, rest = divmod(global_batch, per_pass)
     if rest or steps == 0:
@@ -38,14 +39,20 @@ def fitting_micro_batches(train: TrainConfig, world_size: int, unit: int = 1) ->
     Raises:
         UserError: there are none.
     """
-    per_rank, rest = divmod(train.global_batch_size, world_size * unit)
-    if rest:
-        accumulation_steps(train.model_copy(update={"micro_batch_size": unit}), world_size, unit)
-    return [unit * number for number in _divisors(per_rank)]
+    global_batch, whole = train.global_batch_size, unit * world_size
+    per_rank, rest = divmod(global_batch, whole)
+    if rest or not per_rank:
+        of_units = f" in groups of {unit} images (augment.mix_group)" if unit > 1 else ""
+        raise UserError(
+            f"train.global_batch_size is {global_batch}, which {world_size} processes cannot share{of_units} ({global_batch} / {whole} = "
+            f"{global_batch / whole:.4g}, a whole number needed)",
+            _remedy(global_batch, None, world_size, unit),
+        )
+    return [unit * number for number in _divisors(per_rank) if unit * number <= MAX_BATCH]
 
 
-def _remedy(global_batch: int, micro: int, world_size: int, unit: int) -> str:
-    """Micro-batch sizes and world sizes that fit this global batch size, which a run cannot change once started."""
+def _remedy(global_batch: int, micro: int | None, world_size: int, unit: int) -> str:
+    """Micro-batch sizes (None: any) and world sizes that fit this global batch size, which a run cannot change once started."""
     if global_batch % unit:  # no run can have started with it, so suggest another global batch size
         needed = unit * world_size
         return f"set train.global_batch_size to a multiple of {needed} (augment.mix_group {unit} x {world_size} processes)"
@@ -53,10 +60,10 @@ def _remedy(global_batch: int, micro: int, world_size: int, unit: int) -> str:
     nearest = max((n for n in fitting if n < world_size), default=0), min((n for n in fitting if n > world_size), default=0)
     starts = []
     for number in filter(None, nearest):
-        best = _largest(global_batch, number, micro, unit)
+        best = micro and _largest(global_batch, number, micro, unit)
         starts.append(f"{number}" if best == micro else f"{number} with train.micro_batch_size={best}")
     remedies = [f"start another number of processes, such as {' or '.join(starts)}"] if starts else []
-    if world_size in fitting:
+    if micro and world_size in fitting:
         remedies.insert(0, f"set train.micro_batch_size to {_largest(global_batch, world_size, micro, unit)}")
     return ", or ".join(remedies)
 

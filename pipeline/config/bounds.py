@@ -14,6 +14,7 @@ MAX_SIDE = 2**12  # pixels: attention over a larger grid fits into no GPU's memo
 MAX_BATCH = 2**14  # images per rank and forward pass: likewise
 MAX_GLOBAL_BATCH = 2**20  # images per optimizer step; the largest published ones are below 2**17
 MAX_STEPS = 10**12  # steps and event counts: times MAX_GLOBAL_BATCH it still fits into 64 bits
+MAX_PROFILED = 100  # steps of one profile: a step of PerViT-M is tens of thousands of events, which wait in memory
 MAX_EPOCHS = 1e6  # Philox counters have 32 bits for the epoch (pipeline.philox)
 MAX_SECONDS = 30 * 24 * 3600.0  # 30 days; timeouts of collectives and stores overflow long before a float does
 MAX_RATE = 1e3  # learning rate, weight decay
@@ -21,6 +22,7 @@ MAX_SWITCH = 2**63 - 1  # integers that JSON and checkpoints can hold; a model's
 
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_SHAPE)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
+Window = tuple[Steps, Steps]  # first and last step
 Count = Annotated[int, Field(ge=0, le=MAX_STEPS)]
 BatchSize = Annotated[int, Field(ge=1, le=MAX_BATCH)]
 GlobalBatchSize = Annotated[int, Field(ge=1, le=MAX_GLOBAL_BATCH)]

@@ -98,11 +98,12 @@ def _complaint(problem: ErrorDetails, key: str, message: str, missing: int, root
 
 
 def _as_list(key: str, found: Any, root: type[Section]) -> str:
-    """A suggestion: the given values in brackets if their number is right, else the default."""
+    """A suggestion: the given values in brackets if their number is right, else the default, or an example where that is none."""
     section, _, name = key.rpartition(".")
     field = section_fields(section, root)[name]
+    default = field.examples[0] if field.examples else field.default
     parts = found.split(",") if isinstance(found, str) else [shown(found)]
-    needed = len(field.default) if isinstance(field.default, tuple) else len(parts)
-    words = [part.strip() for part in parts] if len(parts) == needed else [str(part) for part in field.default]
+    needed = len(default) if isinstance(default, tuple) else len(parts)
+    words = [part.strip() for part in parts] if len(parts) == needed else [str(part) for part in default]
     text = f"[{','.join(words)}]"
-    return text if len(text) <= _LONG and text.isprintable() else str(list(field.default)).replace(" ", "")
+    return text if len(text) <= _LONG and text.isprintable() else str(list(default)).replace(" ", "")

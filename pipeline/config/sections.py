@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.bounds import (
     MAX_EPOCHS,
+    MAX_PROFILED,
     MAX_SECONDS,
     MAX_SIDE,
     MAX_SWITCH,
@@ -25,9 +26,12 @@ from pipeline.config.bounds import (
     Share,
     Steps,
     Text,
+    Window,
 )
 from pipeline.config.data_sections import AugmentConfig, DataConfig
+from pipeline.errors import UserError
 
+AUTO = "auto"  # train.micro_batch_size: as many images as fit into memory
 _TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with if it is no run
 
 
@@ -74,8 +78,8 @@ class TrainConfig(Section):
     """Stop after this many optimizer steps in total; the schedule stays the same. null: run to the end."""
     global_batch_size: GlobalBatchSize = 1024
     """Images per optimizer step over all ranks; independent of the world size."""
-    micro_batch_size: BatchSize = 128
-    """Images per forward pass and rank; the number of gradient accumulation steps follows from it."""
+    micro_batch_size: BatchSize | Literal["auto"] = 128
+    """Images per forward pass and rank; the number of gradient accumulation steps follows from it. auto: the largest that fits into memory, settled at the first start of the run."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: autocast with fp32 master weights. fp32: single precision throughout. auto: bf16 if every device has instructions for it, else fp32; a resumed run keeps its precision."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
@@ -96,6 +100,24 @@ class TrainConfig(Section):
     """Decay of an exponential moving average of the weights and of BatchNorm's statistics, which is evaluated too; null: none."""
     max_skipped_steps: Count = 0
     """Steps with non-finite gradients to skip; one more stops the run and saves what reproduces it."""
+
+    @property
+    def micro_batch(self) -> int:
+        """``micro_batch_size`` as a number.
+
+        Raises:
+            UserError: it is "auto", which :mod:`pipeline.run.micro_batch` settles at the start of a training.
+        """
+        if isinstance(self.micro_batch_size, str):
+            raise UserError("train.micro_batch_size is auto, which only a training settles, a number needed here", "set one")
+        return self.micro_batch_size
+
+    @field_validator("micro_batch_size", mode="before")
+    @classmethod
+    def _a_number_or_auto(cls, size: Any) -> Any:
+        if isinstance(size, str) and size != AUTO and not size.strip().isdigit():
+            raise ValueError("must be a whole number, or auto")
+        return size
 
     @model_validator(mode="after")
     def _a_librarys_teacher_has_weights(self) -> TrainConfig:
@@ -188,6 +210,15 @@ class LogConfig(Section):
     """Steps between flushes of the log. Every step is logged; values are fetched from the device this often."""
     samples: bool = False
     """Log every sample that each rank trains on, with a digest of its augmentation (samples/ in output_dir)."""
+    profile_steps: Annotated[Window | None, Field(examples=[(200, 210)])] = None
+    """First and last of the steps that PyTorch's profiler records, such as [200, 210]: a trace and a memory timeline of each rank (profile/ in output_dir); null: none."""
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _a_window_of_steps(cls, window: tuple[int, int] | None) -> tuple[int, int] | None:
+        if window and not window[0] <= window[1] < window[0] + MAX_PROFILED:
+            raise ValueError(f"must go from a step to a later one, at most {MAX_PROFILED} steps in all")
+        return window
 
 
 # Added to progress_timeout for collectives. The heartbeat needs up to progress_timeout + 10 s to name a rank that hangs; a
@@ -255,7 +286,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _groups_fill_the_micro_batch(self) -> Config:
         micro, group = self.train.micro_batch_size, self.augment.unit
-        if micro % group:
+        if isinstance(micro, int) and micro % group:
             raise ValueError(
                 f"augment.mix_group {group} must divide train.micro_batch_size {micro} ({micro} / {group} = {micro / group:.4g} groups); "
                 f"set train.micro_batch_size to a multiple of {group}"

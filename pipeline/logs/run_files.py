@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ from pipeline.logs import console
 from pipeline.models.timm_names import is_timm
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
+AUTO_REASON = "micro_batch_reason"  # key of a start that had train.micro_batch_size=auto
 _PACKAGES = (
     "torch",
     "deepspeed",
@@ -35,7 +37,9 @@ _PACKAGES = (
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 
-def write_run_files(config: Config, world: World, first_step: int, precision: str, stream_version: int) -> int | None:
+def write_run_files(
+    config: Config, world: World, first_step: int, precision: str, stream_version: int, micro_batch: str | None = None
+) -> int | None:
     """Write ``config.yaml`` and append this start to ``environment.json``. Collective.
 
     Args:
@@ -44,6 +48,7 @@ def write_run_files(config: Config, world: World, first_step: int, precision: st
         first_step: of this start, counted from 1.
         precision: the one chosen, and why.
         stream_version: of the stream of samples.
+        micro_batch: why the micro-batch has its size, where ``auto`` was asked for.
 
     Returns:
         On rank 0: which start of the run this is, counted from 1; None elsewhere.
@@ -58,13 +63,15 @@ def write_run_files(config: Config, world: World, first_step: int, precision: st
         "hosts": hosts,
         "first_step": first_step,
         "stream_version": stream_version,
+        "micro_batch_size": config.train.micro_batch,
+        **({AUTO_REASON: micro_batch} if micro_batch else {}),
     }
     return do_in_main(lambda: _write(config, start), world)
 
 
 def _write(config: Config, start: dict) -> int:
     config_file, environment_file = (Path(config.output_dir) / name for name in (CONFIG, ENVIRONMENT))
-    earlier = _earlier_starts(environment_file)
+    earlier = _starts(environment_file)
     starts = [*earlier, start]
     contents = {
         config_file: f"# {start['precision']}\n{config_to_yaml(config)}",
@@ -92,7 +99,27 @@ def _changed_packages(before: object, now: dict) -> str:
     )
 
 
-def _earlier_starts(path: Path) -> list[dict]:
+def earlier_starts(run_dir: Path) -> list[dict]:
+    """The starts of a run so far, the latest last; none for a new run.
+
+    Raises:
+        UserError: ``environment.json`` is damaged.
+    """
+    return _starts(run_dir / ENVIRONMENT)
+
+
+def check_run_files(run_dir: Path) -> None:
+    """Check, without writing, that :func:`write_run_files` could write.
+
+    Raises:
+        UserError: as it would.
+    """
+    earlier_starts(run_dir)
+    if run_dir.is_dir() and not os.access(run_dir, os.W_OK | os.X_OK):
+        raise write_error(run_dir / CONFIG, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def _starts(path: Path) -> list[dict]:
     try:
         starts = json.loads(path.read_text())
         if not isinstance(starts, list):

@@ -46,7 +46,7 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
     stage = zero_stage(config, world_size)
     return {
         "train_batch_size": config.train.global_batch_size,
-        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": accumulation_steps(config.train, world_size, config.augment.unit),
         # Without ZeRO, DeepSpeed computes the norm once more and clips one parameter at a time: optimizer_step does it instead.
         "gradient_clipping": config.optim.clip_grad_norm or 0.0 if stage else 0.0,

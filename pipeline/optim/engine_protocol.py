@@ -46,6 +46,9 @@ class Engine(Protocol[WrappedModel]):
 
     def is_gradient_accumulation_boundary(self) -> bool: ...
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next micro-batch is the last one of a step, in place of counting them."""
+
     def was_step_applied(self) -> bool: ...
 
     def get_global_grad_norm(self) -> float | Tensor | None: ...

@@ -12,8 +12,9 @@ _TRAIN = """Train a model, or resume a run that was stopped: the same command, o
 
   python -m pipeline.train --config pervit_t data.path=SHARD_DIR output_dir=runs/pervit_t
   bash launch/local.sh 8 -- pipeline.train --config pervit_t model.switches.conv_stem=false output_dir=runs/no_stem
+  python -m pipeline.train --config pervit_t data.path=SHARD_DIR --dry-run
 
-The first is one process, the second one per GPU of a machine with 8. On a cluster: sbatch launch/train.slurm pervit_t
+The first is one process, the second one per GPU of a machine with 8, the third tells whether a start would do. On a cluster: sbatch launch/train.slurm pervit_t
 The folder launch/ is in the repository, not in an installed package.
 """
 _KEYS = """python -m pipeline.config lists all keys with their defaults; python -m pipeline.models lists the models, and with a
@@ -24,8 +25,13 @@ def train_main() -> int:
     """Parse the command line, load the config, train; returns the exit code."""
     parser = command_parser("pipeline.train", _TRAIN, _KEYS)
     parser.add_argument("--config", required=True, type=Path, help="a file, or the name of a shipped config: pervit_t")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything and take one step on random images with the real model, without writing or changing a file",
+    )
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=100")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
 
     from pipeline.faults.stop_signal import StopSignal
 
@@ -39,9 +45,10 @@ def train_main() -> int:
         config = load_config(args.config, args.overrides)
         check_name(config.model.name)
         if console.is_first_process():
-            console.say(f"{config.model.name} into {config.output_dir}: loading PyTorch, DeepSpeed and DALI")
+            start = "a dry run of " if args.dry_run else ""
+            console.say(f"{start}{config.model.name} into {config.output_dir}: loading PyTorch, DeepSpeed and DALI")
         training = import_module("pipeline.train")  # by name: train.py is the command and imports this module, none imports it
-        return training.connect_and_train(config, stop, load_recipe(args.config))
+        return training.connect_and_train(config, stop, load_recipe(args.config), args.dry_run)
 
 
 def train_command() -> NoReturn:

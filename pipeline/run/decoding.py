@@ -60,7 +60,7 @@ def training_loader(
         seed=config.seed,
         image_size=config.model.image_size,
         global_batch_size=config.train.global_batch_size,
-        batch_size=config.train.micro_batch_size,
+        batch_size=config.train.micro_batch,
         rank=world.rank,
         world_size=world.size,
         data=config.data,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeline.distributed.slurm_job import job_name
 from pipeline.errors import UserError
-from pipeline.files import disk_reason, lock_bytes, write_error
+from pipeline.files import disk_reason, is_locked_by_another, lock_bytes, write_error
 
 LOCK = ".lock"
 _log = logging.getLogger(__name__)
@@ -56,9 +56,7 @@ class RunLock:
             except OSError as error:
                 if left and error.errno == errno.ENOENT:
                     continue  # another start, which was refused, has just removed the folder it had created
-                raise UserError(
-                    f"output_dir {run_dir} is not writable ({disk_reason(path, error)})", "choose another output_dir"
-                ) from None
+                raise _not_writable(run_dir, path, error) from None
             try:
                 _wait_for_lock(descriptor, run_dir, wait_seconds)
                 if not _is_there(path, descriptor):  # likewise; a lock on a removed file excludes nobody
@@ -92,6 +90,35 @@ class RunLock:
                 self.release()
                 for folder in self._created:
                     folder.rmdir()
+
+    def undo(self) -> None:
+        """As if it had never been taken: also remove its file, and the folders that were created for it."""
+        self._path.unlink(missing_ok=True)
+        self.release()
+        for folder in self._created:
+            with suppress(OSError):  # somebody else has put something there
+                folder.rmdir()
+
+
+def check_lock(run_dir: Path) -> None:
+    """Check that a start could lock a run folder. No file is left or changed.
+
+    Raises:
+        UserError: that of :meth:`RunLock.take`.
+    """
+    path = run_dir / LOCK
+    if not os.path.exists(path):
+        RunLock.take(run_dir).undo()
+        return
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _not_writable(run_dir, path, error) from None
+    try:
+        if is_locked_by_another(descriptor):
+            raise _refusal(run_dir, _describe(_read(descriptor)))
+    finally:
+        os.close(descriptor)
 
 
 def _create(run_dir: Path) -> list[Path]:
@@ -131,6 +158,10 @@ def _wait_for_lock(descriptor: int, run_dir: Path, wait_seconds: float) -> None:
             _log.info(f"note: {run_dir} is still held by {holder}: waiting up to {wait_seconds:g} s for its end.")
             waiting = True
         time.sleep(_POLL_SECONDS)
+
+
+def _not_writable(run_dir: Path, path: Path, error: OSError) -> UserError:
+    return UserError(f"output_dir {run_dir} is not writable ({disk_reason(path, error)})", "choose another output_dir")
 
 
 def _refusal(run_dir: Path, holder: str) -> UserError:

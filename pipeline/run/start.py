@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from pipeline import checkpoint
 from pipeline.checkpoint.whole import Verified
-from pipeline.config import Config, Recipe, accumulation_steps, flatten
+from pipeline.config import Config, Recipe, flatten
 from pipeline.data.cached_files import cache_of
 from pipeline.data.mixed_set import MixedSet, open_training_set
 from pipeline.data.shards import ShardSet
@@ -28,18 +27,21 @@ from pipeline.logs.run_files import write_run_files
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
 from pipeline.logs.store_report import store_report
-from pipeline.models import create_model, flops, load_pretrained
+from pipeline.models import flops
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine, build_engine, zero_stage
 from pipeline.optim.groups import describe
+from pipeline.run.building import build_model as build_model
 from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import choose_decoding, training_loader
 from pipeline.run.evaluation import check_classes, check_same_classes, evaluation_loader
 from pipeline.run.folder import as_begun, check_same_data, check_same_run, choose_stream, open_run_folder
+from pipeline.run.introduction import introduce
+from pipeline.run.micro_batch import choose_micro_batch, with_micro_batch
 from pipeline.run.precision import Precision, choose_precision, with_precision
-from pipeline.run.progress import make_schedule
+from pipeline.run.progress import Schedule, make_schedule
 from pipeline.run.run_keys import recorded_config
 from pipeline.run.state import Run
 from pipeline.run.teacher import describe_teacher, load_teacher
@@ -61,41 +63,27 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
     Raises:
         UserError: config, data and run folder do not fit together.
     """
-    cache = cache_of(config.data)
-    train_set = open_training_set(config.data.path, config.data.mix, readers=world.size, cache=cache)
-    val_set = ShardSet(config.data.path, "val", readers=world.size, cache=cache)
-    check_classes(config, train_set)
-    check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
-    schedule = make_schedule(config, train_set)
+    data = open_data(config, world)
     lock = open_run_folder(config, world)
     try:
-        verified = find_start(config, world, train_set)
-        before = verified.state if verified else None
-        if before and before.step >= schedule.last_step and not before.evaluation_due:
-            if world.is_main:
-                console.say(f"{config.output_dir} is complete at step {before.step}: nothing to train.")
+        verified = find_start(config, world, data.train_set)
+        if said := nothing_to_train(config, data.schedule, verified):
+            _say(world, said)
             if lock:
                 lock.release()
             return None
-        _say(world, _describe_data(train_set, val_set))
-        _say(world, f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
-        config = _as_begun(config, before, world)
-        precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)
-        config = with_precision(config, precision.name)
-        begun_with = before.config["data"].get("decode") if before else None
-        decode = choose_decoding(config.data.decode, begun_with, world, repeatable=config.train.deterministic)
-        stream = choose_stream(config, before.stream_version if before else None, world)
-        learner = _build_learner(config, world, train_set.classes, verified)
+        ready = prepare(config, world, data, verified)
+        config, before, learner = ready.config, ready.before, ready.learner
 
         _say(world, "opening the loaders and the log")
         step = before.step if before else 0
         # Only now: a start that was refused does not change them.
-        number = write_run_files(config, world, step + 1, str(precision), stream)
-        flops_per_image = learner.cost.training_flops_per_image(config.train.micro_batch_size)
+        number = write_run_files(config, world, step + 1, str(ready.precision), ready.stream, ready.micro_batch)
+        flops_per_image = learner.cost.training_flops_per_image(config.train.micro_batch)
         known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
         agreement, folder = Agreement(config.distributed.collective_timeout), Path(config.output_dir)
         events, stage = RunEvents(folder, world), zero_stage(config, world.size)
-        events.start(step, number=number, last_step=schedule.last_step, world_size=world.size, zero_stage=stage)
+        events.start(step, number=number, last_step=data.schedule.last_step, world_size=world.size, zero_stage=stage)
         heartbeat.on_loss = lambda sentence, at: events.add("end", at, reason=sentence, whole=False)
         run = Run(
             config=config,
@@ -103,25 +91,25 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             stop=stop,
             heartbeat=heartbeat,
             lock=lock,
-            schedule=schedule,
-            train_set=train_set,
+            schedule=data.schedule,
+            train_set=data.train_set,
             engine=learner.engine,
             compilation=Compilation(config, world, learner.engine.module),
             batchnorm=StepStatistics(learner.engine.module, world),
             ema=learner.ema,
             teacher=learner.teacher,
-            loader=training_loader(train_set, config, decode, world, step, stream),
-            val_loader=evaluation_loader(val_set, config, world),
+            loader=training_loader(data.train_set, config, ready.decode, world, step, ready.stream),
+            val_loader=evaluation_loader(data.val_set, config, world),
             agreement=agreement,
             saver=checkpoint.Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),
             log=RunLog(
                 config,
                 world,
                 step,
-                schedule.last_step,
+                data.schedule.last_step,
                 flops_per_image,
                 BadSampleReport(world, known),
-                store_report(world, (train_set, val_set)),
+                store_report(world, (data.train_set, data.val_set)),
             ),
             events=events,
             samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
@@ -137,19 +125,54 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
         raise
     if learner.first_maps is not None:
         run.log.image(pictures.PHI, pictures.map_grid(learner.first_maps), step)
-    _introduce(run, precision, learner.cost, before, recipe)
+    introduce(run, ready.precision, learner.cost, before, recipe)
     return run
 
 
-def find_start(config: Config, world: World, train_set: ShardSet | MixedSet) -> Verified | None:
+@dataclass(frozen=True)
+class RunData:
+    """What a run trains and is evaluated on, and for how long."""
+
+    train_set: ShardSet | MixedSet
+    val_set: ShardSet
+    schedule: Schedule
+
+
+def open_data(config: Config, world: World) -> RunData:
+    """Open both shard sets.
+
+    Raises:
+        UserError: they are not whole, or do not fit the config or each other.
+    """
+    cache = cache_of(config.data)
+    train_set = open_training_set(config.data.path, config.data.mix, readers=world.size, cache=cache)
+    val_set = ShardSet(config.data.path, "val", readers=world.size, cache=cache)
+    check_classes(config, train_set)
+    check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
+    return RunData(train_set, val_set, make_schedule(config, train_set))
+
+
+def nothing_to_train(config: Config, schedule: Schedule, verified: Verified | None) -> str | None:
+    """The sentence for a run that is at its end; None for any other."""
+    before = verified.state if verified else None
+    if before and before.step >= schedule.last_step and not before.evaluation_due:
+        return f"{config.output_dir} is complete at step {before.step}: nothing to train."
+    return None
+
+
+def find_start(config: Config, world: World, train_set: ShardSet | MixedSet, look_only: bool = False) -> Verified | None:
     """The checkpoint that the run goes on from, None for a new run. Collective.
+
+    Args:
+        look_only: leave the folder as it is, damaged and half written checkpoints too.
 
     Raises:
         UserError: no checkpoint is whole, or they are of another config or data set.
     """
     folder = Path(config.output_dir)
-    do_in_main(lambda: checkpoint.sweep(folder), world)
-    verified = checkpoint.newest_whole(folder, world)
+    if not look_only:
+        do_in_main(lambda: checkpoint.sweep(folder), world)
+    verified = checkpoint.newest_whole(folder, world, set_aside_damaged=not look_only)
     before = verified.state if verified else None
     begun_with = recorded_config(before.config, source=str(folder)) if before else None
     check_same_run(config, begun_with, world)
@@ -179,7 +202,47 @@ def _as_begun(config: Config, before: checkpoint.RunState | None, world: World) 
 
 
 @dataclass(frozen=True)
-class _Learner:
+class Ready:
+    """A run that is checked and built, and has written nothing yet."""
+
+    config: Config  # of this start, with everything settled
+    before: checkpoint.RunState | None  # what it goes on from; None: a new run
+    precision: Precision
+    decode: str
+    stream: int
+    micro_batch: str | None  # why it has the size that it has; None: the config states it
+    learner: Learner
+
+
+def prepare(config: Config, world: World, data: RunData, verified: Verified | None) -> Ready:
+    """Settle what the config leaves open and build everything that is trained. Collective. Writes nothing.
+
+    Args:
+        config: of this start.
+        world: all ranks.
+        data: :func:`open_data`.
+        verified: :func:`find_start`.
+
+    Raises:
+        UserError: something does not fit.
+    """
+    train_set, before = data.train_set, verified.state if verified else None
+    _say(world, _describe_data(train_set, data.val_set))
+    _say(world, f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
+    config = _as_begun(config, before, world)
+    precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)
+    config = with_precision(config, precision.name)
+    begun_with = before.config["data"].get("decode") if before else None
+    decode = choose_decoding(config.data.decode, begun_with, world, repeatable=config.train.deterministic)
+    stream = choose_stream(config, before.stream_version if before else None, world)
+    micro_batch = choose_micro_batch(config, before, world)
+    config = with_micro_batch(config, micro_batch.size)
+    learner = _build_learner(config, world, train_set.classes, verified)
+    return Ready(config, before, precision, decode, stream, micro_batch.reason, learner)
+
+
+@dataclass(frozen=True)
+class Learner:
     """What is trained, and what it costs."""
 
     engine: Engine[VisionModel]
@@ -189,7 +252,7 @@ class _Learner:
     first_maps: Tensor | None  # peripheral attention before the first step, for the log; rank 0 of a new run only
 
 
-def _build_learner(config: Config, world: World, classes: list[str], verified: Verified | None) -> _Learner:
+def _build_learner(config: Config, world: World, classes: list[str], verified: Verified | None) -> Learner:
     """The model in its engine, with first weights or those of the checkpoint. Collective."""
     fresh = verified is None
     _say(world, f"building {config.model.name}")
@@ -211,82 +274,10 @@ def _build_learner(config: Config, world: World, classes: list[str], verified: V
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if verified:
         checkpoint.load(engine, verified, ema, world)
-    return _Learner(engine, ema, teacher, flops.FlopRow(**counted), first_maps)
-
-
-def build_model(config: Config, world: World, classes: list[str], fresh: bool) -> VisionModel:
-    """The run's model with its first weights: from the seed, or ``train.init_from`` (not when a checkpoint follows).
-
-    Args:
-        classes: of the training set, by index.
-        fresh: no checkpoint follows.
-
-    Raises:
-        UserError: ``train.init_from`` cannot be read or does not fit.
-    """
-    torch.manual_seed(config.seed)
-    model = create_model(
-        config.model.name,
-        config.model.num_classes,
-        config.model.image_size,
-        config.model.drop_path,
-        config.train.activation_checkpointing,
-        config.model.switches,
-    )
-    if config.train.init_from and fresh:
-        source = f"train.init_from {config.train.init_from}"
-        initial = checkpoint.read_initial_weights(Path(config.train.init_from))
-        said = load_pretrained(model, initial.weights, source, initial.classes, classes)
-        if world.is_main:
-            for sentence in (f"{initial.what} of {config.train.init_from}", *said):
-                console.say(f"init_from: {sentence}")
-    return model
+    return Learner(engine, ema, teacher, flops.FlopRow(**counted), first_maps)
 
 
 def _say(world: World, text: str) -> None:
     """Log what a start is doing, which takes seconds, or minutes on a busy disk. Rank 0 only."""
     if world.is_main:
         console.say(text)
-
-
-def _introduce(
-    run: Run, precision: Precision, cost: flops.FlopRow, before: checkpoint.RunState | None, recipe: Recipe | None
-) -> None:
-    """The first lines of the log."""
-    config, schedule, world = run.config, run.schedule, run.world
-    run.log.say(str(precision))
-    if precision.warning:
-        run.log.warn(precision.warning)
-    whole, images = config.train.global_batch_size, len(run.train_set)
-    if whole > images and not before:  # a run that was begun keeps its batch
-        run.log.warn(
-            f"train.global_batch_size is {whole:,}, but the train split has only {images:,} images, so that each step takes some of "
-            f"them more than once: set it to {images:,} at most"
-        )
-    if config.optim.name == "lamb" and not config.optim.clip_grad_norm:
-        run.log.say(
-            "note: optim.clip_grad_norm is null, so nothing clips the gradients; LAMB in timm and apex clips them at 1.0"
-        )
-    if config.optim.warmup_epochs >= schedule.epochs:
-        run.log.say(
-            f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"
-        )
-    micro_batch_size = before.config["train"]["micro_batch_size"] if before else config.train.micro_batch_size
-    if micro_batch_size != config.train.micro_batch_size and run.batchnorm:
-        run.log.say(
-            f"note: train.micro_batch_size was {micro_batch_size} and is {config.train.micro_batch_size}: {config.model.name} has BatchNorm, which "
-            f"normalizes over a micro-batch, so the run goes on a little differently"
-        )
-    if recipe and recipe.config.train.micro_batch_size != config.train.micro_batch_size and run.batchnorm:
-        run.log.say(
-            f"note: train.micro_batch_size is {config.train.micro_batch_size}, {recipe.config.train.micro_batch_size} in {recipe.name}: "
-            f"{config.model.name} has BatchNorm, which normalizes over a micro-batch, so this is not quite its recipe"
-        )
-    steps, per_epoch = accumulation_steps(config.train, world.size), schedule.steps_per_epoch
-    run.log.say(
-        f"{config.model.name} on {world.device}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {config.train.global_batch_size} = "
-        f"{config.train.micro_batch_size} x {world.size} process{'' if world.size == 1 else 'es'} x {steps}; steps {run.step} to "
-        f"{schedule.last_step}, {round(per_epoch, 1) or per_epoch:,.10g} per epoch"
-    )
-    for sentence in [*run.engine.module.remarks(config.data.mean, config.data.std), *cost.remarks()]:
-        run.log.say(sentence)
