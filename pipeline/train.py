@@ -94,7 +94,9 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
             if run.evaluation_due and not stopping:
                 stopping = complete_step(run, stopping=False)
             while run.step < run.schedule.last_step and not stopping:
-                batch = training_step(run)
+                with run.profiler.step(run.step + 1):
+                    batch = training_step(run)
+                write_profile(run)
                 agreed = run.tell()
                 run.evaluation_due = run.schedule.passes(run.step, config.eval.every_epochs)
                 if run.step == run.first_step + 1:
@@ -157,6 +159,13 @@ def training_step(run: Run) -> Batch:
             run.samples.add(each.request)
         run.samples.write(step)
     return batch
+
+
+def write_profile(run: Run) -> None:
+    """After the last step of ``log.profile_steps``, write what the profiler has recorded."""
+    run.heartbeat.still("writing a profile")
+    if run.profiler.finish(run.step):
+        run.log.restart_clock()
 
 
 def complete_step(run: Run, stopping: bool) -> bool:

@@ -58,3 +58,5 @@ def introduce(
     )
     for sentence in [*run.engine.module.remarks(config.data.mean, config.data.std), *cost.remarks()]:
         run.log.say(sentence)
+    if remark := run.profiler.remark():
+        run.log.warn(remark)

@@ -41,6 +41,7 @@ from pipeline.run.folder import as_begun, check_same_data, check_same_run, choos
 from pipeline.run.introduction import introduce
 from pipeline.run.micro_batch import choose_micro_batch, with_micro_batch
 from pipeline.run.precision import Precision, choose_precision, with_precision
+from pipeline.run.profiling import StepProfiler
 from pipeline.run.progress import Schedule, make_schedule
 from pipeline.run.run_keys import recorded_config
 from pipeline.run.state import Run
@@ -113,6 +114,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             ),
             events=events,
             samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
+            profiler=StepProfiler(config, world, step, data.schedule.last_step),
             first_step=step,
             step=step,
             skipped_steps=before.skipped_steps if before else 0,

@@ -36,6 +36,7 @@ from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import with_decoding
 from pipeline.run.folder import config_hash
 from pipeline.run.lock import RunLock
+from pipeline.run.profiling import StepProfiler
 from pipeline.run.progress import Schedule
 from pipeline.stores.store import StoreAway, StoreFails
 
@@ -66,6 +67,7 @@ class Run:
     log: RunLog
     events: RunEvents
     samples: SampleLog | None
+    profiler: StepProfiler
 
     first_step: int  # done before this start
 
@@ -124,6 +126,7 @@ class Run:
         with ExitStack() as parts:
             if error is None:
                 parts.callback(self.release)
+            parts.callback(self.profiler.close if error is None else self.profiler.abandon)
             for part in (self.samples, self.log, self.val_loader, self.loader):
                 if part:
                     parts.callback(part.close if error is None else partial(_close_quietly, part))
