@@ -47,15 +47,18 @@ case ${1:-} in -h | --help) sed -n '1,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}
 
 fail() { echo "error: $*" >&2; exit 2; }
 
-[ -n "${SLURM_JOB_ID:-}" ] ||
+planned=                                   # --plan among the words: print what the job would take, see plan_job.sh
+for word in "${@:2}"; do [ "$word" != --plan ] || planned=yes; done
+
+[ -n "${SLURM_JOB_ID:-}" ] || [ -n "$planned" ] ||
   fail "no Slurm job was found, this script is part of one; submit it: sbatch launch/train.slurm configs/pervit_t.yaml"
 
 whole_number() { [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "$1 is '$2', a whole number is needed; it is Slurm's to set, so unset it."; }
-whole_number SLURM_JOB_ID "$SLURM_JOB_ID"
+whole_number SLURM_JOB_ID "${SLURM_JOB_ID:-0}"
 whole_number SLURM_RESTART_COUNT "${SLURM_RESTART_COUNT:-0}"
 whole_number SLURM_CPUS_PER_TASK "${SLURM_CPUS_PER_TASK:-1}"
 
-config=$1 job=$SLURM_JOB_ID
+config=$1 job=${SLURM_JOB_ID:-}
 train_module=${train_module:-pipeline.train} restart_module=${restart_module:-pipeline.faults.restart}
 shift
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
@@ -88,6 +91,8 @@ if [ -z "${PERVIT_SRUN:-}" ]; then
   python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, ("torch", "deepspeed"))))' ||
     fail "$(command -v python) has no PyTorch or no DeepSpeed, a python with this package is needed; run: make install"
 fi
+
+[ -z "$planned" ] || source launch/plan_job.sh "$@"
 
 # The rendezvous is on the first node. Its port depends on the job id, which also differs among the tasks of an
 # array, so that jobs on one node do not collide, and on the restart count, so that a requeued job does not

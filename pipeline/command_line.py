@@ -60,7 +60,7 @@ def _fail(message: str, code: int = USER_ERROR) -> NoReturn:
     sys.exit(code)
 
 
-def _lacks_memory(error: Exception) -> bool:
+def lacks_memory(error: Exception) -> bool:
     """Whether an allocation failed: in Python, for a thread, in PyTorch on CPU or GPU, or while loading a library."""
     if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
@@ -97,7 +97,7 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
             f"packages (`source .venv/bin/activate`; `make install` in the repository makes it)."
         )
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
-        if _lacks_memory(error):
+        if lacks_memory(error):
             reason = str(error).partition("\n")[0] or type(error).__name__
             _fail(
                 f"error: there is not enough memory ({reason}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",

@@ -1,0 +1,34 @@
+# launch/plan_job.sh CONFIG [dotted.key=value ...] [options of pipeline.plan]: sourced by train_job.sh, where --plan is among its words.
+#
+# Prints what the job would take, with python -m pipeline.plan, in place of the training:
+#
+#   bash launch/pervit_m.slurm --plan                                  a login node will do
+#   bash launch/train.slurm configs/convit_s.yaml --plan --nodes 2 --gpu a100-80g train.zero_stage=2
+#   sbatch --nodes=2 launch/pervit_m.slurm --plan
+#
+# Nodes and processes are those of the job; outside of a job, those of the script's #SBATCH lines. Options given here win. What
+# is planned for is what the training would be given: the same config, PERVIT_DATA, PERVIT_OUTPUT and words.
+
+case ${1:-} in -h | --help) sed -n '1,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;; esac
+
+[ "$train_module" = pipeline.train ] || fail "--plan was found, but only pipeline.train can be planned, not $train_module; leave it out."
+
+asked() { sed -n "s/^#SBATCH --$1=//p" "$0" | head -n 1; }   # in the script that was submitted, of which Slurm runs a copy
+
+nodes=${SLURM_JOB_NUM_NODES:-$(asked nodes)}
+processes=${SLURM_NTASKS_PER_NODE:-$(asked ntasks-per-node)}
+gpus=${SLURM_GPUS_PER_NODE:-$(asked gpus-per-node)}          # in a job that was given --gpus-per-node=0, "0"; or "h100:8"
+plan=(--config "$config" --nodes "${nodes:-1}" --gpus-per-node "${processes:-1}")
+[ "${gpus##*:}" != 0 ] || plan+=(--gpu cpu)
+if [ -z "${SLURM_JOB_ID:-}" ] && [ "${PERVIT_OUTPUT:-}" = runs/ ]; then PERVIT_OUTPUT=runs/$(asked job-name); fi
+plan+=(${PERVIT_DATA:+"data.path=$PERVIT_DATA"} ${PERVIT_OUTPUT:+"output_dir=$PERVIT_OUTPUT"})
+for word in "$@"; do [ "$word" = --plan ] || plan+=("$word"); done
+
+# Where Python is in a container: as a step of the job, or by the command that runs it.
+within=("${container[@]}")
+if [ "${#container[@]}" != 0 ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+  within=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --export=ALL "${container[@]}")
+elif [[ ${container[0]:-} = -* ]]; then
+  fail "PERVIT_SRUN is '$PERVIT_SRUN', options of srun, which are for a job; submit it with sbatch, or unset PERVIT_SRUN."
+fi
+exec "${within[@]}" python -m pipeline.plan "${plan[@]}"
