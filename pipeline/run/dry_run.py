@@ -87,7 +87,7 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
         sizes = world.gather(
             sum(each.nbytes for each in saved_tensors(ready.learner.engine, ready.learner.ema, world).values())
         )
-        do_in_main(lambda: _check_space(folder, sum(sizes)), world)
+        do_in_main(lambda: check_space(folder, sum(sizes)), world)
         heartbeat.still("ending")
         if world.is_main:
             print("\n".join(_summary(ready, data, world, step, sum(sizes))), flush=True)
@@ -142,7 +142,7 @@ def _fake_batch(ready: Ready, data: RunData, world: World, step: int) -> tuple[B
         loader.close()
 
 
-def _check_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, needed: int) -> None:
     """Check that a checkpoint of ``needed`` bytes fits.
 
     Raises:
