@@ -100,9 +100,10 @@ def main() -> int:
         check_writable(args.json)
 
     from pipeline.planning import page
-    from pipeline.planning.memory import plan_memory, precision_of
+    from pipeline.planning.memory import plan_memory, precision_of, settled
     from pipeline.planning.schedule import count_images
 
+    subject = settled(subject)
     # First what may be wrong with the arguments, which takes no time.
     measured, passed_over = earlier_run(args.measured, subject, precision_of(subject))
     if options.data:

@@ -18,7 +18,7 @@ def loader_bytes(config: Config, on_gpu: bool = True) -> int:
         config: batch sizes, image size, where images are decoded.
         on_gpu: the device is a GPU; on a CPU, PyTorch's allocator has the finished batches only.
     """
-    side, batches = config.model.image_size, (config.train.micro_batch_size, config.eval.batch_size)
+    side, batches = config.model.image_size, (config.train.micro_batch, config.eval.batch_size)
     decodes = on_gpu and config.data.decode != "cpu"
     return sum(_finished(config, size, side) + (_decoding(config, size, side) if decodes else 0) for size in batches)
 

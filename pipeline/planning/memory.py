@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, accumulation_steps
+from pipeline.config import AUTO, Config, accumulation_steps
 from pipeline.config.accumulation import fitting_micro_batches
 from pipeline.planning.loader_memory import loader_bytes
 from pipeline.planning.subject import Subject
@@ -101,7 +101,7 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
     return Memory(
         dict(sorted(parts.items(), key=lambda part: -part[1])),
         subject.gpu.memory if subject.gpu else _cpu_memory() // subject.gpus_per_node,
-        config.train.micro_batch_size,
+        config.train.micro_batch,
         accumulation,
         stage,
         config.train.precision,
@@ -125,6 +125,15 @@ def largest_micro_batch(subject: Subject) -> int:
         else:
             high = middle - 1
     return sizes[low - 1] if low else 0
+
+
+def settled(subject: Subject) -> Subject:
+    """The subject with a number for ``train.micro_batch_size``: for "auto" the largest that fits, or the smallest where none does."""
+    train = subject.config.train
+    if train.micro_batch_size != AUTO:
+        return subject
+    smallest = fitting_micro_batches(train, subject.world_size, subject.config.augment.unit)[0]
+    return changed(subject, "train", micro_batch_size=largest_micro_batch(subject) or smallest)
 
 
 def changed(subject: Subject, section: str, **values: Any) -> Subject:

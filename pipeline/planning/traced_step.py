@@ -56,8 +56,8 @@ def step_memory(config: Config, world_size: int, stage: int, accumulation: int, 
             for number in range(min(accumulation, 2)):
                 engine.boundary = number == min(accumulation, 2) - 1
                 with live.labelled(IMAGES):
-                    images = torch.empty(train.micro_batch_size, 3, shape.image_size, shape.image_size)
-                    noise = torch.empty(train.micro_batch_size, model.noise_per_sample)
+                    images = torch.empty(train.micro_batch, 3, shape.image_size, shape.image_size)
+                    noise = torch.empty(train.micro_batch, model.noise_per_sample)
                 engine.before_forward()
                 with live.labelled(ACTIVATIONS):
                     scores = _scores(model, images, noise if model.noise_per_sample else None, train.precision)

@@ -8,7 +8,6 @@ its number of processes does not divide the global batch by this one, or where i
 
 from __future__ import annotations
 
-import math
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +16,15 @@ import psutil
 import torch
 
 from pipeline import checkpoint
-from pipeline.config import AUTO, Config, load_config, micro_batch_sizes
+from pipeline.config import AUTO, Config, load_config
+from pipeline.config.accumulation import fitting_micro_batches
 from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.logs import console
 from pipeline.logs.run_files import AUTO_REASON, CONFIG, earlier_starts
 from pipeline.planning.gpus import DEFAULT, gpu_named
-from pipeline.planning.memory import largest_micro_batch
+from pipeline.planning.memory import largest_micro_batch, plan_memory
 from pipeline.planning.subject import Subject
 from pipeline.run.folder import config_hash
 from pipeline.run.trial_step import try_step
@@ -56,7 +56,7 @@ def choose_micro_batch(config: Config, before: checkpoint.RunState | None, world
     """
     if config.train.micro_batch_size != AUTO:
         return MicroBatch(config.train.micro_batch, None)
-    sizes = micro_batch_sizes(config.train, world.size, config.augment.unit)
+    sizes = fitting_micro_batches(config.train, world.size, config.augment.unit)
     begun, device = world.gather(do_in_main(lambda: _begun_with(config, before), world) or [None, None])[0]
     chosen = _keep(config, world, sizes, begun, device) if begun else _largest(config, world, sizes)
     if world.is_main:
@@ -99,18 +99,21 @@ def _largest(config: Config, world: World, sizes: list[int]) -> MicroBatch:
     """The largest size that the plan allows and a trial confirms. Collective."""
     if world.is_main:
         console.say("train.micro_batch_size=auto: planning the memory of a step, then trying it")
-    hosts = world.gather(socket.gethostname())
-    gpu = None
+    hosts, gpu = world.gather(socket.gethostname()), None
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)
         memory = free + torch.cuda.memory_reserved(world.device)
         gpu = replace(gpu_named(DEFAULT), name=torch.cuda.get_device_name(world.device), memory=memory)
-    nodes = len(set(hosts))
-    subject = Subject(with_micro_batch(config, sizes[0]), nodes, math.ceil(world.size / nodes), gpu)
-    planned = min(world.gather(largest_micro_batch(subject)))
+    nodes = len(set(hosts)) if world.size % len(set(hosts)) == 0 else 1
+    subject = Subject(with_micro_batch(config, sizes[0]), nodes, world.size // nodes, gpu)
+    allowed = largest_micro_batch(subject)
+    if gpu is None:  # the plan is of the whole machine, of which others may have taken some
+        fitting = (size for size in reversed(sizes) if size <= allowed and plan_memory(subject, size).total <= _free(hosts))
+        allowed = next(fitting, 0)
+    planned = min(world.gather(allowed))
     size, refused = _largest_tried(config, world, [size for size in sizes if size <= planned] or sizes[:1])
-    allowed = f"the plan allows {planned}, but {refused}" if refused else "the largest that the plan allows, tried in a step"
-    return MicroBatch(size, f"auto: {allowed}")
+    why = f"the plan allows {planned}, but {refused}" if refused else "the largest that the plan allows, tried in a step"
+    return MicroBatch(size, f"auto: {why}")
 
 
 def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
@@ -120,9 +123,9 @@ def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int,
         UserError: none fits.
     """
     first = why = ""
+    hosts = world.gather(socket.gethostname())
     for size in reversed(sizes):
-        here = world.gather(socket.gethostname()).count(socket.gethostname())
-        capacity = psutil.virtual_memory().available // here
+        capacity = _free(hosts)
         world.barrier()  # all have looked before any takes memory
         refused = world.gather(try_step(with_micro_batch(config, size), world, capacity))
         why = next((each for each in refused if each), "")
@@ -133,3 +136,8 @@ def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int,
         f"train.micro_batch_size is auto, but not even {sizes[0]} images of each process fit into memory ({why})",
         "set train.activation_checkpointing=true, take a larger train.zero_stage or more memory; python -m pipeline.plan says what helps",
     )
+
+
+def _free(hosts: list[str]) -> int:
+    """Bytes of this machine's memory for each of its processes. Args: hosts: of all ranks."""
+    return psutil.virtual_memory().available // hosts.count(socket.gethostname())
