@@ -176,6 +176,17 @@ def test_a_task_of_an_array(
     assert task["arguments"][3:] == [f"output_dir={folder}", "seed=4", "a=%A"]
 
 
+def test_a_plan_in_place_of_a_training(cluster: Cluster, toy_repository: Path, tmp_path: Path) -> None:
+    """Guards against a job that trains although it was asked what it would take, and a plan of the script's size in place of sbatch's."""
+    (toy_repository / "pipeline" / "plan.py").write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    options = ("--nodes=2", "--ntasks-per-node=3", *ON_CPUS)
+    job = cluster.job(tmp_path, *options, "launch/pervit_t.slurm", "--plan", "seed=1", cwd=toy_repository)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+    size = ["--nodes", "2", "--gpus-per-node", "3", "--gpu", "cpu"]
+    folders = ["data.path=data/imagenet", "output_dir=runs/pervit_t"]
+    assert json.loads(job.log) == ["--config", "configs/pervit_t.yaml", *size, *folders, "seed=1"]
+
+
 @pytest.mark.parametrize("words", [[], ["configs/convit_z.yaml"], ["train.epochs=1"]])
 def test_no_config(words: list[str], cluster: Cluster, tmp_path: Path) -> None:
     """Guards against a forgotten or misspelt config that is answered by bash, or by every task."""

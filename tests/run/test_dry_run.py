@@ -48,7 +48,9 @@ def test_it_says_what_a_start_would_do_and_leaves_every_file(small_run: Path, tm
 
     trained = ["--config", small_run, *SMALL_MODEL, *overrides]
     run_forked("pipeline.train", *trained, "train.max_steps=2", processes=2)
-    (run / ".lock").write_text('{"pid": 1, "host": "dead", "slurm_job": null, "since": "yesterday"}')  # of a start that was killed
+    (run / ".lock").write_text(
+        '{"pid": 1, "host": "dead", "slurm_job": null, "since": "yesterday"}'
+    )  # of a start that was killed
     before = files(run)
     assert rows(dry(small_run, *overrides).stdout)["run"] == f"{run}: goes on from step 2; the last is step 3"
     assert files(run) == before

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,7 +27,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from examples.detection.config import DetectionConfig
-from pipeline.config import accumulation_steps, load_config, load_config_as, section_from_dict
+from pipeline.config import AUTO, accumulation_steps, load_config, load_config_as, section_from_dict
+from pipeline.config.accumulation import fitting_micro_batches
 from pipeline.errors import UserError
 from pipeline.sweep.grid import grid
 from pipeline.sweep.lines import parse_sweep
@@ -107,7 +108,7 @@ def check(words: tuple[str, ...]) -> None:
         _check_module(rest[3], rest[4:], processes=int(rest[1]))
     elif words[0] == "bash" and rest[0] in SWEEP:
         _check_sweep(rest)
-    elif program == "sbatch":
+    elif program == "sbatch" or (program == "bash" and "--plan" in rest):
         _check_sbatch(rest)
     elif program == "make":
         made = subprocess.run(["make", "--dry-run", *rest], cwd=REPOSITORY, capture_output=True, text=True)
@@ -134,7 +135,10 @@ def _check_module(module: str, arguments: list[str], processes: int = 1) -> None
         accumulation_steps(load_config_as(DetectionConfig, options.config, options.overrides).batches, processes)
     if module == "pipeline.train":
         config = load_config(options.config, options.overrides)
-        accumulation_steps(config.train, processes, config.augment.unit)
+        if config.train.micro_batch_size == AUTO:
+            fitting_micro_batches(config.train, processes, config.augment.unit)
+        else:
+            accumulation_steps(config.train, processes, config.augment.unit)
         from pipeline.models import model_entry  # takes seconds
 
         if find_spec("timm") or not config.model.name.startswith("timm:"):
@@ -143,14 +147,18 @@ def _check_module(module: str, arguments: list[str], processes: int = 1) -> None
 
 def _parse(target: str, arguments: list[str]) -> argparse.Namespace:
     """What a command's own parser makes of the arguments; the command ends there."""
-    parse_args = argparse.ArgumentParser.parse_args
+    kinds = {name: getattr(argparse.ArgumentParser, name) for name in ("parse_args", "parse_intermixed_args")}
 
-    def leave(parser: argparse.ArgumentParser) -> None:
-        raise _Parsed(parse_args(parser, arguments))
+    def leaving(parse: Callable[..., argparse.Namespace]) -> Callable[[argparse.ArgumentParser], None]:
+        def leave(parser: argparse.ArgumentParser) -> None:
+            raise _Parsed(parse(parser, arguments))
+
+        return leave
 
     module, function = target.split(":")
     said = io.StringIO()
-    with patch.object(argparse.ArgumentParser, "parse_args", leave), redirect_stderr(said):
+    replaced = {name: leaving(parse) for name, parse in kinds.items()}
+    with patch.multiple(argparse.ArgumentParser, **replaced), redirect_stderr(said):
         try:
             getattr(import_module(module), function)()
         except _Parsed as parsed:
@@ -173,6 +181,9 @@ def _check_sbatch(words: list[str]) -> None:
         config = arguments.pop(0) if script.stem in ("train", "detection") else f"configs/{script.stem}.yaml"
         processes = int(size["nodes"]) * int(size["ntasks-per-node"])
         module = "examples.detection.train" if script.stem == "detection" else "pipeline.train"
+        if "--plan" in arguments:
+            module = "pipeline.plan"
+            arguments.remove("--plan")
         _check_module(module, ["--config", config, *arguments], processes)
 
 
@@ -199,7 +210,7 @@ def runnable(words: tuple[str, ...]) -> list[str]:
     words = tuple(STANDS_FOR.get(word, word) for word in words)
     if words[0] in entry_points():
         words = ("python", "-m", entry_points()[words[0]][0], *words[1:])
-    if words[0] == "bash":
+    if words[:2] == ("bash", "launch/local.sh"):
         words = (*words[:2], str(min(2, int(words[2]))), *words[3:])
     if "pipeline.train" in words:
         stated = {word.partition("=")[0] for word in words}
