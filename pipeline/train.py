@@ -163,8 +163,9 @@ def training_step(run: Run) -> Batch:
 
 def write_profile(run: Run) -> None:
     """After the last step of ``log.profile_steps``, write what the profiler has recorded."""
-    run.heartbeat.still("writing a profile")
-    if run.profiler.finish(run.step):
+    if run.profiler.ends_with(run.step):
+        run.heartbeat.still("writing a profile")
+        run.profiler.close()
         run.log.restart_clock()
 
 

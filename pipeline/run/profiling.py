@@ -80,12 +80,9 @@ class StepProfiler:
             yield
         self._reached = step
 
-    def finish(self, step: int) -> bool:
-        """Write the profile if its last step is done; returns whether it was."""
-        if self._recording is None or step < self._last:
-            return False
-        self.close()
-        return True
+    def ends_with(self, step: int) -> bool:
+        """Whether a step that is done was the last to be recorded: :meth:`close` has something to write."""
+        return self._recording is not None and step >= self._last
 
     def close(self) -> None:
         """Write what is recorded so far."""
@@ -97,8 +94,9 @@ class StepProfiler:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._write(recording, folder / f"rank-{self._world.rank:05d}")
-        except OSError as error:
-            _log.warning(f"the profile {folder} cannot be written ({disk_reason(folder, error)}): the run goes on without it")
+        except (OSError, RuntimeError, ValueError) as error:  # of the disk; of the profiler; of what it has written
+            reason = disk_reason(folder, error) if isinstance(error, OSError) else str(error).partition("\n")[0]
+            _log.warning(f"the profile {folder} cannot be written ({reason}): the run goes on without it")
             return
         finally:
             self._forget_allocations()
@@ -116,14 +114,14 @@ class StepProfiler:
                 self._forget_allocations()
 
     def _begin(self, step: int) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # nothing but errors
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above its messages of each start and stop
         from torch.profiler import ProfilerActivity, profile
 
         self._begun = step
         activities = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_ALLOCATIONS)
         self._recording = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._recording.start()
         if self._world.is_main:
