@@ -6,8 +6,8 @@
 #   bash launch/train.slurm configs/convit_s.yaml --plan --nodes 2 --gpu a100-80g train.zero_stage=2
 #   sbatch --nodes=2 launch/pervit_m.slurm --plan
 #
-# Nodes and processes are those of the job; outside of a job, those of the script's #SBATCH lines. Options given here win. What
-# is planned for is what the training would be given: the same config, PERVIT_DATA, PERVIT_OUTPUT and words.
+# Nodes, processes and time limit are those of the job; outside of a job, those of the script's #SBATCH lines. Options given here
+# win. What is planned is what the training would be given: the same config, PERVIT_DATA, PERVIT_OUTPUT and words.
 
 case ${1:-} in -h | --help) sed -n '1,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;; esac
 
@@ -17,8 +17,13 @@ asked() { sed -n "s/^#SBATCH --$1=//p" "$0" | head -n 1; }   # in the script tha
 
 nodes=${SLURM_JOB_NUM_NODES:-$(asked nodes)}
 processes=${SLURM_NTASKS_PER_NODE:-$(asked ntasks-per-node)}
-gpus=${SLURM_GPUS_PER_NODE:-$(asked gpus-per-node)}          # in a job that was given --gpus-per-node=0, "0"; or "h100:8"
+gpus=$(asked gpus-per-node) limit=$(asked time)
+[ -z "${SLURM_JOB_ID:-}" ] || gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}   # such as 8 or h100:8
+if [ -n "${SLURM_JOB_START_TIME:-}" ] && [ -n "${SLURM_JOB_END_TIME:-}" ]; then   # --time of sbatch has no variable
+  limit=$(((SLURM_JOB_END_TIME - SLURM_JOB_START_TIME) / 60))
+fi
 plan=(--config "$config" --nodes "${nodes:-1}" --gpus-per-node "${processes:-1}")
+[ -z "$limit" ] || plan+=(--time-limit "$limit")
 [ "${gpus##*:}" != 0 ] || plan+=(--gpu cpu)
 if [ -z "${SLURM_JOB_ID:-}" ] && [ "${PERVIT_OUTPUT:-}" = runs/ ]; then PERVIT_OUTPUT=runs/$(asked job-name); fi
 plan+=(${PERVIT_DATA:+"data.path=$PERVIT_DATA"} ${PERVIT_OUTPUT:+"output_dir=$PERVIT_OUTPUT"})

@@ -45,7 +45,7 @@ def measure_loader(config: Config, shards: Path, threads: int = 2, seconds: floa
     """
     train_set = ShardSet(shards, "train")
     unit = config.augment.unit
-    batch = max(unit, min(config.train.micro_batch_size, _LARGEST_BATCH) // unit * unit)
+    batch = max(unit, min(config.train.micro_batch, _LARGEST_BATCH) // unit * unit)
     plan = TrainPlan(
         shards=train_set,
         seed=config.seed,

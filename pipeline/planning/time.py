@@ -181,7 +181,7 @@ def step_parts(subject: Subject, precision: str, stage: int, rates: Rates, optio
     """Seconds of an optimizer step by part, from the operators of one micro-batch."""
     config, on_gpu = subject.config, subject.gpu is not None
     accumulation = accumulation_steps(config.train, subject.world_size, config.augment.unit)
-    step = trace_step(config, config.train.micro_batch_size, precision, on_gpu)
+    step = trace_step(config, config.train.micro_batch, precision, on_gpu)
     compiled = _compiles(subject, stage)
     run = _run(step, compiled)
     busy = seconds_by_kind((o for o in run if not o.recomputed), rates)

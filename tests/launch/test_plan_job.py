@@ -12,7 +12,8 @@ import pytest
 
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 
-JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "name", "SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS_PER_NODE": "4"}
+TIMES = {"SLURM_JOB_START_TIME": "1767225600", "SLURM_JOB_END_TIME": "1767232800"}
+JOB = {**TIMES, "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "name", "SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS_PER_NODE": "4"}
 
 
 @pytest.fixture
@@ -46,17 +47,18 @@ def asked(root: Path, script: str, *words: str, **variables: str) -> list[str]:
 
 def test_on_a_login_node(repository: Path) -> None:
     """Guards against a plan for which one has to queue, and one of another job than the script's #SBATCH lines ask for."""
-    size = ["--nodes", "1", "--gpus-per-node", "8"]
+    size = ["--nodes", "1", "--gpus-per-node", "8", "--time-limit"]
     folders = ["data.path=data/imagenet", "output_dir=runs/pervit_m"]
-    assert asked(repository, "pervit_m.slurm", "--plan") == ["--config", "configs/pervit_m.yaml", *size, *folders]
+    said = asked(repository, "pervit_m.slurm", "--plan")
+    assert said == ["--config", "configs/pervit_m.yaml", *size, "3-00:00:00", *folders]
     words = ["--gpu", "a100-80g", "train.zero_stage=2"]
     said = asked(repository, "train.slurm", "launch/train.slurm", "seed=1", "--plan", *words, PERVIT_DATA="/a b")
-    assert said == ["--config", "launch/train.slurm", *size, "data.path=/a b", "seed=1", *words]
+    assert said == ["--config", "launch/train.slurm", *size, "1-00:00:00", "data.path=/a b", "seed=1", *words]
 
 
 def test_in_a_job(repository: Path) -> None:
     """Guards against a plan that ignores what sbatch was given, and one of GPUs for a job without."""
-    size = ["--nodes", "3", "--gpus-per-node", "4"]
+    size = ["--nodes", "3", "--gpus-per-node", "4", "--time-limit", "120"]  # minutes
     folders = ["data.path=data/imagenet", "output_dir=runs/name"]
     config = ["--config", "configs/pervit_t.yaml"]
     on_gpus = asked(repository, "pervit_t.slurm", "--plan", **JOB, SLURM_GPUS_PER_NODE="h100:4")
