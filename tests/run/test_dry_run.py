@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.run.dry_run import check_space
-from pipeline.run.lock import RunLock
+from pipeline.run.lock import LOCK, RunLock
 from support.ranks import SMALL_MODEL, run_forked
 
 pytestmark = pytest.mark.multiprocess
@@ -88,13 +88,13 @@ def test_what_stops_a_start_stops_a_dry_run(overrides: list[str], small_run: Pat
 
 def test_a_run_that_another_process_trains(small_run: Path, tmp_path: Path) -> None:
     """Guards against a dry run that waits for the folder's lock, takes it, or says nothing of it."""
-    lock = RunLock.take(tmp_path / "run")
+    lock, held = RunLock.take(tmp_path / "run"), tmp_path / "run" / LOCK  # to open it here would release it
     try:
-        before = files(tmp_path / "run")
+        before = held.stat()
         start = run_forked("pipeline.train", "--config", small_run, *SMALL_MODEL, check=False)
         result = dry(small_run, check=False)
         assert "1 run per folder possible" in result.stderr and result.stderr == start.stderr
-        assert files(tmp_path / "run") == before
+        assert held.stat().st_mtime_ns == before.st_mtime_ns and list(held.parent.iterdir()) == [held]
     finally:
         lock.release()
 

@@ -80,19 +80,19 @@ def test_a_trial_says_what_does_not_fit() -> None:
 
 
 PROGRAM = """
-import resource, sys
+import re, resource, sys
 from pathlib import Path
-import psutil, torch
-import pipeline.run.micro_batch as micro_batch
 from pipeline.config import load_config
 from pipeline.distributed.world import init_world
-world = init_world()
-config = load_config(sys.argv[1], sys.argv[2:])
-words = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-micro_batch.try_step(micro_batch.with_micro_batch(config, 8), world, 10**12)  # libraries have their threads and memory
-held = int(words["VmData"].split()[0]) * 1024
+from pipeline.planning.memory import largest_micro_batch
+from pipeline.planning.subject import Subject
+from pipeline.run.micro_batch import choose_micro_batch, try_step, with_micro_batch
+world, config = init_world(), load_config(sys.argv[1])
+largest_micro_batch(Subject(with_micro_batch(config, 1), 1, 1, None))  # now libraries have their threads and memory
+try_step(with_micro_batch(config, 8), world, 10**12)
+held = int(re.search(r"VmData:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (held + 600 * 2**20,) * 2)
-print(micro_batch.choose_micro_batch(config, None, world))
+print(choose_micro_batch(config, None, world))
 """
 
 
