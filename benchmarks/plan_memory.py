@@ -101,7 +101,7 @@ def measure(overrides: list[str], world: Any) -> int:
 def _batch(config: Any) -> Any:
     import torch
 
-    size, side = config.train.micro_batch_size, config.model.image_size
+    size, side = config.train.micro_batch, config.model.image_size
     labels = torch.randint(config.model.num_classes, (size,))
     return SimpleNamespace(
         images=torch.randn(size, 3, side, side), labels=labels, other_labels=labels.clone(), weight=torch.rand(size)
