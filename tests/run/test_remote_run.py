@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("obstore", reason="needs the extra `remote`")
 
 from support.http_proxy import Fault, HttpProxy
-from support.ranks import SMALL_MODEL, run_forked
+from support.launching import run_module
+from support.ranks import SMALL_MODEL
 from support.runs import step_rows, write_small_config
 from support.stores import nginx
 
@@ -37,7 +38,7 @@ def test_refused_credentials_end_a_run_that_saved_and_resumes(copied_shards: Pat
         with HttpProxy(port, 0, lambda request: Fault(status=403) if refused and request.number > 190 else None) as proxy:
             remote = ("--config", config, *SMALL_MODEL, *TRAIN, f"data.path=http://127.0.0.1:{proxy.port}/shards")
             refused = True
-            ended = run_forked("pipeline.train", *remote, processes=2, check=False)
+            ended = run_module("pipeline.train", *remote, processes=2, check=False)
             refused = False
             assert ended.returncode == 2, ended.stderr[-3000:]
             assert ended.stderr.count("/shards refuses access (the answer was 403): renew the credentials") == 1
@@ -45,8 +46,8 @@ def test_refused_credentials_end_a_run_that_saved_and_resumes(copied_shards: Pat
             (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
             rows = step_rows(tmp_path / "run")
             assert 0 < int(saved.name[-8:]) == rows[-1]["step"] < 24 and rows[-1]["store_denied"] > 0
-            run_forked("pipeline.train", *remote)
+            run_module("pipeline.train", *remote)
     assert [row["step"] for row in step_rows(tmp_path / "run")] == list(range(1, 25))
-    run_forked("pipeline.train", "--config", config, *SMALL_MODEL, *TRAIN, f"output_dir={tmp_path / 'local'}")
+    run_module("pipeline.train", "--config", config, *SMALL_MODEL, *TRAIN, f"output_dir={tmp_path / 'local'}")
     assert samples_by_step(tmp_path / "run") == samples_by_step(tmp_path / "local")
     assert "store_requests" not in step_rows(tmp_path / "local")[-1]
