@@ -15,7 +15,7 @@ from support.ranks import SMALL_MODEL
 from support.runs import step_rows, write_small_config
 from support.stores import nginx
 
-TRAIN = ("train.micro_batch_size=16", "log.every_steps=2", "train.max_steps=24", "data.max_bad_samples=0", "log.samples=true")
+TRAIN = ("train.micro_batch_size=8", "log.every_steps=2", "train.max_steps=24", "data.max_bad_samples=0", "log.samples=true")
 
 
 def samples_by_step(run: Path) -> dict[int, set[tuple]]:
