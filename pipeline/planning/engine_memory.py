@@ -41,9 +41,14 @@ class EngineMemory:
         self.shared = self._shares()
         self.shards = [math.ceil(_elements(group["params"]) / self.shared) for group in self.groups]
         self.state = [live.new(size * self._moments(group), OPTIMIZER) for group, size in zip(self.groups, self.shards)]
-        self.boundary = True
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.on_gradient)
+
+    def accumulate(self) -> None:
+        """A step's other micro-batches are done: what they leave."""
+        with self.live.labelled(GRADIENTS):
+            for parameter in self.parameters:
+                parameter.grad = torch.empty_like(parameter)
 
     def before_forward(self) -> None:
         """A micro-batch begins."""
@@ -57,8 +62,8 @@ class EngineMemory:
         self.live.relabel(parameter.grad, GRADIENTS)
 
     def after_backward(self) -> None:
-        """The micro-batch's backward pass is over; with ``boundary`` it was the step's last."""
-        if self.boundary and self.world_size > 1:  # all gradients in one tensor
+        """The backward pass of the step's last micro-batch is over."""
+        if self.world_size > 1:  # all gradients in one tensor
             self.live.new(_elements(self.parameters), BUCKETS)
 
     def step(self) -> None:
@@ -102,12 +107,16 @@ class PartitionedState(EngineMemory):
         self._partition: Tensor | None = None  # gradients of this rank's parameters, of this micro-batch
         self._sums: Tensor | None = None  # of the micro-batches before
 
+    def accumulate(self) -> None:
+        if self.splits_gradients:
+            self._sums = self.live.new(self._own, GRADIENTS)
+        else:
+            super().accumulate()
+            self._allocate_buffers()
+
     def on_gradient(self, parameter: Tensor) -> None:
         super().on_gradient(parameter)
-        if not self._buffers:
-            self._buffers = [self.live.new(BUCKET, BUCKETS) for _ in range(2)]
-        if not self.splits_gradients and not self.boundary:
-            return
+        self._allocate_buffers()
         if self._filled + parameter.numel() > BUCKET:
             self._reduce()
         if parameter.numel() > BUCKET:
@@ -117,8 +126,6 @@ class PartitionedState(EngineMemory):
         self._filled += parameter.numel()
 
     def after_backward(self) -> None:
-        if not self.splits_gradients and not self.boundary:
-            return
         self._reduce()
         self._buffers = []
         self._sums = self._sums if self._sums is not None else self._partition
@@ -133,6 +140,10 @@ class PartitionedState(EngineMemory):
 
     def _shares(self) -> int:
         return self.world_size
+
+    def _allocate_buffers(self) -> None:
+        if not self._buffers:
+            self._buffers = [self.live.new(BUCKET, BUCKETS) for _ in range(2)]
 
     def _reduce(self) -> None:
         if self._filled:
@@ -154,6 +165,9 @@ class PartitionedWeights(EngineMemory):
         self._buffer = live.new(BUCKET, BUCKETS)
         self._gathered: Tensor | None = None
         self._filled = 0
+
+    def accumulate(self) -> None:
+        """Nothing: the shard of the gradients is there from the beginning."""
 
     def before_forward(self) -> None:
         # One gathering for all that is fetched ahead, kept until the last parameter of it, which is a copy, has been used.

@@ -35,7 +35,7 @@ def step_memory(config: Config, world_size: int, stage: int, accumulation: int, 
         config: with ``train.precision`` bf16 or fp32.
         world_size: number of processes.
         stage: of ZeRO that the run takes.
-        accumulation: micro-batches per step; those after the second hold what the second does.
+        accumulation: micro-batches per step; the last is traced, with what the others leave.
         on_gpu: operators as on a GPU, else as on a CPU.
         kernels: the Triton kernels run there.
 
@@ -53,20 +53,20 @@ def step_memory(config: Config, world_size: int, stage: int, accumulation: int, 
         engine = engine_memory(live, model, config.optim, world_size, stage)
         average = live.new(_averaged(model) / (world_size if stage == 3 else 1), AVERAGE) if train.ema_decay else None
         with _weights_cast_once(stage, train.precision == "bf16"):
-            for number in range(min(accumulation, 2)):
-                engine.boundary = number == min(accumulation, 2) - 1
-                with live.labelled(IMAGES):
-                    images = torch.empty(train.micro_batch, 3, shape.image_size, shape.image_size)
-                    noise = torch.empty(train.micro_batch, model.noise_per_sample)
-                engine.before_forward()
-                with live.labelled(ACTIVATIONS):
-                    scores = _scores(model, images, noise if model.noise_per_sample else None, train.precision)
-                    engine.after_forward()
-                    loss = _loss(scores, train.loss)
-                with live.labelled(BACKWARD):
-                    run_backward(loss, torch.ones_like(loss))
-                del loss, scores
-                engine.after_backward()
+            if accumulation > 1:
+                engine.accumulate()
+            with live.labelled(IMAGES):
+                images = torch.empty(train.micro_batch, 3, shape.image_size, shape.image_size)
+                noise = torch.empty(train.micro_batch, model.noise_per_sample)
+            engine.before_forward()
+            with live.labelled(ACTIVATIONS):
+                scores = _scores(model, images, noise if model.noise_per_sample else None, train.precision)
+                engine.after_forward()
+                loss = _loss(scores, train.loss)
+            with live.labelled(BACKWARD):
+                run_backward(loss, torch.ones_like(loss))
+            del loss, scores
+            engine.after_backward()
         engine.step()
         del average
         return +live.peak
