@@ -29,13 +29,15 @@ class CpuRates:
 
     Attributes:
         product, convolution, narrow: floating-point operations per second of a product of two large matrices, of a 3 x 3
-            convolution of 64 channels, of a depthwise one.
+            convolution of 64 channels, of a depthwise one; in the run's precision.
+        single: of a product in float32, in which attention is computed (pipeline.kernels.chunked), and what autocast leaves alone.
         bandwidth: bytes per second of an addition that moves ``_SIZES`` bytes.
         elementary: seconds for an element of GELU, and of a softmax over a map that is in a cache, forward and backward.
         host: seconds to start an operator.
     """
 
     product: float
+    single: float
     convolution: float
     narrow: float
     bandwidth: tuple[float, ...]
@@ -65,11 +67,12 @@ class CpuRates:
             computing = operator.elements * self.elementary if operator.name in TRANSCENDENTAL else 0.0
         elif operator.kind == ATTENTION:
             per_score = self.score_backward if operator.backward and not operator.recomputed else self.score
-            computing = operator.flops / (self.product * _BATCHED_SHARE) + operator.elements * per_score
+            computing = operator.flops / (self.single * _BATCHED_SHARE) + operator.elements * per_score
         elif operator.kind in (CONVOLUTION, NARROW):
             computing = operator.flops / (self.convolution if operator.kind == CONVOLUTION else self.narrow)
         else:
-            computing = operator.flops / (self.product * (_BATCHED_SHARE if "b" in operator.name else _LINEAR_SHARE))
+            rate = self.single if operator.dtype is torch.float32 else self.product
+            computing = operator.flops / (rate * (_BATCHED_SHARE if "b" in operator.name else _LINEAR_SHARE))
         return max(computing, moving) + self.host
 
     def _bandwidth_at(self, moved: int) -> float:
@@ -91,7 +94,8 @@ def measure_cpu(precision: str, clock: Clock = time.perf_counter) -> CpuRates:
         clock: seconds; ``time.process_time`` on a machine that others use, with one thread.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    a, b = torch.randn(2, 1024, 1024).to(dtype)
+    matrices = torch.randn(2, 1024, 1024)
+    a, b = matrices.to(dtype)
     images = torch.randn(8, 64, 56, 56).contiguous(memory_format=torch.channels_last).to(dtype)
     tokens = torch.randn(16, 192, 14, 14).to(dtype)
     dense, depthwise = torch.randn(64, 64, 3, 3).to(dtype), torch.randn(192, 1, 3, 3).to(dtype)
@@ -108,6 +112,7 @@ def measure_cpu(precision: str, clock: Clock = time.perf_counter) -> CpuRates:
     backward = least(lambda: torch._softmax_backward_data(scores, weights, -1, torch.float32) + scores) / scores.numel()
     return CpuRates(
         product=2 * 1024**3 / least(lambda: a @ b),
+        single=2 * 1024**3 / least(lambda: matrices[0] @ matrices[1]),
         convolution=_convolution_rate(least, images, dense, 1),
         narrow=_convolution_rate(least, tokens, depthwise, 192),
         bandwidth=tuple(bandwidth),

@@ -10,7 +10,7 @@ Section = tuple[str, list[tuple[str, str]]]  # title; what it is, its value
 _GPU_ERROR = (
     "up to 30 % against published steps on two GPUs; starting kernels, engine and network are assumptions, not compared yet"
 )
-_CPU_ERROR = "up to 26 % against steps measured on one CPU, 7 % in the middle"
+_CPU_ERROR = "up to 26 % against steps measured on one CPU"
 _REPEATED_CACHE = "less where the page cache holds it"
 
 
