@@ -182,8 +182,8 @@ def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> 
         UserError, match=f"--measured {folder} is no measure of this plan, it ran on .*, and the plan is for a100-80g"
     ):
         plan.earlier_run(folder, on_gpu, "fp32")
-    with pytest.raises(UserError, match="is no run folder"):
-        plan.earlier_run(tmp_path, run, "fp32")
+    with pytest.raises(UserError, match="does not exist, a run folder needed"):
+        plan.earlier_run(tmp_path / "none", run, "fp32")
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="has no training steps"):
         plan.earlier_run(folder, run, "fp32")
