@@ -71,7 +71,7 @@ def test_the_plan_is_within_ten_percent_of_real_processes(tmp_path: Path) -> Non
 def test_activation_checkpointing_saves_activations_alone() -> None:
     """Guards against a trace that keeps what a checkpointed block recomputes."""
     off, on = (plan_memory(subject(f"train.activation_checkpointing={value}")) for value in ("false", "true"))
-    assert on.parts[ACTIVATIONS] < 0.5 * off.parts[ACTIVATIONS]
+    assert on.parts[ACTIVATIONS] < 0.7 * off.parts[ACTIVATIONS]
     assert on.parts["parameters"] == off.parts["parameters"]
 
 
@@ -108,7 +108,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
 def test_a_size_that_cannot_be_had_is_refused() -> None:
     with pytest.raises(UserError, match=r"train\.micro_batch_size 40 x 2 processes = 80 does not divide"):
         plan_memory(subject(), 40)
-    with pytest.raises(UserError, match="a multiple of 56"):
+    with pytest.raises(UserError, match=r"8 x 7 processes = 56 does not divide"):
         largest_micro_batch(subject(gpus=7))
 
 
