@@ -20,7 +20,7 @@ _GROUPS = {
     **dict.fromkeys(_TROUBLE, "trouble"),
     **{f"store_{name}": "store" for name in _STORE},
 }
-_NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count")  # straight lines, or duplicates
+NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count")  # straight lines, or duplicates
 
 
 def suffix(weights: str) -> str:
@@ -30,7 +30,7 @@ def suffix(weights: str) -> str:
 
 def of_row(row: Mapping[str, Any], group: str, suffix: str = "") -> dict[str, float]:
     """Name -> value for a row of metrics.jsonl, of ``train`` or ``eval``."""
-    numbers = {name: value for name, value in row.items() if isinstance(value, (int, float)) and name not in _NO_CURVES}
+    numbers = {name: value for name, value in row.items() if isinstance(value, (int, float)) and name not in NO_CURVES}
     return {f"{_GROUPS.get(name, group)}/{name}{suffix}": value for name, value in numbers.items()}
 
 

@@ -1,0 +1,119 @@
+"""Send a run to a tracker while it trains: metrics, events, pictures, the config. Reads its files only, so any machine that sees them will do.
+
+    python -m pipeline.follow runs/pervit_t --to wandb
+    python -m pipeline.follow runs/pervit_t --to mlflow --project my_experiment
+    WANDB_MODE=offline python -m pipeline.follow runs/pervit_t --to wandb --once
+
+Waits for a run that has not begun, and ends when it is complete. It may be stopped or killed at any time: the same command goes on
+where it was. The trackers' own environment variables say where they write and as whom; docs/trackers.md has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from pipeline.command_line import command_parser, run_command
+from pipeline.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.follow.tracker import Tracker
+
+TRACKERS = {"wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "Trackio"}
+
+
+def main() -> None:
+    parser = command_parser("pipeline.follow", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's output_dir")
+    parser.add_argument("--to", required=True, metavar="TRACKER", help=" or ".join(TRACKERS))
+    parser.add_argument("--project", metavar="NAME", help="project or experiment (default: the tracker's variable, or pervit)")
+    parser.add_argument("--name", help="what to call the run there (default: the folder's name)")
+    parser.add_argument("--once", action="store_true", help="send what is there now, and end")
+    parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="between two looks (default: 10)")
+    run(parser.parse_args())
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        UserError: no such tracker or run, a client that is missing or refuses, or another follower of this run.
+    """
+    if args.to not in TRACKERS:
+        raise UserError(f"--to is {args.to!r}, one of {', '.join(TRACKERS)} needed", "choose one")
+    if not args.every > 0:
+        raise UserError(f"--every is {args.every:g}, a time in seconds above 0 needed", "raise it")
+    if args.run.exists() and not args.run.is_dir():
+        raise UserError(f"{args.run} is a file, a run folder needed", "pass a run's output_dir")
+    if args.once and not args.run.is_dir():
+        raise UserError(f"{args.run} does not exist, a run folder needed", "leave --once away to wait for the run")
+    _say_progress()
+    tracker = _tracker(args.to, args.project)
+    from pipeline.follow.position import Position
+    from pipeline.follow.sending import Follower
+
+    log = logging.getLogger("pipeline.follow")
+    log.info(f"{args.run} to {tracker.target}")
+    position = Position(args.run, args.to, tracker.target)
+    follower = Follower(args.run, args.name or args.run.resolve().name, tracker, position, args.every)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if follower.sending and not follower.stopping:
+            follower.stopping = True  # a second signal does not wait
+        else:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    follower.follow(args.once)
+    segment = f", segment {position.segment.number}" if position.segment.number > 1 else ""
+    log.info(
+        f"{position.count('rows'):,} rows, {position.count('events'):,} events, {len(position.pictures):,} pictures{segment}"
+    )
+
+
+def _tracker(name: str, project: str | None) -> Tracker:
+    if importlib.util.find_spec(name) is None:
+        raise UserError(
+            f"--to {name} needs {TRACKERS[name]}'s client, which is not installed", f"pip install 'pervit-pipeline[{name}]'"
+        )
+    try:
+        if name == "wandb":
+            from pipeline.follow.to_wandb import Wandb
+
+            return Wandb(project)
+        if name == "mlflow":
+            from pipeline.follow.to_mlflow import MLflow
+
+            return MLflow(project)
+        from pipeline.follow.to_trackio import Trackio
+
+        return Trackio(project)
+    except ImportError as error:
+        raise UserError(
+            f"--to {name} needs {TRACKERS[name]}'s client, which cannot be imported ({error})",
+            f"pip install 'pervit-pipeline[{name}]'",
+        ) from None
+
+
+def _say_progress() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    log = logging.getLogger("pipeline.follow")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def command() -> None:
+    """``python -m pipeline.follow``."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    command()

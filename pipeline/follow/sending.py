@@ -1,0 +1,219 @@
+"""The loop: read what is new, note it, send it. Whatever fails is tried again; the training knows nothing of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.follow.pictures import Found
+from pipeline.follow.position import EVENTS, PICTURE, ROWS, Position
+from pipeline.follow.run_files import RunFiles, points
+from pipeline.follow.tracker import About, Item, Picture, Tracker
+
+_log = logging.getLogger(__name__)
+_MOST = 500  # rows, and events, in one call
+_MOST_PICTURES = 10  # likewise: some are 100 kB
+_LONGEST_PAUSE = 300.0  # seconds between two attempts
+_ATTEMPTS = 3  # with --once
+
+
+class Follower:
+    """Sends a run to a tracker.
+
+    Args:
+        run: the run folder, which need not exist yet.
+        name: what the tracker is to call the run.
+        tracker: not yet opened.
+        position: what was sent before.
+        every: seconds between two looks at the run's files.
+        sleep: waits so many seconds.
+
+    Attributes:
+        sending: whether items are on their way, which a signal should not cut off.
+        stopping: set by a signal: end when they have arrived.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        name: str,
+        tracker: Tracker,
+        position: Position,
+        every: float,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.files, self.position = RunFiles(run), position
+        self._name, self._tracker, self._every, self._sleep = name, tracker, every, sleep
+        self._open, self._checked = False, False
+        self._described: tuple[object, ...] = ()
+        self.sending = self.stopping = False
+
+    def follow(self, once: bool = False) -> None:
+        """Send until the run is complete; with ``once``, what is there now.
+
+        Raises:
+            UserError: the tracker or the position file refuses; with ``once`` also if the tracker was not reached.
+        """
+        failures, waits, complete = 0, False, False
+        try:
+            while True:
+                if not self.files.has_begun:
+                    if once:
+                        raise UserError(f"{self.files.path} has no run yet", "leave --once away to wait for it")
+                    if not waits:
+                        _log.info(f"waits for a run in {self.files.path}")
+                    waits = True
+                    self._sleep(self._every)
+                    continue
+                try:
+                    more = self.round()
+                except UserError:
+                    raise
+                except Exception as error:  # of the tracker's client, which may raise anything; or of the run's file system
+                    failures += 1
+                    self._fail(error, failures, once)
+                    continue
+                failures = 0
+                if more:
+                    continue
+                if complete or once:
+                    self._end("complete" if self.files.is_complete() else "stopped")
+                    return
+                complete = self.files.is_complete()  # then one more look, which sees all
+                if not complete:
+                    self._sleep(self._every)
+        except BaseException:
+            self._end("stopped")
+            raise
+
+    def round(self) -> bool:
+        """Send what is new, at most a few hundred items of each kind. Returns whether there may be more.
+
+        Raises:
+            UserError: the tracker or the position file refuses.
+            Exception: of the tracker's client.
+        """
+        self._check()
+        if not self._open:
+            self._connect()
+        if self._described != (state := self.files.state()):
+            self._tracker.describe(self._about())
+            self._described = state
+        self.files.metrics.look()
+        self.files.events.look()
+        items, found = self._next_items()
+        if not items:
+            return False
+        first = self.position.sent
+        rows = sum(1 for kind, _ in found if kind == ROWS)
+        self.files.metrics.take(rows)
+        self.files.events.take(sum(1 for kind, _ in found if kind == EVENTS))
+        for kind, key in found:
+            self.position.note(kind, key or 1)
+        if self.files.metrics.row >= self.position.mark.rows:  # not while rows are sent once more
+            self.position.mark = self.files.metrics.mark
+        self.position.save()  # before they are sent
+        self.sending = True
+        try:
+            self._tracker.send(first, items)
+        finally:
+            self.sending = False
+        if self.stopping:
+            raise KeyboardInterrupt
+        return True
+
+    def _next_items(self) -> tuple[list[Item], list[tuple[str, str]]]:
+        """Items, and the kind and key of each."""
+        rows = self.files.metrics.peek(_MOST)
+        events = self.files.events.peek(_MOST)
+        items: list[Item] = [*points(rows), *points(events, of_events=True)]
+        kinds = [(ROWS, "")] * len(rows) + [(EVENTS, "")] * len(events)
+        last_step = rows[-1]["step"] if rows else self.files.metrics.last_step
+        # A picture waits for the rows of its step: until then it may be one of those that a resume repeats.
+        waiting = [each for each in self.files.pictures.look() if each.step <= last_step]
+        sent = self.position.pictures
+        for each in [each for each in waiting if each.key not in sent][:_MOST_PICTURES]:
+            picture = _picture(each)
+            if picture:
+                items.append(picture)
+                kinds.append((PICTURE, each.key))
+        return items, kinds
+
+    def _check(self) -> None:
+        """Begin a new segment if what was sent does not begin ``metrics.jsonl`` any more."""
+        metrics, events, position = self.files.metrics, self.files.events, self.position
+        if events.was_replaced():
+            events.go_to(position.count(EVENTS))
+        if self._checked and not metrics.was_replaced():
+            return
+        identity = self.files.identity
+        if position.identity and identity and position.identity != identity:
+            _log.info("the folder has another run than before, which is sent as a run of its own")
+            self._end("superseded")
+            position.begin(identity)
+        elif not metrics.begins_with(position.mark):
+            self._end("superseded")
+            position.rewind()
+            _log.info(f"a resume has rewound the run: it is sent again, as segment {position.segment.number}")
+        position.identity = position.identity or identity
+        position.save()
+        self._go_on()
+        self._checked = True
+
+    def _connect(self) -> None:
+        """Open the tracker and go on behind what has arrived there."""
+        position = self.position
+        arrived = self._tracker.open(position.segment, self._about(), position.sent)
+        self._open, self._described = True, self.files.state()
+        if arrived < position.sent:
+            _log.info(f"{position.sent - arrived:,} items have not arrived before, and are sent again")
+            position.cut(arrived)
+        position.save()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self.files.metrics.go_to(self.position.count(ROWS))
+        self.files.events.go_to(self.position.count(EVENTS))
+
+    def _about(self) -> About:
+        starts = self.files.starts
+        return About(self._name, self.files.config, starts[-1] if starts else {}, self.files.texts())
+
+    def _end(self, state: str) -> None:
+        if self._open:
+            self._open = False
+            try:
+                self._tracker.close(state)
+            except Exception as error:
+                _log.warning(f"{self._tracker.target} could not be told the end ({_reason(error)})")
+
+    def _fail(self, error: Exception, failures: int, once: bool) -> None:
+        """Wait, then let the next round connect again."""
+        if self._open:
+            self._open = False
+            with suppress(Exception):
+                self._tracker.close("lost")
+        if once and failures >= _ATTEMPTS:
+            raise UserError(
+                f"{self._tracker.target} could not be reached ({_reason(error)})",
+                "the same command goes on with what is left to send",
+            ) from None
+        pause = min(self._every * 2 ** (failures - 1), _LONGEST_PAUSE)
+        _log.warning(f"{self._tracker.target}: {_reason(error)}; the next attempt is in {pause:g} s")
+        self._sleep(pause)
+
+
+def _picture(found: Found) -> Picture | None:
+    try:
+        return Picture(found.name, found.step, found.time, found.key, found.png())
+    except (OSError, ValueError):
+        return None  # its file is gone
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:300]

@@ -1,0 +1,149 @@
+"""To MLflow: each value is a point of a metric with its step and its time, as MLflow keeps them.
+
+The calls wait for the store, and a tag has the number of items that are there. What was under way when a process died is compared with
+what the store has. ``MLFLOW_TRACKING_URI`` (a server, ``sqlite:///FILE``, a folder), ``MLFLOW_TRACKING_TOKEN`` and so on are the
+client's, as always.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.follow.tracker import About, Item, Picture, Point, Segment, flat
+
+_SEGMENT, _ITEMS, _STATE, _SUPERSEDED = "pervit.segment", "pervit.items", "pervit.state", "pervit.superseded_by"
+_METRICS, _PARAMETERS = 1000, 100  # in a call: MLflow's limits
+_LONGEST_VALUE = 500  # letters of a parameter: the least that its stores allow
+
+
+class MLflow:
+    """MLflow.
+
+    Args:
+        project: the experiment; None: ``MLFLOW_EXPERIMENT_NAME``, or ``pervit``.
+    """
+
+    def __init__(self, project: str | None) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the loop tries again by itself
+        import mlflow
+
+        self._mlflow, self._run_id = mlflow, ""
+        self._experiment = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "pervit"
+        self.target = f"MLflow ({mlflow.get_tracking_uri()}, {self._experiment})"
+        self._client: Any = None
+        self._unsure = False  # whether the store may have some of the next items
+
+    def open(self, segment: Segment, about: About, sent: int) -> int:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client = self._mlflow.MlflowClient()
+            run = self._find(segment) or self._create(segment, about)
+        except MlflowException as error:
+            if error.error_code in ("INVALID_PARAMETER_VALUE", "UNAUTHENTICATED", "PERMISSION_DENIED"):
+                raise UserError(
+                    f"{self.target} refuses ({str(error).splitlines()[0][:200].rstrip('.')})",
+                    "correct MLFLOW_TRACKING_URI, or the credentials that MLflow's documentation names",
+                ) from None
+            raise
+        self._run_id = segment.place = run.info.run_id
+        if run.info.status != "RUNNING":
+            self._client.update_run(self._run_id, status="RUNNING")
+        for earlier in segment.earlier:
+            self._client.set_tag(earlier, _SUPERSEDED, self._run_id)
+        self.describe(about)
+        self._unsure = sent > 0
+        return min(int(run.data.tags.get(_ITEMS, 0)), sent)
+
+    def send(self, first: int, items: Sequence[Item]) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        metrics = [Metric(*point) for item in items if isinstance(item, Point) for point in _points(item)]
+        pictures = [item for item in items if isinstance(item, Picture)]
+        if self._unsure:
+            metrics, pictures = self._missing_metrics(metrics), self._missing_pictures(pictures)
+        for begin in range(0, len(metrics), _METRICS - 1):
+            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _METRICS - 1])
+        for item in pictures:
+            self._log_picture(item)
+        self._client.log_batch(self._run_id, tags=[RunTag(_ITEMS, str(first + len(items)))])
+        self._unsure = False
+
+    def describe(self, about: About) -> None:
+        from mlflow.entities import Param
+
+        values = {key: str(value)[:_LONGEST_VALUE] for key, value in flat(about.config).items()}
+        there = self._client.get_run(self._run_id).data.params  # a parameter is set once and for all
+        new = [Param(key, value) for key, value in values.items() if key not in there]
+        for begin in range(0, len(new), _PARAMETERS):
+            self._client.log_batch(self._run_id, params=new[begin : begin + _PARAMETERS])
+        changed = {key: value for key, value in values.items() if there.get(key, value) != value}
+        for key, value in {**changed, **{f"start.{key}": str(value) for key, value in flat(about.start).items()}}.items():
+            self._client.set_tag(self._run_id, _word(key), value[:_LONGEST_VALUE] or "none")
+        for name, text in about.texts.items():
+            self._client.log_text(self._run_id, text, name)
+
+    def close(self, state: str) -> None:
+        client, self._client = self._client, None
+        if state == "lost":
+            return
+        client.set_tag(self._run_id, _STATE, state)
+        if state != "stopped":  # then the run goes on, and so does its history
+            client.set_terminated(self._run_id, "FINISHED" if state == "complete" else "KILLED")
+
+    def _find(self, segment: Segment) -> Any:
+        if segment.place:
+            return self._client.get_run(segment.place)
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        if experiment is None:
+            return None
+        runs = self._client.search_runs([experiment.experiment_id], f"tags.`{_SEGMENT}` = '{segment.id}'")
+        return runs[0] if runs else None
+
+    def _create(self, segment: Segment, about: About) -> Any:
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        tags = {_SEGMENT: segment.id, "pervit.rewinds": str(segment.number - 1)}
+        return self._client.create_run(number, run_name=segment.title(about.name), tags=tags)
+
+    def _missing_metrics(self, metrics: list[Any]) -> list[Any]:
+        there = {
+            (key, each.timestamp, each.step, each.value)
+            for key in sorted({metric.key for metric in metrics})
+            for each in self._client.get_metric_history(self._run_id, key)
+        }
+        return [each for each in metrics if (each.key, each.timestamp, each.step, each.value) not in there]
+
+    def _missing_pictures(self, pictures: list[Picture]) -> list[Picture]:
+        there = {artifact.path for artifact in self._client.list_artifacts(self._run_id, "images")} if pictures else set()
+        beginnings = {re.sub(r"%timestamp%.*", "", os.path.basename(path)) for path in there}
+        return [each for each in pictures if f"{_file_word(each.name)}%step%{each.step}" not in beginnings]
+
+    def _log_picture(self, item: Picture) -> None:
+        from PIL import Image
+
+        image = Image.open(io.BytesIO(item.png))
+        image.load()
+        when = int(1000 * item.time)
+        self._client.log_image(self._run_id, image, key=item.name, step=item.step, timestamp=when, synchronous=True)
+
+
+def _points(item: Point) -> Iterator[tuple[str, float, int, int]]:
+    """Key, value, time in ms and step of each number."""
+    when = round(1000 * item.time)
+    return ((_word(name), value, when, item.step) for name, value in item.values.items() if not isinstance(value, str))
+
+
+def _word(name: str) -> str:
+    """A name of letters that MLflow allows."""
+    return re.sub(r"[^\w./ :-]", "_", name)
+
+
+def _file_word(name: str) -> str:
+    """As MLflow names the file of an image."""
+    return name.replace("/", "#")

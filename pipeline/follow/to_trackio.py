@@ -1,0 +1,108 @@
+"""To Trackio: each row is one of its rows, at its optimizer step.
+
+After each call the number of rows that the store has is asked for. ``TRACKIO_DIR`` (local), ``TRACKIO_SERVER_URL`` and
+``TRACKIO_WRITE_TOKEN`` (a server of one's own), ``TRACKIO_SPACE_ID`` and ``HF_TOKEN`` (a Hugging Face Space) are the client's, as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.errors import UserError
+from pipeline.follow.tracker import About, Item, Picture, Segment
+
+_PATIENCE = 60.0  # seconds for items to arrive
+
+
+class Trackio:
+    """Trackio.
+
+    Args:
+        project: None: ``TRACKIO_PROJECT``, or ``pervit``.
+    """
+
+    def __init__(self, project: str | None) -> None:
+        import trackio
+
+        self._trackio = trackio
+        self._run: Any = None
+        self._project = project or os.environ.get("TRACKIO_PROJECT") or "pervit"
+        self._remote = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL", "").partition("?")[0]
+        self.target = f"Trackio ({self._remote or trackio.utils.TRACKIO_DIR}, {self._project})"
+
+    def open(self, segment: Segment, about: About, sent: int) -> int:
+        try:
+            with _quiet():
+                self._run = self._trackio.init(
+                    self._project,
+                    name=f"{segment.title(about.name)} {segment.id.partition('-')[0]}",
+                    group=about.name,
+                    config={**about.config, "start": about.start, "rewinds": segment.number - 1},
+                    resume="allow",
+                    embed=False,
+                    auto_log_gpu=False,  # of this machine, which does not train
+                    auto_log_cpu=False,
+                )
+        except (ValueError, self._login_errors) as error:
+            raise UserError(
+                f"{self.target} refuses ({str(error).splitlines()[0].rstrip('.')})",
+                "correct TRACKIO_SPACE_ID, TRACKIO_SERVER_URL or TRACKIO_WRITE_TOKEN, run `hf auth login`, or unset them to write "
+                "to this machine",
+            ) from None
+        segment.place = self._run.id
+        return min(self._arrived(), sent)
+
+    def send(self, first: int, items: Sequence[Item]) -> None:
+        with _quiet():
+            for item in items:
+                values: dict[str, Any] = {"unix_time": item.time}
+                values.update({item.name: self._image(item)} if isinstance(item, Picture) else item.values)
+                self._run.log(values, step=item.step)
+        deadline, wanted = time.monotonic() + _PATIENCE, first + len(items)
+        while (arrived := self._arrived()) < wanted:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{wanted - arrived} of {len(items)} rows have not arrived after {_PATIENCE:g} s")
+            time.sleep(0.05)
+
+    def describe(self, about: About) -> None:
+        """Nothing: a config is sent with the first row."""
+
+    def close(self, state: str) -> None:
+        self._run = None
+        with _quiet():
+            self._trackio.finish()
+
+    def _arrived(self) -> int:
+        if not self._remote:
+            from trackio.sqlite_storage import SQLiteStorage
+
+            return SQLiteStorage.get_log_count(self._project, run_id=self._run.id)
+        from trackio.remote_client import RemoteClient
+
+        run = self._run
+        source = run._space_id or run._server_base_url
+        client = RemoteClient(source, hf_token=run._hf_token_for_remote(), write_token=run._write_token, verbose=False)
+        return int(client.predict(api_name="/get_run_summary", project=self._project, run_id=run.id)["num_logs"])
+
+    def _image(self, item: Picture) -> Any:
+        from PIL import Image
+
+        image = Image.open(io.BytesIO(item.png))
+        image.load()
+        return self._trackio.Image(image)
+
+    @property
+    def _login_errors(self) -> type[Exception]:
+        from huggingface_hub.errors import LocalTokenNotFoundError
+
+        return LocalTokenNotFoundError
+
+
+def _quiet() -> contextlib.AbstractContextManager[Any]:
+    """The client prints notes of its own, which would stand among the command's lines."""
+    return contextlib.redirect_stdout(io.StringIO())

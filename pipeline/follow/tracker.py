@@ -1,0 +1,162 @@
+"""What is sent, under which names, and what a tracker must offer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pipeline.logs import curves
+
+_ALWAYS = ("epoch", "samples")  # of every row, under these names
+_NOT_VALUES = ("step", "time", "weights", "event")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row of ``metrics.jsonl`` or ``events.jsonl``.
+
+    Attributes:
+        step: optimizer steps done.
+        time: Unix time in seconds.
+        values: name -> number; of an event also text.
+    """
+
+    step: int
+    time: float
+    values: dict[str, float | str]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of the run.
+
+    Attributes:
+        name: as in TensorBoard. key: tells it from the run's other pictures. png: the encoded image.
+    """
+
+    name: str
+    step: int
+    time: float
+    key: str
+    png: bytes
+
+
+Item = Point | Picture
+
+
+@dataclass(frozen=True)
+class About:
+    """What a run is, beside its items.
+
+    Attributes:
+        name: what the tracker calls it.
+        config: section -> key -> value. start: the newest one of ``environment.json``.
+        texts: whole files, by name.
+    """
+
+    name: str
+    config: dict[str, Any]
+    start: dict[str, Any]
+    texts: dict[str, str]
+
+
+@dataclass
+class Segment:
+    """One history in the tracker.
+
+    Attributes:
+        id: unique, chosen here. number: counted from 1.
+        place: what the tracker needs to find it again; empty before it was opened.
+        earlier: ``place`` of the segments before.
+    """
+
+    id: str
+    number: int = 1
+    place: str = ""
+    earlier: tuple[str, ...] = ()
+
+    def title(self, name: str) -> str:
+        """What the tracker calls it."""
+        return name if self.number == 1 else f"{name} ({self.number})"
+
+
+class Tracker(Protocol):
+    """A tracker. Every method may raise anything of its client's, after which it is closed, opened and asked what has arrived.
+
+    Attributes:
+        target: where it sends to, in a few words.
+    """
+
+    target: str
+
+    def open(self, segment: Segment, about: About, sent: int) -> int:
+        """Begin a segment or go on with it.
+
+        Args:
+            segment: ``place`` may be set.
+            about: the run.
+            sent: items that were handed over, of which some may have got lost.
+
+        Returns:
+            The number of items that have arrived, without a gap.
+
+        Raises:
+            UserError: it can never succeed so: not logged in, no such address.
+        """
+
+    def send(self, first: int, items: Sequence[Item]) -> None:
+        """Send items, of which the first has this number in its segment."""
+
+    def describe(self, about: About) -> None:
+        """Renew what is known of the run."""
+
+    def close(self, state: str) -> None:
+        """End the connection; ``state`` is ``complete``, ``superseded`` (a new segment follows), ``stopped`` or ``lost``."""
+
+
+def row_values(row: Mapping[str, Any]) -> dict[str, float | str]:
+    """Name -> value of a row of ``metrics.jsonl``, by the names of TensorBoard's curves, with what those leave out.
+
+    ``null``, which stands for a number that was not finite, is left out: no two trackers treat it alike.
+    """
+    values: dict[str, float | str] = {name: row[name] for name in _ALWAYS if _is_number(row.get(name))}
+    if "analysis" in row:
+        return {**values, **_leaves(row["analysis"], "analysis")}
+    evaluated = "weights" in row
+    group, suffix = ("eval", curves.suffix(str(row["weights"]))) if evaluated else ("train", "")
+    named = curves.of_row({name: value for name, value in row.items() if _is_number(value)}, group, suffix)
+    for name, value in row.items():
+        if _is_number(value) and name not in (*_ALWAYS, *_NOT_VALUES) and name in curves.NO_CURVES:
+            named[f"{group}/{name}{suffix}"] = value
+    return {**values, **named}
+
+
+def event_values(event: Mapping[str, Any]) -> dict[str, float | str]:
+    """Name -> value of a row of ``events.jsonl``: ``events/save_seconds``."""
+    kind = str(event.get("event"))
+    values = {
+        name: int(value) if isinstance(value, bool) else value for name, value in event.items() if name not in _NOT_VALUES
+    }
+    told = {f"events/{kind}_{name}": value for name, value in values.items() if _is_number(value) or isinstance(value, str)}
+    return told or {f"events/{kind}": 1}
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Dotted key -> value."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found.update(flat(value, f"{above}{key}.") if isinstance(value, Mapping) and value else {f"{above}{key}": value})
+    return found
+
+
+def _leaves(tree: Any, name: str) -> dict[str, float]:
+    if isinstance(tree, Mapping):
+        return {key: value for part in tree for key, value in _leaves(tree[part], f"{name}/{part}").items()}
+    if isinstance(tree, list):
+        return {key: value for number, part in enumerate(tree) for key, value in _leaves(part, f"{name}/{number}").items()}
+    return {name: tree} if _is_number(tree) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
