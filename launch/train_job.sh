@@ -42,6 +42,8 @@
 #
 #   PERVIT_SRUN="--container-image=/images/pervit.sqsh --container-mounts=$PWD:$PWD,/data:/data --container-workdir=$PWD"
 #   PERVIT_SRUN="apptainer exec --nv --bind /data /images/pervit.sif"
+#
+# PERVIT_CONTAINER, the name of an image, is made into PERVIT_SRUN: launch/container.sh.
 
 case ${1:-} in -h | --help) sed -n '1,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;; esac
 
@@ -68,6 +70,7 @@ if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
   PERVIT_OUTPUT=${PERVIT_OUTPUT//[%]a/$SLURM_ARRAY_TASK_ID}
 fi
 
+source launch/container.sh "$@"
 container=()
 if [ -n "${PERVIT_SRUN:-}" ]; then
   words=$(xargs -r printf '%s\n' <<< "$PERVIT_SRUN" 2> /dev/null) ||
