@@ -23,6 +23,7 @@ COMMANDS = [
     "pipeline.report",
     "pipeline.sweep",
     "pipeline.watch",
+    "pipeline.follow",
 ]
 COMMANDS += ["pipeline.faults.restart"]
 
