@@ -216,4 +216,4 @@ def _picture(found: Found) -> Picture | None:
 
 def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:300]
+    return (lines[0] if lines else type(error).__name__)[:200]

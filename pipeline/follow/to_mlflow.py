@@ -30,6 +30,7 @@ class MLflow:
 
     def __init__(self, project: str | None) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the loop tries again by itself
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         import mlflow
 
         self._mlflow, self._run_id = mlflow, ""
@@ -56,6 +57,8 @@ class MLflow:
             self._client.update_run(self._run_id, status="RUNNING")
         for earlier in segment.earlier:
             self._client.set_tag(earlier, _SUPERSEDED, self._run_id)
+            if self._client.get_run(earlier).info.status == "RUNNING":  # nobody followed when the run was rewound
+                self._client.set_terminated(earlier, "KILLED")
         self.describe(about)
         self._unsure = sent > 0
         return min(int(run.data.tags.get(_ITEMS, 0)), sent)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.follow.tracker import About, Item, Picture, Segment
+from pipeline.follow.tracker import WHERE, About, Item, Picture, Segment
 
 _PATIENCE = 60.0  # seconds for items to arrive
 
@@ -60,9 +60,10 @@ class Trackio:
     def send(self, first: int, items: Sequence[Item]) -> None:
         with _quiet():
             for item in items:
-                values: dict[str, Any] = {"unix_time": item.time}
-                values.update({item.name: self._image(item)} if isinstance(item, Picture) else item.values)
-                self._run.log(values, step=item.step)
+                if isinstance(item, Picture):
+                    self._run.log({item.name: self._image(item)}, step=item.step)
+                else:
+                    self._run.log({**item.values, f"{WHERE}/unix_time": item.time}, step=item.step)
         deadline, wanted = time.monotonic() + _PATIENCE, first + len(items)
         while (arrived := self._arrived()) < wanted:
             if time.monotonic() > deadline:

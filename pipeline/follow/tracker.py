@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from pipeline.logs import curves
 
-_ALWAYS = ("epoch", "samples")  # of every row, under these names
+WHERE = "where"  # group of what makes straight lines: trackers sort groups by name, so it stands last
+_ALWAYS = ("epoch", "samples")  # of every row, in that group
 _NOT_VALUES = ("step", "time", "weights", "event")
 
 
@@ -120,7 +121,7 @@ def row_values(row: Mapping[str, Any]) -> dict[str, float | str]:
 
     ``null``, which stands for a number that was not finite, is left out: no two trackers treat it alike.
     """
-    values: dict[str, float | str] = {name: row[name] for name in _ALWAYS if _is_number(row.get(name))}
+    values: dict[str, float | str] = {f"{WHERE}/{name}": row[name] for name in _ALWAYS if _is_number(row.get(name))}
     if "analysis" in row:
         return {**values, **_leaves(row["analysis"], "analysis")}
     evaluated = "weights" in row
@@ -128,7 +129,7 @@ def row_values(row: Mapping[str, Any]) -> dict[str, float | str]:
     named = curves.of_row({name: value for name, value in row.items() if _is_number(value)}, group, suffix)
     for name, value in row.items():
         if _is_number(value) and name not in (*_ALWAYS, *_NOT_VALUES) and name in curves.NO_CURVES:
-            named[f"{group}/{name}{suffix}"] = value
+            named[f"{WHERE}/{group}_{name}{suffix}"] = value
     return {**values, **named}
 
 

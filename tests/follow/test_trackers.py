@@ -101,7 +101,7 @@ def of_trackio(folder: Path, segment: dict[str, Any]) -> tuple[list[Row], int]:
         rows = [(step, json.loads(values)) for step, values in database.execute(query, (segment["place"],))]
     pictures = [values for _, values in rows if "train/images" in values]
     assert all((folder / "trackio" / "media" / each["train/images"]["file_path"]).is_file() for each in pictures)
-    return [(step, values["unix_time"], values) for step, values in rows if values not in pictures], len(pictures)
+    return [(step, values["where/unix_time"], values) for step, values in rows if values not in pictures], len(pictures)
 
 
 READERS = {"wandb": of_wandb, "mlflow": of_mlflow, "trackio": of_trackio}

@@ -110,12 +110,15 @@ def rows_back(points: Iterable[tuple[int, float, dict[str, Any]]]) -> list[dict[
             group, _, key = name.partition("/")
             if group in ("train", "utilization", "trouble") and name != "train/images":
                 groups.setdefault("train", {})[key] = value
-            elif group == "eval":
+            elif group == "eval" or key.startswith("eval_"):
+                key = key.removeprefix("eval_")
                 weights = "ema" if key.endswith("_ema") else "model"
                 groups.setdefault(weights, {"weights": weights})[key.removesuffix("_ema")] = value
             elif group == "analysis":
                 groups.setdefault("analysis", {})[name] = value
-        where = {"step": step, "time": round(time, 3), **{name: values[name] for name in _PLAIN if name in values}}
+        where = {"step": step, "time": round(time, 3)} | {
+            name: values[f"where/{name}"] for name in _PLAIN if f"where/{name}" in values
+        }
         rows += [{**where, **found} for found in groups.values()]
     return _ordered(rows)
 
