@@ -108,23 +108,26 @@ class Follower:
         items, found = self._next_items()
         if not items:
             return False
+        self.sending = True
+        try:
+            self._send(items, found)
+        finally:
+            self.sending = False
+        if self.stopping:
+            raise KeyboardInterrupt
+        return True
+
+    def _send(self, items: list[Item], found: list[tuple[str, str]]) -> None:
+        """Note items, whose kinds and keys these are, and send them."""
         first = self.position.sent
-        rows = sum(1 for kind, _ in found if kind == ROWS)
-        self.files.metrics.take(rows)
+        self.files.metrics.take(sum(1 for kind, _ in found if kind == ROWS))
         self.files.events.take(sum(1 for kind, _ in found if kind == EVENTS))
         for kind, key in found:
             self.position.note(kind, key or 1)
         if self.files.metrics.row >= self.position.mark.rows:  # not while rows are sent once more
             self.position.mark = self.files.metrics.mark
         self.position.save()  # before they are sent
-        self.sending = True
-        try:
-            self._tracker.send(first, items)
-        finally:
-            self.sending = False
-        if self.stopping:
-            raise KeyboardInterrupt
-        return True
+        self._tracker.send(first, items)
 
     def _next_items(self) -> tuple[list[Item], list[tuple[str, str]]]:
         """Items, and the kind and key of each."""

@@ -45,6 +45,8 @@ NEEDS = {
     "launch/sweep.sh": "a file that a shell writes",
     **dict.fromkeys(("make", "pip", "uv", "source"), "an installation"),
     **dict.fromkeys(("tail", "tensorboard"), "somebody who ends it"),
+    **dict.fromkeys(("docker", "apptainer", "enroot"), "itself"),
+    **dict.fromkeys(("wandb", "mlflow", "trackio"), "a tracker's client, which is no part of `make install`"),
     "train.teacher=torchvision:regnet_y_16gf": "its weights",
     **dict.fromkeys(
         ("model.name=timm:resnet18", "timm_swin_t", "timm:swin_tiny_patch4_window7_224"),
