@@ -11,7 +11,7 @@ measured in a process of its own, with the files in the page cache:
     files              seconds to see that all tars and indices are there and as large as they should be
     table              seconds for its checksum and the check of every row
     open               seconds for all of it, which every process of a training takes at its start
-    memory             of the process: its own, and shared with the other processes of the node through the page cache
+    memory             of the process after opening: its own, and pages of the index, which the processes of a node share
     batch              milliseconds for the order and the rows of 256 samples in full and in block order, median, and over the smallest
 
 Bounded: the largest table takes 32 bytes times --samples on the disk, and is removed.
@@ -150,7 +150,7 @@ def timed(make):  # type: ignore[no-untyped-def]
 
 def report(rows: list[Row]) -> None:
     print(
-        "| samples | shards | manifest, MB | manifest, s | files, s | table, s | open, s | own, MiB | shared, MiB | batch full, ms | batch block, ms |"
+        "| samples | shards | manifest, MB | manifest, s | files, s | table, s | open, s | own, MiB | of the index, MiB | batch full, ms | batch block, ms |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     largest = max((row for row in rows if row.table is not None), key=lambda row: row.samples, default=None)

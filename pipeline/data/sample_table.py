@@ -50,6 +50,7 @@ def forget_pages(rows: np.ndarray) -> None:
     mapped = getattr(rows, "_mmap", None)
     if mapped is not None:
         mapped.madvise(mmap.MADV_DONTNEED)
+        mapped.madvise(mmap.MADV_RANDOM)  # else each row that is not in the page cache would be read with 128 kB around it
 
 
 def find_out_of_range(rows: np.ndarray, shard_bytes: list[int], classes: int) -> str | None:
