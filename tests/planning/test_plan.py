@@ -40,13 +40,21 @@ def test_bad_input_is_one_sentence(arguments: list[str], sentence: str) -> None:
 def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path) -> None:
     """Guards against a JSON without the keys that other programs read, and a page without advice."""
     file = tmp_path / "plan.json"
-    huge = ["train.micro_batch_size=65536", "train.global_batch_size=131072", "--gpus-per-node", "2", "--gpu", "v100-32g"]
+    huge = [
+        "train.micro_batch_size=16384",
+        "train.global_batch_size=32768",
+        "model.image_size=224",
+        "--gpus-per-node",
+        "2",
+        "--gpu",
+        "v100-32g",
+    ]
     run = run_module("pipeline.plan", *PLAN, *huge, "--json", str(file), check=False)
     assert run.returncode == 1, run.stderr
     figures = json.loads(file.read_text())
     assert KEYS <= figures.keys()
     assert figures["fits"] is False
-    assert 0 < figures["largest_micro_batch"] < 65536
+    assert 0 < figures["largest_micro_batch"] < 16384
     parts = figures["memory_gib"]
     assert parts["total"] == pytest.approx(sum(parts.values()) - parts["total"], abs=0.01)
     assert "DOES NOT FIT" in run.stdout
