@@ -66,11 +66,8 @@ class RunLog:
         start_step: the step that this start resumes from; later rows, of a start that was killed, are removed.
         total_steps: the last step of the schedule.
         flops_per_image: of a training step, for the model FLOPs utilization (MFU).
-        bad_samples: those of earlier starts; None: there were none.
+        bad_samples: those of earlier starts; None: there were none. As an attribute: all so far.
         store: where the data comes from; None: from a file system.
-
-    Attributes:
-        bad_samples: all so far.
 
     Raises:
         UserError: on every rank: rank 0 cannot write the files.

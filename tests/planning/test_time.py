@@ -168,7 +168,9 @@ def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> 
     run = Subject(config, 1, 1, None)
     rates_of_a_gpu = GpuRates(GPU)  # the ratio makes up for any rates
     time = plan_time(run, "fp32", 0, rates_of_a_gpu, count_images(config, None), measured=measured)
-    assert time.step_seconds == pytest.approx(measured.step_seconds, rel=0.01)  # a model's tables are computed in its first pass alone
+    assert time.step_seconds == pytest.approx(
+        measured.step_seconds, rel=0.01
+    )  # a model's tables are computed in its first pass alone
     assert time.length and time.length.steps == STEPS and time.length.evaluations == 1
     (manifest,) = read_manifests(folder).values()
     assert not isinstance(manifest, UserError) and time.checkpoints
