@@ -87,7 +87,7 @@ class Client:
         except Exception as error:  # settings in the environment: obstore has several exceptions for them
             raise UserError(
                 f"{place} cannot be opened ({_first_line(error)})",
-                "correct the store's settings in the environment; docs/remote.md",
+                "correct the store's settings in the environment; the repository's docs/remote.md has them",
             ) from None
 
     def read(self, name: str, begin: int, size: int) -> Answer:

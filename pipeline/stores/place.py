@@ -47,12 +47,12 @@ class RemotePath:
         if secret:
             raise UserError(
                 f"{shown} holds a user or a password, which configs and logs would keep",
-                "take them out; docs/remote.md says which variables and files credentials are read from",
+                "take them out; the repository's docs/remote.md says which variables and files credentials are read from",
             )
         if parts.query or parts.fragment:
             raise UserError(
                 f"{shown} has a query (?...) or a fragment (#...), which could be a signature and names no folder",
-                "take it out; docs/remote.md says which variables and files credentials are read from",
+                "take it out; the repository's docs/remote.md says which variables and files credentials are read from",
             )
         if self.scheme == "http" and host not in _THIS_MACHINE:
             raise UserError(f"{shown} is not encrypted, so that anybody on the way could change the images", "use https://")

@@ -50,7 +50,7 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
         UserError: no Slurm, too many runs, or ``sbatch`` refuses. Nothing is submitted then.
     """
     if shutil.which("sbatch") is None:
-        raise UserError("sbatch was not found, Slurm needed", f"on one machine: bash launch/sweep.sh {sweep.file}")
+        raise UserError("sbatch was not found, Slurm needed", f"on one machine: python -m pipeline.sweep {sweep.file}")
     if not SCRIPT.is_file():
         raise UserError(f"{SCRIPT} is not in {Path.cwd()}, the repository's root needed", "submit from there")
     options = _check_options(options)

@@ -22,6 +22,7 @@ from pipeline.files import replace_text
 from pipeline.sweep.lines import Sweep, SweepRun
 from pipeline.sweep.states import LOGS, REPORT, is_finished, make_report, state
 
+_LAUNCHER = Path("launch", "local.sh")  # in the repository, from whose root it is called
 _LOOK = 0.2  # seconds between two looks at the runs
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
@@ -64,9 +65,10 @@ class OneMachine:
                 accumulation_steps(run.config.train, processes, run.config.augment.unit)
             except UserError as error:
                 raise UserError(f"{sweep.file}, line {run.line}: {error}") from None
-        if processes > 1 and not Path("launch/local.sh").is_file():
+        if processes > 1 and not _LAUNCHER.is_file():
             raise UserError(
-                f"launch/local.sh is not in {Path.cwd()}, needed for --processes {processes}", "go to the repository's root"
+                f"the repository's {_LAUNCHER} is not in {Path.cwd()}, needed for --processes {processes}",
+                "go to the repository's root",
             )
         self.logs = sweep.folder / LOGS
         self._running: list[_Started] = []
@@ -130,7 +132,7 @@ class OneMachine:
         words = ["pipeline.train", "--config", run.config_file, *run.overrides]
         command = [sys.executable, "-u", "-m", *words]
         if self.processes > 1:
-            command = ["bash", "launch/local.sh", str(self.processes), "--", *words]
+            command = ["bash", str(_LAUNCHER), str(self.processes), "--", *words]
         environment = dict(os.environ)
         if self.gpus:
             own = self.gpus[place * self.processes : (place + 1) * self.processes]

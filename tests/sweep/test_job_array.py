@@ -85,7 +85,7 @@ def test_where_no_sweep_can_be_submitted(tmp_path: Path, monkeypatch: pytest.Mon
     """Guards against tasks that do not find the repository, and a traceback on a machine without Slurm."""
     sweep = sweep_of(1, tmp_path / "runs")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="sbatch was not found, Slurm needed: on one machine: bash launch/sweep.sh s.txt"):
+    with pytest.raises(UserError, match="sbatch was not found, Slurm needed: on one machine: python -m pipeline.sweep s.txt"):
         submit(sweep, [], None)
     answering(tmp_path, "sbatch", "exit 1")
     monkeypatch.chdir(tmp_path)
