@@ -2,7 +2,7 @@
 
   python benchmarks/plan_memory.py                       # the whole table: about half an hour on two cores
   python benchmarks/plan_memory.py --models pervit_t --image-size 224 --worlds 1 --batches 4
-  flock /tmp/big.lock python benchmarks/plan_memory.py --worlds 4 --json FILE
+  python benchmarks/plan_memory.py --worlds 4 --json FILE
 
 Measured: real processes (gloo) with the real model, DeepSpeed engine and optimizer take three steps on random images, and
 PyTorch's profiler reports every allocation of PyTorch's CPU allocator, those within operators too. The peak is that of the fullest

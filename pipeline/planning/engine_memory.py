@@ -154,10 +154,15 @@ class PartitionedState(EngineMemory):
 
 
 class PartitionedWeights(EngineMemory):
-    """ZeRO 3: a shard of everything. A step of a model of less than 1e9 parameters keeps what it has gathered until it is over."""
+    """ZeRO 3: a shard of everything. A step of a model of less than 1e9 parameters keeps what it has gathered until it is over.
 
-    def __init__(self, live: LiveMemory, model: nn.Module, optim: OptimConfig, world_size: int) -> None:
+    Args:
+        on_gpu: gradients are reduced by NCCL; gloo makes a copy of them.
+    """
+
+    def __init__(self, live: LiveMemory, model: nn.Module, optim: OptimConfig, world_size: int, on_gpu: bool) -> None:
         super().__init__(live, model, optim, world_size)
+        self._copies = 1 if on_gpu else 2
         self._every = list(model.parameters())
         self.weights = live.new(_elements(self._every) / world_size, PARAMETERS)
         self.master = live.new(sum(self.shards), MASTER)  # it compares a device with a name, and copies where they are equal
@@ -199,16 +204,18 @@ class PartitionedWeights(EngineMemory):
 
     def _reduce(self) -> None:
         if self._filled:
-            self.live.new(self._filled, BUCKETS)  # interleaved by rank
+            self.live.new(self._copies * self._filled, BUCKETS)  # interleaved by rank
         self._filled = 0
 
 
-def engine_memory(live: LiveMemory, model: nn.Module, optim: OptimConfig, world_size: int, stage: int) -> EngineMemory:
+def engine_memory(
+    live: LiveMemory, model: nn.Module, optim: OptimConfig, world_size: int, stage: int, on_gpu: bool
+) -> EngineMemory:
     """The engine of a ZeRO stage."""
     if stage == 0:
         return EngineMemory(live, model, optim, world_size)
     if stage == 3:
-        return PartitionedWeights(live, model, optim, world_size)
+        return PartitionedWeights(live, model, optim, world_size, on_gpu)
     return PartitionedState(live, model, optim, world_size, splits_gradients=stage == 2)
 
 

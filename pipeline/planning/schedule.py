@@ -9,10 +9,13 @@ from fractions import Fraction
 from pathlib import Path
 
 from pipeline.config import Config
-from pipeline.data.manifest import MANIFEST, ShardManifest
+from pipeline.data.manifest import MANIFEST, SplitInfo
+from pipeline.data.mixture import Mixture
+from pipeline.data.shard_files import open_files
 from pipeline.data.views import epoch_length
 from pipeline.errors import UserError
 from pipeline.planning.network import NETWORK
+from pipeline.stores.place import Place, parse_place
 
 # Images of the train and the val split by the number of classes, for a plan without shards.
 _KNOWN_SETS = {
@@ -66,10 +69,10 @@ def count_images(config: Config, data: Path | None) -> Images | None:
     Raises:
         UserError: ``data`` holds no shard set, or one of other classes.
     """
-    folder = data or Path(config.data.path)
-    if data or folder.is_dir():
+    place = parse_place(data or config.data.path)
+    if data or not isinstance(place, Path) or place.is_dir():
         try:
-            return _of_shards(config, folder)
+            return _of_shards(config, place)
         except UserError:
             if data:
                 raise
@@ -80,29 +83,26 @@ def count_images(config: Config, data: Path | None) -> Images | None:
     return Images(train, val, 1.0, f"{name}, by its {config.model.num_classes} classes; --data SHARDS counts")
 
 
-def _of_shards(config: Config, folder: Path) -> Images:
-    counts, subset = {}, 1.0
-    for split in SPLITS:
-        nested = folder / split
-        where = nested if (nested / MANIFEST).is_file() and not (folder / MANIFEST).is_file() else folder
-        if not (where / MANIFEST).is_file():
-            raise UserError(
-                f"{folder} has no {MANIFEST}, a shard set needed", "pass the folder that data_prep.shard_imagenet wrote"
-            )
-        manifest = ShardManifest.read(where)
-        if len(manifest.classes) != config.model.num_classes:
-            raise UserError(
-                f"model.num_classes is {config.model.num_classes}, but {where} has {len(manifest.classes)} classes",
-                f"set model.num_classes={len(manifest.classes)}, or pass other shards",
-            )
-        if split not in manifest.splits:
-            raise UserError(
-                f"{where / MANIFEST} has no split {split!r}, {' and '.join(SPLITS)} needed", "pass a whole shard set"
-            )
-        counts[split] = manifest.splits[split].samples
-        if split == "train":
-            subset = manifest.splits[split].source.get("subset", 1.0)
-    return Images(counts["train"], counts["val"], subset, str(folder))
+def _of_shards(config: Config, place: Place) -> Images:
+    """Those of a set in a folder or a store, and in an epoch of the training those that ``data.mix`` adds."""
+    train, val = (_split_of(place, split, config.model.num_classes) for split in SPLITS)
+    further = {folder: _split_of(parse_place(folder), SPLITS[0]) for folder in config.data.mix}
+    sizes = (train.samples, *(each.samples for each in further.values()))
+    mixture = Mixture(sizes, (1.0, *config.data.mix.values()))
+    source = f"{place} and {len(further)} more of data.mix" if further else str(place)
+    return Images(mixture.images, val.samples, train.source.get("subset", 1.0), source)
+
+
+def _split_of(place: Place, split: str, classes: int | None = None) -> SplitInfo:
+    manifest = open_files(place, split).manifest()
+    if classes is not None and len(manifest.classes) != classes:
+        raise UserError(
+            f"model.num_classes is {classes}, but {place} has {len(manifest.classes)} classes",
+            f"set model.num_classes={len(manifest.classes)}, or pass other shards",
+        )
+    if split not in manifest.splits:
+        raise UserError(f"{place / MANIFEST} has no split {split!r}, {' and '.join(SPLITS)} needed", "pass a whole shard set")
+    return manifest.splits[split]
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def step_memory(config: Config, world_size: int, stage: int, accumulation: int, 
         if on_gpu:
             stack.enter_context(as_on_gpu(model, stage, kernels))
         stack.enter_context(_phi_labelled(model, live))
-        engine = engine_memory(live, model, config.optim, world_size, stage)
+        engine = engine_memory(live, model, config.optim, world_size, stage, on_gpu)
         average = live.new(_averaged(model) / (world_size if stage == 3 else 1), AVERAGE) if train.ema_decay else None
         with _weights_cast_once(stage, train.precision == "bf16"):
             if accumulation > 1:
