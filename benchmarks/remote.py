@@ -6,7 +6,8 @@ SHARDS is a shard set of training images on a disk. A copy of it is served on 12
 is installed (it is written in Python and answers a few hundred requests per second at most, whoever asks); a proxy in a process of
 its own delays every answer. What is measured is the reader, as training has it: threads, batches ahead, checksums, without
 decoding. The sources are measured in turns, a loader of each kept open; the median of the rounds counts. --decode measures the whole
-loader on the CPU, as fast as training on this machine could ever take images.
+loader on the CPU, as fast as training on this machine could ever take images. A row ", cache" is a full ``data.cache`` before the
+server with the largest delay.
 """
 
 from __future__ import annotations
@@ -43,10 +44,14 @@ def main() -> None:
     args = parser.parse_args()
     with ExitStack() as stack:
         sources = {"local disk": str(args.shards)}
+        caches: dict[str, Path] = {}
         for server, port, path in _servers(args.shards, stack):
             for delay in args.delays:
                 sources[f"{server}, {delay:g} ms"] = path.format(port=stack.enter_context(_delayed(port, delay)))
-        readers: dict[str, Source] = {name: _open(args, path) for name, path in sources.items()}
+            cached = f"{server}, {max(args.delays):g} ms, cache"
+            sources[cached] = sources[f"{server}, {max(args.delays):g} ms"]
+            caches[cached] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        readers: dict[str, Source] = {name: _open(args, path, caches.get(name)) for name, path in sources.items()}
         rates: dict[str, list[float]] = {name: [] for name in readers}
         for number in range(args.rounds + 1):
             for name, reader in readers.items():
@@ -74,13 +79,14 @@ class Source(NamedTuple):
     close: Callable[[], None]
 
 
-def _open(args: argparse.Namespace, path: str) -> Source:
+def _open(args: argparse.Namespace, path: str, cache: Path | None) -> Source:
     import torch
 
     from pipeline.config import AugmentConfig, DataConfig
     from pipeline.data.bad_samples import BadSamples
     from pipeline.data.loader import Loader
     from pipeline.data.reader import Reader
+    from pipeline.data.shard_cache import ShardCache
     from pipeline.data.shards import ShardSet
     from support.plans import train_plan
 
@@ -89,7 +95,13 @@ def _open(args: argparse.Namespace, path: str) -> Source:
         os.environ.update(aws_environment(int(port)))
         path = url
     data = DataConfig(order=args.order, block_size=64, window_blocks=4, read_ahead=args.read_ahead, num_threads=os.cpu_count())
-    shards = ShardSet(path, "train")
+    shards = ShardSet(path, "train", cache=ShardCache(cache) if cache else None)
+    if cache:
+        shards.files.fill()  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 120
+        while sum(1 for _ in cache.glob("*.tar")) < len(shards.info.shards):
+            assert time.monotonic() < deadline, f"{path} is not in the cache after two minutes"
+            time.sleep(0.1)
     plan = train_plan(
         shards, global_batch=args.batch, micro_batch=args.batch, image_size=224, data=data, augment=AugmentConfig()
     )

@@ -50,9 +50,9 @@ class Calls:
         self.opened: list[str] = []
         self.stats = 0
         os.stat, self._stat = self._counting_stat, os.stat  # type: ignore[assignment]
-        for module in (parts, sys.modules.get("pipeline.checkpoint.headers")):
-            if module:
-                module.safe_open = self._counting_open  # type: ignore[attr-defined]
+        self._open = safetensors.safe_open
+        for module in (parts, safetensors):
+            module.safe_open = self._counting_open  # type: ignore[attr-defined]
         sys.addaudithook(self._audit)
 
     def clear(self) -> None:
@@ -67,7 +67,7 @@ class Calls:
 
     def _counting_open(self, path, *rest, **keys):  # type: ignore[no-untyped-def]
         self.opened.append(Path(path).name)
-        return safetensors.safe_open(path, *rest, **keys)
+        return self._open(path, *rest, **keys)
 
     def _audit(self, event: str, arguments: tuple) -> None:
         if event == "open" and "checkpoints/" in str(arguments[0]):

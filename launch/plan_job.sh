@@ -21,6 +21,9 @@ gpus=$(asked gpus-per-node) limit=$(asked time)
 [ -z "${SLURM_JOB_ID:-}" ] || gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}   # such as 8 or h100:8
 if [ -n "${SLURM_JOB_START_TIME:-}" ] && [ -n "${SLURM_JOB_END_TIME:-}" ]; then   # --time of sbatch has no variable
   limit=$(((SLURM_JOB_END_TIME - SLURM_JOB_START_TIME) / 60))
+elif [ -n "${SLURM_JOB_ID:-}" ]; then   # Slurm of this age does not tell the times
+  told=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%l 2> /dev/null | head -n 1 || true)
+  case $told in [0-9]*) limit=$told ;; esac
 fi
 plan=(--config "$config" --nodes "${nodes:-1}" --gpus-per-node "${processes:-1}")
 [ -z "$limit" ] || plan+=(--time-limit "$limit")

@@ -51,6 +51,7 @@ def dali_is_there() -> bool:
 class InMemory:
     """Stands in for ``Loader``: real requests, and so real labels, mixing weights and noise, with one batch of random pixels."""
 
+    failure = None  # nothing is read ahead
     decode = "gpu"  # where a run's checkpoint would say that images are decoded
 
     def __init__(self, plan: Any, device: torch.device, max_bad_samples: int, start: int = 0) -> None:

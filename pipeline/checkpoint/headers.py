@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
-
 _DOT = "/"  # between the parts of a slice's key
 
 
@@ -42,6 +40,8 @@ def read_headers(folder: Path, names: Sequence[str]) -> dict[str, Header]:
         safetensors.SafetensorError: a file is not a safetensors file.
         OSError: a file cannot be read.
     """
+    from safetensors import safe_open  # imported late: commands that only look at a folder do not need it
+
     headers = {}
     for name in names:
         with safe_open(folder / name, framework="pt") as file:

@@ -144,7 +144,7 @@ class StepProfiler:
         text = json.dumps({"traceEvents": curve}).encode()
         replace_file(stem.with_name(f"{stem.name}.memory.json.gz"), lambda file: file.write(gzip.compress(text)))
         if self._world.device.type == "cuda":
-            replace_file(stem.with_name(f"{stem.name}.memory.pickle"), _dump_allocations)
+            replace_file(stem.with_name(f"{stem.name}.memory.pickle"), lambda file: torch.cuda.memory._dump_snapshot(file.name))
 
 
 def memory_curve(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -166,9 +166,3 @@ def memory_curve(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _compress(source: Any, target: Any) -> None:
     with gzip.GzipFile(fileobj=target, mode="wb", compresslevel=5, mtime=0) as packed:
         shutil.copyfileobj(source, packed)
-
-
-def _dump_allocations(file: Any) -> None:
-    import pickle
-
-    pickle.dump(torch.cuda.memory._snapshot(), file)  # as torch.cuda.memory._dump_snapshot, into a file that is open

@@ -49,7 +49,9 @@ def test_images_are_counted_where_they_are(digits_shards: Path, tmp_path: Path) 
     moved = tmp_path / "moved"
     moved.symlink_to(digits_shards)
     mixed = count_images(load_config(write_small_config(digits_shards, tmp_path), [f"data.mix={{{moved}: 0.5}}"]), None)
-    assert mixed and mixed.train == found.train + round(found.train / 2) and mixed.val == found.val and "data.mix" in mixed.source
+    assert (
+        mixed and mixed.train == found.train + round(found.train / 2) and mixed.val == found.val and "data.mix" in mixed.source
+    )
     elsewhere = load_config(write_small_config(tmp_path / "none", tmp_path), ["model.num_classes=1000"])
     known = count_images(elsewhere, None)
     assert known and known.train == 1_281_167 and "ImageNet-1k" in known.source and "--data" in known.source
