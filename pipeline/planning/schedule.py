@@ -70,6 +70,10 @@ def count_images(config: Config, data: Path | None) -> Images | None:
         UserError: ``data`` holds no shard set, or one of other classes.
     """
     place = parse_place(data or config.data.path)
+    if data and isinstance(place, Path) and not place.is_dir():
+        raise UserError(
+            f"--data {data} is no folder, a shard set needed", "pass the folder that data_prep.shard_imagenet wrote"
+        )
     if data or not isinstance(place, Path) or place.is_dir():
         try:
             return _of_shards(config, place)

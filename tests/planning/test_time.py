@@ -199,7 +199,7 @@ def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> 
         (["--price", "-1"], "--price is -1, a price of 0 or more needed"),
         (["--network", "0"], "--network is 0, GB/s above 0 needed"),
         (["--measured", "nowhere"], "nowhere does not exist, a run folder needed"),
-        (["--data", "nowhere"], "nowhere has no manifest.json, a shard set needed"),
+        (["--data", "nowhere"], "--data nowhere is no folder, a shard set needed: pass"),
     ],
 )
 def test_bad_arguments_are_one_sentence(arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
