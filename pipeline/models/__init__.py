@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.models.registry import create_model as create_model
     from pipeline.models.registry import list_models as list_models
     from pipeline.models.registry import model_entry as model_entry
+    from pipeline.models.registry import model_of as model_of
     from pipeline.models.weights.exported import load_exported as load_exported
     from pipeline.models.weights.reference_names import load_reference_state_dict as load_reference_state_dict
     from pipeline.models.weights.reference_names import reference_state_dict as reference_state_dict
@@ -34,7 +35,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     **{
         "common.features": "as_features",
-        "registry": "create_model list_models model_entry",
+        "registry": "create_model list_models model_entry model_of",
         "weights.exported": "load_exported",
         "weights.reference_names": "load_reference_state_dict reference_state_dict",
         "weights.transfer": "load_pretrained",

@@ -14,6 +14,7 @@ from pipeline.errors import UserError
 from pipeline.models.timm_names import check_timm_name, is_timm
 
 if TYPE_CHECKING:
+    from pipeline.config import Config
     from pipeline.models.common.base import Switches, VisionModel
 
 Builder = TypeVar("Builder", bound="Callable[..., VisionModel]")
@@ -97,6 +98,18 @@ def model_entry(name: str) -> ModelEntry:
     if name not in _registered:
         importlib.import_module(f"pipeline.models.{_MODULE_OF[name]}")
     return _registered[name]
+
+
+def model_of(config: Config) -> VisionModel:
+    """The model that a config describes, randomly initialized; raises what :func:`create_model` raises."""
+    return create_model(
+        config.model.name,
+        config.model.num_classes,
+        config.model.image_size,
+        config.model.drop_path,
+        config.train.activation_checkpointing,
+        config.model.switches,
+    )
 
 
 def create_model(

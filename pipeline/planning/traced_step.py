@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from pipeline.config import Config
-from pipeline.models import create_model
+from pipeline.models import model_of
 from pipeline.models.common.base import VisionModel
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.planning.engine_memory import engine_memory
@@ -75,14 +75,7 @@ def step_memory(config: Config, world_size: int, stage: int, accumulation: int, 
 def fake_free_model(config: Config) -> VisionModel:
     """The run's model without weights, on PyTorch's meta device."""
     with torch.device("meta"):
-        return create_model(
-            config.model.name,
-            config.model.num_classes,
-            config.model.image_size,
-            config.model.drop_path,
-            config.train.activation_checkpointing,
-            config.model.switches,
-        )
+        return model_of(config)
 
 
 def _scores(model: VisionModel, images: Tensor, noise: Tensor | None, precision: str) -> Tensor:

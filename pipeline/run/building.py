@@ -11,7 +11,7 @@ from pipeline.config import AUTO, Config, accumulation_steps
 from pipeline.config.accumulation import fitting_micro_batches
 from pipeline.distributed.world import World
 from pipeline.logs import console
-from pipeline.models import create_model, load_pretrained
+from pipeline.models import load_pretrained, model_of
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.groups import parameter_groups
 from pipeline.run.compiling import choose_compilation
@@ -43,14 +43,7 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
         UserError: ``train.init_from`` cannot be read or does not fit.
     """
     torch.manual_seed(config.seed)
-    model = create_model(
-        config.model.name,
-        config.model.num_classes,
-        config.model.image_size,
-        config.model.drop_path,
-        config.train.activation_checkpointing,
-        config.model.switches,
-    )
+    model = model_of(config)
     if config.train.init_from and fresh:
         source = f"train.init_from {config.train.init_from}"
         initial = checkpoint.read_initial_weights(Path(config.train.init_from))

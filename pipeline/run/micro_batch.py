@@ -57,7 +57,7 @@ def choose_micro_batch(config: Config, before: checkpoint.RunState | None, world
     if config.train.micro_batch_size != AUTO:
         return MicroBatch(config.train.micro_batch, None)
     sizes = fitting_micro_batches(config.train, world.size, config.augment.unit)
-    begun, device = world.gather(do_in_main(lambda: _begun_with(config, before), world) or [None, None])[0]
+    begun, device = world.from_main(do_in_main(lambda: _begun_with(config, before), world))
     chosen = _keep(config, world, sizes, begun, device) if begun else _largest(config, world, sizes)
     if world.is_main:
         console.say(f"train.micro_batch_size is {chosen.size}: {chosen.reason}")
