@@ -3,6 +3,7 @@
 ======================  ===============================================================
 ``shard_imagenet``      command: write shards
 ``verify_shards``       command: verify a shard set
+``upload_shards``       command: copy a shard set into a store
 ``stage_shards``        command: copy shards into a node's cache
 ``make_demo_dataset``   command: write the digits data set of the demo
 ``staging``             does that for a split
@@ -11,6 +12,8 @@
 ``writer``              writes a split with worker processes, then the manifest
 ``shard_writer``        writes one shard in a worker
 ``tar_writer``          fast tar output
+``output``              where a set is written: files are finished in a folder, then published
+``store_output``        publishes them in a store
 ``workers``             worker processes with a progress bar and clean shutdown
 ``folder_lock``         POSIX locks between concurrent writers
 ``space``               estimate of the disk space needed
@@ -22,6 +25,7 @@
 """
 
 SPLITS = ("train", "val")
+STAGED = ".staged"  # folder of an output with the images of a source that cannot be read in any order
 MAX_REJECTED = 0.001  # default of --max-rejected, a fraction of the images; more suggests a damaged copy of the data set
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from data_prep import counted
 from data_prep.folder_lock import FolderLock
+from data_prep.output import Output
 from data_prep.sources.devkit import Devkit
 from pipeline.data.manifest import MANIFEST, ShardManifest
 from pipeline.errors import UserError
@@ -104,18 +105,23 @@ def distinct(names: Sequence[str], classes: Sequence[str]) -> list[str]:
     return [f"{name} ({key})" if count[name] > 1 else name for name, key in zip(names, classes)]
 
 
-def put_class_names(folder: Path, names: Mapping[str, str]) -> None:
+def put_class_names(output: Output, names: Mapping[str, str]) -> None:
     """Write names into a shard set's manifest, unless they are there; tars, indexes and tables stay as they are.
 
     Args:
-        folder: the shard set.
+        output: the shard set.
         names: class -> name.
     """
-    with FolderLock(folder) as lock, lock.manifest():
-        manifest = ShardManifest.read(folder)
+
+    def write() -> None:
+        manifest = ShardManifest.read(output.folder)
         shown = [names[key] for key in manifest.classes]
         if manifest.class_names != shown:
-            replace(manifest, class_names=shown).write(folder)
+            replace(manifest, class_names=shown).write(output.folder)
+            output.publish(MANIFEST)
+
+    with FolderLock(output.folder) as lock:
+        output.update(lock, write)
 
 
 def class_list(folder: Path, classes: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.output import Output
 from data_prep.shard_writer import ShardTask, record_file
 from data_prep.sources import RANDOM, Source
 from data_prep.split_classes import classes_with_images, untaught_classes
@@ -23,10 +24,10 @@ from pipeline.philox import Stream
 
 @dataclass(frozen=True)
 class ShardJob:
-    """The writing of one split of a source into a folder."""
+    """The writing of one split of a source into a shard set."""
 
     source: Source
-    folder: Path
+    output: Output
     split: str
     classes: list[str]  # in index order
     samples_per_shard: int
@@ -46,26 +47,26 @@ class ShardJob:
     @property
     def in_progress(self) -> Path:
         """Marker file with the description; exists from the first shard until the manifest lists the split."""
-        return in_progress_file(self.folder, self.split)
+        return in_progress_file(self.output.folder, self.split)
 
     def task(self, number: int) -> ShardTask:
         """The task of writing one shard, with only its own samples, in the order of the tar: small enough to pickle."""
         first = number * self.samples_per_shard
         written = np.arange(first, min(first + self.samples_per_shard, len(self.source)))
         samples = self.source.select(sample_at(written, 0, len(self.source), self.seed, Stream.SHARD_ORDER))
-        return ShardTask(samples, self.folder, self.split, number, self.classes, self.rules, self.digest)
+        return ShardTask(samples, self.output, self.split, number, self.classes, self.rules, self.digest)
 
 
-def describe_job(source: Source, folder: Path, split: str, samples_per_shard: int, seed: int, rules: ImageRules) -> ShardJob:
+def describe_job(source: Source, output: Output, split: str, samples_per_shard: int, seed: int, rules: ImageRules) -> ShardJob:
     """Plan the writing of one split.
 
     Raises:
         UserError: the folder is within the source, or holds shards with other classes.
     """
-    _refuse_source_folder(source, folder)
-    rules = _rules_of_set(source, folder, split, rules)
-    classes = _class_list(source, folder)
-    _compare_with_other_split(source, folder, split)
+    _refuse_source_folder(source, output)
+    rules = _rules_of_set(source, output, split, rules)
+    classes = _class_list(source, output)
+    _compare_with_other_split(source, output, split)
     description = {
         "kind": source.kind,
         "fingerprint": source.fingerprint(),
@@ -77,16 +78,17 @@ def describe_job(source: Source, folder: Path, split: str, samples_per_shard: in
         **({"subset_rule": source.subset_rule} if source.subset_rule != RANDOM else {}),
         **rules.description(),
     }
-    return ShardJob(source, folder, split, classes, samples_per_shard, seed, rules, description)
+    return ShardJob(source, output, split, classes, samples_per_shard, seed, rules, description)
 
 
-def _rules_of_set(source: Source, folder: Path, split: str, rules: ImageRules) -> ImageRules:
+def _rules_of_set(source: Source, output: Output, split: str, rules: ImageRules) -> ImageRules:
     """The rules, with the choice of formats that the split was begun with: earlier releases stored everything as JPEG."""
     begun: dict | None = None
+    folder = output.folder
     if (folder / MANIFEST).exists():
         info = ShardManifest.read(folder).splits.get(split)
         begun = info.source if info else None
-    elif in_progress_file(folder, split).exists() and any(folder.glob(f"{split}-*.tar")):
+    elif in_progress_file(folder, split).exists() and _tars(output, split):
         try:
             begun = dict(json.loads(in_progress_file(folder, split).read_text()))
         except (ValueError, TypeError):
@@ -101,33 +103,37 @@ def already_written(job: ShardJob) -> SplitInfo | None:
     Raises:
         UserError: the split in the folder is another one, or its files are damaged.
     """
-    manifest = ShardManifest.read(job.folder) if (job.folder / MANIFEST).exists() else None
+    folder, place = job.output.folder, job.output.place
+    manifest = ShardManifest.read(folder) if (folder / MANIFEST).exists() else None
     if manifest is None or job.split not in manifest.splits:
         return None
     found = manifest.splits[job.split]
     difference = _difference(found.source, job.description)
     if difference:
         raise UserError(
-            f"{job.folder / MANIFEST} already holds another {job.split} set ({difference} for this source)",
+            f"{place / MANIFEST} already holds another {job.split} set ({difference} for this source)",
             "pass an empty --output folder",
         )
-    ShardSet(job.folder, job.split)  # raises if a file is missing or damaged
+    ShardSet(place, job.split)  # raises if a file is missing or damaged
     return found
 
 
 def begin(job: ShardJob) -> None:
-    """Start writing into the folder, or resume after an interruption.
+    """Start writing the shard set, or resume after an interruption.
 
     Raises:
-        UserError: the folder holds shards that this job did not write.
+        UserError: there are shards that this job did not write.
     """
-    tars = {path.name for path in job.folder.glob(f"{job.split}-*.tar")}
-    if not tars:  # an interrupted run without a finished shard, of any job, may be overwritten
+    output, place = job.output, job.output.place
+    tars = _tars(output, job.split)
+    # An interrupted run without a finished shard, of any job, may be overwritten; but without locks it may be going on.
+    if not tars and (output.locks or not job.in_progress.exists()):
         replace_file(job.in_progress, lambda file: file.write(json.dumps(job.description, indent=1).encode()))
+        output.publish(job.in_progress.name)
         return
     if not job.in_progress.exists():
         raise UserError(
-            f"{job.folder} already holds {len(tars)} {job.split} shards of another data set ({min(tars)}, ...), 0 needed",
+            f"{place} already holds {len(tars)} {job.split} shards of another data set ({min(tars)}, ...), 0 needed",
             "pass an empty --output folder or remove them",
         )
     try:
@@ -135,23 +141,27 @@ def begin(job: ShardJob) -> None:
     except (ValueError, AttributeError):
         difference = "its description cannot be read, one by this release needed"
     if difference:
-        raise UserError(
-            f"{job.folder} holds an unfinished {job.split} set of another run ({difference})",
-            "run the command that began it, or pass an empty --output folder",
-        )
+        remedy = "run the command that began it, or pass an empty --output folder"
+        if not tars:
+            remedy += f", or remove {place / job.in_progress.name} if no process is writing there"
+        raise UserError(f"{place} holds an unfinished {job.split} set of another run ({difference})", remedy)
     foreign = tars - {shard_name(job.split, number, "tar") for number in range(job.shards)}
     if foreign:
-        raise UserError(f"{job.folder} holds {min(foreign)}, which is not one of this set's {job.shards} shards", "remove it")
+        raise UserError(f"{place} holds {min(foreign)}, which is not one of this set's {job.shards} shards", "remove it")
+
+
+def _tars(output: Output, split: str) -> set[str]:
+    return {name for name in output.sizes() if name.startswith(f"{split}-") and name.endswith(".tar")}
 
 
 def remove_traces(job: ShardJob) -> None:
     """Remove records, marker and temporary files of killed runs, once the manifest lists the split."""
-    for number in range(job.shards):
-        record_file(job.folder, job.split, number).unlink(missing_ok=True)
+    folder = job.output.folder
     for pattern in (f".{job.split}-*.tmp", f"..{job.split}-*.tmp"):  # records are hidden files already
-        for temporary in job.folder.glob(pattern):
+        for temporary in folder.glob(pattern):
             temporary.unlink(missing_ok=True)
-    job.in_progress.unlink(missing_ok=True)
+    records = [record_file(folder, job.split, number).name for number in range(job.shards)]
+    job.output.withdraw([*records, job.in_progress.name])
 
 
 def _difference(found: dict, wanted: dict) -> str:
@@ -161,12 +171,13 @@ def _difference(found: dict, wanted: dict) -> str:
     return f"{differing[-1]} is {found.get(differing[-1])}, {wanted[differing[-1]]} needed" if differing else ""
 
 
-def _refuse_source_folder(source: Source, folder: Path) -> None:
+def _refuse_source_folder(source: Source, output: Output) -> None:
     """Reject an output folder within the source: the next run would list its files as part of the source."""
-    images, output = Path(source.path).resolve(), folder.resolve()
-    if images.is_dir() and (output == images or images in output.parents):
+    images, folder = Path(source.path).resolve(), output.folder.resolve()
+    if images.is_dir() and (folder == images or images in folder.parents):
+        option = "--output" if output.place == output.folder else "--scratch"
         raise UserError(
-            f"--output {folder} is within the source {source.path}, a folder outside of it needed", "pass another one"
+            f"{option} {output.folder} is within the source {source.path}, a folder outside of it needed", "pass another one"
         )
 
 
@@ -183,25 +194,26 @@ def refuse_untaught_classes(where: str | Path, train: set[str], val: set[str]) -
         )
 
 
-def _compare_with_other_split(source: Source, folder: Path, split: str) -> None:
+def _compare_with_other_split(source: Source, output: Output, split: str) -> None:
+    folder = output.folder
     manifest = ShardManifest.read(folder) if (folder / MANIFEST).exists() else ShardManifest([])
     present = {source.class_names[label] for label in set(source.labels.tolist())}
     for name, info in manifest.splits.items():
         if name != split:
             written = classes_with_images(manifest.classes, info.samples_per_class)
             train, val = (present, written) if split == "train" else (written, present)
-            refuse_untaught_classes(f"{source.path} and the {name} split in {folder}", train, val)
+            refuse_untaught_classes(f"{source.path} and the {name} split in {output.place}", train, val)
 
 
-def _class_list(source: Source, folder: Path) -> list[str]:
+def _class_list(source: Source, output: Output) -> list[str]:
     """The classes in index order: those of the manifest if there is one, so that both splits have the same indices."""
-    if not (folder / MANIFEST).exists():
+    if not (output.folder / MANIFEST).exists():
         return source.class_names
-    classes = ShardManifest.read(folder).classes
+    classes = ShardManifest.read(output.folder).classes
     foreign = sorted(set(source.class_names) - set(classes))
     if foreign:
         raise UserError(
-            f"{folder / MANIFEST} describes another data set: its {len(classes)} classes lack {len(foreign)} of the source's "
+            f"{output.place / MANIFEST} describes another data set: its {len(classes)} classes lack {len(foreign)} of the source's "
             f"{len(source.class_names)} ({', '.join(foreign[:3])}, ...)",
             "pass an empty --output folder",
         )

@@ -1,6 +1,6 @@
 """Write images into WebDataset shards.
 
-    python -m data_prep.shard_imagenet --source IMAGES --output DIR [--split train|val] [--subset FRACTION]
+    python -m data_prep.shard_imagenet --source IMAGES --output PLACE [--split train|val] [--subset FRACTION]
 
 IMAGES is one of the following; archives are read in place. Images are .JPEG, .jpg, .png, .webp,
 .tif, .tiff or .bmp files.
@@ -13,10 +13,11 @@ IMAGES is one of the following; archives are read in place. Images are .JPEG, .j
     a .csv, .tsv or .jsonl with the columns path and label, and perhaps split (train, val)
     a folder of parquet files with images, as Hugging Face stores data sets
     WebDataset tars of others (KEY.jpg with KEY.cls or KEY.json): a folder, or a path or URL with {000..123} in it
-The images of the last two are copied into DIR first, since they can only be read from front to back; the copy is removed at the end.
+The images of the last two are copied first, since they can only be read from front to back; the copy is removed at the end.
 
-Each split becomes indexed tars in DIR, described by DIR/manifest.json. A finished split is kept, an interrupted one completed.
-Every image is decoded once to check it; DIR/reencoded.jsonl and DIR/rejected.jsonl list re-encoded and rejected images.
+PLACE is a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX. Each split becomes indexed tars, described by
+manifest.json. A finished split is kept, an interrupted one completed. Every image is decoded once to check it; reencoded.jsonl and
+rejected.jsonl list re-encoded and rejected images.
 
 Examples:
     python -m data_prep.shard_imagenet --source /data/imagenet --output data/imagenet --workers 16
@@ -31,14 +32,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep import MAX_REJECTED, SPLITS, counted
+from data_prep import MAX_REJECTED, SPLITS, STAGED, counted
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
-from pipeline.stores.place import is_remote, parse_place
-
-STAGED = ".staged"  # folder of --output with the images of a source that cannot be read in any order
+from pipeline.stores.place import parse_place
 
 if TYPE_CHECKING:  # imported lazily at run time, so that --help and the workers start fast
+    from data_prep.output import Output
     from data_prep.sources import Source
     from data_prep.writer import Share
     from pipeline.data.image_checks import ImageRules
@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # imported lazily at run time, so that --help and the workers
 def main() -> None:
     parser = command_parser("data_prep.shard_imagenet", __doc__)
     parser.add_argument("--source", required=True, help="images, in one of the formats above")
-    parser.add_argument("--output", required=True, help="folder for the shards")
+    parser.add_argument("--output", required=True, help="folder for the shards, or a URL as above")
     parser.add_argument("--split", choices=SPLITS, help="default: all splits of the source")
     parser.add_argument("--devkit", help="path of ILSVRC2012_devkit_t12.tar.gz if it is not beside ILSVRC2012_img_val.tar")
     parser.add_argument(
@@ -80,6 +80,12 @@ def main() -> None:
         "(rounded half up, at least 1 image; a class with a single image keeps it in train)",
     )
     parser.add_argument("--samples-per-shard", type=int, default=2000, help="default: 2000 (about 220 MB of ImageNet)")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="for a URL: folder of this machine with space for a tar of each worker, which is uploaded whole and removed (default: TMPDIR)",
+    )
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
     parser.add_argument(
         "--seed", type=int, default=0, help="for the order of the samples, --subset and --val-share (default: 0)"
@@ -87,11 +93,6 @@ def main() -> None:
     add_writing_options(parser)
     args = parser.parse_args()
     rules, share = writing_options(args)
-    if is_remote(args.output):
-        raise UserError(
-            f"--output is {parse_place(args.output)}, a folder needed, from which an interrupted run goes on",
-            "write to a folder, then copy the set with `python -m data_prep.upload_shards DIR URL`",
-        )
     for option in ("samples_per_shard", "workers"):
         if getattr(args, option) < 1:
             raise UserError(
@@ -100,18 +101,36 @@ def main() -> None:
     if args.seed < 0:
         raise UserError(f"--seed is {args.seed}, at least 0 needed", "pass a non-negative number")
 
-    _write(args, rules, share)
+    from data_prep.workers import stop_like_ctrl_c
+
+    stop_like_ctrl_c()
+    with _open_output(args) as output:
+        _write(args, output, rules, share)
 
 
-def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
+def _open_output(args: argparse.Namespace) -> Output:
+    from data_prep.output import Output
+
+    place = parse_place(args.output)
+    if isinstance(place, Path):
+        if args.scratch:
+            raise UserError(f"--scratch is for an --output in a store, and {place} is a folder", "leave it out")
+        return Output(place)
+
+    import tempfile
+
+    from data_prep.store_output import StoreOutput
+
+    return StoreOutput(place, args.scratch or Path(tempfile.gettempdir()), f"{args.split} {args.task} {args.tasks}")
+
+
+def _write(args: argparse.Namespace, output: Output, rules: ImageRules, share: Share) -> None:
     from data_prep.class_names import put_class_names
     from data_prep.sources.staged import drop_copies
     from data_prep.split_classes import same_images
-    from data_prep.workers import stop_like_ctrl_c
     from data_prep.writer import write_shards
 
-    stop_like_ctrl_c()
-    sources = _open_sources(args)  # both, so that an error in either is found before hours of work
+    sources = _open_sources(args, output)  # both, so that an error in either is found before hours of work
     for split, source in sources.items():
         classes = counted(len(set(source.labels.tolist())), "class")
         print(f"{source.path}: {counted(len(source), 'image')} of {classes} for the {split} split")
@@ -119,19 +138,19 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
             print(
                 f"{source.path}: {counted(source.ignored, 'other file')} not of the form class/*.JPEG (or jpg, png, webp, tif, bmp): ignored"
             )
-    names = _class_names(args, sources)
+    names = _class_names(args, output, sources)
     for split, source in sources.items():
-        started, before = time.monotonic(), _splits_in(args.output)
+        started, before = time.monotonic(), _splits_in(output)
         if set(before) - {split} and (overlap := same_images(before, split, source.fingerprint())):
             print(f"warning: {args.output}: {overlap}; use --val-share 0.1 and an empty --output folder to hold out images")
         info = write_shards(
-            source, args.output, split, args.samples_per_shard, args.workers, args.seed, rules, args.max_rejected, share, print
+            source, output, split, args.samples_per_shard, args.workers, args.seed, rules, args.max_rejected, share, print
         )
         if info is None:
             print(f"{args.output}: wrote the {split} shards of task {share.task}; the last task to finish writes the manifest")
             continue
         if names and (args.class_names or split not in before):
-            put_class_names(Path(args.output), names)
+            put_class_names(output, names)
         classes = counted(sum(n > 0 for n in info.samples_per_class), "class")
         about = (
             f"{counted(info.samples, 'image')} of {classes} in {counted(len(info.shards), 'shard')}, {info.bytes / 1e6:.1f} MB"
@@ -146,15 +165,15 @@ def _write(args: argparse.Namespace, rules: ImageRules, share: Share) -> None:
         if info.formats:
             kept = ", ".join(f"{count} {suffix}" for suffix, count in info.formats.items())
             print(f"{args.output}: {split} holds images as they were that are no JPEGs: {kept}")
-    drop_copies(Path(args.output, STAGED))
+    drop_copies(output.folder / STAGED)
 
 
-def _class_names(args: argparse.Namespace, sources: dict[str, Source]) -> dict[str, str]:
+def _class_names(args: argparse.Namespace, output: Output, sources: dict[str, Source]) -> dict[str, str]:
     """Class -> name, of --class-names or the devkit; empty if there are none."""
     from data_prep.class_names import by_class, class_list, read_class_names
 
     source = next(iter(sources.values()))
-    classes = class_list(Path(args.output), source.class_names)
+    classes = class_list(output.folder, source.class_names)
     if args.class_names:
         names = read_class_names(args.class_names, classes)
     elif all(key in source.class_words for key in classes):
@@ -165,20 +184,20 @@ def _class_names(args: argparse.Namespace, sources: dict[str, Source]) -> dict[s
     return dict(zip(classes, names))
 
 
-def _splits_in(folder: str) -> dict[str, SplitInfo]:
-    """The splits listed in a folder's manifest, if there is one."""
+def _splits_in(output: Output) -> dict[str, SplitInfo]:
+    """The splits listed in the manifest, if there is one."""
     from pipeline.data.manifest import MANIFEST, ShardManifest
 
-    return ShardManifest.read(Path(folder)).splits if Path(folder, MANIFEST).exists() else {}
+    return ShardManifest.read(output.folder).splits if (output.folder / MANIFEST).exists() else {}
 
 
-def _open_sources(args: argparse.Namespace) -> dict[str, Source]:
+def _open_sources(args: argparse.Namespace, output: Output) -> dict[str, Source]:
     from data_prep.job import refuse_untaught_classes
     from data_prep.sources import RANDOM, Reading, check_fraction, hold_out, open_sources, take_subset
     from data_prep.split_classes import unseen_classes
 
-    stage = None if args.tasks > 1 else Path(args.output, STAGED)
-    reading = Reading(stage, frozenset(_splits_in(args.output)), args.image_column, args.label_column)
+    stage = None if args.tasks > 1 else output.folder / STAGED
+    reading = Reading(stage, frozenset(_splits_in(output)), args.image_column, args.label_column)
 
     check_fraction(args.subset)
     if args.subset_rule and args.subset == 1:

@@ -17,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from data_prep.output import Output
 from data_prep.sources import Source, SourceImage
 from data_prep.tar_writer import TarWriter
 from data_prep.workers import count_image
@@ -31,7 +32,7 @@ class ShardTask:
 
     Attributes:
         source: only the shard's samples, in the order of the tar.
-        folder: the shard set.
+        output: the shard set.
         split: ``train`` or ``val``.
         number: of the shard.
         classes: class names in index order.
@@ -40,7 +41,7 @@ class ShardTask:
     """
 
     source: Source
-    folder: Path
+    output: Output
     split: str
     number: int
     classes: list[str]
@@ -68,7 +69,7 @@ class FinishedShard:
 
 
 def write_shard(task: ShardTask) -> list[dict]:
-    """Write one tar, its index and its record, each atomically.
+    """Write one tar, its index and its record, and publish them in this order, each as a whole.
 
     Returns:
         The rejected images.
@@ -107,9 +108,9 @@ def write_shard(task: ShardTask) -> list[dict]:
             count_image()
         digests.append(tar.close())
 
-    path = task.folder / shard_name(task.split, task.number, "tar")
+    path = task.output.folder / shard_name(task.split, task.number, "tar")
     replace_file(path, write_tar)
-    index_path = task.folder / shard_name(task.split, task.number, "idx")
+    index_path = task.output.folder / shard_name(task.split, task.number, "idx")
     index = "\n".join([f"v1.2 {len(lines)}", *lines, ""]).encode()
     replace_file(index_path, lambda file: file.write(index))
     info = ShardInfo(
@@ -121,6 +122,8 @@ def write_shard(task: ShardTask) -> list[dict]:
         idx_bytes=len(index),
         idx_sha256=hashlib.sha256(index).hexdigest(),
     )
+    task.output.publish(info.file, info.sha256)
+    task.output.publish(info.idx_file, info.idx_sha256)
     _write_record(task, FinishedShard(rows[: len(lines)], info, rejected, reencoded, dict(formats)))
     return rejected
 
@@ -130,16 +133,23 @@ def record_file(folder: Path, split: str, number: int) -> Path:
     return folder / f".{shard_name(split, number, 'finished.npz')}"
 
 
-def read_record(folder: Path, split: str, number: int, job: str) -> FinishedShard | None:
-    """The record of a shard that this job has finished; None if there is none or the sizes of tar and index differ from it."""
+def read_record(output: Output, sizes: dict[str, int], split: str, number: int, job: str) -> FinishedShard | None:
+    """The record of a shard that this job has finished; None if there is none or the sizes of tar and index differ from it.
+
+    Args:
+        output: the shard set.
+        sizes: of its files (:meth:`~data_prep.output.Output.sizes`).
+        split, number: of the shard.
+        job: digest of the job's description.
+    """
     try:
-        with np.load(record_file(folder, split, number)) as record:
+        with np.load(record_file(output.folder, split, number)) as record:
             about, rows = json.loads(record["about"].tobytes()), record["rows"]
         info = ShardInfo(**about["info"])
-        sizes = [(folder / name).stat().st_size for name in (info.file, info.idx_file)]
+        found = [sizes[name] for name in (info.file, info.idx_file)]
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return None
-    if about["job"] != job or sizes != [info.bytes, info.idx_bytes]:
+    if about["job"] != job or found != [info.bytes, info.idx_bytes]:
         return None
     return FinishedShard(rows, info, about["rejected"], about["reencoded"], about.get("formats", {}))
 
@@ -148,8 +158,9 @@ def _write_record(task: ShardTask, shard: FinishedShard) -> None:
     about = {"job": task.job, **asdict(replace(shard, rows=np.empty(0)))}
     del about["rows"]
     encoded = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
-    path = record_file(task.folder, task.split, task.number)
+    path = record_file(task.output.folder, task.split, task.number)
     replace_file(path, lambda file: np.savez(file, rows=shard.rows, about=encoded))
+    task.output.publish(path.name)
 
 
 def _add_sample(tar: TarWriter, key: str, image: StoredImage, original: SourceImage, label: int) -> tuple[int, str]:

@@ -32,7 +32,9 @@ def needed_bytes(source: Source, rules: ImageRules) -> int:
     return round(images + len(source) * _BYTES_PER_SAMPLE)
 
 
-def check_space_for_shards(folder: Path, needed: int, written: int, estimate: bool) -> None:
+def check_space_for_shards(
+    folder: Path, needed: int, written: int, estimate: bool, otherwise: str = "choose another --output"
+) -> None:
     """Check that the shards fit on the disk.
 
     Args:
@@ -40,6 +42,7 @@ def check_space_for_shards(folder: Path, needed: int, written: int, estimate: bo
         needed: bytes of the whole split.
         written: bytes already written.
         estimate: whether ``needed`` is an estimate, because images are resized; for the message.
+        otherwise: what can be done in place of freeing space.
 
     Raises:
         UserError: not enough free space.
@@ -52,5 +55,5 @@ def check_space_for_shards(folder: Path, needed: int, written: int, estimate: bo
         raise UserError(
             f"the disk of {folder} has {shutil.disk_usage(folder).free / 1e9:.2f} GB free, {missing / 1e9:.2f} GB needed for the "
             f"shards{about}",
-            "free some space or choose another --output",
+            f"free some space or {otherwise}",
         ) from None

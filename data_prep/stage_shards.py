@@ -35,6 +35,8 @@ def main() -> int:
     )
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="shards to fetch at a time (default: 4)")
     args = parser.parse_args()
+    if not args.cache.strip():
+        raise UserError("--cache is empty, a folder on a disk of this node needed", "pass one; a variable may not be set")
     if "://" in args.cache:
         raise UserError(f"--cache is the URL {args.cache}, a folder on a disk of this node needed", "pass one")
     if args.gib is not None and not 0 < args.gib <= 2**20:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
 from data_prep import counted
+from data_prep.workers import interrupts_noted
 from pipeline.data.cache_filler import allow_open_copies
 from pipeline.data.cached_shard import CachedShard
 from pipeline.data.shard_cache import ShardCache, Unclaimed
@@ -66,10 +67,18 @@ def stage(shards: ShardSet, cache: ShardCache, workers: int) -> Staged:
         total=sum(shard.bytes for shard in info.shards), desc=shards.split, unit="B", unit_scale=True, disable=None
     ) as bar:
         work, numbers = _Work(Staged(shards, cache), bar), list(range(len(info.shards)))
-        with ThreadPoolExecutor(workers) as pool:
+        with interrupts_noted() as raise_if_interrupted, ThreadPoolExecutor(workers) as pool:
             try:
-                while numbers := [number for number, done in zip(numbers, pool.map(work.do, numbers)) if not done]:
-                    time.sleep(_WAIT_SECONDS)
+                while numbers:
+                    futures = {pool.submit(work.do, number): number for number in numbers}
+                    pending, again = set(futures), []
+                    while pending:
+                        done, pending = wait(pending, _WAIT_SECONDS, FIRST_EXCEPTION)
+                        raise_if_interrupted()
+                        again += [futures[future] for future in done if not future.result()]
+                    numbers = again
+                    if numbers:
+                        time.sleep(_WAIT_SECONDS)
             except BaseException:
                 work.stop.set()
                 pool.shutdown(cancel_futures=True)

@@ -19,19 +19,23 @@ from typing import TYPE_CHECKING
 from data_prep import counted
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
-from pipeline.stores.place import Place, RemotePath, parse_place, place_argument
+from pipeline.stores.place import Place, RemotePath, is_remote, parse_place, place_argument
 
 if TYPE_CHECKING:
     from pipeline.data.manifest import ShardManifest
-    from pipeline.stores.store import Store
 
 
 def main() -> None:
     parser = command_parser("data_prep.upload_shards", __doc__)
-    parser.add_argument("folder", type=Path, help="the shard set: the folder that holds manifest.json")
+    parser.add_argument("folder", help="the shard set: the folder that holds manifest.json")
     parser.add_argument("url", type=place_argument, help="where to copy it to")
     args = parser.parse_args()
-    upload(args.folder, args.url)
+    if is_remote(args.folder):
+        raise UserError(
+            f"{args.folder} is a URL, a shard set in a folder needed",
+            "copy it with the store's own tool, or into a folder first",
+        )
+    upload(Path(args.folder), args.url)
 
 
 def upload(folder: Path, url: Place | str) -> None:
@@ -46,29 +50,38 @@ def upload(folder: Path, url: Place | str) -> None:
     """
     from tqdm import tqdm
 
+    from data_prep.store_output import check_bucket, checked_size, put_file, told
     from pipeline.data.manifest import MANIFEST, ShardManifest
     from pipeline.stores.store import Store
 
     place = parse_place(url)
-    if not isinstance(place, RemotePath) or place.scheme not in ("s3", "gs", "az"):
-        raise UserError(f"{place} is no bucket, s3://BUCKET/PREFIX, gs:// or az:// needed", "correct it")
+    check_bucket(place)
+    assert isinstance(place, RemotePath)
     manifest = ShardManifest.read(folder)
     content = (folder / MANIFEST).read_bytes()
     store = Store(place, probe="")
-    there = store.sizes(must=True)
-    if MANIFEST in there:
-        if _fetched(store, place, MANIFEST) == content:
-            print(f"{place} holds this set already, nothing was uploaded")
-            return
+    with told(place, "read"):
+        there = store.sizes(must=True)
+        present = bytes(store.fetch(MANIFEST).data) if MANIFEST in there else b""
+    if present == content:
+        print(f"{place} holds this set already, nothing was uploaded")
+        return
+    if present:
         raise UserError(f"{place} holds another shard set", "choose another URL, or remove what is there")
+    if unfinished := [name for name in there if name.endswith("-in-progress")]:
+        raise UserError(
+            f"{place / unfinished[0]} says that a set is being written there by the sharder",
+            "choose another URL, or remove what is there",
+        )
     files = dict(_files(folder, manifest))
 
     def copy(name: str) -> int:
         path, sha256 = folder / name, files[name]
-        size = _checked(path, sha256)
-        if there.get(name) == size and store.mark(name) == sha256:
-            return 0
-        _put(store, place, name, path, sha256)
+        size = checked_size(path, sha256)
+        with told(place, "read", name):
+            if there.get(name) == size and store.describe(name)[1] == sha256:
+                return 0
+        put_file(store, place, name, path, sha256)
         return size
 
     sent = kept = 0
@@ -79,7 +92,8 @@ def upload(folder: Path, url: Place | str) -> None:
                     raise result
                 sent, kept = sent + result, kept + (result == 0)
                 bar.update()
-    _put(store, place, MANIFEST, content, "")
+    with told(place, "written", MANIFEST):
+        store.put(MANIFEST, content)
     again = f", {counted(kept, 'file')} kept from an earlier run" if kept else ""
     print(f"{place}: {counted(len(files) + 1, 'file')}, {(sent + len(content)) / 1e6:.1f} MB uploaded{again}")
 
@@ -96,36 +110,6 @@ def _files(folder: Path, manifest: ShardManifest) -> Iterator[tuple[str, str]]:
     for name in (REJECTED, REENCODED):
         if (folder / name).exists():
             yield name, ""
-
-
-def _checked(path: Path, sha256: str) -> int:
-    """The size of a file that is what the manifest says."""
-    from pipeline.data.manifest import file_sha256
-
-    try:
-        if sha256 and file_sha256(path) != sha256:
-            raise UserError(
-                f"{path} was changed after it was written", "restore it; data_prep.verify_shards names all such files"
-            )
-        return path.stat().st_size
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror})", "restore it, or shard again into an empty folder"
-        ) from None
-
-
-def _put(store: Store, place: RemotePath, name: str, data: bytes | Path, mark: str) -> None:
-    try:
-        store.put(name, data, mark)
-    except OSError as error:
-        raise UserError(f"{place / name} cannot be written ({error.strerror})", "see to the store and run it again") from None
-
-
-def _fetched(store: Store, place: RemotePath, name: str) -> bytes:
-    try:
-        return bytes(store.fetch(name).data)
-    except OSError as error:
-        raise UserError(f"{place / name} cannot be read ({error.strerror})", "see to the store and run it again") from None
 
 
 def _in_parts(names: list[str], size: int) -> Iterator[list[str]]:

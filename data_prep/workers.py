@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -28,10 +29,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Progress:
-    """Shared between the workers and their parent: the number of images done, and the request to stop."""
+    """Shared between the workers and their parent: the number of images done, and the request to stop.
 
-    images: Synchronized
-    stop: Synchronized
+    The parent takes no lock: a worker that is killed while it has one, for example for its memory, never gives it back.
+    """
+
+    images: Synchronized  # locked by workers, which add to it
+    stop: ctypes.c_byte
+
+    def count(self) -> int:
+        """Images done."""
+        return self.images.get_obj().value
 
 
 class Stopped(Exception):
@@ -59,7 +67,7 @@ def run_tasks(
     context = multiprocessing.get_context("spawn")
     try:
         with _interrupts_held_back():  # this starts multiprocessing's resource tracker
-            progress = Progress(context.Value("q", 0), context.Value("b", 0))
+            progress = Progress(context.Value("q", 0), context.Value("b", 0, lock=False))
         executor = ProcessPoolExecutor(workers, context, _start_worker, (progress,))
     except OSError as error:
         raise UserError(
@@ -68,13 +76,18 @@ def run_tasks(
             "free some space on it",
         ) from None
     before = bar.n
-    with executor as pool:
+    with interrupts_noted() as raise_if_interrupted, executor as pool:
         try:
-            pending = {_submit(pool, function, task) for task in tasks}
+            pending = set()
+            for task in tasks:
+                pending.add(_submit(pool, function, task))
+                raise_if_interrupted()
             while pending:
                 done, pending = wait(pending, BAR_SECONDS, FIRST_COMPLETED)
-                bar.update(before + progress.images.value - bar.n)
+                raise_if_interrupted()
+                bar.update(before + progress.count() - bar.n)
                 yield from (future.result() for future in done)
+            raise_if_interrupted()
         except BaseException as error:
             progress.stop.value = 1
             pool.shutdown(cancel_futures=True)
@@ -103,8 +116,41 @@ def count_image() -> None:
         return
     with _progress.images.get_lock():
         _progress.images.value += 1
-    if _progress.stop.value:
+    stop_if_asked()
+
+
+def stop_if_asked() -> None:
+    """Called by a worker where it waits for something.
+
+    Raises:
+        Stopped: the parent asked the workers to stop.
+    """
+    if _progress is not None and _progress.stop.value:
         raise Stopped
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[Callable[[], None]]:
+    """Within the block, Ctrl-C and what counts as it raise KeyboardInterrupt only where the block calls what it was given.
+
+    The futures of a pool have locks. An interrupt just after this thread took one left it locked, and the pool waited for it for good.
+    """
+    noted = threading.Event()
+
+    def raise_if_interrupted() -> None:
+        if noted.is_set():
+            raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.default_int_handler:
+                before[number] = signal.signal(number, lambda *_: noted.set())
+    try:
+        yield raise_if_interrupted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

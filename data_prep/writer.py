@@ -23,9 +23,10 @@ from tqdm import tqdm
 from data_prep import MAX_REJECTED, counted
 from data_prep.folder_lock import FolderLock
 from data_prep.job import ShardJob, already_written, begin, describe_job, remove_traces
+from data_prep.output import Output
 from data_prep.shard_writer import FinishedShard, read_record, record_file, write_shard
 from data_prep.sources import Source
-from data_prep.space import check_space_for_shards, needed_bytes
+from data_prep.space import needed_bytes
 from data_prep.workers import run_tasks
 from pipeline.data.image_checks import ImageRules
 from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, file_sha256, shard_name
@@ -43,7 +44,7 @@ class Share:
 
 def write_shards(
     source: Source,
-    folder: str | Path,
+    folder: str | Path | Output,
     split: str,
     samples_per_shard: int = 2000,
     workers: int = 1,
@@ -57,7 +58,7 @@ def write_shards(
 
     Args:
         source: the images.
-        folder: the shard set; may already hold another split of the same data set.
+        folder: the shard set, a folder or another output; may already hold another split of the same data set.
         split: ``train`` or ``val``.
         samples_per_shard: images of the source per shard; the last shard, and shards with rejected images, hold fewer.
         workers: number of worker processes.
@@ -71,22 +72,25 @@ def write_shards(
         The split's manifest entry; None while shards of other tasks are missing.
 
     Raises:
-        UserError: the folder holds another data set, the disk is too small, or too many images were rejected.
+        UserError: the output holds another data set, the disk is too small, or too many images were rejected.
     """
-    folder = Path(folder)
-    job = describe_job(source, folder, split, samples_per_shard, seed, rules)
-    folder.mkdir(parents=True, exist_ok=True)
+    output = folder if isinstance(folder, Output) else Output(folder)
+    job = describe_job(source, output, split, samples_per_shard, seed, rules)
+    output.folder.mkdir(parents=True, exist_ok=True)
     numbers = range(share.task, job.shards, share.of)
-    with FolderLock(folder) as lock:
+    with FolderLock(output.folder) as lock:
         lock.take_shards(split, numbers)
-        with lock.manifest():
+
+        def begun() -> SplitInfo | None:
             done = already_written(job)
             if done is None:
                 begin(job)
+            return done
+
+        done = output.update(lock, begun)
         if done is None:
             _write_missing(job, lock, numbers, workers, max_rejected, say)
-            with lock.manifest():
-                done = already_written(job) or _enter_into_manifest(job, max_rejected)
+            done = output.update(lock, lambda: already_written(job) or _enter_into_manifest(job, max_rejected))
         if done is not None:
             remove_traces(job)
     return done
@@ -96,16 +100,16 @@ def _write_missing(
     job: ShardJob, lock: FolderLock, numbers: range, workers: int, max_rejected: float, say: Callable[[str], object]
 ) -> None:
     """Write the shards that are not finished yet, with a progress bar on a terminal."""
-    finished = {number: read_record(job.folder, job.split, number, job.digest) for number in range(job.shards)}
+    output, there = job.output, job.output.sizes()
+    finished = {number: read_record(output, there, job.split, number, job.digest) for number in range(job.shards)}
     written = sum(shard.info.bytes for shard in finished.values() if shard)
-    check_space_for_shards(
-        job.folder, needed_bytes(job.source, job.rules), written, estimate=job.rules.resize_short_side is not None
-    )
     rejected = [line for number in numbers if (shard := finished[number]) for line in shard.rejected]
     missing = [number for number in numbers if not finished[number]]
+    at_once = min(workers, len(missing)) / max(job.shards, 1)
+    output.check_space(needed_bytes(job.source, job.rules), written, at_once, estimate=job.rules.resize_short_side is not None)
     if len(missing) < len(numbers):
         kept = counted(len(numbers) - len(missing), f"finished {job.split} shard")
-        say(f"{job.folder}: {kept} of {len(numbers)} kept from an earlier run, {len(missing)} to write")
+        say(f"{output.place}: {kept} of {len(numbers)} kept from an earlier run, {len(missing)} to write")
     for number in missing:
         _remove_leftovers(job, number)
     sizes = {number: min(job.samples_per_shard, len(job.source) - number * job.samples_per_shard) for number in numbers}
@@ -118,8 +122,8 @@ def _write_missing(
                 rejected += rejected_of_shard
                 _stop_at_too_many(job, rejected, max_rejected)
     except TooManyRejected:
-        with lock.manifest():
-            _write_lists(job, _finished_shards(job))  # the images rejected so far, for the user to inspect
+        # The images rejected so far, for the user to inspect.
+        output.update(lock, lambda: _write_lists(job, _finished_shards(job)))
         raise
 
 
@@ -133,20 +137,21 @@ def _stop_at_too_many(job: ShardJob, rejected: list[dict], max_rejected: float) 
         first = "; ".join(f"{line['file']}: {line['reason']}" for line in rejected[:3])
         raise TooManyRejected(
             f"{len(rejected)} of the {len(job.source)} {job.split} images of {job.source.path} cannot be stored, at most {allowed} "
-            f"allowed by --max-rejected {max_rejected:g} ({first}): allow more, or repair those listed in {job.folder / REJECTED} and start with an empty folder."
+            f"allowed by --max-rejected {max_rejected:g} ({first}): allow more, or repair those listed in {job.output.place / REJECTED} and start with an empty --output."
         )
 
 
 def _remove_leftovers(job: ShardJob, number: int) -> None:
     """Remove temporary files of killed runs, and a record whose tar was changed."""
-    record = record_file(job.folder, job.split, number)
-    record.unlink(missing_ok=True)
+    record = record_file(job.output.folder, job.split, number)
+    job.output.withdraw([record.name])
     for name in (shard_name(job.split, number, "tar"), shard_name(job.split, number, "idx"), record.name):
-        remove_leftovers(job.folder / name)
+        remove_leftovers(job.output.folder / name)
 
 
 def _finished_shards(job: ShardJob) -> list[FinishedShard]:
-    shards = (read_record(job.folder, job.split, number, job.digest) for number in range(job.shards))
+    sizes = job.output.sizes()
+    shards = (read_record(job.output, sizes, job.split, number, job.digest) for number in range(job.shards))
     return [shard for shard in shards if shard]
 
 
@@ -163,10 +168,13 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
             f"none of the {len(job.source)} {job.split} images of {job.source.path} can be stored, at least 1 needed",
             "repair them",
         )
-    samples_file = job.folder / f"{job.split}-samples.npy"
-    for path in (samples_file, *(job.folder / name for name in (MANIFEST, REJECTED, REENCODED))):
+    output, folder = job.output, job.output.folder
+    samples_file = folder / f"{job.split}-samples.npy"
+    for path in (samples_file, *(folder / name for name in (MANIFEST, REJECTED, REENCODED))):
         remove_leftovers(path)
     replace_file(samples_file, lambda file: np.save(file, rows))
+    samples_sha256 = file_sha256(samples_file)
+    output.publish(samples_file.name, samples_sha256)
     info = SplitInfo(
         samples=len(rows),
         bytes=sum(shard.info.bytes for shard in shards),
@@ -175,21 +183,22 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
         source={"path": job.source.path, **job.description},
         samples_per_class=np.bincount(rows["label"], minlength=len(job.classes)).tolist(),
         samples_file=samples_file.name,
-        samples_sha256=file_sha256(samples_file),
+        samples_sha256=samples_sha256,
         shards=[shard.info for shard in shards],
         rejected=sum(len(shard.rejected) for shard in shards),
         reencoded=sum(len(shard.reencoded) for shard in shards),
         formats=dict(sorted(sum((Counter(shard.formats) for shard in shards), Counter()).items())),
     )
-    manifest = ShardManifest.read(job.folder) if (job.folder / MANIFEST).exists() else ShardManifest(job.classes)
+    manifest = ShardManifest.read(folder) if (folder / MANIFEST).exists() else ShardManifest(job.classes)
     if manifest.classes != job.classes:
         raise UserError(
-            f"{job.folder / MANIFEST} was written in the meantime with {len(manifest.classes)} classes that are not this split's "
+            f"{output.place / MANIFEST} was written in the meantime with {len(manifest.classes)} classes that are not this split's "
             f"{len(job.classes)}",
             f"shard {job.split} again, which then uses the manifest's classes",
         )
     splits = {**manifest.splits, job.split: info}
-    replace(manifest, splits=dict(sorted(splits.items()))).write(job.folder)
+    replace(manifest, splits=dict(sorted(splits.items()))).write(folder)
+    output.publish(MANIFEST)
     return info
 
 
@@ -200,17 +209,19 @@ def _write_lists(job: ShardJob, shards: list[FinishedShard]) -> None:
         REENCODED: [line for shard in shards for line in shard.reencoded],
     }
     for name, new in lines.items():
-        path = job.folder / name
+        path = job.output.folder / name
         try:
             old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
             kept = [line for line in old if line["split"] != job.split]
         except (ValueError, KeyError, TypeError):
             raise UserError(
-                f"{path} is damaged, a JSON object with a split on each line needed", "remove it and run the same command again"
+                f"{job.output.place / name} is damaged, a JSON object with a split on each line needed",
+                "remove it and run the same command again",
             ) from None
         both = sorted(kept + new, key=lambda line: line["split"])  # stable: keeps the order of the shards within a split
         content = "".join(json.dumps(line) + "\n" for line in both)
         if content:
             replace_text(path, content)
+            job.output.publish(name)
         else:
-            path.unlink(missing_ok=True)
+            job.output.withdraw([name])

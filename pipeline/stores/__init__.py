@@ -3,6 +3,7 @@
 ::
 
     place.py       where something is: a path, or a URL without secrets
+    opening.py     a place opened with the user's credentials
     client.py      single requests, with obstore, and what can go wrong with them
     store.py       requests that are repeated where that helps, counted, and given up where it does not
     parallel.py    many requests at a time, in threads

@@ -7,32 +7,26 @@ also counted, and waits for the whole process where a store asks for fewer reque
 from __future__ import annotations
 
 import enum
-import netrc
-import os
 import re
-from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.errors import UserError
+from pipeline.stores.opening import EXTRA, open_store
 from pipeline.stores.place import RemotePath
 
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
-
-EXTRA = "pip install 'pervit-pipeline[remote]'"
-_CONNECT, _SILENT, _WHOLE = timedelta(seconds=10), timedelta(seconds=20), timedelta(seconds=120)  # of a request
 _MARK = "sha256"  # metadata of an object
 _THROTTLED = ("408", "429", "503")
+_OTHER_STATE = ("AlreadyExistsError", "PreconditionError")  # obstore's exceptions for a condition that does not hold
 # What stores answer with another status than 401 or 403 to credentials that are no longer valid, and what obstore says where it
 # finds none.
 _NO_CREDENTIALS = re.compile(
     r"ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|169\.254\.169\.254|metadata\.google\.internal|token request|"
     r"Account must be specified|[Cc]redential",
 )
+NO_RANGES = "the server does not answer requests for a part of a file"
 
 
 class Kind(enum.Enum):
@@ -55,12 +49,29 @@ class Failure(Exception):
 
 
 @dataclass(frozen=True)
+class Version:
+    """One state of an object, for a write that must replace this state alone; by default, that there is none.
+
+    Attributes:
+        tag: the etag; empty if there is none.
+        number: of the version, where the store counts them.
+    """
+
+    tag: str = ""
+    number: str = ""
+
+
+@dataclass(frozen=True)
 class Answer:
-    """Bytes of an object. ``size`` and ``tag`` are those of the whole object: bytes, and the etag if there is one."""
+    """Bytes of an object. ``size`` and ``version`` are those of the whole object: bytes, and etag if there is one."""
 
     data: memoryview
     size: int
-    tag: str
+    version: Version
+
+    @property
+    def tag(self) -> str:
+        return self.version.tag
 
 
 class Client:
@@ -80,8 +91,9 @@ class Client:
             raise UserError(f"{place} needs obstore, which is not installed", EXTRA) from None
         self._obstore = obstore
         self.place = place
+        self._conditions = True
         try:
-            self._store = _open(place)
+            self._store = open_store(place)
         except UserError:
             raise
         except Exception as error:  # settings in the environment: obstore has several exceptions for them
@@ -98,37 +110,64 @@ class Client:
         """
         with _sorted_failures():
             found = self._obstore.get(self._store, name, options={"range": (begin, begin + size)})
-            answer = Answer(memoryview(found.bytes()), found.meta["size"], found.meta.get("e_tag") or "")
+            answer = Answer(memoryview(found.bytes()), found.meta["size"], _version(found.meta))
         needed = min(size, answer.size - begin)
         if len(answer.data) != needed:
             raise Failure(Kind.CUT, f"{len(answer.data)} of {needed} bytes were sent")
         return answer
 
-    def put(self, name: str, data: bytes | Path, mark: str = "") -> None:
+    def put(self, name: str, data: bytes | Path, mark: str = "", replaces: Version | None = None) -> Version:
         """Write a whole object: it is there completely, or as it was before.
 
         Args:
             name: of the object.
             data: its content, or a file with it.
-            mark: what :meth:`mark` returns of it.
+            mark: what :meth:`describe` returns of it.
+            replaces: write only if the object is in this state; None: in any. A store that knows no such condition ignores it.
 
         Raises:
-            Failure: it was not written.
+            Failure: it was not written; of the kind ``CHANGED``, because it is in another state.
         """
+        attributes = {_MARK: mark} if mark else None
+        if replaces is not None and self._conditions:
+            mode = "create" if replaces == Version() else {"e_tag": replaces.tag, "version": replaces.number}
+            if isinstance(mode, dict):
+                mode = {key: value for key, value in mode.items() if value}
+            try:
+                with _sorted_failures(conditional=True):
+                    return _version(self._obstore.put(self._store, name, data, attributes=attributes, mode=mode))
+            except _NoConditions:
+                self._conditions = False
         with _sorted_failures():
-            self._obstore.put(self._store, name, data, attributes={_MARK: mark} if mark else None)
+            return _version(self._obstore.put(self._store, name, data, attributes=attributes))
 
-    def mark(self, name: str) -> str:
-        """What an object was marked with; empty if it was not.
+    def describe(self, name: str) -> tuple[int, str]:
+        """Bytes of an object that has at least one, and what it was marked with; empty if it was not.
 
         Raises:
             Failure: it cannot be asked.
         """
         with _sorted_failures():
-            return str(self._obstore.get(self._store, name, options={"range": (0, 1)}).attributes.get(_MARK, ""))
+            found = self._obstore.get(self._store, name, options={"range": (0, 1)})
+            return found.meta["size"], str(found.attributes.get(_MARK, ""))
 
-    def sizes(self) -> Iterator[tuple[str, int]]:
-        """Name and bytes of all objects of the place. A web server has no such list.
+    def delete(self, names: list[str]) -> None:
+        """Remove objects; those that are not there are no failure.
+
+        Raises:
+            Failure: one is still there.
+        """
+        try:
+            with _sorted_failures():
+                self._obstore.delete(self._store, names)
+        except Failure as failure:
+            if failure.kind is not Kind.MISSING:
+                raise
+            for name in names if len(names) > 1 else []:  # Azure and Google stop at the first that is not there
+                self.delete([name])
+
+    def objects(self) -> Iterator[tuple[str, int, str]]:
+        """Name, bytes and etag of all objects of the place. A web server has no such list.
 
         Raises:
             Failure: they cannot be listed.
@@ -136,18 +175,34 @@ class Client:
         with _sorted_failures():
             for part in self._obstore.list(self._store):
                 for found in part:
-                    yield found["path"], found["size"]
+                    yield found["path"], found["size"], found.get("e_tag") or ""
+
+
+class _NoConditions(Exception):
+    """The store does not know conditions on writing."""
 
 
 class _sorted_failures:
-    """Turns obstore's exceptions into :class:`Failure`."""
+    """Turns obstore's exceptions into :class:`Failure`; ``conditional`` is of a request to write under a condition."""
+
+    def __init__(self, conditional: bool = False) -> None:
+        self._conditional = conditional
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, Failure):
-            raise Failure(*_sort(error)) from None
+        if not isinstance(error, Exception) or isinstance(error, Failure):
+            return
+        if self._conditional and "status code: 501" in str(error):
+            raise _NoConditions from None
+        if self._conditional and (type(error).__name__ in _OTHER_STATE or "status code: 409" in str(error)):
+            raise Failure(Kind.CHANGED, "another process has written it meanwhile") from None
+        raise Failure(*_sort(error)) from None
+
+
+def _version(meta: Any) -> Version:
+    return Version(meta.get("e_tag") or "", meta.get("version") or "")
 
 
 def _sort(error: Exception) -> tuple[Kind, str]:
@@ -162,7 +217,9 @@ def _sort(error: Exception) -> tuple[Kind, str]:
         code = re.search(r"<Code>(\w+)</Code>", text)
         return Kind.DENIED, code[1] if code else "no credentials were found"
     if name == "NotSupportedError" or "non-partial response" in text:
-        return Kind.ERROR, "the server does not answer requests for a part of a file"
+        return Kind.ERROR, NO_RANGES
+    if status and status[1] == "404":  # a list of a bucket that does not exist
+        return Kind.MISSING, "there is no such bucket"
     if status:
         return (Kind.THROTTLED if status[1] in _THROTTLED else Kind.ERROR), answer
     if "response body error" in text or "kind: Interrupted" in text:
@@ -177,77 +234,3 @@ def _first_line(error: Exception) -> str:
     """An exception's first line without URLs, which may hold a signature."""
     lines = (str(error) or type(error).__name__).splitlines()
     return re.sub(r"\S*://\S*", "URL", lines[0])[:200]
-
-
-def _open(place: RemotePath) -> ObjectStore:
-    """The store of a place, with credentials as the environment has them."""
-    from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
-
-    client: dict[str, Any] = {
-        "connect_timeout": _CONNECT,
-        "read_timeout": _SILENT,
-        "timeout": _WHOLE,
-        "user_agent": "pervit-pipeline",
-        "pool_max_idle_per_host": "128",
-    }
-    shared: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0, "retry_timeout": _WHOLE}}
-    if place.scheme in ("http", "https"):
-        client["allow_http"] = place.scheme == "http"
-        if login := _login(place.host):
-            client["default_headers"] = {"authorization": login}
-        return HTTPStore.from_url(str(place), **shared)
-    prefix = place.prefix or None
-    if place.scheme == "gs":
-        return GCSStore(place.host, prefix=prefix, **shared)
-    if place.scheme == "az":
-        return AzureStore(place.host, prefix=prefix, **shared)
-    endpoint = next((os.environ[key] for key in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if os.environ.get(key)), "")
-    if endpoint.startswith("http://"):  # the user's own choice
-        client["allow_http"] = True
-    chosen: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
-    if _has_profile():
-        chosen |= _of_profile(place)
-    return S3Store(place.host, prefix=prefix, **chosen, **shared)
-
-
-def _has_profile() -> bool:
-    """Whether AWS's files are to be asked for credentials, as other programs do: the environment has none."""
-    if os.environ.get("AWS_PROFILE"):
-        return True
-    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
-        return False
-    return Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser().exists()
-
-
-def _of_profile(place: RemotePath) -> dict[str, Any]:
-    """Credentials and region of a profile of AWS's files, whatever it names: keys, a role, single sign-on."""
-    try:
-        import boto3
-    except ImportError:
-        raise UserError(
-            f"{place} needs boto3 to read AWS's profiles, which is not installed",
-            f"{EXTRA}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        ) from None
-    session = boto3.Session()
-    credentials = session.get_credentials()
-    if credentials is None:
-        return {}
-
-    def provide() -> dict[str, Any]:
-        current = credentials.get_frozen_credentials()  # refreshes them where they expire
-        keys = {"access_key_id": current.access_key, "secret_access_key": current.secret_key, "token": current.token}
-        return {**keys, "expires_at": datetime.now(timezone.utc) + timedelta(minutes=5)}
-
-    provider: Callable[[], dict[str, Any]] = provide
-    region = {"region": session.region_name} if session.region_name else {}
-    return {"credential_provider": provider, **region}
-
-
-def _login(host: str) -> str:
-    """The Authorization header for a web server from ``~/.netrc``, as curl uses it; empty if there is none."""
-    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-    try:
-        found = netrc.netrc(str(path)).authenticators(host.rpartition("@")[2].partition(":")[0])
-    except (OSError, netrc.NetrcParseError):
-        return ""
-    return "Basic " + b64encode(f"{found[0]}:{found[2]}".encode()).decode() if found else ""

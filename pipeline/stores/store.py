@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from pipeline.errors import RANK_LOST, UserError
-from pipeline.stores.client import Answer, Client, Failure, Kind
+from pipeline.stores.client import NO_RANGES, Answer, Client, Failure, Kind, Version
 from pipeline.stores.parallel import Threads
 from pipeline.stores.place import RemotePath
+from pipeline.stores.settings import check_settings
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,10 @@ _WARN_AFTER = 20.0  # seconds without any answer until that is said
 
 class StoreFails(UserError):
     """The store as a whole cannot be read or written any more. What was trained so far is to be saved."""
+
+
+class NoBucket(StoreFails):
+    """The store has no bucket, or container, of that name."""
 
 
 class StoreAway(StoreFails):
@@ -61,6 +66,7 @@ class Store:
 
     def __init__(self, place: RemotePath, probe: str) -> None:
         self.place, self._probe, self._patience = place, probe, PATIENCE
+        check_settings(place)
         self._client = Client(place)
         self.threads = Threads(REQUESTS_AT_ONCE)
         self._lock = threading.Lock()
@@ -95,15 +101,33 @@ class Store:
             if answer.tag != first.tag:
                 raise OSError(errno.ESTALE, "it was replaced while it was read", str(self.place / name))
             answers.append(answer)
-        return Answer(memoryview(b"".join(answer.data for answer in answers)), first.size, first.tag)
+        return Answer(memoryview(b"".join(answer.data for answer in answers)), first.size, first.version)
 
-    def put(self, name: str, data: bytes | Path, mark: str = "") -> None:
-        """Write a whole object, with a mark that :meth:`mark` returns. Raises as :meth:`read`."""
-        self._repeat(name, lambda: self._client.put(name, data, mark), about_all=True)
+    def put(self, name: str, data: bytes | Path, mark: str = "", replaces: Version | None = None) -> Version:
+        """Write a whole object, with a mark that :meth:`describe` returns.
 
-    def mark(self, name: str) -> str:
-        """What an object was marked with; empty if it was not. Raises as :meth:`read`."""
-        return self._repeat(name, lambda: self._client.mark(name), about_all=True)
+        Args:
+            name, data, mark: as of :meth:`Client.put`.
+            replaces: the state that the object has to be in; None: any.
+
+        Raises:
+            FileExistsError: it is in another state. It may have been this call that wrote it, whose answer was lost.
+            OSError, StoreFails: as :meth:`read`.
+        """
+        return self._repeat(name, lambda: self._client.put(name, data, mark, replaces), about_all=True)
+
+    def describe(self, name: str) -> tuple[int, str]:
+        """Bytes and mark of an object that is not empty. Raises as :meth:`read`."""
+        return self._repeat(name, lambda: self._client.describe(name), about_all=True)
+
+    def delete(self, names: list[str]) -> None:
+        """Remove objects, if they are there. Raises as :meth:`read`."""
+        if names:
+            self._repeat(names[0], lambda: self._client.delete(names), about_all=True)
+
+    def objects(self) -> dict[str, tuple[int, str]]:
+        """Name -> bytes and etag of every object of the place. Raises as :meth:`read`."""
+        return self._repeat("", lambda: {name: (size, tag) for name, size, tag in self._client.objects()}, about_all=True)
 
     def sizes(self, must: bool = False) -> dict[str, int]:
         """Name and bytes of every object of the place.
@@ -114,7 +138,7 @@ class Store:
         if self.place.scheme in ("http", "https"):
             return {}
         try:
-            return self._repeat("", lambda: dict(self._client.sizes()), about_all=True)
+            return {name: size for name, (size, _) in self.objects().items()}
         except (OSError, StoreFails):
             if must:
                 raise
@@ -149,8 +173,16 @@ class Store:
 
     def _judge(self, name: str, failure: Failure, tries: int, began: float, about_all: bool) -> None:
         """Raise if another try is no use."""
+        if failure.kind is Kind.MISSING and about_all and not name:  # a list, of no object
+            self._end(
+                NoBucket,
+                f"{self.place} cannot be listed, {self.place.host} does not exist",
+                "create it, or correct the name or the store's address",
+            )
         if failure.kind is Kind.MISSING:
             raise FileNotFoundError(errno.ENOENT, str(failure), str(self.place / name))
+        if failure.kind is Kind.CHANGED:
+            raise FileExistsError(errno.EEXIST, str(failure), str(self.place / name))
         if failure.kind is Kind.DENIED:
             # A store says so of an object that is not there, too, where it does not let a user list.
             if not about_all and name != self._probe and self._answers_others():
@@ -159,6 +191,12 @@ class Store:
                 StoreFails,
                 f"{self.place} refuses access ({failure})",
                 "renew the credentials, or give this user the right to read it, and start again: a run goes on from its newest checkpoint",
+            )
+        if str(failure) == NO_RANGES and not self._ever:
+            self._end(
+                StoreFails,
+                f"the server of {self.place} does not answer requests for a part of a file (byte ranges), which reading samples needs",
+                "let it, as nginx and Apache do by default, or copy the set into a bucket or a folder",
             )
         now = time.monotonic()
         if (
@@ -169,7 +207,7 @@ class Store:
         ):
             raise OSError(errno.EIO, f"{failure}, for {now - began:.0f} s", str(self.place / name))
         silent = now - max(self._answered, began)
-        if silent > (self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)):
+        if silent > self._patience_now:
             self._end(
                 StoreAway,
                 f"{self.place} has not answered for {silent:.0f} s ({failure})",
@@ -178,8 +216,13 @@ class Store:
         if silent > _WARN_AFTER and not self._warned:
             self._warned = True
             _log.warning(
-                f"{self.place} has not answered for {silent:.0f} s ({failure}); it is tried again, for {self._patience:.0f} s"
+                f"{self.place} has not answered for {silent:.0f} s ({failure}); it is tried again, for {self._patience_now:.0f} s"
             )
+
+    @property
+    def _patience_now(self) -> float:
+        """Seconds: shorter before the first answer."""
+        return self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)
 
     def _answers_others(self) -> bool:
         """Whether the store answers a request for another object now."""

@@ -21,7 +21,7 @@ from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 from pipeline.models.weights.exported import read_exported
 from support.images import encoded, picture
-from support.launching import run_module, run_script
+from support.launching import run_script
 from support.official_files import write_devkit, write_official_imagenet
 from support.ranks import SMALL_MODEL, run_forked
 from support.runs import write_small_config
@@ -158,7 +158,7 @@ def test_names_reach_what_people_look_at(named: Path, tmp_path: Path) -> None:
     assert sum(folder[Path(row["file"]).parent.name] == row["top1_name"] for row in rows) == correct
 
     run_forked("pipeline.evaluate", "--checkpoint", run, "--data", named / "shards", "--predictions", run / "predictions.csv")
-    run_module("pipeline.report", run, "--output", tmp_path / "report.html")
+    run_forked("pipeline.report", run, "--output", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "a crane" in page and not re.search(r">c0<", page)
 

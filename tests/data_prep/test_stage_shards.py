@@ -14,7 +14,8 @@ import pytest
 
 from pipeline.data.manifest import ShardManifest, file_sha256
 from support.cached_stream import result_of, start_stream
-from support.launching import REPOSITORY, clean_environment, run_module, run_script
+from support.launching import REPOSITORY, clean_environment, run_script
+from support.ranks import run_forked
 
 
 def counts(output: str, split: str) -> dict[str, int]:
@@ -75,7 +76,7 @@ def test_an_interrupted_command_goes_on(how: signal.Signals, digits_shards: Path
     _, err = process.communicate()
     if how == signal.SIGTERM:
         assert (process.returncode, err.strip()) == (130, "stopped; the same command goes on from what is saved")
-    run_module("data_prep.stage_shards", digits_shards, "--cache", cache)
+    run_forked("data_prep.stage_shards", digits_shards, "--cache", cache)
     check_whole(digits_shards, cache)
 
 
@@ -83,7 +84,7 @@ def test_what_does_not_fit_is_said_and_no_error(digits_shards: Path, tmp_path: P
     """Guards against a prolog that takes a node out of service since its disk is small."""
     sizes = [shard.bytes for shard in ShardManifest.read(digits_shards).splits["train"].shards]
     gib = (sizes[0] + sizes[1] + 1000) / (1 << 30)
-    said = run_module("data_prep.stage_shards", digits_shards, "--cache", tmp_path / "cache", "--gib", gib).stdout
+    said = run_forked("data_prep.stage_shards", digits_shards, "--cache", tmp_path / "cache", "--gib", gib).stdout
     assert counts(said, "train") == {"fetched": 2, "without room": 2}
     assert f"; training reads the others from {digits_shards}" in said
     assert counts(said, "val")["fetched"] + counts(said, "val").get("without room", 0) == 1
@@ -95,7 +96,7 @@ def test_a_damaged_source_is_named(copied_shards: Path, tmp_path: Path) -> None:
     with open(copied_shards / "val-000000.tar", "r+b") as tar:
         tar.seek(600)
         tar.write(b"wrong")
-    result = run_module("data_prep.stage_shards", copied_shards, "--cache", tmp_path / "cache", check=False)
+    result = run_forked("data_prep.stage_shards", copied_shards, "--cache", tmp_path / "cache", check=False)
     assert result.returncode == 1
     assert "0 fetched, 1 could not be fetched (val-000000.tar: sample 0 of it has checksum " in result.stdout
     assert len(list((tmp_path / "cache").iterdir())) == 4
@@ -112,8 +113,9 @@ def test_wrong_arguments_are_one_sentence(digits_shards: Path, tmp_path: Path) -
         (("--cache", tmp_path / "file"), "cannot be filled (it is no folder): see to the folder"),
         (("--cache", digits_shards), "is the folder of the shards themselves, another one needed: choose a folder"),
         (("--cache", tmp_path, "--gib", 0), "--gib is 0, above 0 and at most 1048576 needed"),
+        (("--cache", ""), "--cache is empty, a folder on a disk of this node needed"),
         (("--cache", tmp_path, "--workers", 0), "--workers is 0, 1 to 256 needed"),
     ):
-        result = run_module("data_prep.stage_shards", digits_shards, *arguments, check=False)
+        result = run_forked("data_prep.stage_shards", digits_shards, *arguments, check=False)
         assert result.returncode == 2 and result.stderr.count("\n") == 1 and sentence in result.stderr, result.stderr
     assert os.listdir(tmp_path) == ["file"]

@@ -57,3 +57,12 @@ def test_a_web_server_is_not_written_to(copied_shards: Path) -> None:
     """Guards against a traceback for a URL that can only be read."""
     with pytest.raises(UserError, match=r"https://host/x is no bucket"):
         upload(copied_shards, "https://host/x")
+
+
+def test_a_bucket_that_does_not_exist(copied_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against ten minutes of tries for a mistyped name."""
+    with (
+        s3_server(monkeypatch),
+        pytest.raises(UserError, match="^s3://bukket/x cannot be listed, bukket does not exist: create it"),
+    ):
+        upload(copied_shards, "s3://bukket/x")

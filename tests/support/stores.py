@@ -90,9 +90,9 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def wait_for(port: int) -> None:
+def wait_for(port: int, tries: int = 500) -> None:
     """Wait until something listens on a port."""
-    for _ in range(500):
+    for _ in range(tries):
         with socket.socket() as client:
             if client.connect_ex(("127.0.0.1", port)) == 0:
                 return

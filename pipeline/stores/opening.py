@@ -1,0 +1,105 @@
+"""Opens a place with obstore, with the credentials that other programs use: those of the environment and of the usual files."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from base64 import b64encode
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import UserError
+from pipeline.stores.place import RemotePath
+from pipeline.stores.settings import ENDPOINTS
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+EXTRA = "pip install 'pervit-pipeline[remote]'"
+_CONNECT, _SILENT, _WHOLE = timedelta(seconds=10), timedelta(seconds=20), timedelta(seconds=120)  # of a request
+
+
+def open_store(place: RemotePath) -> ObjectStore:
+    """The store of a place, with credentials as the environment has them."""
+    from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
+    client: dict[str, Any] = {
+        "connect_timeout": _CONNECT,
+        "read_timeout": _SILENT,
+        "timeout": _WHOLE,
+        "user_agent": "pervit-pipeline",
+        "pool_max_idle_per_host": "128",
+    }
+    shared: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0, "retry_timeout": _WHOLE}}
+    if place.scheme in ("http", "https"):
+        client["allow_http"] = place.scheme == "http"
+        if login := _login(place.host):
+            client["default_headers"] = {"authorization": login}
+        return HTTPStore.from_url(str(place), **shared)
+    prefix = place.prefix or None
+    if place.scheme == "gs":
+        return GCSStore(place.host, prefix=prefix, **_google_emulator(client), **shared)
+    if place.scheme == "az":
+        return AzureStore(place.host, prefix=prefix, **shared)
+    endpoint = next((os.environ[key] for key in ENDPOINTS if os.environ.get(key)), "")
+    if endpoint.startswith("http://"):  # the user's own choice
+        client["allow_http"] = True
+    chosen: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
+    if _has_profile():
+        chosen |= _of_profile(place)
+    return S3Store(place.host, prefix=prefix, **chosen, **shared)
+
+
+def _google_emulator(client: dict[str, Any]) -> dict[str, Any]:
+    """Options that lead to the emulator of ``STORAGE_EMULATOR_HOST``, as Google's own clients have it; empty if there is none."""
+    host = os.environ.get("STORAGE_EMULATOR_HOST")
+    if not host:
+        return {}
+    client["allow_http"] = True
+    provider: Callable[[], dict[str, Any]] = lambda: {"token": "emulator", "expires_at": None}  # noqa: E731
+    return {"base_url": host if "://" in host else f"http://{host}", "credential_provider": provider}
+
+
+def _has_profile() -> bool:
+    """Whether AWS's files are to be asked for credentials, as other programs do: the environment has none."""
+    if os.environ.get("AWS_PROFILE"):
+        return True
+    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
+        return False
+    return Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser().exists()
+
+
+def _of_profile(place: RemotePath) -> dict[str, Any]:
+    """Credentials and region of a profile of AWS's files, whatever it names: keys, a role, single sign-on."""
+    try:
+        import boto3
+    except ImportError:
+        raise UserError(
+            f"{place} needs boto3 to read AWS's profiles, which is not installed",
+            f"{EXTRA}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        ) from None
+    session = boto3.Session()
+    credentials = session.get_credentials()
+    if credentials is None:
+        return {}
+
+    def provide() -> dict[str, Any]:
+        current = credentials.get_frozen_credentials()  # refreshes them where they expire
+        keys = {"access_key_id": current.access_key, "secret_access_key": current.secret_key, "token": current.token}
+        return {**keys, "expires_at": datetime.now(timezone.utc) + timedelta(minutes=5)}
+
+    provider: Callable[[], dict[str, Any]] = provide
+    region = {"region": session.region_name} if session.region_name else {}
+    return {"credential_provider": provider, **region}
+
+
+def _login(host: str) -> str:
+    """The Authorization header for a web server from ``~/.netrc``, as curl uses it; empty if there is none."""
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        found = netrc.netrc(str(path)).authenticators(host.rpartition("@")[2].partition(":")[0])
+    except (OSError, netrc.NetrcParseError):
+        return ""
+    return "Basic " + b64encode(f"{found[0]}:{found[2]}".encode()).decode() if found else ""
