@@ -1,7 +1,6 @@
 """The plan's memory against real training steps: predicted and measured peak, side by side.
 
   python benchmarks/plan_memory.py                       # the whole table: about half an hour on two cores
-  python benchmarks/plan_memory.py --models pervit_t --image-size 224 --worlds 1 --batches 4
   python benchmarks/plan_memory.py --worlds 4 --json FILE
 
 Measured: real processes (gloo) with the real model, DeepSpeed engine and optimizer take three steps on random images, and
@@ -12,6 +11,7 @@ rank from the first step on. Nothing of it knows the plan, which counts the tens
 from __future__ import annotations
 
 import argparse
+import bisect
 import gc
 import itertools
 import json
@@ -21,11 +21,13 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 STEPS = 2  # the second has the optimizer's state, and what ZeRO-3 has learned to gather ahead
+_AFTER = 1  # steps whose peak does not count: they take the addresses of what nobody was seen to free
 MIB = 2**20
 
 
@@ -53,12 +55,15 @@ def case_of(args: argparse.Namespace, name: str, checkpointing: bool, batch: int
         "world": world,
         "precision": args.precision,
         "accumulation": args.accumulation,
+        "optim": args.optim,
+        "evaluation": args.evaluation,
+        "others": args.overrides,
         "overrides": overrides,
     }
 
 
-def measure(overrides: list[str], world: Any) -> int:
-    """Bytes of this rank at the peak of ``STEPS`` real steps. Collective."""
+def measure(overrides: list[str], world: Any, evaluates: bool = False) -> int:
+    """Bytes of this rank at the peak of ``STEPS`` real steps, and of an evaluation after them. Collective."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -66,36 +71,53 @@ def measure(overrides: list[str], world: Any) -> int:
     from pipeline.optim.batchnorm import StepStatistics
     from pipeline.optim.ema import WeightAverage
     from pipeline.optim.engine import build_engine, micro_batches, optimizer_step
-    from pipeline.run.loss import spread_nonfinite, training_loss
+    from pipeline.run.micro_step import forward_backward
     from pipeline.run.start import build_model
+    from pipeline.run.teacher import load_teacher
 
     config = load_config("pervit_t", overrides)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engine = build_engine(build_model(config, world, [], fresh=False), config, world)
         average = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
         statistics = StepStatistics(engine.module, world)
+        teacher = load_teacher(config, world.device) if config.train.teacher else None
         engine.train()
-        began = time.time_ns()
-        for _ in range(STEPS):
+        began = ended = time.time_ns()
+        for step in range(STEPS + _AFTER):
+            if step == STEPS:
+                if evaluates:
+                    _evaluate(engine, average, config)
+                ended = time.time_ns()
             statistics.begin()
             for number in micro_batches(engine):
                 statistics.micro_batch(number)
                 batch = _batch(config)
                 noise = torch.rand(len(batch.images), engine.module.noise_per_sample)
-                loss = training_loss(engine(batch.images, noise), batch, config.train)
-                engine.backward(spread_nonfinite(loss))
+                forward_backward(engine, batch, noise, config.train, teacher)
                 optimizer_step(engine)
-                del loss
             statistics.end(True)
             if average:
                 average.update()
-    peak = peak_of(profiler, began)
+    peak = peak_of(profiler, began, ended)
     if engine.zero_optimization_stage():
         engine.optimizer.destroy()
     engine.destroy()
-    del engine, average, statistics, profiler, batch, noise
+    del engine, average, statistics, profiler, batch, noise, teacher
     gc.collect()
     return peak
+
+
+def _evaluate(engine: Any, average: Any, config: Any) -> None:
+    """As ``pipeline.train`` does: the model, then its average."""
+    import torch
+
+    shape = (config.eval.batch_size, 3, config.model.image_size, config.model.image_size)
+    engine.eval()
+    for weights in (nullcontext(), average.applied()) if average else (nullcontext(),):
+        with weights, torch.no_grad():
+            for _ in range(2):
+                engine(torch.randn(shape)).float()
+    engine.train()
 
 
 def _batch(config: Any) -> Any:
@@ -108,27 +130,57 @@ def _batch(config: Any) -> Any:
     )
 
 
-def peak_of(profiler: Any, began: int) -> int:
-    """The most bytes of PyTorch's allocator that were in use since ``began`` (ns of the clock of the day), of those that were
-    given out since the profiler's start.
+def peak_of(profiler: Any, began: int, ended: int) -> int:
+    """The most bytes of PyTorch's allocator that were in use between two times (ns of the clock of the day), of those that were given
+    out since the profiler's start.
+
+    Gloo's threads take part in a collective's buffers, and the profiler does not see what they free. It shows when the address is
+    given out again: such a block counts up to the next allocation of the thread that made it, which waited for the collective.
     """
     reports, events = [], list(profiler.profiler.kineto_results.experimental_event_tree())
     while events:
         event = events.pop()
         events += event.children
         if event.tag.name == "Allocation":
-            reports.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            reports.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, event.start_tid))
+    reports.sort(key=lambda report: report[0])
+    unseen = _freed_unseen(reports)
     held: dict[int, int] = {}  # by address: what was there before the start is not among them when it is freed
+    waiting: dict[int, list[int]] = {}  # by thread: addresses whose release nobody saw
     used = peak = 0
-    for at, address, size in sorted(reports, key=lambda report: report[0]):
+    for number, (at, address, size, thread) in enumerate(reports):
         if size > 0:
+            used -= sum(held.pop(gone, 0) for gone in waiting.pop(thread, []))
             held[address] = size
             used += size
+            if number in unseen:
+                waiting.setdefault(thread, []).append(address)
         else:
             used -= held.pop(address, 0)
-        if at >= began:
+        if began <= at < ended:
             peak = max(peak, used)
     return peak
+
+
+def _freed_unseen(reports: list[tuple[int, int, int, int]]) -> set[int]:
+    """Numbers of the allocations that a later one overlaps before they are freed."""
+    unseen = set()
+    starts: list[int] = []  # addresses that are held, in order
+    held: dict[int, tuple[int, int]] = {}  # by address: size, number
+    for number, (_, address, size, _) in enumerate(reports):
+        if size < 0:
+            if held.pop(address, None):
+                starts.pop(bisect.bisect_left(starts, address))
+            continue
+        first = max(0, bisect.bisect_left(starts, address) - 1)
+        last = bisect.bisect_left(starts, address + size)
+        for start in starts[first:last]:
+            if start + held[start][0] > address:
+                unseen.add(held.pop(start)[1])
+                starts.remove(start)
+        held[address] = size, number
+        bisect.insort(starts, address)
+    return unseen
 
 
 def run_rank(cases: list[dict[str, Any]], out: Path) -> None:
@@ -140,7 +192,7 @@ def run_rank(cases: list[dict[str, Any]], out: Path) -> None:
     world = init_world()
     torch.set_num_threads(1)
     for case in cases:
-        peaks = world.gather(measure(case["overrides"], world))
+        peaks = world.gather(measure(case["overrides"], world, case["evaluation"]))
         if world.is_main:
             with out.open("a") as file:
                 file.write(json.dumps({**case, "measured": max(peaks)}) + "\n")
@@ -177,21 +229,24 @@ def predicted(case: dict[str, Any]) -> dict[str, int]:
     from pipeline.planning.memory import LOADER, plan_memory
     from pipeline.planning.subject import Subject
 
-    parts = plan_memory(Subject(load_config("pervit_t", case["overrides"]), 1, case["world"], None)).parts
+    overrides = [*case["overrides"], *([] if case.get("evaluation") else ["eval.batch_size=1"])]  # not measured: not the peak
+    parts = plan_memory(Subject(load_config("pervit_t", overrides), 1, case["world"], None)).parts
     return {name: size for name, size in parts.items() if name != LOADER}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown, the largest error last."""
     lines = [
-        "| model | px | precision | checkpointing | micro-batch x accumulation | ZeRO | processes | predicted MiB | measured MiB | error |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | px | precision | checkpointing | micro-batch x accumulation | ZeRO | processes | besides | predicted MiB | measured MiB | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         error = row["predicted"] / row["measured"] - 1
+        others = [name for name in (row.get("optim", "adamw"),) if name != "adamw"]
+        others += ["evaluation"] * row.get("evaluation", False) + row.get("others", [])
         lines.append(
             f"| {row['model']} | {row['image_size']} | {row['precision']} | {'on' if row['checkpointing'] else 'off'} | "
-            f"{row['batch']} x {row['accumulation']} | {row['stage']} | {row['world']} | {row['predicted'] / MIB:.1f} | "
+            f"{row['batch']} x {row['accumulation']} | {row['stage']} | {row['world']} | {' '.join(others)} | {row['predicted'] / MIB:.1f} | "
             f"{row['measured'] / MIB:.1f} | {error:+.1%} |"
         )
     errors = sorted(abs(row["predicted"] / row["measured"] - 1) for row in rows)
@@ -209,6 +264,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--optim", default="adamw")
+    parser.add_argument("--evaluation", action="store_true", help="after the steps, of the average too if there is one")
     parser.add_argument("--json", type=Path, default=Path("plan_memory.jsonl"), help="rows, one a line; appended")
     parser.add_argument("--table", type=Path, help="also write the rows with what was predicted to this file, one a line")
     parser.add_argument("--report", action="store_true", help="measure nothing: the table of the rows that the file has")

@@ -3,8 +3,8 @@
 # Prints what the job would take, with python -m pipeline.plan, in place of the training:
 #
 #   bash launch/pervit_m.slurm --plan                                  a login node will do
-#   bash launch/train.slurm configs/convit_s.yaml --plan --nodes 2 --gpu a100-80g train.zero_stage=2
-#   sbatch --nodes=2 launch/pervit_m.slurm --plan
+#   bash launch/train.slurm configs/convit_s.yaml --plan --nodes 2 --gpu a100-80g train.micro_batch_size=64
+#   sbatch --nodes=2 launch/pervit_m.slurm --plan train.micro_batch_size=64
 #
 # Nodes, processes and time limit are those of the job; outside of a job, those of the script's #SBATCH lines. Options given here
 # win. What is planned is what the training would be given: the same config, PERVIT_DATA, PERVIT_OUTPUT and words.

@@ -1,6 +1,6 @@
 """Say before a run is submitted what it will take: memory per GPU, and what to change where it does not fit; time, cost and storage.
 
-  python -m pipeline.plan --config pervit_m --nodes 2 --gpus-per-node 8 --gpu a100-80g
+  python -m pipeline.plan --config pervit_m --nodes 2 --gpus-per-node 8 --gpu a100-80g --micro-batch 64
   python -m pipeline.plan --config pervit_t train.zero_stage=2 --nodes 1 --gpus-per-node 4 --data SHARD_DIR --json FILE
 
 Nothing large is built: the model's step is traced with tensors that have shapes and no values, so a laptop without a GPU will do.
@@ -17,6 +17,7 @@ from pipeline.errors import UserError
 from pipeline.files import check_writable
 from pipeline.planning import gpus
 from pipeline.planning.time_arguments import add_time_arguments, options_of, time_of
+from pipeline.stores.place import place_argument
 
 if TYPE_CHECKING:
     import argparse
@@ -44,6 +45,8 @@ def subject_of(args: argparse.Namespace) -> Subject:
 
     overrides = list(args.overrides)
     if args.micro_batch is not None:
+        if said := [each for each in overrides if each.startswith("train.micro_batch_size=")]:
+            raise UserError(f"--micro-batch {args.micro_batch} and {said[-1]} are both there, one needed", "take one out")
         overrides.append(f"train.micro_batch_size={args.micro_batch}")
     config = load_config(args.config, overrides)
     check_name(config.model.name)
@@ -91,7 +94,12 @@ def main() -> int:
     parser.add_argument(
         "--micro-batch", type=int, metavar="N", help="images per forward pass and GPU, in place of the config's"
     )
-    parser.add_argument("--data", type=Path, metavar="SHARDS", help="shard set on which the loader's need is measured")
+    parser.add_argument(
+        "--data",
+        type=place_argument,
+        metavar="SHARDS",
+        help="shard set, a folder or a URL, on which the loader's need is measured",
+    )
     add_time_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_intermixed_args()

@@ -7,7 +7,8 @@
     memory.py     memory per GPU by part, and the largest micro-batch that fits
     page.py       the page and the JSON
 
-Memory (``memory.py``): ``traced_step``, ``live_memory``, ``engine_memory``, ``gpu_forms``, ``loader_memory``, ``advice``.
+Memory (``memory.py``): ``traced_step``, ``traced_evaluation``, ``teacher``, ``live_memory``, ``engine_memory``, ``gpu_forms``,
+``loader_memory``, ``advice``.
 Time (``time.py``, ``time_rows.py``, ``time_arguments.py``)::
 
     operators.py, fake_forms.py    what a step runs, on tensors without values

@@ -47,9 +47,9 @@ def together(subject: Subject, memory: Memory) -> tuple[str, int]:
     for change, _, other in _candidates(subject, memory, sizes=False):
         if not change.startswith("train.precision") and plan_memory(other).total < memory.total:
             overrides.append(change)
-            section, value = change.partition("=")[::2]
-            name = section.rpartition(".")[2]
-            subject = changed(subject, "train", **{name: True if value == "true" else int(value)})
+            key, value = change.split("=")
+            section, name = key.split(".")
+            subject = changed(subject, section, **{name: True if value == "true" else int(value)})
     return " ".join(overrides), largest_micro_batch(subject)
 
 
@@ -68,6 +68,8 @@ def _candidates(subject: Subject, memory: Memory, sizes: bool = True) -> Iterato
             yield f"train.zero_stage={stage}", cost, changed(subject, "train", zero_stage=stage)
     if memory.precision == "fp32" and (subject.gpu is None or subject.gpu.bf16_flops):
         yield "train.precision=bf16", "a begun run keeps its precision", changed(subject, "train", precision="bf16")
+    if memory.in_evaluation and (smaller := min(train.micro_batch, subject.config.eval.batch_size // 2)):
+        yield f"eval.batch_size={smaller}", "the same result", changed(subject, "eval", batch_size=smaller)
     if sizes and (largest := largest_micro_batch(subject)) and largest < memory.micro_batch:
         accumulation = memory.accumulation * memory.micro_batch // largest
         yield (

@@ -19,6 +19,7 @@ from pipeline.planning.live_memory import PARAMETERS, LiveMemory
 GRADIENTS, OPTIMIZER, BUCKETS = "gradients", "optimizer state", "communication buckets"
 MASTER, TEMPORARIES = "ZeRO's copy of its weights", "optimizer's temporaries"
 BUCKET = 5_000_000  # elements of a gradient bucket: pipeline.optim.engine
+_GATHER = 50_000_000  # of the updated weights that ZeRO 1 and 2 gather at once: pipeline.optim.engine
 _PREFETCH = 50_000_000  # elements that ZeRO-3 gathers ahead: DeepSpeed's default
 
 
@@ -94,10 +95,14 @@ class PartitionedState(EngineMemory):
 
     Args:
         splits_gradients: stage 2: reduce the gradients of every micro-batch; else those of the step.
+        on_gpu: NCCL gathers in place; gloo into a tensor of its own.
     """
 
-    def __init__(self, live: LiveMemory, model: nn.Module, optim: OptimConfig, world_size: int, splits_gradients: bool) -> None:
+    def __init__(
+        self, live: LiveMemory, model: nn.Module, optim: OptimConfig, world_size: int, splits_gradients: bool, on_gpu: bool
+    ) -> None:
         super().__init__(live, model, optim, world_size)
+        self._on_gpu = on_gpu
         self.splits_gradients = splits_gradients
         self.master = live.new(sum(self.shards), MASTER)
         self._own = _of_fullest_rank(self.groups, world_size)
@@ -137,6 +142,9 @@ class PartitionedState(EngineMemory):
             self._update(group, size)
             del gradient
         self._sums = None
+        if not self._on_gpu:
+            for group in self.groups:
+                self.live.new(min(_elements(group["params"]), _GATHER), BUCKETS)
 
     def _shares(self) -> int:
         return self.world_size
@@ -154,7 +162,7 @@ class PartitionedState(EngineMemory):
 
 
 class PartitionedWeights(EngineMemory):
-    """ZeRO 3: a shard of everything. A step of a model of less than 1e9 parameters keeps what it has gathered until it is over.
+    """ZeRO 3: a shard of everything. A model of less than 1e9 parameters keeps what it has gathered until its backward pass has used it.
 
     Args:
         on_gpu: gradients are reduced by NCCL; gloo makes a copy of them.
@@ -186,13 +194,14 @@ class PartitionedWeights(EngineMemory):
         if self._filled + parameter.numel() > BUCKET:
             self._reduce()
         parameter.grad = None
+        parameter.data = torch.empty(0)  # what was gathered is let go: nothing of this step needs it any more
         self._filled += parameter.numel()
 
     def after_backward(self) -> None:
         self._reduce()
 
     def step(self) -> None:
-        for parameter in self._every:  # the gathered weights are let go
+        for parameter in self._every:  # frozen ones
             parameter.data = torch.empty(0)
         for group, size in zip(self.groups, self.shards):
             gradient = self.live.new(size, GRADIENTS)
@@ -216,7 +225,7 @@ def engine_memory(
         return EngineMemory(live, model, optim, world_size)
     if stage == 3:
         return PartitionedWeights(live, model, optim, world_size, on_gpu)
-    return PartitionedState(live, model, optim, world_size, splits_gradients=stage == 2)
+    return PartitionedState(live, model, optim, world_size, splits_gradients=stage == 2, on_gpu=on_gpu)
 
 
 def _elements(tensors: list) -> int:

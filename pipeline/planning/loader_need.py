@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -12,6 +11,7 @@ from pipeline.config import Config
 from pipeline.data.loader import CPU, Loader
 from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
+from pipeline.stores.place import Place
 
 _SECONDS = 3.0
 _LARGEST_BATCH = 32  # images: small batches begin soon, and cost as much each
@@ -31,12 +31,12 @@ class LoaderNeed:
         return self.cpu_seconds * images_per_second
 
 
-def measure_loader(config: Config, shards: Path, threads: int = 2, seconds: float = _SECONDS) -> LoaderNeed:
+def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: float = _SECONDS) -> LoaderNeed:
     """Load training batches from a shard set as a run would on CPUs, and drop them.
 
     Args:
         config: data and augmentation.
-        shards: a shard set with a train split.
+        shards: a shard set with a train split, in a folder or a store.
         threads: that decode.
         seconds: how long to measure; at least two batches.
 
@@ -46,17 +46,7 @@ def measure_loader(config: Config, shards: Path, threads: int = 2, seconds: floa
     train_set = ShardSet(shards, "train")
     unit = config.augment.unit
     batch = max(unit, min(config.train.micro_batch, _LARGEST_BATCH) // unit * unit)
-    plan = TrainPlan(
-        shards=train_set,
-        seed=config.seed,
-        image_size=config.model.image_size,
-        global_batch_size=batch,
-        batch_size=batch,
-        rank=0,
-        world_size=1,
-        data=config.data,
-        augment=config.augment,
-    )
+    plan = TrainPlan.for_one_process(train_set, config, batch)
     data = config.data.model_copy(update={"decode": CPU})
     loader = Loader(plan, data, torch.device("cpu"), threads)
     try:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import AUTO, Config, accumulation_steps
+from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps
 from pipeline.config.accumulation import fitting_micro_batches
 from pipeline.planning.loader_memory import loader_bytes
 from pipeline.planning.subject import Subject
@@ -24,6 +24,7 @@ LOADER, CONTEXT, NCCL, FRAGMENTS = (
 # Of a process on a data-centre GPU: the context and its kernels, cuBLAS's and cuDNN's workspaces; and NCCL's channels.
 _CONTEXT, _NCCL = 900 * MIB, 400 * MIB
 _FRAGMENTS = 0.04  # of what PyTorch's caching allocator has given out, that it holds besides
+_OF_TRAINING = ("micro_batch_size", "global_batch_size", "activation_checkpointing", "teacher", "teacher_weights", "loss")
 _CPU_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -37,6 +38,7 @@ class Memory:
         micro_batch, accumulation: images per forward pass and GPU, and forward passes per optimizer step.
         stage: of ZeRO, 0 on one process.
         precision: "bf16" or "fp32".
+        in_evaluation: that moment is in an evaluation; else in a training step.
         remarks: sentences about what the figures leave out.
     """
 
@@ -46,6 +48,7 @@ class Memory:
     accumulation: int
     stage: int
     precision: str
+    in_evaluation: bool = False
     remarks: list[str] = field(default_factory=list)
 
     @property
@@ -83,10 +86,18 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
         update={"output_dir": Config().output_dir, "seed": 0, "data": Config().data, "augment": Config().augment}
     )
     kernels = subject.gpu is not None and subject.gpu.bf16_flops is not None
-    step = _traced(traced.model_dump_json(), world, stage, min(accumulation, 2), subject.gpu is not None, kernels)
+    where = (world, stage, subject.gpu is not None, kernels)
+    step = _traced(traced.model_dump_json(), min(accumulation, 2), *where)
+    # An evaluation does not depend on the training's batches.
+    train = config.train.model_copy(update={name: getattr(TrainConfig(), name) for name in _OF_TRAINING})
+    evaluation = _evaluated(traced.model_copy(update={"train": train}).model_dump_json(), *where)
+    in_evaluation = sum(evaluation.values()) > sum(step.values())
+    step = evaluation if in_evaluation else step
     parts, remarks = Counter(dict(step)), []
     if config.train.teacher:
-        remarks.append("the teacher's weights and the network that it is are not counted")
+        from pipeline.planning.teacher import fake_teacher
+
+        remarks.append(fake_teacher(config)[1] or "the teacher's forward pass is in the memory, not in the time")
     if subject.gpu:
         held = sum(step.values())
         parts[LOADER] = loader_bytes(config)
@@ -105,6 +116,7 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
         accumulation,
         stage,
         config.train.precision,
+        in_evaluation,
         remarks,
     )
 
@@ -118,13 +130,24 @@ def largest_micro_batch(subject: Subject) -> int:
     """
     sizes = fitting_micro_batches(subject.config.train, subject.world_size, subject.config.augment.unit)
     low, high = 0, len(sizes)  # of so many, the smallest fit; of so many, the last does not
+    probe, known = high, {}  # the largest first: with a small model all fit
     while low < high:
-        middle = (low + high + 1) // 2
-        if plan_memory(subject, sizes[middle - 1]).fits:
-            low = middle
-        else:
-            high = middle - 1
+        plan = plan_memory(subject, sizes[probe - 1])
+        known[sizes[probe - 1]] = plan.total
+        low, high = (probe, high) if plan.fits else (low, probe - 1)
+        probe = min(max(_expected(known, sizes, plan.capacity), low + 1), high)
     return sizes[low - 1] if low else 0
+
+
+def _expected(known: dict[int, int], sizes: list[int], capacity: int) -> int:
+    """How many of the sizes fit if memory grows evenly with the micro-batch, as it nearly does; from one plan alone, half of them."""
+    if len(known) < 2:
+        return (len(sizes) + 1) // 2
+    (small, least), *_, (large, most) = sorted(known.items())
+    if most <= least:
+        return len(sizes)
+    limit = small + (capacity - least) / (most - least) * (large - small)
+    return sum(size <= limit for size in sizes)
 
 
 def settled(subject: Subject) -> Subject:
@@ -155,10 +178,17 @@ def precision_of(subject: Subject) -> str:
 
 
 @lru_cache(maxsize=256)
-def _traced(config: str, world: int, stage: int, accumulation: int, on_gpu: bool, kernels: bool) -> Counter[str]:
+def _traced(config: str, accumulation: int, world: int, stage: int, on_gpu: bool, kernels: bool) -> Counter[str]:
     from pipeline.planning.traced_step import step_memory  # PyTorch takes seconds
 
     return step_memory(Config.model_validate_json(config), world, stage, accumulation, on_gpu, kernels)
+
+
+@lru_cache(maxsize=256)
+def _evaluated(config: str, world: int, stage: int, on_gpu: bool, kernels: bool) -> Counter[str]:
+    from pipeline.planning.traced_evaluation import evaluation_memory
+
+    return evaluation_memory(Config.model_validate_json(config), world, stage, on_gpu, kernels)
 
 
 def _cpu_memory() -> int:

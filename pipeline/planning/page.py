@@ -24,7 +24,9 @@ def text(subject: Subject, memory: Memory, time: Time, passed_over: str | None =
     Args:
         passed_over: a sentence about an earlier run that is no measure of this one.
     """
-    title = "Memory per GPU at its peak" if subject.gpu else "Memory per process at its peak"
+    title = (
+        f"Memory per {'GPU' if subject.gpu else 'process'} at its peak{', in an evaluation' if memory.in_evaluation else ''}"
+    )
     parts = [_title(subject, memory), section(title, _parts(memory)), section("Micro-batch", _sizes(subject, memory))]
     if not memory.fits:
         parts.append(section("What would help, each by itself", _advice(subject, memory)))

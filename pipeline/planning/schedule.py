@@ -43,7 +43,7 @@ class Options:
     time_limit: float | None = None
     price: float | None = None
     network: float = NETWORK
-    data: Path | None = None
+    data: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Images:
     source: str
 
 
-def count_images(config: Config, data: Path | None) -> Images | None:
+def count_images(config: Config, data: Place | None) -> Images | None:
     """How many images the run has: by the manifests of its shards, else by the number of classes.
 
     Args:

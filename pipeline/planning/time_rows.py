@@ -144,6 +144,6 @@ def duration(seconds: float) -> str:
 def size(count: float) -> str:
     """Bytes in a readable unit."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
+        if count >= 0.9995 * factor:  # what is rounded to 1000 of the smaller unit, too
             return f"{count / factor:.3g} {unit}"
     return f"{count:.0f} B"

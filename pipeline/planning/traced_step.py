@@ -15,10 +15,12 @@ from pipeline.config import Config
 from pipeline.models import model_of
 from pipeline.models.common.base import VisionModel
 from pipeline.models.pervit.phi_model import PhiModel
-from pipeline.planning.engine_memory import engine_memory
+from pipeline.planning.engine_memory import EngineMemory, engine_memory
 from pipeline.planning.gpu_forms import as_on_gpu
 from pipeline.planning.live_memory import PARAMETERS, LiveMemory
+from pipeline.planning.teacher import fake_teacher
 
+TEACHER = "teacher"
 AVERAGE, IMAGES, ACTIVATIONS, PHI, BACKWARD = (
     "weight average",
     "images",
@@ -43,15 +45,14 @@ def step_memory(config: Config, world_size: int, stage: int, accumulation: int, 
         Bytes by part at the moment at which their sum is largest.
     """
     train, shape = config.train, config.model
-    model = fake_free_model(config)
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as live, ExitStack() as stack:
-        with live.labelled(PARAMETERS):
-            model = model.to_empty(device="cpu").train()
-        if on_gpu:
-            stack.enter_context(as_on_gpu(model, stage, kernels))
-        stack.enter_context(_phi_labelled(model, live))
-        engine = engine_memory(live, model, config.optim, world_size, stage, on_gpu)
-        average = live.new(_averaged(model) / (world_size if stage == 3 else 1), AVERAGE) if train.ema_decay else None
+    teacher, _ = fake_teacher(config)
+    with fake_run(config, world_size, stage, on_gpu, kernels) as (model, engine, live):
+        model.train()
+        average = live.new(held_weights(model, world_size, stage), AVERAGE) if train.ema_decay else None
+        if teacher:
+            with live.labelled(TEACHER):
+                teacher = teacher.to_empty(device="cpu").requires_grad_(False)
+                _decisions(teacher, torch.empty(1, 3, shape.image_size, shape.image_size), train.precision)  # for its tables
         with _weights_cast_once(stage, train.precision == "bf16"):
             if accumulation > 1:
                 engine.accumulate()
@@ -60,9 +61,13 @@ def step_memory(config: Config, world_size: int, stage: int, accumulation: int, 
                 noise = torch.empty(train.micro_batch, model.noise_per_sample)
             engine.before_forward()
             with live.labelled(ACTIVATIONS):
-                scores = _scores(model, images, noise if model.noise_per_sample else None, train.precision)
+                scores = scores_of(model, images, noise if model.noise_per_sample else None, train.precision)
                 engine.after_forward()
                 loss = _loss(scores, train.loss)
+                if teacher:
+                    with live.labelled(TEACHER):
+                        decisions = _decisions(teacher, images, train.precision)
+                    loss = loss + F.cross_entropy(scores.float(), decisions)
             with live.labelled(BACKWARD):
                 run_backward(loss, torch.ones_like(loss))
             del loss, scores
@@ -72,16 +77,32 @@ def step_memory(config: Config, world_size: int, stage: int, accumulation: int, 
         return +live.peak
 
 
+@contextmanager
+def fake_run(
+    config: Config, world_size: int, stage: int, on_gpu: bool, kernels: bool
+) -> Iterator[tuple[VisionModel, EngineMemory, LiveMemory]]:
+    """The model with fake parameters, what the engine holds, and the record of it all, while tensors are fake; arguments as of
+    :func:`step_memory`."""
+    model = fake_free_model(config)
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as live, ExitStack() as stack:
+        with live.labelled(PARAMETERS):
+            model = model.to_empty(device="cpu")
+        if on_gpu:
+            stack.enter_context(as_on_gpu(model, stage, kernels))
+        stack.enter_context(_phi_labelled(model, live))
+        yield model, engine_memory(live, model, config.optim, world_size, stage, on_gpu), live
+
+
 def fake_free_model(config: Config) -> VisionModel:
     """The run's model without weights, on PyTorch's meta device."""
     with torch.device("meta"):
         return model_of(config)
 
 
-def _scores(model: VisionModel, images: Tensor, noise: Tensor | None, precision: str) -> Tensor:
+def scores_of(model: nn.Module, images: Tensor, noise: Tensor | None, precision: str) -> Tensor:
     """(B, classes)."""
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        return model(images, noise)
+        return model(images) if noise is None else model(images, noise)
 
 
 def run_backward(loss: Tensor, ones: Tensor) -> None:
@@ -90,6 +111,12 @@ def run_backward(loss: Tensor, ones: Tensor) -> None:
     torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+@torch.no_grad()
+def _decisions(teacher: nn.Module, images: Tensor, precision: str) -> Tensor:
+    """(B,), the classes of the teacher (:mod:`pipeline.run.teacher`)."""
+    return scores_of(teacher, images, None, precision).argmax(dim=-1)
 
 
 def _loss(scores: Tensor, name: str) -> Tensor:
@@ -101,8 +128,9 @@ def _loss(scores: Tensor, name: str) -> Tensor:
     return (own + other).mean()
 
 
-def _averaged(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def held_weights(model: nn.Module, world_size: int, stage: int) -> float:
+    """Elements of the weights that a process holds between steps, and of a copy of them."""
+    return sum(parameter.numel() for parameter in model.parameters()) / (world_size if stage == 3 else 1)
 
 
 @contextmanager

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.plan_memory import main as plan_memory_benchmark
 from pipeline.config import load_config
 from pipeline.errors import UserError
+from pipeline.models import create_model
+from pipeline.models.weights.exported import Description, write_exported
 from pipeline.optim.engine import deepspeed_config
 from pipeline.planning import engine_memory
 from pipeline.planning.advice import changes
 from pipeline.planning.gpus import GPUS, Gpu
 from pipeline.planning.memory import Memory, largest_micro_batch, plan_memory
 from pipeline.planning.subject import Subject
-from pipeline.planning.traced_step import ACTIVATIONS
+from pipeline.planning.traced_evaluation import SWAPPED
+from pipeline.planning.traced_step import ACTIVATIONS, TEACHER
 from support.launching import REPOSITORY
 
 SMALL = [
@@ -27,6 +28,7 @@ SMALL = [
     "train.precision=fp32",
     "train.micro_batch_size=16",
     "train.global_batch_size=96",
+    "eval.batch_size=16",
 ]
 
 
@@ -38,29 +40,27 @@ def gpu_of(memory: int) -> Gpu:
     return Gpu("small", memory, 1e12, 1e12, 1e12, 1e9, "a test")
 
 
-def test_the_plan_is_within_ten_percent_of_real_processes(tmp_path: Path) -> None:
+def test_the_plan_is_within_ten_percent_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an engine, an operator or a version of DeepSpeed that allocates what the trace does not."""
     rows = tmp_path / "rows.jsonl"
-    command = [sys.executable, "benchmarks/plan_memory.py", "--models", "pervit_t", "--worlds", "2", "--stages", "1", "3"]
-    options = [
+    command = [
+        "plan_memory",
+        "--models",
+        "pervit_t",
+        "--worlds",
+        "2",
+        "--stages",
+        "1",
+        "3",
         "--batches",
         "96",
         "--checkpointing",
         "0",
-        "--image-size",
-        "64",
-        "--json",
-        str(rows),
-        "--table",
-        str(tmp_path / "table"),
     ]
-    subprocess.run(
-        [*command, *options, "model.switches={widths: [32, 32, 32, 32]}"],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        check=True,
-        timeout=600,
-    )
+    files = ["--image-size", "64", "--json", str(rows), "--table", str(tmp_path / "table")]
+    monkeypatch.setattr("sys.argv", [*command, *files, SMALL[0]])
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    plan_memory_benchmark()
     found = [json.loads(line) for line in (tmp_path / "table").read_text().splitlines()]
     assert [row["stage"] for row in found] == [1, 3]
     for row in found:
@@ -94,6 +94,35 @@ def test_optimizers_and_the_average_take_what_they_keep() -> None:
     state = engine_memory.OPTIMIZER
     assert lamb.parts[state] == plain.parts[state] > muon.parts[state] > plain.parts[state] / 2
     assert averaged.parts["weight average"] == pytest.approx(plain.parts["parameters"], rel=0.01)
+
+
+def test_an_evaluation_of_the_average_holds_both_weights() -> None:
+    """Guards against a run that fits until its first evaluation, and against advice that has no cure for it."""
+    batches = ["train.ema_decay=0.99", "eval.batch_size=1024"]
+    plan = plan_memory(subject(*batches, gpus=1))
+    assert plan.in_evaluation
+    assert plan.parts[SWAPPED] == plan.parts["weight average"] > 0
+    assert "gradients" not in plan.parts
+    tight = subject(*batches, gpus=1, gpu=gpu_of(plan.total - 1))
+    (change,) = (change for change in changes(tight, plan_memory(tight)) if change.overrides == "eval.batch_size=16")
+    assert change.memory.fits and not change.memory.in_evaluation
+
+
+def test_a_teacher_is_in_memory_beside_its_student(tmp_path: Path) -> None:
+    """Guards against a teacher that costs nothing, and against silence about one that is not at hand."""
+    file = tmp_path / "teacher.safetensors"
+    names = [f"class {number}" for number in range(1000)]
+    network = create_model("deit_t", 1000, 64)
+    about = Description("deit_t", 1000, 64, {}, names, [0.5] * 3, [0.5] * 3, 0.875, "fp32", 1, "model", "ours")
+    write_exported(file, network.state_dict(), about)
+    student, taught, lost = (
+        plan_memory(subject(*more, gpus=1)) for more in ((), (f"train.teacher={file}",), ("train.teacher=nowhere",))
+    )
+    weights = 4 * sum(parameter.numel() for parameter in network.parameters())
+    assert weights < taught.parts[TEACHER] < 1.25 * weights
+    assert taught.total - student.total >= weights
+    assert lost.parts == student.parts
+    assert "the teacher is not in the figures: nowhere holds 0 checkpoints" in "".join(lost.remarks)
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support.launching import run_module
+from pipeline import plan
 
 PLAN = ["--config", "pervit_t", "model.switches={widths: [16, 16, 16, 16]}", "model.image_size=64"]
 KEYS = {"memory_gib", "fits", "largest_micro_batch", "step_seconds", "images_per_second", "hours", "gpu_hours"}
+
+
+Answer = tuple[int, str, str]  # exit code, stdout, stderr
+Asked = Callable[..., Answer]
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Asked:
+    """The command with these arguments, in this process: importing PyTorch would take longer than to answer."""
+
+    def asked(*arguments: str) -> Answer:
+        monkeypatch.setattr("sys.argv", ["pipeline.plan", *arguments])
+        with pytest.raises(SystemExit) as end:
+            plan.command()
+        return end.value.code, *capsys.readouterr()  # type: ignore[return-value]
+
+    return asked
 
 
 @pytest.mark.parametrize(
@@ -24,39 +42,44 @@ KEYS = {"memory_gib", "fits", "largest_micro_batch", "step_seconds", "images_per
             [*PLAN, "--micro-batch", "96"],
             "error: train.global_batch_size is 1024, but train.micro_batch_size 96 x 1 process = 96 does not",
         ),
+        (
+            [*PLAN, "--micro-batch", "64", "train.micro_batch_size=32"],
+            "error: --micro-batch 64 and train.micro_batch_size=32 are both there, one needed",
+        ),
         ([*PLAN, "--micro-batch", "0"], "error: override 'train.micro_batch_size=0'"),
         ([*PLAN, "--json", "/nowhere/plan.json"], "error: "),
     ],
 )
-def test_bad_input_is_one_sentence(arguments: list[str], sentence: str) -> None:
+def test_bad_input_is_one_sentence(arguments: list[str], sentence: str, ask: Asked) -> None:
     """Guards against tracebacks, and against a plan of something else than what was asked for."""
-    run = run_module("pipeline.plan", *arguments, check=False)
-    assert run.returncode == 2
-    assert run.stderr.startswith(sentence)
-    assert run.stderr.count("\n") == 1
-    assert not run.stdout
+    code, said, error = ask(*arguments)
+    assert code == 2
+    assert error.startswith(sentence)
+    assert error.count("\n") == 1
+    assert not said
 
 
-def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path, ask: Asked) -> None:
     """Guards against a JSON without the keys that other programs read, and a page without advice."""
     file = tmp_path / "plan.json"
     huge = [
+        "--config",
+        "deit_t",  # of few operators
         "train.micro_batch_size=16384",
         "train.global_batch_size=32768",
-        "model.image_size=224",
         "--gpus-per-node",
         "2",
         "--gpu",
         "v100-32g",
     ]
-    run = run_module("pipeline.plan", *PLAN, *huge, "--json", str(file), check=False)
-    assert run.returncode == 1, run.stderr
+    code, said, error = ask(*huge, "--json", str(file))
+    assert code == 1, error
     figures = json.loads(file.read_text())
     assert KEYS <= figures.keys()
     assert figures["fits"] is False
     assert 0 < figures["largest_micro_batch"] < 16384
     parts = figures["memory_gib"]
     assert parts["total"] == pytest.approx(sum(parts.values()) - parts["total"], abs=0.01)
-    assert "DOES NOT FIT" in run.stdout
-    assert "train.activation_checkpointing=true" in run.stdout
-    assert f"train.micro_batch_size={figures['largest_micro_batch']}" in run.stdout
+    assert "DOES NOT FIT" in said
+    assert "train.activation_checkpointing=true" in said
+    assert f"train.micro_batch_size={figures['largest_micro_batch']}" in said

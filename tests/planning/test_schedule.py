@@ -8,9 +8,12 @@ import pytest
 
 from pipeline.config import load_config
 from pipeline.errors import UserError
+from pipeline.planning.loader_need import measure_loader
 from pipeline.planning.schedule import Images, count_images, jobs_within, length_of, parse_time_limit
 from pipeline.run.progress import Schedule
+from pipeline.stores.place import place_argument
 from support.runs import write_small_config
+from support.stores import nginx
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,18 @@ def test_images_are_counted_where_they_are(digits_shards: Path, tmp_path: Path) 
         count_images(config, tmp_path)
     with pytest.raises(UserError, match="model.num_classes is 1000, but .* has 10 classes: set model.num_classes=10"):
         count_images(elsewhere, digits_shards)
+
+
+def test_images_and_the_loader_are_measured_in_a_store(digits_shards: Path, tmp_path: Path) -> None:
+    """Guards against --data that takes a folder only."""
+    pytest.importorskip("obstore", reason="needs the extra `remote`")
+    config = load_config(write_small_config(digits_shards, tmp_path), [])
+    with nginx(digits_shards.parent, tmp_path / "nginx") as port:
+        place = place_argument(f"http://127.0.0.1:{port}/{digits_shards.name}")
+        found = count_images(config, place)
+        assert found and found.train == 1438 and found.source == str(place)
+        need, local = (measure_loader(config, each, threads=1, seconds=0.0) for each in (place, digits_shards))
+        assert need.bytes == local.bytes and need.cpu_seconds > 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 from dataclasses import replace
@@ -24,7 +25,7 @@ from pipeline.planning.storage import plan_checkpoints
 from pipeline.planning.subject import Subject
 from pipeline.planning.time import NETWORKED, OPTIMIZER, RECOMPUTED, Time, plan_time
 from pipeline.reports.pace import read_pace
-from support.launching import run_module
+from support.ranks import run_forked
 from support.runs import step_rows, write_small_config
 
 GPU = GPUS["a100-80g"]
@@ -153,7 +154,7 @@ def trained(digits_shards: Path, tmp_path: Path) -> tuple[Config, Path]:
     config = load_config(write_small_config(digits_shards, tmp_path), small)
     path = tmp_path / "all.yaml"
     path.write_text(config_to_yaml(config))
-    run_module("pipeline.train", "--config", path)
+    run_forked("pipeline.train", "--config", path)
     return config, Path(config.output_dir)
 
 
@@ -205,6 +206,7 @@ def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> 
 def test_bad_arguments_are_one_sentence(arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against tracebacks, and against seconds of planning before the sentence."""
     monkeypatch.setattr("sys.argv", ["pipeline.plan", "--config", "deit_t", "--gpus-per-node", "8", *arguments])
+    importlib.import_module("pipeline.planning.page")  # imported later, it would keep what is put in place here
     monkeypatch.setattr("pipeline.planning.memory.plan_memory", lambda *given: pytest.fail("planned before it looked"))
     with pytest.raises(UserError) as error:
         plan.main()
