@@ -58,18 +58,7 @@ def data_report(config: Config, shards: str, device: torch.device, rounds: int) 
 
 def build_loader(shards: ShardSet, config: Config, device: torch.device, threads: int) -> Loader:
     """The recipe's batches in one process."""
-    batch = config.train.micro_batch_size
-    plan = TrainPlan(
-        shards=shards,
-        seed=config.seed,
-        image_size=config.model.image_size,
-        global_batch_size=batch,
-        batch_size=batch,
-        rank=0,
-        world_size=1,
-        data=config.data,
-        augment=config.augment,
-    )
+    plan = TrainPlan.for_one_process(shards, config, config.train.micro_batch_size)
     return Loader(plan, config.data, torch.device("cpu") if device.type == "cpu" else device, threads)
 
 

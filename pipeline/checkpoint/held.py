@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine
-from pipeline.optim.slices import SliceOptimizer, slice_of, updated_tensors
+from pipeline.optim.slices import SliceOptimizer, inner_optimizer, slice_of, updated_tensors
 
 WEIGHT, EMA = "weight", "ema"
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")  # and LAMB's
@@ -70,8 +70,8 @@ def create_moments(engine: Engine, optimizer_step: int) -> None:
     """Create the optimizer's state before the first step, filled with zeros, so that a checkpoint can be loaded into it."""
     if optimizer_step == 0:
         return
-    optimizer, updated = updated_tensors(engine)
-    for tensor in updated:
+    optimizer = inner_optimizer(engine)
+    for tensor in updated_tensors(engine):
         if isinstance(optimizer, SliceOptimizer):
             optimizer.state[tensor] = optimizer.initial_state(tensor, optimizer_step)
             continue
@@ -81,8 +81,8 @@ def create_moments(engine: Engine, optimizer_step: int) -> None:
 
 def optimizer_step_count(engine: Engine) -> int:
     """The number of steps that the optimizer has taken."""
-    optimizer, updated = updated_tensors(engine)
-    return next((int(optimizer.state[tensor]["step"]) for tensor in updated if tensor in optimizer.state), 0)
+    state = inner_optimizer(engine).state
+    return next((int(state[tensor]["step"]) for tensor in updated_tensors(engine) if tensor in state), 0)
 
 
 def _moments(engine: Engine, name: str, parameter: nn.Parameter) -> Iterator[Held]:
@@ -90,7 +90,7 @@ def _moments(engine: Engine, name: str, parameter: nn.Parameter) -> Iterator[Hel
     piece = slice_of(engine, name, parameter)
     if piece is None:
         return
-    state = updated_tensors(engine)[0].state.get(piece.tensor, {})
+    state = inner_optimizer(engine).state.get(piece.tensor, {})
     for moment in MOMENTS:
         if moment in state:
             yield Held(moment, name, piece.start, piece.of(state[moment]), replicated=engine.zero_optimization_stage() == 0)

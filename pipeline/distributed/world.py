@@ -6,11 +6,13 @@ import contextlib
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -193,8 +195,7 @@ def _connect(backend: str, rank: int, size: int, device: torch.device, timeout: 
     with quiet_deepspeed():
         # Imported before there is a process group: what exists then becomes a default argument of its functions, which would
         # keep the group and its threads beyond `disconnect`.
-        import deepspeed
-
+        deepspeed = import_deepspeed()
         connect(backend, rank, size, device, timeout)
         if device.type == "cpu":
             # DeepSpeed would compile a shared-memory extension that only inference uses: it takes a minute, and a build
@@ -202,6 +203,20 @@ def _connect(backend: str, rank: int, size: int, device: torch.device, timeout: 
             # read: that would start compilers in every rank to see what could be compiled.
             deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout)  # uses the existing process group
+
+
+def import_deepspeed() -> ModuleType:
+    """DeepSpeed, without MLflow: its autotuner, which is not used, would bring that into every training where it is installed, with
+    pandas and a thread of pyarrow's."""
+    hidden = "mlflow" not in sys.modules
+    if hidden:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]  # Python's way to say that there is none
+    try:
+        import deepspeed
+    finally:
+        if hidden:
+            del sys.modules["mlflow"]
+    return deepspeed
 
 
 @contextlib.contextmanager

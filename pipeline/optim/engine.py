@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import Config, accumulation_steps
-from pipeline.distributed.world import World, quiet_deepspeed
+from pipeline.distributed.world import World, import_deepspeed, quiet_deepspeed
 from pipeline.optim.adamw import build_optimizer
 from pipeline.optim.engine_protocol import Engine as Engine
 from pipeline.optim.groups import LR_SCALE
-from pipeline.optim.slices import SliceOptimizer, updated_tensors
+from pipeline.optim.slices import SliceOptimizer, inner_optimizer
 
 # Elements of a gradient bucket: 20 MB in fp32, large enough for the full bandwidth of NCCL and gloo, small enough that models of
 # 8 to 90 million parameters have several, whose reduction overlaps with the rest of the backward pass. DeepSpeed's default, 5e8,
@@ -81,15 +81,14 @@ def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
         The engine, sharded over the ranks as :func:`zero_stage` says.
     """
     with quiet_deepspeed():
-        import deepspeed
-
+        deepspeed = import_deepspeed()
         model.to(world.device)
         with _groups_with_timeout(config.distributed.collective_timeout):
             engine: Engine[Model] = deepspeed.initialize(
                 model=model, optimizer=build_optimizer(model, config.optim), config=deepspeed_config(config, world.size)
             )[0]
     engine.clip_grad_norm = config.optim.clip_grad_norm or math.inf
-    optimizer, _ = updated_tensors(engine)
+    optimizer = inner_optimizer(engine)
     if isinstance(optimizer, SliceOptimizer):
         optimizer.place(engine, world)
     if world.size == 1:

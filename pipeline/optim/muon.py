@@ -118,4 +118,6 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
         self._orthogonalizer.param_groups[0]["params"] = [scratch]
         self._orthogonalizer.step()  # without momentum and decay, at a rate of 1: from 0 to minus the direction
         self._orthogonalizer.state.clear()
+        # Else the next step begins with this matrix, and where its gradient is a view, with all that it is a view of.
+        self._orthogonalizer.param_groups[0]["params"], scratch.grad = [], None
         return scratch.neg_()

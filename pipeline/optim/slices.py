@@ -60,13 +60,17 @@ def slice_of(engine: Engine, name: str, parameter: nn.Parameter) -> Slice | None
     return Slice(name, parameter.ds_shape, start, optimizer.fp32_partitioned_groups_flat[group], offset, count)  # type: ignore[attr-defined]
 
 
-def updated_tensors(engine: Engine) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """PyTorch's optimizer and the tensors that it updates: parameters, or flat shards of many parameters."""
+def inner_optimizer(engine: Engine) -> torch.optim.Optimizer:
+    """PyTorch's optimizer, without what DeepSpeed puts around it."""
+    return engine.optimizer if engine.zero_optimization_stage() == 0 else engine.optimizer.optimizer
+
+
+def updated_tensors(engine: Engine) -> list[Tensor]:
+    """The tensors that PyTorch's optimizer updates: parameters, or flat shards of many parameters."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
-        return optimizer, [p for p in engine.module.parameters() if p.requires_grad]
-    flat = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
-    return optimizer.optimizer, list(flat)
+        return [p for p in engine.module.parameters() if p.requires_grad]
+    return list(optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups)
 
 
 class SliceOptimizer(torch.optim.Optimizer):

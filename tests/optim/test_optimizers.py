@@ -21,7 +21,9 @@ from pipeline.errors import UserError
 from pipeline.models import create_model, list_models, reference_state_dict
 from pipeline.models.common.base import Switches, VisionModel
 from pipeline.optim.adamw import build_optimizer
-from pipeline.optim.groups import describe, parameter_groups
+from pipeline.optim.groups import MATRICES, describe, parameter_groups
+from pipeline.optim.muon import MuonAdamW
+from pipeline.planning.live_memory import LiveMemory
 from support.ranks import run_forked
 
 STEPS = 20
@@ -247,3 +249,14 @@ def test_the_log_names_the_optimizer() -> None:
         == "LAMB, learning rate times 0.75 per layer below the last of 14"
     )
     assert describe(model, OptimConfig(name="muon")) == "Muon for 48 matrices (93% of the parameters) and AdamW for the rest"
+
+
+def test_muon_keeps_its_momentum_alone() -> None:
+    """Guards against a step's scratch, with the updates that it is a view of, in the memory of the next step."""
+    matrix = torch.nn.Parameter(torch.randn(32, 16))
+    group = {"params": [matrix], "names": ["matrix"], "weight_decay": 0.1, MATRICES: True}
+    optimizer = MuonAdamW([group], lr=0.1, momentum=0.95, betas=(0.9, 0.999), eps=1e-8)
+    matrix.grad = torch.randn_like(matrix)
+    with LiveMemory() as live:
+        optimizer.step()
+        assert 2 * matrix.nbytes <= live.total < 2.1 * matrix.nbytes  # the matrix and its momentum

@@ -1,4 +1,6 @@
-"""DeiT III beside timm, torchvision and the authors' code, run here: 3-Augment, crop, loss, schedule, decay, depth, scores.
+"""DeiT III beside timm, torchvision and the authors' code, run here: loss, schedule, decay, depth, scores.
+
+The pixels are in test_deit3_augmentation.py.
 
 Needs timm and torchvision (``pip install timm torchvision``); the authors' code where ``PERVIT_DEIT_CODE`` names a clone of
 github.com/facebookresearch/deit, which may be bare.
@@ -6,34 +8,22 @@ github.com/facebookresearch/deit, which may be bare.
 
 from __future__ import annotations
 
-import os
-import random
-import subprocess
-import sys
 import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.config import TrainConfig, load_config
-from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
-from pipeline.data.augment.crop import simple_geometry
-from pipeline.data.augment.gaussian_blur import blur_picture
-from pipeline.data.augment.randaugment import Op
-from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, draw_three_augment
-from pipeline.data.cpu_transform import Finisher, resize_and_crop
 from pipeline.models import create_model
 from pipeline.models.weights.reference_names import authors_names, reference_state_dict
 from pipeline.models.weights.transfer import resample_positions
 from pipeline.optim.adamw import build_optimizer, learning_rate
-from pipeline.philox import Stream, uniforms
 from pipeline.run.loss import training_loss
-from support.randaugment_reference import SIZE, flat_and_extreme_images, photographs
+from support.deit_code import authors_module, authors_source, needs_code
 
 timm = pytest.importorskip("timm", reason="timm is not installed")
 torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed", exc_type=ImportError)
@@ -42,135 +32,8 @@ from timm.data.mixup import mixup_target  # noqa: E402
 from timm.loss import BinaryCrossEntropy  # noqa: E402
 from timm.optim import param_groups_weight_decay  # noqa: E402
 from timm.scheduler import CosineLRScheduler  # noqa: E402
-from torchvision import transforms  # noqa: E402
-from torchvision.transforms import functional as TF  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-CODE = os.environ.get("PERVIT_DEIT_CODE")
-needs_code = pytest.mark.skipif(not CODE, reason="set PERVIT_DEIT_CODE to a clone of facebookresearch/deit")
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-COUNT = 30_000
-ADJUST = {Op.BRIGHTNESS: TF.adjust_brightness, Op.CONTRAST: TF.adjust_contrast, Op.COLOR: TF.adjust_saturation}
-
-
-def authors_module(name: str) -> types.ModuleType:
-    """A file of the authors', with the names that it imports from a former timm."""
-    import timm.data.transforms as former
-    import timm.models.vision_transformer as vision_transformer
-
-    for module, missing in ((former, "_pil_interp"), (vision_transformer, "_cfg")):
-        if not hasattr(module, missing):
-            setattr(module, missing, lambda *_, **__: {})
-    for old, new in (("timm.models.layers", "timm.layers"), ("timm.models.registry", "timm.models")):
-        sys.modules.setdefault(old, __import__(new, fromlist=["x"]))
-    source = subprocess.run(["git", "-C", str(CODE), "show", f"HEAD:{name}.py"], capture_output=True, text=True, check=True)
-    module = types.ModuleType(f"authors_{name}")
-    sys.modules[module.__name__] = module  # timm's registry looks a model's module up
-    exec(compile(source.stdout, f"{name}.py", "exec"), module.__dict__)
-    return module
-
-
-@pytest.fixture(scope="module")
-def pictures(imagenet_samples: Path) -> list[Image.Image]:
-    """Twelve photographs, and images of one level, two levels and noise."""
-    return [*photographs(imagenet_samples, 12), *(each for each in flat_and_extreme_images() if each.size == (SIZE, SIZE))]
-
-
-def drawn(count: int) -> object:
-    numbers = uniforms(Stream.THREE_AUGMENT, 1, np.zeros(count), np.arange(count), UNIFORMS_PER_SAMPLE)
-    return draw_three_augment(numbers, True, 0.3)
-
-
-def test_three_augment_is_torchvisions(pictures: list[Image.Image]) -> None:
-    """Every image with each of the three and a jitter: equal to the last level to torchvision's operations in the same order."""
-    count = 6 * len(pictures)
-    chosen, finisher = drawn(count), Finisher(count, SIZE, MEAN, STD, 1)
-    request = types.SimpleNamespace(ops=chosen.ops, blur=chosen.blur, interpolation=None)
-    request.geometry = simple_geometry(*np.full((2, count), SIZE), np.full((count, CROP_UNIFORMS), 0.9), SIZE, 0.5)
-    gray = transforms.Grayscale(3)
-    for i in range(count):
-        picture = expected = pictures[i % len(pictures)]
-        first, *jitter = chosen.ops.op[i].tolist()
-        if chosen.blur[i]:
-            expected = blur_picture(expected, float(chosen.blur[i]))
-        if first == Op.COLOR:
-            expected = gray(expected)
-        if first == Op.SOLARIZE:
-            expected = TF.solarize(expected, 128)
-        for op, factor in zip(jitter, chosen.ops.amount[i, 1:].tolist()):
-            expected = ADJUST[Op(op)](expected, factor)
-        ours = finisher.flip_and_augment(np.asarray(picture), request, i)
-        np.testing.assert_array_equal(ours, np.asarray(expected))
-    finisher.close()
-
-
-def test_the_simple_crop_is_torchvisions(imagenet_samples: Path) -> None:
-    """Sizes and places are ``Resize``'s and ``RandomCrop``'s; PyTorch's resize is up to two levels off Pillow's in few values."""
-    files = sorted(imagenet_samples.glob("*/*.JPEG"))[::50]
-    rng, crop = np.random.default_rng(0), transforms.RandomCrop(192, padding=4, padding_mode="reflect")
-    for picture in (Image.open(file).convert("RGB") for file in files):
-        geometry = simple_geometry(*(np.full(3, side) for side in picture.size[::-1]), rng.random((3, CROP_UNIFORMS)), 192, 0.5)
-        resized = TF.resize(picture, 192, transforms.InterpolationMode.BICUBIC)
-        assert geometry.resize[0].tolist() == list(resized.size[::-1])
-        padded = TF.pad(resized, 4, padding_mode="reflect")
-        for i in range(3):
-            top, left = np.rint(geometry.crop[i] * (geometry.resize[i] + 8 - 192)).astype(int).tolist()
-            expected = np.asarray(TF.crop(padded, top, left, 192, 192)).astype(int)
-            ours = resize_and_crop(torch.from_numpy(np.array(picture)), geometry, i, 192).astype(int)
-            assert np.abs(ours - expected).max() <= 2 and (ours != expected).mean() < 0.02
-        random_corner = crop.get_params(padded, (192, 192))
-        assert random_corner[0] <= resized.height + 8 - 192 and random_corner[1] <= resized.width + 8 - 192
-
-
-def test_the_jitters_draws_are_torchvisions() -> None:
-    """Orders and factors beside ``ColorJitter``'s own draws: chi-squared and Kolmogorov-Smirnov distances below 5 sigma."""
-    jitter, count = transforms.ColorJitter(0.3, 0.3, 0.3), 6000
-    torch.manual_seed(0)
-    theirs = [jitter.get_params(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue) for _ in range(count)]
-    names = (Op.BRIGHTNESS, Op.CONTRAST, Op.COLOR)
-    orders = [tuple(names[i] for i in each[0].tolist() if i < 3) for each in theirs]
-    chosen = drawn(COUNT)
-    own = [tuple(each) for each in chosen.ops.op[:, 1:].tolist()]
-    for order in set(orders):
-        difference = orders.count(order) / count - own.count(order) / COUNT
-        assert abs(difference) < 5 * np.sqrt(5 / 36 * (1 / count + 1 / COUNT)), order
-    for place, op in enumerate(names, start=1):
-        factors = chosen.ops.amount[:, 1:][chosen.ops.op[:, 1:] == op]
-        assert distance(factors, np.array([each[place] for each in theirs])) < 2 * np.sqrt(1 / count + 1 / COUNT)
-
-
-def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Kolmogorov-Smirnov distance of two samples."""
-    at = np.sort(np.concatenate([a, b]))
-    return float(
-        np.abs(np.searchsorted(np.sort(a), at, "right") / len(a) - np.searchsorted(np.sort(b), at, "right") / len(b)).max()
-    )
-
-
-@needs_code
-def test_the_authors_choose_among_the_same_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The authors' own ``augment.py`` run 3000 times: how often each of the three, and the radii that it blurs with."""
-    augment = authors_module("augment")
-    radii: list[float] = []
-    blur = augment.ImageFilter.GaussianBlur
-    monkeypatch.setattr(augment.ImageFilter, "GaussianBlur", lambda radius: radii.append(radius) or blur(radius))
-    whole = augment.new_data_aug_generator(types.SimpleNamespace(input_size=32, src=True, color_jitter=0.3))
-    kinds = [type(step).__name__ for step in whole.transforms]
-    assert kinds == ["Resize", "RandomCrop", "RandomHorizontalFlip", "RandomChoice", "ColorJitter", "ToTensor", "Normalize"]
-    resize, crop, _, choice, jitter, *_ = whole.transforms
-    assert (crop.padding, crop.padding_mode, resize.size) == (4, "reflect", 32) and resize.interpolation.name == "BICUBIC"
-    assert jitter.brightness == jitter.contrast == jitter.saturation == (0.7, 1.3) and jitter.hue is None
-    picture = Image.fromarray(np.dstack([np.full((2, 2), level, np.uint8) for level in (200, 150, 30)]))
-    random.seed(0)
-    count = 3000
-    seen = [np.asarray(choice(picture))[0, 0].tolist() for _ in range(count)]
-    shares = [seen.count(each) / count for each in ([151] * 3, [55, 105, 30], [200, 150, 30])]  # gray, solarized, blurred
-    assert sum(shares) == pytest.approx(1)
-    first = drawn(COUNT).ops.op[:, 0]
-    ours = [(first == op).mean() for op in (Op.COLOR, Op.SOLARIZE, Op.NOTHING)]
-    assert np.abs(np.array(shares) - ours).max() < 5 * np.sqrt(2 / 9 * (1 / count + 1 / COUNT))
-    own = drawn(COUNT).blur
-    assert distance(own[own > 0], np.array(radii)) < 2 * np.sqrt(1 / len(radii) + 3 / COUNT)
 
 
 @pytest.mark.parametrize(("threshold", "smoothing"), [(0.0, 0.0), (None, 0.0), (None, 0.1), (0.2, 0.1)])
@@ -292,7 +155,7 @@ def test_scores_and_stochastic_depth_are_the_authors() -> None:
 @needs_code
 def test_fine_tuning_resamples_positions_as_the_authors_do() -> None:
     """The lines of the authors' ``main.py`` for 192 to 224 pixels, on the same embedding."""
-    source = subprocess.run(["git", "-C", str(CODE), "show", "HEAD:main.py"], capture_output=True, text=True, check=True).stdout
+    source = authors_source("main")
     lines = source[
         source.index("        # interpolate position embedding") : source.index(
             "        model.load_state_dict(checkpoint_model"

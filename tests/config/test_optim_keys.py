@@ -1,0 +1,24 @@
+"""Keys of ``optim`` with values that there are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.config import config_from_dict
+from pipeline.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"name": "sgd"}, "optim.name is 'sgd' (str), but the value should be 'adamw', 'lamb' or 'muon'"),
+        ({"layer_decay": 0}, "optim.layer_decay is 0 (int), but the value should be greater than 0"),
+        ({"layer_decay": 1.5}, "optim.layer_decay is 1.5 (float), but the value should be less than or equal to 1"),
+        ({"momentum": 1.0}, "optim.momentum is 1.0 (float), but the value should be less than 1"),
+    ],
+)
+def test_an_optimizer_that_there_is_not_is_one_sentence(keys: dict, sentence: str) -> None:
+    """Guards against a traceback, or a default in place of what was asked for."""
+    with pytest.raises(UserError) as error:
+        config_from_dict({"output_dir": "runs/x", "optim": keys}, "a test")
+    assert sentence in str(error.value) and "\n" not in str(error.value)
