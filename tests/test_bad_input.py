@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.launching import run_module
+from support.ranks import run_forked
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def damaged(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 )
 def test_training_says_what_is_wrong(override: str, expected: list[str], small_run: Path, damaged: dict[str, Path]) -> None:
     """Guards against a traceback from three libraries down, and against a run that is said to begin, or a folder made, for nothing."""
-    result = run_module("pipeline.train", "--config", small_run, override.format(**damaged), check=False)
+    result = run_forked("pipeline.train", "--config", small_run, override.format(**damaged), check=False)
     assert result.returncode == 2
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
@@ -60,7 +61,7 @@ def test_training_says_what_is_wrong(override: str, expected: list[str], small_r
 )
 def test_evaluation_says_what_is_wrong(arguments: list[str], expected: str, damaged: dict[str, Path]) -> None:
     """Guards against a traceback when a run folder is mistyped."""
-    result = run_module("pipeline.evaluate", *(a.format(**damaged) for a in arguments), check=False)
+    result = run_forked("pipeline.evaluate", *(a.format(**damaged) for a in arguments), check=False)
     assert result.returncode == 2 and expected in result.stderr and "Traceback" not in result.stderr
 
 

@@ -53,6 +53,8 @@ def describe(error: ValidationError, layers: list[Layer], root: type[Section] = 
     problem = error.errors(include_url=False)[0]
     loc, message = problem["loc"], _message(problem)
     key = ".".join(str(part) for part in loc[:2] if not isinstance(part, int))
+    if loc[:2] == ("data", "mix") and len(loc) > 2:
+        key += f"[{str(loc[2])!a:.80}]"
     return f"{_source(loc, message, layers, root)}: {_complaint(problem, key, message, _missing(error, loc), root)}"
 
 
@@ -81,7 +83,7 @@ def _complaint(problem: ErrorDetails, key: str, message: str, missing: int, root
     if kind == "extra_forbidden":
         return unknown_key(key, found, root)
     if kind == "missing":
-        return f"{key} has {len(found)} values, {'one' if missing == 1 else missing} more needed: add {'it' if missing == 1 else 'them'}."
+        return f"{key} has {len(found)} value{'' if len(found) == 1 else 's'}, {'one' if missing == 1 else missing} more needed: add {'it' if missing == 1 else 'them'}."
     if kind == "too_long" and isinstance(found, list | tuple):
         return f"{key} has {len(found)} values, {problem['ctx']['max_length']} needed: remove the others."
     if kind in ("model_type", "dict_type"):

@@ -34,6 +34,7 @@ class BadSamples:
         self._lock = threading.Lock()
         self._unreported: dict[int, str] = {}
         self._over: UserError | None = None
+        self._replaced_by: dict[int, list[int]] = {}  # substitute -> the bad samples that it replaces
         self.replacement: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -50,16 +51,15 @@ class BadSamples:
                 raise self._over
             if damage.index in self.replacement:
                 return
-            replacement = {**self.replacement, damage.index: damage.index}
-            for sample, substitute in replacement.items():
-                if substitute == damage.index:
-                    replacement[sample] = self._next_sound(substitute, replacement)
-            self.replacement = replacement  # the dictionary is replaced, never changed: readers need no lock
-            instead = f"sample {self._shards.key(replacement[damage.index])} replaces it"
+            substitute = self._next_sound(damage.index)
+            moved = [*self._replaced_by.pop(damage.index, []), damage.index]
+            self._replaced_by.setdefault(substitute, []).extend(moved)
+            self.replacement.update(dict.fromkeys(moved, substitute))  # one step for other threads: readers need no lock
+            instead = f"sample {self._shards.key(substitute)} replaces it"
             self._unreported[damage.index] = f"{damage}; {'it is skipped' if self._left_out else instead}"
-            if len(replacement) > self._limit:
+            if len(self.replacement) > self._limit:
                 self._over = UserError(
-                    f"{len(replacement)} samples of {self._shards.folder} cannot be used, data.max_bad_samples allows {self._limit}; "
+                    f"{len(self.replacement)} samples of {self._shards.folder} cannot be used, data.max_bad_samples allows {self._limit}; "
                     f"the last one: {damage}",
                     "restore the files, or raise data.max_bad_samples",
                 )
@@ -71,11 +71,11 @@ class BadSamples:
             taken, self._unreported = self._unreported, {}
         return taken
 
-    def _next_sound(self, sample: int, bad: dict[int, int]) -> int:
-        for step in range(1, len(self._shards)):
-            candidate = (sample + step) % len(self._shards)
-            if candidate not in bad:
-                return candidate
+    def _next_sound(self, sample: int) -> int:
+        following = (sample + 1) % len(self._shards)
+        found = self.replacement.get(following, following)  # the next sound one after a bad one is its substitute
+        if found != sample:
+            return found
         raise UserError(
             f"none of the {len(self._shards)} samples of {self._shards.folder} can be used, at least 1 needed",
             "restore the files",

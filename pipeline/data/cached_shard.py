@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
@@ -51,12 +51,17 @@ class CachedShard:
 class Partial:
     """A shard that this process fetches; see :meth:`ShardCache.claim`. To be closed.
 
+    Args:
+        alone: holds the lock on the cache's folder.
+
     Attributes:
         begun: bytes that are there already.
     """
 
-    def __init__(self, descriptor: int, path: Path, whole: Path, size: int) -> None:
-        self._descriptor, self._path, self._whole = descriptor, path, whole
+    def __init__(
+        self, descriptor: int, path: Path, whole: Path, size: int, alone: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._descriptor, self._path, self._whole, self._alone = descriptor, path, whole, alone
         if os.fstat(descriptor).st_size > size:
             os.ftruncate(descriptor, 0)
         self.begun = os.fstat(descriptor).st_size
@@ -85,15 +90,16 @@ class Partial:
         """Give the file its name, when all of it is there and verified.
 
         Raises:
-            OSError: the disk refuses, or somebody removed the partial file.
+            OSError: the disk refuses, the folder stays locked, or somebody removed the partial file.
         """
         os.fsync(self._descriptor)
-        if not _is_at(self._descriptor, self._path):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
-        if self._whole.exists():  # from another user, whose claim this process was not allowed to see
-            self.discard()
-        else:
-            os.rename(self._path, self._whole)
+        with self._alone():  # who lists the folder to find room would see the file by neither name
+            if not _is_at(self._descriptor, self._path):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
+            if self._whole.exists():  # from another user, whose claim this process was not allowed to see
+                self.discard()
+            else:
+                os.rename(self._path, self._whole)
 
     def discard(self) -> None:
         """Remove the file."""

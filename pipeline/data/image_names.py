@@ -18,6 +18,7 @@ import numpy as np
 
 from pipeline.data.manifest import MANIFEST
 from pipeline.errors import UserError
+from pipeline.stores.place import is_remote, parse_place
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
 STDIN, LIST = "-", "@"
@@ -126,6 +127,11 @@ def read_list(stream: BinaryIO) -> Iterator[str]:
 
 def _found(arguments: Sequence[str], lines: Iterable[str]) -> Iterator[tuple[str, str, int, int]]:
     for argument in arguments:
+        if is_remote(argument):
+            raise UserError(
+                f"{parse_place(argument)} is a URL, images or a shard set on this machine needed",
+                "copy them here; `python -m pipeline.evaluate --data URL --predictions FILE` reads a shard set in a store",
+            )
         none = True
         for each in _images_of(Path(argument), argument) if argument != STDIN else _files(lines):
             none = False

@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -149,12 +150,21 @@ def open_training_set(
     if not mix:
         return first
     further = {}
+    places = {_place(first): os.fspath(path)}
     for folder, weight in mix.items():
         try:
-            further[ShardSet(folder, "train", readers, cache=cache)] = weight
+            one = ShardSet(folder, "train", readers, cache=cache)
         except UserError as error:
             raise UserError(f"data.mix: {error}".replace("data.path", "data.mix")) from None
+        if (other := places.setdefault(_place(one), folder)) is not folder:
+            raise UserError(f"data.mix: {folder} is the same place as {other}, different sets needed", "take one of them out")
+        further[one] = weight
     return MixedSet(first, further)
+
+
+def _place(one: ShardSet) -> str:
+    """However the path of a set is spelled; a URL has one spelling."""
+    return os.path.realpath(one.folder) if isinstance(one.folder, Path) else str(one.folder)
 
 
 def _labels(one: ShardSet, first: ShardSet) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.config import AugmentConfig, DataConfig
+from pipeline.config import AugmentConfig, Config, DataConfig
 from pipeline.data.augment import crop, erasing, interpolation, mixing, randaugment, three_augment
 from pipeline.data.augment.crop import Geometry, eval_geometry, simple_geometry, train_geometry
 from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
@@ -121,6 +121,13 @@ class TrainPlan(Plan):
     stream: int = STREAM_VERSION
 
     substitutes_count = True
+
+    @classmethod
+    def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> TrainPlan:
+        """The batches of a run in one process, without accumulation."""
+        size, data, augment = config.model.image_size, config.data, config.augment
+        sizes = {"image_size": size, "global_batch_size": batch_size, "batch_size": batch_size}
+        return cls(shards=shards, seed=config.seed, **sizes, rank=0, world_size=1, data=data, augment=augment)
 
     @property
     def rand_augment_ops(self) -> int:
@@ -279,8 +286,8 @@ class EvalPlan(Plan):
         valid = position < len(self.shards)
         index = np.minimum(position, len(self.shards) - 1)
         if replacement:
-            valid &= ~np.isin(index, list(replacement))
-            index = np.array([replacement.get(sample, sample) for sample in index.tolist()])
+            asked_for, index = index, np.array([replacement.get(sample, sample) for sample in index.tolist()])
+            valid &= index == asked_for
         samples = self.shards.samples[index]
         geometry = eval_geometry(samples["height"], samples["width"], self.image_size, self.eval_crop)
         return BatchRequest(index, samples["label"].astype(np.int64), np.zeros_like(index), position, valid, geometry)

@@ -13,7 +13,7 @@ by ``flock``, which the kernel releases when the process ends, however it ends.
   of the same user continues it.
 - Whoever reads a shard has it locked as a reader. A shard with readers is never removed; of the others, the least recently used
   one is (its modification time is that of its last use). So what is counted as removed has left the disk.
-- Claiming and removing happen under a lock on the folder itself; opening and reading need none.
+- Claiming, publishing and removing happen under a lock on the folder itself; opening and reading need none.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class ShardCache:
             try:
                 if not lock(descriptor, fcntl.LOCK_EX):
                     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(own))
-                return Partial(descriptor, own, whole, shard.bytes)
+                return Partial(descriptor, own, whole, shard.bytes, self._alone)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -147,6 +147,14 @@ class ShardCache:
     def used_bytes(self) -> int:
         """What all shards in the folder take, partial ones as if they were whole."""
         return sum(file.bytes for file in self._files())
+
+    def room(self) -> int:
+        """Bytes that all shards may take together on this disk, those that are there included; the folder need not exist."""
+        disk = os.statvfs(self.folder if self.folder.exists() else self.folder.absolute().parent)
+        free = disk.f_bavail * disk.f_frsize - int(self.keep_free * disk.f_blocks * disk.f_frsize)
+        files = self._files() if self.folder.exists() else []
+        most = free + sum(file.bytes - file.missing for file in files)
+        return most if self.limit is None else min(most, self.limit)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

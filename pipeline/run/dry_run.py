@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from pipeline.checkpoint.folder import FOLDER
 from pipeline.checkpoint.snapshot import saved_tensors
 from pipeline.config import Config, accumulation_steps
 from pipeline.data.loader import Batch
-from pipeline.distributed.agreement import do_in_main
+from pipeline.distributed.agreement import do_in_main, raise_on_all
 from pipeline.distributed.world import World
-from pipeline.errors import PREEMPTED
+from pipeline.errors import PREEMPTED, UserError
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.files import write_error
@@ -32,6 +33,7 @@ from pipeline.optim.adamw import learning_rate
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.engine import optimizer_step, set_learning_rate
 from pipeline.run.building import check_alone
+from pipeline.run.cache_room import check_cache_room
 from pipeline.run.compiling import OFF, choose_compilation
 from pipeline.run.decoding import training_loader
 from pipeline.run.determinism import refusals_explained
@@ -73,7 +75,9 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
     folder = Path(config.output_dir)
     check_alone(config, world)
     with Heartbeat(world, config.distributed) as heartbeat, refusals_explained():
-        data = open_data(config, world)
+        # Without the node's cache, which reading would fill.
+        data = open_data(config.model_copy(update={"data": config.data.model_copy(update={"cache": None})}), world)
+        cache = _check_on_all(lambda: check_cache_room(config, (data.train_set, data.val_set)), world)
         do_in_main(lambda: check_lock(folder), world)
         verified = find_start(config, world, data.train_set, look_only=True)
         if said := nothing_to_train(config, data.schedule, verified):
@@ -90,8 +94,19 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
         do_in_main(lambda: check_space(folder, sum(sizes)), world)
         heartbeat.still("ending")
         if world.is_main:
-            print("\n".join(_summary(ready, data, world, step, sum(sizes))), flush=True)
+            print("\n".join(_summary(ready, data, world, step, sum(sizes), cache)), flush=True)
     return 0
+
+
+def _check_on_all(check: Callable[[], str | None], world: World) -> str | None:
+    """Call ``check`` on every rank, whose nodes may differ; the result of this one."""
+    found = failure = None
+    try:
+        found = check()
+    except UserError as error:
+        failure = error
+    raise_on_all(failure, world)
+    return found
 
 
 def _end(world: World, sentence: str, code: int = 0) -> int:
@@ -157,7 +172,7 @@ def _free(folder: Path) -> int:
     return shutil.disk_usage(next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())).free
 
 
-def _summary(ready: Ready, data: RunData, world: World, step: _Step, checkpoint_bytes: int) -> list[str]:
+def _summary(ready: Ready, data: RunData, world: World, step: _Step, checkpoint_bytes: int, cache: str | None) -> list[str]:
     """What a person reads: a line, and a table of what was found."""
     config, train, before, schedule = ready.config, data.train_set, ready.before, data.schedule
     accumulation = accumulation_steps(config.train, world.size)
@@ -177,6 +192,8 @@ def _summary(ready: Ready, data: RunData, world: World, step: _Step, checkpoint_
         f"{step.grad_norm:.3g}, {step.seconds:.1f} s; at most {step.peak_gib:.2f} GiB in a process",
         "checkpoint": f"{checkpoint_bytes / 1e6:,.1f} MB, up to {kept} at a time; {_free(Path(config.output_dir)) / 1e9:,.1f} GB free",
     }
+    if cache:
+        rows["cache"] = cache
     if compilation != OFF:
         rows["not tried"] = f"train.compile={compilation}, which a start compiles at its first step"
     width = max(map(len, rows))

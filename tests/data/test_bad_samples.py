@@ -23,7 +23,7 @@ from pipeline.data.loader import Loader
 from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
-from support.launching import run_module
+from support.ranks import SMALL_MODEL, run_forked
 from support.runs import evaluation_rows, step_rows
 
 CPU = torch.device("cpu")
@@ -129,7 +129,9 @@ def test_a_lost_tar_stops_the_run_with_a_sentence(fault: str, shards: Path) -> N
     next(loader)
     for tar in shards.glob("train-*.tar"):
         tar.write_bytes(b"") if fault == "emptied" else tar.unlink()
-    loader.plan.shards.files._descriptors.clear()  # as after a remount; an open file outlives its name
+    files = loader.plan.shards.files
+    with files._opening:  # other threads read
+        files._descriptors.clear()  # as after a remount; an open file outlives its name
     with pytest.raises(
         UserError, match=r"21 samples of .* cannot be used, data.max_bad_samples allows 20; .*train-00000\d.tar"
     ):
@@ -222,7 +224,8 @@ def test_a_run_goes_on_counts_and_stops_past_the_limit(small_run: Path, shards: 
         tar.seek(int(ShardSet(shards, "val").samples["offset"][17]) + 600)
         tar.write(bytes(30))
     arguments = ["--config", small_run, f"data.path={shards}", "seed=7", "train.global_batch_size=48", "train.max_steps=4"]
-    result = run_module("pipeline.train", *arguments, "train.micro_batch_size=24", processes=2)
+    arguments += SMALL_MODEL
+    result = run_forked("pipeline.train", *arguments, "train.micro_batch_size=24", processes=2)
     run_dir = small_run.parent / "run"
     assert [(row["replaced"], row["bad_samples"]) for row in step_rows(run_dir)] == [(1, 1), (0, 1), (0, 1), (0, 1)]
     assert result.stderr.count("was changed after it was written") == 2  # one of training, one of evaluation
@@ -234,10 +237,10 @@ def test_a_run_goes_on_counts_and_stops_past_the_limit(small_run: Path, shards: 
     # Met by one process after the other over the epochs, it stays one bad sample.
     long = [word.replace("max_steps=4", "max_steps=60") for word in map(str, arguments)]
     limit = ["train.micro_batch_size=24", "data.max_bad_samples=1", f"output_dir={run_dir}1"]
-    assert run_module("pipeline.train", *long, *limit, processes=2).stderr.count("was changed after it was written") == 2
+    assert run_forked("pipeline.train", *long, *limit, processes=2).stderr.count("was changed after it was written") == 2
     assert step_rows(Path(f"{run_dir}1"))[-1]["bad_samples"] == 1
     assert sum(row["replaced"] for row in step_rows(Path(f"{run_dir}1"))) == 2
 
-    result = run_module("pipeline.train", *arguments, "data.max_bad_samples=0", f"output_dir={run_dir}2", check=False)
+    result = run_forked("pipeline.train", *arguments, "data.max_bad_samples=0", f"output_dir={run_dir}2", check=False)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "1 samples of" in result.stderr and "data.max_bad_samples allows 0" in result.stderr

@@ -20,7 +20,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.run.decoding import choose_decoding, keep_faster, with_decoding
 from pipeline.run.folder import config_hash
-from support.launching import run_module
+from support.ranks import run_forked
 
 CPU = torch.device("cpu")
 CONFIG = DataConfig(num_threads=1, prefetch=1)
@@ -138,5 +138,5 @@ def test_decoding_on_a_gpu_is_refused_where_there_is_none(small_run: Path) -> No
     assert str(error.value) == sentence
     with pytest.raises(UserError, match="--decode is gpu"):
         decoding_device("gpu", CPU, "--decode")
-    run = run_module("pipeline.train", "--config", small_run, "data.decode=gpu", check=False)
+    run = run_forked("pipeline.train", "--config", small_run, "data.decode=gpu", check=False)
     assert run.returncode == 2 and f"error: {sentence}" in run.stderr, run.stderr

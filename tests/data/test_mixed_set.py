@@ -100,10 +100,17 @@ def test_ranks_share_the_mixture_whatever_their_number(order: str, digits_shards
 def test_bad_input_is_one_sentence(digits_shards: Path, few: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.mix: shard folder nowhere does not exist: set data.mix to"):
         open_training_set(digits_shards, {"nowhere": 1.0})
+    (tmp_path / "again").symlink_to(digits_shards)
+    for twice in ({str(tmp_path / "again"): 1.0}, {str(few): 1.0, f"{few}/.": 2.0}):
+        with pytest.raises(
+            UserError, match="^data.mix: .* is the same place as .*, different sets needed: take one of them out"
+        ):
+            open_training_set(digits_shards, twice)
     with pytest.raises(UserError, match=rf"data.mix: {digits_shards} has 8 of 10 classes that {few} has not \(0, 1, 2, ...\)"):
         open_training_set(few, {str(digits_shards): 1.0})
     for mix, said in (
         ({"x": 0}, "greater than 0"),
+        ({"x": 1, "y": -1}, r"data.mix\['y'\] is -1"),
         ({"x": True}, "the weight of 'x' must be a number, not true"),
         ({"data/imagenet": 1}, "which is data.path"),
         (["x"], "write data.mix.NAME=VALUE"),

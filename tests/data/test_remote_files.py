@@ -246,3 +246,12 @@ def test_what_is_not_there_is_one_sentence(copied_shards: Path, web: int, monkey
     with pytest.raises(UserError, match=r"train-samples.npy is missing, 1438 samples needed"):
         ShardSet(f"http://127.0.0.1:{web}/shards", "train")
     monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def test_a_server_without_byte_ranges_is_one_sentence(web: int) -> None:
+    """Guards against two minutes of tries for what will never come."""
+    with (
+        HttpProxy(web, 0, lambda request: Fault(status=200)) as proxy,
+        pytest.raises(UserError, match="does not answer requests for"),
+    ):
+        ShardSet(f"http://127.0.0.1:{proxy.port}/shards", "train")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,22 @@ def test_a_shard_has_one_fetcher_and_a_killed_one_is_continued(tmp_path: Path) -
     copy = cache.open(shard(0))
     assert isinstance(copy, CachedShard) and copy.read(599, 3) == b"011"
     assert cache.claim(shard(0)) is Unclaimed.CACHED
+    assert names(cache) == {cache.path(shard(0)).name}
+
+
+def test_a_shard_gets_its_name_while_nobody_counts_the_files(tmp_path: Path) -> None:
+    """Guards against a cache above its limit: a file that is renamed while the folder is listed was seen by neither name."""
+    cache = ShardCache(tmp_path / "cache", keep_free=0)
+    partial = cache.claim(shard(0))
+    assert isinstance(partial, Partial)
+    partial.append(bytes(SIZE))
+    thread = threading.Thread(target=partial.publish)
+    with cache._alone():
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and cache.used_bytes() == SIZE and not cache.path(shard(0)).exists()
+    thread.join()
+    partial.close()
     assert names(cache) == {cache.path(shard(0)).name}
 
 

@@ -39,11 +39,12 @@ def test_it_says_what_a_start_would_do_and_leaves_every_file(small_run: Path, tm
     would go on; the run is one of two processes, the dry run also of one."""
     run = tmp_path / "deep" / "run"
     overrides = [f"output_dir={run}", "train.max_steps=3", "checkpoint.every_steps=1"]
-    said = rows(dry(small_run, *overrides, processes=2).stdout)
+    said = rows(dry(small_run, *overrides, f"data.cache={tmp_path / 'cache'}", processes=2).stdout)
     assert said["run"] == f"{run}: a new run; the last is step 3"
     assert said["batch"] == "16 = 4 x 2 processes x 2"
     assert "1,438 training and 359 validation images, 10 classes" in said["data"]
     assert re.match(r"2 of 2 micro-batches of random images: loss \d\.\d+, gradient norm [\d.]+, ", said["step"])
+    assert said["cache"].endswith("all of it fits") and not (tmp_path / "cache").exists()
     assert not run.parent.exists()
 
     trained = ["--config", small_run, *SMALL_MODEL, *overrides]

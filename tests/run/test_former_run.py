@@ -17,7 +17,8 @@ from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.data.views import SIDE_BY_SIDE, STREAM_VERSION
 from pipeline.logs.sample_log import augmentation_digests
-from support.launching import REPOSITORY, run_module
+from support.launching import REPOSITORY
+from support.ranks import run_forked
 from support.runs import evaluation_rows, step_rows
 
 FORMER = REPOSITORY / "tests" / "golden" / "former_run"
@@ -35,7 +36,7 @@ def test_a_run_of_a_former_commit_goes_on(tmp_path: Path, record_property) -> No
     assert CheckpointManifest.read(step_folder(tmp_path / "run", 5)).state.stream_version == SIDE_BY_SIDE
     expected = json.loads((FORMER / "expected.json").read_text())
     paths = [f"data.path={tmp_path / 'shards'}", f"output_dir={tmp_path / 'run'}"]
-    said = run_module("pipeline.train", "--config", tmp_path / "config.yaml", *paths, "train.max_steps=9").stdout
+    said = run_forked("pipeline.train", "--config", tmp_path / "config.yaml", *paths, "train.max_steps=9").stdout
     assert "note: optim.warmup_prefix stays True, with which this run was begun; False is the default of new runs" in said
     assert "has no averages of the model's buffers" in said and "at step 5." in said
     steps = [row for row in step_rows(tmp_path / "run") if row["step"] > 5]
@@ -59,7 +60,7 @@ def test_a_run_of_the_former_stream_keeps_it(small_run: Path, tmp_path: Path) ->
 
     def go_on(last: int) -> tuple[list[tuple], str]:
         """Train to a step: what its two last steps saw, and the log."""
-        log = run_module("pipeline.train", "--config", small_run, *options, f"train.max_steps={last}").stdout
+        log = run_forked("pipeline.train", "--config", small_run, *options, f"train.max_steps={last}").stdout
         rows = map(json.loads, (run / "samples" / "rank-00000.jsonl").read_text().splitlines())
         return [(row["position"], row["sample"], row["augmentation"]) for row in rows if row["step"] > last - 2], log
 

@@ -38,22 +38,22 @@ def profiled_steps(file: Path) -> set[int]:
 
 @pytest.mark.multiprocess
 def test_the_result_is_the_same_and_each_rank_has_its_files(small_run: Path, tmp_path: Path) -> None:
-    """Guards against a profiler that changes what it watches, and a resume that loses the rest of the window: the steps 2 to 4 are
+    """Guards against a profiler that changes what it watches, and a resume that loses the rest of the window: the steps 2 to 3 are
     taken by two starts."""
-    plain, watched, window = tmp_path / "plain", tmp_path / "watched", "log.profile_steps=[2, 4]"
-    expected, _ = train(small_run, plain, "train.max_steps=4")
-    _, said = train(small_run, watched, "train.max_steps=3", window)
-    assert "log.profile_steps is [2, 4], of which this start takes the steps 2 to 3: these will be profiled" in said
-    found, said = train(small_run, watched, "train.max_steps=4", window)
-    assert "of which this start takes the steps 4 to 4" in said
+    plain, watched, window = tmp_path / "plain", tmp_path / "watched", "log.profile_steps=[2, 3]"
+    expected, _ = train(small_run, plain, "train.max_steps=3")
+    _, said = train(small_run, watched, "train.max_steps=2", window)
+    assert "log.profile_steps is [2, 3], of which this start takes the steps 2 to 2: these will be profiled" in said
+    found, said = train(small_run, watched, "train.max_steps=3", window)
+    assert "of which this start takes the steps 3 to 3" in said
 
     assert found == expected
     for kind in ("model", "ema"):
-        weights = read_weights(plain).choose(kind)
-        assert weights.keys() == read_weights(watched).choose(kind).keys()
-        assert all(torch.equal(value, read_weights(watched).choose(kind)[name]) for name, value in weights.items())
+        weights, others = (read_weights(run).choose(kind) for run in (plain, watched))
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
-    for folder, steps in (("steps-2-3", {2, 3}), ("steps-4-4", {4})):
+    for folder, steps in (("steps-2-2", {2}), ("steps-3-3", {3})):
         files = sorted(path.name for path in (watched / "profile" / folder).iterdir())
         kinds = ("memory.json.gz", "pt.trace.json.gz")
         assert files == [f"rank-{rank:05d}.{kind}" for rank in range(2) for kind in kinds]
