@@ -24,6 +24,7 @@ from pipeline.errors import UserError
 if TYPE_CHECKING:
     from pipeline.follow.tracker import Tracker
 
+_LONGEST = 86_400  # seconds between two looks
 TRACKERS = {"wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "Trackio"}
 
 
@@ -48,10 +49,17 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--to is {args.to!r}, one of {', '.join(TRACKERS)} needed", "choose one")
     if not args.every > 0:
         raise UserError(f"--every is {args.every:g}, a time in seconds above 0 needed", "raise it")
+    if args.every > _LONGEST:
+        raise UserError(f"--every is {args.every:g}, at most {_LONGEST} seconds (a day) needed", "lower it")
     if args.run.exists() and not args.run.is_dir():
         raise UserError(f"{args.run} is a file, a run folder needed", "pass a run's output_dir")
     if args.once and not args.run.is_dir():
         raise UserError(f"{args.run} does not exist, a run folder needed", "leave --once away to wait for the run")
+    for option, value in (("--project", args.project), ("--name", args.name)):
+        if value is not None and not (value.strip() and value.isprintable()):
+            raise UserError(
+                f"{option} is {value!r}, a name of printable characters needed", "give one, or leave the option out"
+            )
     _say_progress()
     tracker = _tracker(args.to, args.project)
     from pipeline.follow.position import Position
@@ -73,7 +81,20 @@ def run(args: argparse.Namespace) -> None:
     follower.follow(args.once)
     segment = f", segment {position.segment.number}" if position.segment.number > 1 else ""
     log.info(
-        f"{position.count('rows'):,} rows, {position.count('events'):,} events, {len(position.pictures):,} pictures{segment}"
+        ", ".join(
+            _counted(*each)
+            for each in (
+                (position.count("rows"), "row"),
+                (position.count("events"), "event"),
+                (len(position.pictures), "picture"),
+            )
+        )
+        + segment
+        + (
+            f"; {_counted(lost, 'line')} of metrics.jsonl that cannot be read left out"
+            if (lost := follower.files.metrics.unreadable)
+            else ""
+        )
     )
 
 
@@ -99,6 +120,10 @@ def _tracker(name: str, project: str | None) -> Tracker:
             f"--to {name} needs {TRACKERS[name]}'s client, which cannot be imported ({error})",
             f"pip install 'pervit-pipeline[{name}]'",
         ) from None
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _say_progress() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
-from pipeline.files import lock_bytes, remove_leftovers, replace_text, write_error
+from pipeline.files import lock_bytes, remove_leftovers, replace_text
 from pipeline.follow.run_files import Mark
 from pipeline.follow.tracker import Segment
 
@@ -54,7 +54,7 @@ class Position:
                 raise UserError(f"{run} is already followed to {target} by another process", "end that one first")
             remove_leftovers(self.path)
         except OSError as error:
-            raise write_error(self.path, error) from None
+            raise self._unwritten(error) from None
         self.begin("")
         self._load()
 
@@ -120,7 +120,13 @@ class Position:
         try:
             replace_text(self.path, json.dumps(state) + "\n")
         except OSError as error:
-            raise write_error(self.path, error) from None
+            raise self._unwritten(error) from None
+
+    def _unwritten(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self.path} cannot be written ({error.strerror}), in which is noted what was sent",
+            "see to its folder and the free space, or name another folder with XDG_STATE_HOME; the same command then goes on",
+        )
 
     def release(self) -> None:
         """Let another process follow this run."""

@@ -44,6 +44,7 @@ class GrowingRows:
 
     Attributes:
         row: number of the next row, counted from 0. last_step: of the row before it; -1 before the first.
+        unreadable: whole lines, of those read so far, that are none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +58,7 @@ class GrowingRows:
         self._place, self._begun = 0, b""  # bytes read; of a line that has no end yet
         self._waiting: deque[tuple[dict[str, Any], bytes]] = deque()
         self._hash, self.row, self.last_step = hashlib.blake2b(digest_size=16), 0, -1
-        self._next = row
+        self._next, self.unreadable = row, 0
 
     def look(self) -> None:
         """Read what is whole, until some thousands of rows wait.
@@ -72,7 +73,11 @@ class GrowingRows:
             while len(self._waiting) < _WAITING and (block := file.read(_BLOCK)):
                 self._place += len(block)
                 *whole, self._begun = (self._begun + block).split(b"\n")
-                self._waiting.extend((row, line) for line in whole if (row := _row(line)) is not None)
+                for line in whole:
+                    if (row := _row(line)) is not None:
+                        self._waiting.append((row, line))
+                    elif line.strip():
+                        self.unreadable += 1
                 while self._waiting and self.row < self._next:
                     self._take()
 

@@ -48,7 +48,7 @@ class MLflow:
         except MlflowException as error:
             if error.error_code in ("INVALID_PARAMETER_VALUE", "UNAUTHENTICATED", "PERMISSION_DENIED"):
                 raise UserError(
-                    f"{self.target} refuses ({str(error).splitlines()[0][:200].rstrip('.')})",
+                    f"{self.target} refuses ({str(error).strip().splitlines()[0][:200].rstrip('.')})",
                     "correct MLFLOW_TRACKING_URI, or the credentials that MLflow's documentation names",
                 ) from None
             raise

@@ -34,7 +34,13 @@ class Wandb:
         self._wandb = wandb
         self._run: Any = None
         self._project = project or os.environ.get("WANDB_PROJECT") or "pervit"
-        settings = wandb.setup().settings  # with the variables' and the settings file's
+        try:
+            settings = wandb.setup().settings  # with the variables' and the settings file's
+        except Exception as error:  # pydantic's, of several kinds
+            raise UserError(
+                f"Weights & Biases refuses a setting ({_first_mistake(error)})",
+                "correct the WANDB_ variables and wandb/settings; WANDB_MODE is online or offline",
+            ) from None
         self._mode = settings.mode
         entity = f"{settings.entity}/" if settings.entity else ""
         where = "offline" if self._offline else settings.base_url
@@ -77,10 +83,10 @@ class Wandb:
             )
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
-            raise UserError(
-                f"{self.target} refuses ({reason})",
-                "run `wandb login`, set WANDB_API_KEY, or write to this machine with WANDB_MODE=offline",
-            ) from None
+            remedy = "run `wandb login`, set WANDB_API_KEY, or write to this machine with WANDB_MODE=offline"
+            if "project name" in reason:
+                remedy = "choose another name with --project or WANDB_PROJECT"
+            raise UserError(f"{self.target} refuses ({reason})", remedy) from None
         run.define_metric("*", step_metric="step")
         segment.place = root
         if self._offline:
@@ -126,3 +132,12 @@ def _kept_offline(root: Path, id: str) -> int | None:
             for row in history(path):
                 last = max(last, int(row["_step"]))
     return last + 1 if files else None
+
+
+def _first_mistake(error: Exception) -> str:
+    """What the client says of a setting, in one line."""
+    mistakes: list[dict[str, Any]] = getattr(error, "errors", list)()
+    if mistakes:  # pydantic's
+        where = ".".join(str(part) for part in mistakes[0].get("loc", ()))
+        return f"{where}: {mistakes[0].get('msg', '')}"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -123,21 +123,26 @@ def _val_images(group: Group) -> int | None:
 
 
 def _names(keys: list[dict[str, Any]], members: list[list[KnownRun]]) -> list[str]:
-    """For each group what it has unlike most of the others; with the folder's name where that does not tell two apart."""
-    every = dict.fromkeys(key for of_group in keys for key in of_group)
-    usual = {key: Counter(str(of_group.get(key)) for of_group in keys).most_common(1)[0][0] for key in every}
+    """For each group its values of the keys in which groups differ. Where these are many: what it has unlike most of the others,
+    or its model. With the folder's name where that does not tell two apart."""
+    every = sorted(
+        dict.fromkeys(key for of_group in keys for key in of_group),
+        key=lambda key: (key != "model.name", not key.startswith("model."), key != IMAGES, key == "model.num_classes"),
+    )
+    values = {key: Counter(str(of_group.get(key)) for of_group in keys) for key in every}
+    begun = {IMAGES: {"None"}}  # a run without a step does not know its images yet
+    differing = [key for key in every if len(values[key].keys() - begun.get(key, set())) > 1]
     names = []
     for of_group in keys:
-        unusual = [key for key in every if str(of_group.get(key)) != usual[key]]
-        unusual.sort(
-            key=lambda key: (key != "model.name", not key.startswith("model."), key != IMAGES, key == "model.num_classes")
-        )
-        if unusual[:1] == ["model.name"] and sum(each["model.name"] == of_group["model.name"] for each in keys) == 1:
-            unusual = unusual[:1]  # another model has another recipe: its name is enough
-        parts = [_part(key, of_group.get(key)) for key in unusual[:_NAMED]]
-        names.append(
-            ", ".join(parts + [f"and {len(unusual) - _NAMED} more"] * (len(unusual) > _NAMED)) or str(of_group["model.name"])
-        )
+        if len(differing) <= _NAMED:
+            named = differing + [IMAGES] * (of_group[IMAGES] is None and IMAGES not in differing and len(values[IMAGES]) > 1)
+        else:
+            named = [key for key in every if str(of_group.get(key)) != values[key].most_common(1)[0][0]]
+        if named[:1] == ["model.name"] and values["model.name"][str(of_group["model.name"])] == 1:
+            named = named[:1]  # another model has another recipe: its name is enough
+        parts = [_part(key, of_group.get(key)) for key in named[:_NAMED]]
+        parts += [f"and {len(named) - _NAMED} more"] * (len(differing) > _NAMED and len(named) > _NAMED)
+        names.append(", ".join(parts) or str(of_group["model.name"]))
     twice = {name for name, count in Counter(names).items() if count > 1}
     return [f"{name} ({its[0].folder.name})" if name in twice else name for name, its in zip(names, members)]
 
@@ -147,4 +152,5 @@ def _part(key: str, value: Any) -> str:
         return str(value)
     if key == IMAGES:
         return "no step yet" if value is None else f"{value:,} training images"
-    return f"{key.rpartition('.')[2]}={value_text(value) or 'default'}"
+    section, _, last = key.rpartition(".")
+    return f"{key if last == 'name' else last}={value_text(value) or 'default'}"

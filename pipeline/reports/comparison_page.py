@@ -64,7 +64,9 @@ def comparison_page(paths: list[Path]) -> str:
     seeds = " A row is a group of runs that differ only in their seed." if len(groups) < len(runs) else ""
     several = " Accuracies of different data sets do not compare: each set has its own table." if len(data) > 1 else ""
     title = f"{len(runs)} runs" if len(runs) != 1 else "1 run"
-    return page(title, f"{len(groups)} different config{'s' * (len(groups) != 1)}.{seeds}{several}", sections, notes)
+    models = {str(group.keys["model.name"]) for group in groups}
+    configs = f"{len(groups)} different config{'s' * (len(groups) != 1)}{f' of {min(models)}' * (len(models) == 1)}"
+    return page(title, f"{configs}.{seeds}{several}", sections, notes)
 
 
 def _results(same: SameData) -> Html:

@@ -73,7 +73,11 @@ def _word(key: str, value: str) -> str:
 
 
 def _values(text: str) -> list[str]:
-    """Split at the commas outside of brackets and quotes."""
+    """Split at the commas outside of brackets and quotes.
+
+    Raises:
+        UserError: one of those is not closed.
+    """
     values, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -88,4 +92,9 @@ def _values(text: str) -> list[str]:
             values.append("")
         else:
             values[-1] += character
+    if depth or quote:
+        raise UserError(
+            f"{text} has a {'quote' if quote else 'bracket'} that is not closed, commas within it separate nothing",
+            "close it, and quote the word for the shell",
+        )
     return values

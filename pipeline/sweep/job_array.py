@@ -7,6 +7,7 @@ the file. The name of that folder in a job's command tells which runs wait in Sl
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.config import accumulation_steps
 from pipeline.errors import UserError
 from pipeline.files import replace_text
 from pipeline.sweep.lines import Sweep
@@ -64,6 +66,7 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
             f"MaxArraySize is {limit})",
             "split the file",
         )
+    _check_batches(sweep, options)
     submission = _write_submission(sweep)
     arrays = sorted(set(queued.values()), key=int)
     name = re.sub(r"[^\w.-]+", "_", sweep.folder.name)
@@ -130,6 +133,32 @@ def _check_options(options: Sequence[str]) -> list[str]:
         if name in _OURS or each in ("-a", "-W", "-H"):
             raise UserError(f"found {each!r}, which a sweep says itself", "take it out; --jobs=N lets N runs train at a time")
     return long
+
+
+def _check_batches(sweep: Sweep, options: Sequence[str]) -> None:
+    """See that the batch of each run divides by the processes of its job, which it would else find out after the queue."""
+    count = _processes(options)
+    for run in sweep.runs:
+        if count is None or not isinstance(run.config.train.micro_batch_size, int):  # settled when the run starts
+            continue
+        try:
+            accumulation_steps(run.config.train, count, run.config.augment.unit)
+        except UserError as error:
+            raise UserError(
+                f"{sweep.file}, line {run.line}: {error.problem}",
+                f"{str(error).removeprefix(f'{error.problem}: ').rstrip('.')}; before the file, --nodes, --gpus-per-node and "
+                "--ntasks-per-node say how many",
+            ) from None
+
+
+def _processes(options: Sequence[str]) -> int | None:
+    """Of a run's job; None if it cannot be told here."""
+    size = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", SCRIPT.read_text(), re.MULTILINE))
+    for option in options:
+        name, _, value = re.sub(r"^-N=?", "--nodes=", re.sub(r"^-n=?", "--ntasks=", option)).removeprefix("--").partition("=")
+        size[name] = value
+    numbers = [size.get(name, "1") for name in (["ntasks"] if "ntasks" in size else ["nodes", "ntasks-per-node"])]
+    return math.prod(map(int, numbers)) if all(each.isdecimal() and int(each) for each in numbers) else None
 
 
 def _write_submission(sweep: Sweep) -> Path:

@@ -124,7 +124,10 @@ def parse_sweep(file: Path, text: str, words: Sequence[str] = (), variables: Map
     folder = Path(variables.get("PERVIT_OUTPUT") or Path("runs", file.stem))
     for each in (*common.overrides, *typed.overrides):
         if each.startswith(f"{_FOLDER}="):
-            folder = Path(each.partition("=")[2])
+            named = each.partition("=")[2]
+            if not named:
+                raise UserError(f"{each} names no folder, one for a sweep's runs needed", "name one, or take it out")
+            folder = Path(named)
     _check_folder(folder)
     runs: list[SweepRun] = []
     for number, line_words in lines:

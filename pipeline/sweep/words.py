@@ -48,7 +48,11 @@ def split_line(line: str, place: str) -> list[str]:
             if word.startswith("#"):  # no override begins so; within a word it is part of a value
                 break
             words.append(word)
-    except ValueError:
+    except ValueError as error:
+        if "escaped" in str(error):  # a backslash at the end
+            raise UserError(
+                f"{place} ends with a backslash, which continues no line here, words of one line needed", "join the two lines"
+            ) from None
         if re.search(r"(^|\s)#", line):  # an apostrophe in the comment
             return split_line(re.split(r"(?:^|\s)#", line, maxsplit=1)[0], place)
         raise UserError(f"{place} has a quote that is not closed, words as in a shell needed", "close it") from None
@@ -79,6 +83,11 @@ def read_words(found_words: Sequence[str], place: str) -> Words:
             )
         elif "%a" in word:
             raise UserError(f"{place}: found %a in {word!r}, which a job array would replace", "write the value itself")
+        elif variable := re.search(r"\$(\w+|\{\w+\})|=~(?=/|$)", word):
+            raise UserError(
+                f"{place}: found {variable[0].lstrip('=')} in {word!r}, which is not replaced here as a shell would",
+                "write the value itself",
+            )
         elif "\n" in word:
             raise UserError(f"{place}: found a line break in {word!r}, words of one line needed", "take it out")
         else:

@@ -4,7 +4,7 @@
     python -m pipeline.watch runs/seed_0 runs/seed_1 runs/seed_2
     python -m pipeline.watch runs/pervit_t --once
 
-Waits for a run that has not begun. `q` or Ctrl-C ends it, and leaves the run alone.
+Waits for a run that has not begun, but not with --once. `q` or Ctrl-C ends it, and leaves the run alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        UserError: a path is a file, or Rich is missing.
+        UserError: a path is a file, none is there to print, or Rich is missing.
     """
     for path in args.runs:
         if path.exists() and not path.is_dir():
@@ -58,7 +58,12 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.watch.follow import Run
 
     console, runs = Console(), [Run(path) for path in args.runs]
-    if not args.once and console.is_terminal:
+    stays = not args.once and console.is_terminal
+    if not stays and not any(path.exists() for path in args.runs):
+        names = " and ".join(f"{path}" for path in args.runs)
+        missing = f"{names} {'does' if len(args.runs) == 1 else 'do'} not exist"
+        raise UserError(f"{missing}, a run's output_dir needed", "correct the name, or wait until the run has begun")
+    if stays:
         with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
             try:
                 while True:

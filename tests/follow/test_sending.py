@@ -204,7 +204,7 @@ def test_damage_costs_only_itself(tmp_path: Path) -> None:
     assert rows.begins_with(Mark()) and rows.peek(5) == []
     path.write_bytes(b'{"step": 1, "time": 5}\n\xff\n[1]\n{"step": "2", "time": 1}\n{"step": 2, "time": 6}\n{"step": 3, "ti')
     rows.look()
-    assert [row["step"] for row in rows.peek(5)] == [1, 2]
+    assert [row["step"] for row in rows.peek(5)] == [1, 2] and rows.unreadable == 3
     rows.take(2)
     mark = rows.mark
     with open(path, "ab") as file:
@@ -231,6 +231,15 @@ def test_positions_are_cut_to_what_has_arrived(tmp_path: Path) -> None:
             assert (again.count(ROWS), again.count(EVENTS)) == (9, 2)
         else:
             assert (again.count(ROWS), again.count(EVENTS), again.pictures) == expected
+
+
+def test_a_note_that_cannot_be_written(tmp_path: Path) -> None:
+    """Guards against the sentence of a training about checkpoints that a follower has not."""
+    (tmp_path / "state").touch()
+    with pytest.raises(
+        UserError, match=r"state/pervit-follow/run-mlflow-\w+.json cannot be written \(Not a directory\).* XDG_STATE_HOME"
+    ):
+        Position(tmp_path / "run", "mlflow", "x", tmp_path / "state" / "pervit-follow")
 
 
 def test_once_gives_up_with_a_sentence(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pipeline.reports.comparison import by_data, differing_keys, group_runs, mea
 from pipeline.reports.comparison_page import comparison_page
 from pipeline.reports.known_runs import find_runs, read_runs
 from support.browser import open_page
-from support.launching import run_module
+from support.ranks import run_forked
 from support.run_folders import write_run
 
 SMALL = ("model.image_size=64", "model.num_classes=10", "train.epochs=3", "train.global_batch_size=64")
@@ -57,6 +57,21 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(runs: Path) -> None:
     assert not {"seed", "output_dir", "optim.betas"} & set(differing)
 
 
+def test_the_groups_of_a_sweep_are_named_by_what_it_varied(tmp_path: Path) -> None:
+    """Guards against a group with the model's name, which all have, and one whose values are left out as the usual ones."""
+    for number in range(4):
+        varied = [f"optim.lr={(0.001, 0.004)[number // 2]}", f"augment.mixup={(0, 0.8)[number % 2]}"]
+        write_run(tmp_path / str(number), "pervit_t", *SMALL, *varied, top1=60 + number)
+    names = [group.name for group in grouped(tmp_path)]
+    assert names == ["mixup=0, lr=0.001", "mixup=0.8, lr=0.001", "mixup=0, lr=0.004", "mixup=0.8, lr=0.004"]
+    assert "4 different configs of pervit_t." in comparison_page([tmp_path])
+    write_run(tmp_path / "4", "pervit_t", *SMALL, "optim.lr=0.002", "augment.mixup=0", steps=0, top1=None)
+    assert [group.name for group in grouped(tmp_path)] == [*names, "mixup=0, lr=0.002, no step yet"]
+    for name in ("lamb", "adamw"):
+        write_run(tmp_path / "two" / name, "pervit_t", *SMALL, f"optim.name={name}")
+    assert {group.name for group in grouped(tmp_path / "two")} == {"optim.name=lamb", "optim.name=adamw"}
+
+
 def test_other_data_has_a_table_of_its_own(runs: Path) -> None:
     """Guards against accuracies on 10 and on 1,000 classes in one column; a run without an evaluation goes with its classes."""
     sizes = {same.title: sum(len(group.runs) for group in same.groups) for same in by_data(grouped(runs))}
@@ -82,7 +97,7 @@ def test_what_cannot_be_used_is_named(runs: Path, tmp_path: Path) -> None:
 def test_the_page_in_a_browser(runs: Path, tmp_path: Path) -> None:
     """Guards against a page whose scripts fail, whose sorting moves a run away from its group, or that is too large to send."""
     path = tmp_path / "report.html"
-    run_module("pipeline.report", runs, "--output", path)
+    run_forked("pipeline.report", runs, "--output", path)
     assert path.stat().st_size < 8_000_000
     text = path.read_text()
     path.write_text(text.replace("</body>", f"{CLICK}</body>"))
@@ -99,8 +114,8 @@ def test_the_page_in_a_browser(runs: Path, tmp_path: Path) -> None:
 
 def test_of_several_runs_there_are_no_pictures(runs: Path) -> None:
     """Guards against options that are silently without effect."""
-    result = run_module("pipeline.report", runs, "--data", runs, check=False)
+    result = run_forked("pipeline.report", runs, "--data", runs, check=False)
     assert result.returncode == 2 and f"--data is of one run, {runs} holds several" in result.stderr
-    result = run_module("pipeline.report", check=False)
+    result = run_forked("pipeline.report", check=False)
     assert result.returncode == 2 and "no run is named" in result.stderr
     assert json.dumps(result.stdout) == '""'

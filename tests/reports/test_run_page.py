@@ -17,8 +17,8 @@ from pipeline.reports.run_folder import read_run
 from pipeline.reports.run_page import Sources, run_page
 from pipeline.reports.story import starts_of
 from support.browser import open_page
-from support.launching import run_module
 from support.predictions import BAD, write_predictions
+from support.ranks import run_forked
 
 MOST_BYTES = 8_000_000
 HOLD = """
@@ -158,7 +158,7 @@ def test_a_damaged_folder_shows_what_is_left(copied_run: Path, tmp_path: Path) -
 def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     """Guards against a page about nothing, and against a traceback."""
     for place, found in ((tmp_path / "none", "does not exist"), (tmp_path, "is no run folder")):
-        result = run_module("pipeline.report", place, "--output", tmp_path / "report.html", check=False)
+        result = run_forked("pipeline.report", place, "--output", tmp_path / "report.html", check=False)
         assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
         assert found in result.stderr and str(place) in result.stderr
     assert not (tmp_path / "report.html").exists()

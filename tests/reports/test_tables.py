@@ -18,7 +18,7 @@ from pipeline.reports.paper_tables import find_table, list_tables, paper_tables,
 from pipeline.reports.row_runs import Filled, fill, mean_and_spread
 from pipeline.reports.table_formats import latex_text
 from pipeline.reports.table_page import paper_table
-from support.launching import run_module
+from support.ranks import run_forked
 from support.run_folders import write_run
 
 IMAGENET = {"images": 1_281_167, "count": 50_000}
@@ -175,16 +175,16 @@ def test_unknown_tables_and_folders_without_runs(tmp_path: Path, capsys: pytest.
 def test_the_command(tmp_path: Path) -> None:
     """Guards against a table that the command prints with something else, or that is not written."""
     write_run(tmp_path / "run", "ablations/lsat_table6_ii_cvt", top1=95.5, images=50_000, count=10_000)
-    printed = run_module("pipeline.report", "--table", "lsat_table6", tmp_path, "--format", "markdown").stdout
+    printed = run_forked("pipeline.report", "--table", "lsat_table6", tmp_path, "--format", "markdown").stdout
     assert (
         printed.startswith("## LSAT") and "95.50" in printed and "configs/ablations/lsat_table6_i_swin.yaml seed=0" in printed
     )
-    said = run_module("pipeline.report", "--table", "lsat_table6", tmp_path, "--output", tmp_path / "t.html").stdout
+    said = run_forked("pipeline.report", "--table", "lsat_table6", tmp_path, "--output", tmp_path / "t.html").stdout
     assert "95.50" in (tmp_path / "t.html").read_text()
     assert said == f"{tmp_path / 't.html'}: {(tmp_path / 't.html').stat().st_size / 1e3:.1f} kB\n"
 
 
 def test_options_of_one_run_do_not_go_with_a_table(tmp_path: Path) -> None:
     """Guards against options that are silently without effect."""
-    result = run_module("pipeline.report", "--table", "lsat_table6", "--analysis", tmp_path, check=False)
+    result = run_forked("pipeline.report", "--table", "lsat_table6", "--analysis", tmp_path, check=False)
     assert result.returncode == 2 and "--analysis is of one run, --table is given" in result.stderr

@@ -46,6 +46,8 @@ def test_what_was_written_is_read_as_it_was_meant() -> None:
         (["seed"], "found 'seed', key=value,value needed"),
         (["--lr=1,2"], "found '--lr=1,2', key=value,value needed"),
         (["--config"], "--config has no config after it"),
+        (["data.crop_scale=[0.6,1.0", "seed=0,1"], "[0.6,1.0 has a bracket that is not closed"),
+        (["data.path='a,b"], "'a,b has a quote that is not closed"),
         (["--config", "demo", "train.seed=0,1"], "unknown key 'train.seed'"),
         (["--config", "demo", "optim.lr=1e-3,0.001"], "is the same run as"),
     ],

@@ -63,14 +63,27 @@ def test_a_slurm_that_refuses(name: str, answer: str, said: str, slurm: Path, tm
     """Guards against a traceback, and a folder of a submission that never was."""
     answering(slurm, name, answer)
     with pytest.raises(UserError, match=said):
-        submit(sweep_of(2, tmp_path / "runs"), [], None)
+        submit(sweep_of(2, tmp_path / "runs"), ["--ntasks-per-node=2"], None)
     assert list((tmp_path / "runs").glob("submitted/*")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [([], 8), (["-N3", "--ntasks-per-node=1"], 3), (["--nodes=4", "--ntasks-per-node=2"], 8), (["-n4"], 4)],
+)
+def test_a_batch_that_the_jobs_processes_cannot_share(options: list[str], processes: int, slurm: Path, tmp_path: Path) -> None:
+    """Guards against an array whose every task waits in the queue to say this."""
+    with pytest.raises(
+        UserError, match=rf"^s.txt, line 2: train.global_batch_size is 64, .* x {processes} processes = "
+    ) as error:
+        submit(sweep_of(2, tmp_path / "runs"), options, None)
+    assert "--ntasks-per-node say how many." in str(error.value) and not (tmp_path / "runs").exists()
 
 
 def test_a_report_that_is_refused(slurm: Path, tmp_path: Path) -> None:
     """Guards against runs that are submitted while the command seems to have failed as a whole."""
     with pytest.raises(UserError) as error:
-        submit(sweep_of(2, tmp_path / "runs"), ["-pgpu", "--qos=high", "--nodes=4"], 2)
+        submit(sweep_of(2, tmp_path / "runs"), ["--ntasks=2", "-pgpu", "--qos=high", "--nodes=4"], 2)
     assert str(error.value).startswith("the runs are submitted, but not their report: sbatch refused the job: Invalid qos")
     assert f"python -m pipeline.report {tmp_path}/runs/seed=0 {tmp_path}/runs/seed=1 --output" in str(error.value)
     array, last = (tmp_path / "calls").read_text().splitlines()

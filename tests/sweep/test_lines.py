@@ -93,6 +93,12 @@ def test_names_that_a_folder_cannot_have() -> None:
         ("all: --config demo\nmodel.switches.cpee=false", "line 2: model.switches: unknown switch 'cpee'"),
         ("all: --config demo\nseed=1 seed=2", "my sweep.txt, line 2 sets seed twice"),
         ("all: --config demo\n'seed=1", "my sweep.txt, line 2 has a quote that is not closed"),
+        ("all: --config demo\nseed=1 \\\n  optim.lr=1e-3", "my sweep.txt, line 2 ends with a backslash"),
+        (
+            "all: --config demo\ndata.path=$HOME/x",
+            "my sweep.txt, line 2: found $HOME in 'data.path=$HOME/x', which is not replaced",
+        ),
+        ("all: --config demo data.path=~/x\nseed=1", "my sweep.txt, line 1: found ~ in 'data.path=~/x', which is not replaced"),
         ("all: --config demo\nseed=%a", "my sweep.txt, line 2: found %a in 'seed=%a'"),
         ("all: --config demo\n--jobs=2 seed=1", "my sweep.txt, line 2: found '--jobs=2'"),
         ("all: --config demo\n--config", "my sweep.txt, line 2: found --config without a config"),
@@ -117,6 +123,7 @@ def test_a_mistake_is_named_with_its_line(text: str, said: str) -> None:
         (["--config", "demoo"], "the words after my sweep.txt: config demoo does not exist"),
         (["seed=3", "--config", "demo"], "my sweep.txt, line 1 sets seed, and so do the words after the file"),
         (["--config", "demo", "--list"], "the words after my sweep.txt: found '--list'"),
+        (["--config", "demo", "output_dir="], "output_dir= names no folder"),
         (["--config", "demo", "output_dir=/x/%a"], "found %a in 'output_dir=/x/%a'"),
     ],
 )

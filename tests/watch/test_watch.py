@@ -206,6 +206,16 @@ def test_a_run_in_progress_is_watched(small_run: Path, tmp_path: Path) -> None:
     assert not run.finished and "stopped at step" in shown(run, now=time.time())
 
 
+def test_without_a_terminal_there_must_be_a_run(tmp_path: Path) -> None:
+    """Guards against an exit code of 0 in a script that misspells a run; of several runs one may not have begun."""
+    run_folder = write_run(tmp_path / "run")
+    for once in ([], ["--once"]):
+        result = run_module("pipeline.watch", tmp_path / "rum", *once, check=False)
+        assert result.returncode == 2 and not result.stdout
+        assert f"error: {tmp_path / 'rum'} does not exist, a run's output_dir needed: correct the name" in result.stderr
+    assert "rum" in run_module("pipeline.watch", run_folder, tmp_path / "rum", "--once").stdout
+
+
 @pytest.mark.parametrize("end", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
 def test_a_key_ends_the_page(end: bytes, tmp_path: Path) -> None:
     """Guards against a terminal that is left without echo or on another page, and against an exit code that looks like a failure."""
