@@ -13,7 +13,7 @@
 set -eu
 
 venv=${PERVIT_VENV:-/opt/venv}
-extras=${PERVIT_EXTRAS:-demo insight parquet hub}
+extras=${PERVIT_EXTRAS:-demo insight parquet hub remote}
 
 case ${1:-} in
   -h | --help) sed -n '1d; /^[^#]/q; s/^# \{0,1\}//p' "$0" ;;
@@ -27,6 +27,7 @@ case ${1:-} in
   packages)
     python3 -m venv "$venv"
     list=$(mktemp)
+    # shellcheck disable=SC2086  # a list of words
     "$venv/bin/python" - $extras > "$list" <<'PYTHON'
 import sys
 

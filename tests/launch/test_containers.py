@@ -157,7 +157,8 @@ def test_both_recipes_have_the_same_steps() -> None:
     """Guards against an Apptainer image that lacks what Docker's has: base, files, steps."""
     folder = REPOSITORY / "launch" / "container"
     docker, apptainer = (folder / "Dockerfile").read_text(), (folder / "pervit.def").read_text()
-    assert re.search(r"^FROM (\S+)$", docker, re.M)[1] == re.search(r"^From: (\S+)$", apptainer, re.M)[1]  # type: ignore[index]
+    assert re.search(r"^ARG PERVIT_BASE=(\S+)$", docker, re.M)[1] == re.search(r"^From: (\S+)$", apptainer, re.M)[1]  # type: ignore[index]
+    assert "FROM ${PERVIT_BASE}" in docker.splitlines()
     steps = r"install\.sh (system|packages|project)\b"
     assert re.findall(steps, docker) == re.findall(steps, apptainer) == ["system", "packages", "project"]
     copied = {word for line in re.findall(r"^COPY (.*) \S+$", docker, re.M) for word in line.split()}

@@ -1,4 +1,4 @@
-"""What the scripts of ``launch/`` say and which Python they take, without Slurm and without a training."""
+"""What the scripts of ``launch/`` say, and what they give to a training; without Slurm and without one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.launch_scripts import NOTE, copied_scripts, launch, the_sentence, write_python
+from support.launching import REPOSITORY, clean_environment
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.slurm")) + [
     "demo.sh",
@@ -19,20 +20,6 @@ SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.slurm")) 
     "local_cluster.sh",
     "sweep.sh",
 ]
-NOTE = "import json, os, sys\nwith open('note', 'w') as file:\n    json.dump({'arguments': sys.argv[1:], **os.environ}, file)\n"
-
-
-def launch(script: str | Path, *words: str, cwd: Path = REPOSITORY, **variables: str) -> subprocess.CompletedProcess:
-    command = ["bash", str(REPOSITORY / "launch" / script), *words]
-    return subprocess.run(
-        command, cwd=cwd, env=clean_environment(**variables), capture_output=True, text=True, timeout=PATIENCE
-    )
-
-
-def the_sentence(result: subprocess.CompletedProcess) -> str:
-    assert (result.returncode, result.stdout) == (2, ""), result
-    (sentence,) = result.stderr.splitlines()
-    return sentence
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -111,6 +98,11 @@ def test_a_job_without_a_config(words: list[str]) -> None:
     )
 
 
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return copied_scripts(tmp_path)
+
+
 # ---- what a job script gives to the training ---------------------------------------------------
 
 
@@ -173,75 +165,6 @@ def test_the_folders_of_a_job(script: str, variables: dict, folders: list[str], 
     asked = submit(repository, script, *config, "seed=1", **variables)
     assert asked == [["pipeline.train", *words], ["pipeline.faults.restart", "--exit-code", "75", *words]]
     assert (repository / "requeued").read_text() == f"requeue {'5_4' if 'SLURM_ARRAY_JOB_ID' in variables else '7'}\n"
-
-
-# ---- which Python -----------------------------------------------------------------------------
-
-
-def write_python(folder: Path, command: str, name: str = "python") -> Path:
-    """A ``python``, or another command, that is a shell script."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{command}\n")
-    (folder / name).chmod(0o755)
-    return folder
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A copy of the scripts, with a ``.venv`` that leaves its mark in the environment."""
-    root = tmp_path / "a repository"
-    shutil.copytree(REPOSITORY / "launch", root / "launch")
-    (root / "note.py").write_text(NOTE)
-    write_python(root / ".venv" / "bin", f'export MARK=venv; exec "{sys.executable}" "$@"')
-    return root
-
-
-@pytest.fixture
-def bare(tmp_path: Path) -> str:
-    """A PATH whose python has the standard library alone, as a system's."""
-    folder = write_python(tmp_path / "bare", f'exec "{sys.executable}" -I -S "$@"')
-    return f"{folder}:/usr/bin:/bin"
-
-
-def run_note(repository: Path, **variables: str) -> dict:
-    result = launch(repository / "launch" / "local.sh", "1", "--", "note", "a b", cwd=repository, **variables)
-    assert result.returncode == 0, result.stderr
-    return json.loads((repository / "note").read_text())
-
-
-def test_without_activate(repository: Path, bare: str) -> None:
-    """Guards against "No module named 'torch'" beside a .venv that has it."""
-    note = run_note(repository, PATH=bare)
-    assert (note["MARK"], note["arguments"]) == ("venv", ["a b"])
-
-
-@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="the tests' python is in no environment")
-def test_the_active_environment_wins(repository: Path) -> None:
-    """Guards against a .venv that takes the place of the environment that was activated."""
-    assert "MARK" not in run_note(repository)
-
-
-def test_named_environment(repository: Path, tmp_path: Path, bare: str) -> None:
-    """Guards against PERVIT_VENV that is ignored, or wrong in silence."""
-    write_python(tmp_path / "other" / "bin", f'export MARK=other; exec "{sys.executable}" "$@"')
-    assert run_note(repository, PATH=bare, PERVIT_VENV=str(tmp_path / "other"))["MARK"] == "other"
-    assert "has no bin/python" in the_sentence(launch("local.sh", "1", "--", "note", PERVIT_VENV=str(tmp_path)))
-
-
-def test_nothing_installed(repository: Path, bare: str) -> None:
-    """Guards against a traceback about a missing module, once for every rank."""
-    shutil.rmtree(repository / ".venv")
-    sentence = the_sentence(launch(repository / "launch" / "local.sh", "2", "--", "note", PATH=bare))
-    assert "has no PyTorch or no DeepSpeed" in sentence and "make install" in sentence
-
-
-def test_no_secret(repository: Path) -> None:
-    """Guards against ranks that start without the secret by which they know each other's messages."""
-    shutil.rmtree(repository / ".venv")
-    broken = write_python(repository / ".venv" / "bin", f'case "$*" in *secrets*) exit 1 ;; esac; exec "{sys.executable}" "$@"')
-    result = launch(repository / "launch" / "local.sh", "1", "--", "note", cwd=repository, PERVIT_VENV=str(broken.parent))
-    assert "random numbers are needed" in the_sentence(result)
-    assert not (repository / "note").exists()
 
 
 # ---- the job script, up to srun ---------------------------------------------------------------
