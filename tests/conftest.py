@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.launching import run_script
 from support.runs import write_small_config
+from support.slurm_cluster import Cluster, free_ports, running_cluster
 
 IMAGENET_VARIABLE = "PERVIT_IMAGENET_SAMPLES"
 
@@ -74,6 +76,13 @@ def imagenet_shards(imagenet_samples: Path, tmp_path_factory: pytest.TempPathFac
             128,
         )
     return folder
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A Slurm of two nodes for all tests of a file."""
+    with running_cluster(next(free_ports())) as started:
+        yield started
 
 
 @pytest.fixture

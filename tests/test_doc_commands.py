@@ -39,6 +39,8 @@ def test_a_command_is_accepted(command: Command) -> None:
         ("bash launch/sweep.slurm --nodez=2 sweep.txt", "unknown options of sbatch"),
         ("bash launch/sweep.sh sweep.txt train.epoch=2", "unknown key 'train.epoch'"),
         ("bash launch/sweep.sh --grid --config demo train.seed=0,1 > sweep.txt", "unknown key 'train.seed'"),
+        ("python -m pipeline.plan --config pervit_m --nodes 2 --gpus-per-node 8", "1024"),
+        ("bash launch/pervit_m.slurm --plan --nodes 2", "1024"),
         ("make nothing", "nothing"),
         ("pip install '.[nothing]'", "no extra"),
         ("python3 -m pipeline.train", "not known here"),

@@ -19,7 +19,7 @@ from pipeline.checkpoint.trained import read_trained
 from pipeline.errors import UserError
 from pipeline.models import load_exported
 from pipeline.models.weights.exported import read_metadata
-from support.launching import run_module
+from support.ranks import run_forked
 from support.runs import train_twice_saved
 from support.small_model import write_model
 
@@ -205,6 +205,6 @@ def test_a_missing_package_is_named(places: dict[str, Path], command, tmp_path: 
 def test_the_command_ends_with_two(places: dict[str, Path]) -> None:
     """Guards against a file system's refusal that ends in a traceback."""
     good = places["dir"] / "good.safetensors"
-    result = run_module("pipeline.export", good, "--format", "safetensors", "--output", "/proc/a.safetensors", check=False)
+    result = run_forked("pipeline.export", good, "--format", "safetensors", "--output", "/proc/a.safetensors", check=False)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1 and result.stderr.startswith("error: /proc")

@@ -6,8 +6,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +26,12 @@ from pipeline.data.image_folder import ImageFolder
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.models import create_model, load_pretrained
 from pipeline.models.weights.exported import read_tensors, write_exported
 from pipeline.run.evaluation import evaluate, evaluation_loader
 from pipeline.run.start import build_model
 from pipeline.run.teacher import load_teacher
 from support.launching import REPOSITORY, run_script
+from support.photos import write_photos
 from support.ranks import run_forked
 from support.runs import train_twice_saved
 
@@ -55,19 +53,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of three of the digits' classes with images of every form, one of them no image, one cut off."""
-    folder, rng = tmp_path_factory.mktemp("photos") / "images", np.random.default_rng(0)
-    forms = {"a.jpg": {}, "b.JPEG": {"progressive": True}, "c.png": {}, "gray.jpg": {"mode": "L"}, "cmyk.jpg": {"mode": "CMYK"}}
-    for digit in "258":
-        (folder / digit).mkdir(parents=True)
-        for number, (name, options) in enumerate(forms.items()):
-            size = (40 + 9 * number, 77 - 5 * int(digit))
-            noise = Image.fromarray(rng.integers(0, 256, (6, 7, 3), dtype=np.uint8)).resize(size, Image.Resampling.BICUBIC)
-            noise.convert(options.get("mode", "RGB")).save(folder / digit / name, progressive=options.get("progressive", False))
-    (folder / "2" / "broken.jpg").write_bytes(b"no image")
-    (folder / "5" / "cut.jpg").write_bytes((folder / "5" / "a.jpg").read_bytes()[:-400])
-    (folder / "8" / "notes.txt").write_text("no image either")
-    return folder
+    return write_photos(tmp_path_factory.mktemp("photos") / "images")
 
 
 @pytest.fixture(scope="module")
@@ -233,16 +219,6 @@ def test_a_head_is_kept_only_for_the_same_classes(run: Path, exported: Path, tmp
         build_model(config.model_copy(update={"train": train}), WORLD, digits, fresh=False)
 
 
-def test_another_image_size_resamples_the_positions() -> None:
-    """Guards against a DeiT that cannot be fine-tuned at another size, or whose class token is blended in."""
-    small, large = (create_model("deit_t", 2, size) for size in (32, 64))
-    said = load_pretrained(large, small.state_dict(), "x.pt", ["a", "b"], ["a", "b"])
-    resampled, kept = said
-    assert resampled == "position_embedding.weight is resampled from (1, 5, 192) to (1, 17, 192)" and "head is kept" in kept
-    before, after = (model.state_dict()["position_embedding.weight"] for model in (small, large))
-    assert torch.equal(after[:, :1], before[:, :1]) and torch.equal(large.class_token, small.class_token)
-
-
 def test_a_teacher_knows_the_same_classes(run: Path, exported: Path) -> None:
     """Guards against decisions of a teacher whose classes mean something else; an exported file teaches as its run does."""
     config = read_trained(run).config
@@ -316,15 +292,3 @@ def test_an_evaluation_says_what_is_wrong(
     with pytest.raises(UserError) as error:
         evaluate_command.main()
     assert expected in str(error.value) and "\n" not in str(error.value) and "num_classes=" not in str(error.value)
-
-
-def test_evaluate_answers_at_once() -> None:
-    """Guards against an import that a mistyped option, or --help, would wait for."""
-    heavy = "{'torch', 'deepspeed', 'nvidia', 'numpy', 'PIL', 'safetensors'}"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys, pipeline.evaluate; print(sorted({heavy} & sys.modules.keys()))"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "[]\n", done.stderr

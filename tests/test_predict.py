@@ -42,11 +42,7 @@ def val(digits_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predict(*arguments: object, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pipeline.predict", *map(str, arguments)]
-    environment = clean_environment(COLUMNS="80")
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, input=stdin, capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = run_forked("pipeline.predict", *arguments, check=False, stdin=stdin)
     assert done.returncode == code, done.stderr
     return done
 
@@ -163,6 +159,7 @@ def test_features_are_what_the_classifier_sees(model: Path, val: Path, tmp_path:
         (["{tmp}/*.nothing"], "nothing holds 0 images"),
         (["{tmp}/bad.zip"], "bad.zip is not a whole zip"),
         (["{tmp}/bad.tar"], "bad.tar is not a whole tar"),
+        (["s3://bucket/x"], "s3://bucket/x is a URL, images or a shard set on this machine needed"),
         (["x.jpg", "--output", "{tmp}/x.xls"], "ends with none of .csv, .jsonl, .parquet"),
         (["x.jpg", "--features"], "--features needs --output"),
         (["x.jpg", "--features", "--output", "{tmp}/x.csv"], "ends with none of .npy, .parquet"),

@@ -82,3 +82,10 @@ def test_output_that_nobody_reads_is_no_error() -> None:
     reader.wait()
     result = subprocess.run(command, cwd=REPOSITORY, env=clean_environment(), stdout=reader.stdin, stderr=subprocess.PIPE)
     assert (result.returncode, result.stderr) == (1, b"")
+
+
+def test_evaluate_answers_at_once() -> None:
+    """Guards against an import that a mistyped option would wait for."""
+    heavy = "{'torch', 'deepspeed', 'nvidia', 'numpy', 'PIL', 'safetensors'}"
+    done = run_python("-c", f"import sys, pipeline.evaluate; print(sorted({heavy} & sys.modules.keys()))")
+    assert done.stdout == "[]\n", done.stderr

@@ -47,8 +47,8 @@ def assert_equal_weights(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_twenty_steps_equal_eleven_and_nine(stage: int, small_run: Path, tmp_path: Path) -> None:
-    """Guards against a resume that is only nearly exact: step 11 is in the middle of an epoch of 89.9 steps, with gradient
+def test_twelve_steps_equal_seven_and_five(stage: int, small_run: Path, tmp_path: Path) -> None:
+    """Guards against a resume that is only nearly exact: step 7 is in the middle of an epoch of 89.9 steps, with gradient
     accumulation, stochastic depth, activation checkpointing and averaged weights all on. The interrupted run also evaluates and
     saves on its way, which must not touch what it trains."""
     options = [
@@ -58,18 +58,20 @@ def test_twenty_steps_equal_eleven_and_nine(stage: int, small_run: Path, tmp_pat
         "train.ema_decay=0.9",
     ]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    expected = train(small_run, straight, *options, "train.max_steps=20")
-    train(small_run, resumed, *options, "train.max_steps=11", "eval.every_epochs=0.06", "checkpoint.every_steps=4")
+    expected = train(small_run, straight, *options, "train.max_steps=12")
+    train(small_run, resumed, *options, "train.max_steps=7", "eval.every_epochs=0.04", "checkpoint.every_steps=3")
     assert len(evaluation_rows(resumed)) == 4  # two evaluations, each of the weights and of their average
-    assert latest_step(resumed) == 11
-    rows = train(small_run, resumed, *options, "train.max_steps=20")
-    assert [row[0] for row in rows] == list(range(1, 21))
+    assert latest_step(resumed) == 7
+    rows = train(small_run, resumed, *options, "train.max_steps=12")
+    assert [row[0] for row in rows] == list(range(1, 13))
     assert rows == expected
     assert_equal_weights(straight, resumed)
     saved, statistics = read_weights(resumed), "stem.layers.0.1.running_mean"
     assert saved.ema is not None and not torch.equal(saved.ema[statistics], saved.model[statistics])  # averaged, and resumed so
 
-    for row in evaluation_rows(resumed)[-2:]:  # what was evaluated is what was saved
+    if stage < 3:
+        return
+    for row in evaluation_rows(resumed)[-2:]:  # what was evaluated is what was saved, put together from slices
         saved = evaluate(resumed, tmp_path / "result.json", "--weights", row["weights"])
         assert saved["loss"] == pytest.approx(row["loss"], rel=2e-3), row["weights"]
 
@@ -77,7 +79,7 @@ def test_twenty_steps_equal_eleven_and_nine(stage: int, small_run: Path, tmp_pat
 def test_zero_stages_and_process_counts_agree(small_run: Path, tmp_path: Path) -> None:
     """Guards against a stage that trains something else. One process accumulates four micro-batches of 4 where two
     processes accumulate two each: the same micro-batches, so BatchNorm normalizes the same and its running statistics are the same; the sums differ in rounding."""
-    options = ["train.max_steps=6", "checkpoint.every_steps=6"]
+    options = ["train.max_steps=4", "checkpoint.every_steps=4"]
     losses = {}
     for name, stage, processes in (("alone", 0, 1), ("zero1", 1, 2), ("zero2", 2, 2), ("zero3", 3, 2)):
         rows = train(small_run, tmp_path / name, f"train.zero_stage={stage}", *options, processes=processes)

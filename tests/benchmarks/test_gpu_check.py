@@ -23,15 +23,17 @@ from support.launching import PATIENCE, REPOSITORY, clean_environment, run_modul
 def test_every_stage_in_miniature(tmp_path: Path) -> None:
     """Guards against a stage that no longer fits the code it measures, which would show on the GPU alone."""
     lines = tmp_path / "rows.jsonl"
-    result = run_module("benchmarks.gpu", "--miniature", "--output", lines, "--work", tmp_path / "work", check=False)
+    stages = [name for name in BY_NAME if name not in ("steps_m", "steps_s")]  # steps_t with another model
+    arguments = ("--miniature", "--only", ",".join(stages), "--output", lines, "--work", tmp_path / "work")
+    result = run_module("benchmarks.gpu", *arguments, check=False)
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     logs = {path.name: path.read_text(errors="replace")[-1500:] for path in (tmp_path / "work").glob("*.log")}
     failed = [row for row in rows if "failed" in row["values"]]
     assert (result.returncode, failed) == (0, []), result.stderr[-3000:] + str([logs[row["stage"] + ".log"] for row in failed])
-    assert list(dict.fromkeys(row["stage"] for row in rows)) == list(BY_NAME)
+    assert list(dict.fromkeys(row["stage"] for row in rows)) == stages
     tables = result.stdout
-    for stage in BY_NAME.values():
-        assert f"**{stage.title}**" in tables
+    for stage in stages:
+        assert f"**{BY_NAME[stage].title}**" in tables
     found = {(row["stage"], row["case"]): row["values"] for row in rows}
     ours, authors = found["steps_t", "ZeRO 0"], found["steps_t", "the authors' form"]
     assert ours["speed / authors'"] == pytest.approx(ours["images/s"] / authors["images/s"])

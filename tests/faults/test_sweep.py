@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,18 +22,12 @@ from pipeline.faults import restart
 from support.launching import PATIENCE, REPOSITORY
 from support.ranks import SMALL_MODEL
 from support.runs import evaluation_rows, step_rows
-from support.slurm_cluster import ON_CPUS, Cluster, Submitted, free_ports, running_cluster
+from support.slurm_cluster import ON_CPUS, Cluster, Submitted
 
 pytestmark = pytest.mark.slurm
 TOY_TRAIN = Path(__file__).with_name("toy_train.py")
 STEPS = 180  # of two epochs of the digits in batches of 16
 SHARED = (*ON_CPUS, "--nodes=1", "--ntasks-per-node=1", "--mem=100", "--oversubscribe")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running_cluster(next(free_ports())) as started:
-        yield started
 
 
 @dataclass(frozen=True)

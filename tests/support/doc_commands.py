@@ -135,6 +135,11 @@ def _check_module(module: str, arguments: list[str], processes: int = 1) -> None
     options = _parse(target, arguments)
     if module == "examples.detection.train":
         accumulation_steps(load_config_as(DetectionConfig, options.config, options.overrides).batches, processes)
+    if module == "pipeline.plan":
+        from pipeline.plan import subject_of
+
+        subject = subject_of(options)
+        accumulation_steps(subject.config.train, options.nodes * options.gpus_per_node, subject.config.augment.unit)
     if module == "pipeline.train":
         config = load_config(options.config, options.overrides)
         if config.train.micro_batch_size == AUTO:
@@ -186,6 +191,13 @@ def _check_sbatch(words: list[str]) -> None:
         if "--plan" in arguments:
             module = "pipeline.plan"
             arguments.remove("--plan")
+            arguments = [
+                "--nodes",
+                size["nodes"],
+                "--gpus-per-node",
+                size["ntasks-per-node"],
+                *arguments,
+            ]  # as launch/plan_job.sh
         _check_module(module, ["--config", config, *arguments], processes)
 
 

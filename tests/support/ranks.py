@@ -38,7 +38,9 @@ class Job:
         started: by the clock of the day, as in the log of samples.
     """
 
-    def __init__(self, world_size: int, *arguments: object, module: str = "pipeline.train", missing: int = 0) -> None:
+    def __init__(
+        self, world_size: int, *arguments: object, module: str = "pipeline.train", missing: int = 0, stdin: str = ""
+    ) -> None:
         """``missing`` more ranks are of the job, but somebody else starts them, or nobody."""
         self.world_size, self.started = world_size, time.time()
         self._folder = Path(tempfile.mkdtemp(dir=_logs().name))
@@ -47,11 +49,13 @@ class Job:
             "SLURM_CPUS_PER_TASK": 1,  # threads of a rank: more would wait for each other on a busy machine
         }
         self.pids, self.port = [], common["MASTER_PORT"]
+        (self._folder / "stdin").write_text(stdin)
         for rank in range(world_size):
             request = {
                 "module": module,
                 "arguments": [str(argument) for argument in arguments],
                 "environment": {key: str(value) for key, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()},
+                "input": str(self._folder / "stdin"),
                 "output": str(self._folder / str(rank)),
             }
             self.pids.append(_zygote().start(request))
@@ -140,13 +144,15 @@ class Job:
         return True
 
 
-def run_forked(module: str, *arguments: object, processes: int = 1, check: bool = True) -> subprocess.CompletedProcess:
+def run_forked(
+    module: str, *arguments: object, processes: int = 1, check: bool = True, stdin: str = ""
+) -> subprocess.CompletedProcess:
     """As ``launching.run_module``, without the launcher and without importing everything in each process: seconds less.
 
     Returns:
         The highest exit code, what rank 0 has printed, and the errors of all.
     """
-    job = Job(processes, *arguments, module=module)
+    job = Job(processes, *arguments, module=module, stdin=stdin)
     code = max(job.wait(), key=abs)
     errors = "".join(job.stderr(rank) for rank in range(processes))
     if check and code != 0:

@@ -126,3 +126,13 @@ def test_evaluation_with_another_switch(small_run: Path, digits_shards: Path, tm
     ):
         result = run_forked("pipeline.evaluate", *arguments, "--switch", wrong, check=False)
         assert result.returncode == 2 and sentence in result.stderr and "Traceback" not in result.stderr
+
+
+def test_another_image_size_resamples_the_positions() -> None:
+    """Guards against a DeiT that cannot be fine-tuned at another size, or whose class token is blended in."""
+    small, large = (create_model("deit_t", 2, size) for size in (32, 64))
+    said = load_pretrained(large, small.state_dict(), "x.pt", ["a", "b"], ["a", "b"])
+    resampled, kept = said
+    assert resampled == "position_embedding.weight is resampled from (1, 5, 192) to (1, 17, 192)" and "head is kept" in kept
+    before, after = (model.state_dict()["position_embedding.weight"] for model in (small, large))
+    assert torch.equal(after[:, :1], before[:, :1]) and torch.equal(large.class_token, small.class_token)
