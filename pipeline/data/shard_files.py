@@ -103,7 +103,10 @@ class Counting(Protocol):
 
 
 class _OpenFile:
-    """A file that is closed when nobody holds it any more: another thread may be reading from it when it is given up."""
+    """A file that is closed when nobody holds it any more: another thread may be reading from it when it is given up.
+
+    Whoever uses its number holds the object meanwhile: the number of a closed file is the next opened one's.
+    """
 
     def __init__(self, path: Path) -> None:
         self.number = open_regular(path)
@@ -156,7 +159,8 @@ class LocalFiles:
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         try:
-            return os.pread(self._open(name).number, size, offset)
+            file = self._open(name)  # held by a name while it is read
+            return os.pread(file.number, size, offset)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -168,7 +172,8 @@ class LocalFiles:
     def will_need(self, name: str, begin: int, size: int) -> None:
         """Ask the kernel to read into the page cache."""
         try:
-            os.posix_fadvise(self._open(name).number, begin, size, os.POSIX_FADV_WILLNEED)
+            file = self._open(name)
+            os.posix_fadvise(file.number, begin, size, os.POSIX_FADV_WILLNEED)
         except OSError:
             pass  # only a hint: read() reports errors
 

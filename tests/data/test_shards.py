@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,6 +92,23 @@ def test_more_shards_than_the_system_allows_open_files(digits_shards: Path, monk
         for index, image in zip(picks, pool.map(opened.read, picks)):
             assert np.array_equal(image, expected.read(index))
     assert len(files._descriptors) == 2 < len(opened.info.shards)
+
+
+def test_a_file_given_up_while_it_is_read_stays_open(digits_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against sound samples reported as damaged: the number of a file closed too early is the next opened one's."""
+    opened = ShardSet(digits_shards, "train")
+    files, pread = opened.files, os.pread
+    assert isinstance(files, LocalFiles)
+    expected = opened.read(0).tobytes()
+
+    def give_up_first(number: int, size: int, offset: int) -> bytes:
+        """What another thread does between the look-up of a file and the reading."""
+        files._descriptors.clear()
+        files._open(opened.info.shards[1].file)
+        return pread(number, size, offset)
+
+    monkeypatch.setattr(os, "pread", give_up_first)
+    assert opened.read(0).tobytes() == expected
 
 
 def test_files_are_given_up_when_others_need_descriptors(digits_shards: Path) -> None:
