@@ -174,7 +174,7 @@ def _free(folder: Path) -> int:
 
 def _summary(ready: Ready, data: RunData, world: World, step: _Step, checkpoint_bytes: int, cache: str | None) -> list[str]:
     """What a person reads: a line, and a table of what was found."""
-    config, train, before, schedule = ready.config, data.train_set, ready.before, data.schedule
+    config, before, schedule = ready.config, ready.before, data.schedule
     accumulation = accumulation_steps(config.train, world.size)
     processes = f"{world.size} process{'' if world.size == 1 else 'es'}"
     last = f"the last is step {schedule.last_step:,}"
@@ -183,8 +183,7 @@ def _summary(ready: Ready, data: RunData, world: World, step: _Step, checkpoint_
     compilation = choose_compilation(config, world)
     rows = {
         "run": f"{config.output_dir}: {where}; {last}",
-        "data": f"{train.folder}: {len(train):,} training and {len(data.val_set):,} validation images, {len(train.classes)} classes; "
-        f"a batch was read in {step.read_seconds:.1f} s",
+        "data": f"{data.description()}; a batch was read in {step.read_seconds:.1f} s",
         "model": f"{config.model.name}, {ready.learner.cost.params:,} parameters, on {world.device}; {ready.precision}",
         "batch": f"{config.train.global_batch_size} = {config.train.micro_batch} x {processes} x {accumulation}"
         + (f"; {ready.micro_batch}" if ready.micro_batch else ""),

@@ -139,6 +139,18 @@ class RunData:
     val_set: ShardSet
     schedule: Schedule
 
+    def description(self) -> str:
+        """Place, images and classes in one line; of a mix, also what an epoch takes of each set."""
+        train = self.train_set
+        sets = train.sets if isinstance(train, MixedSet) else [train]
+        counts = f"{len(sets[0]):,} training and {len(self.val_set):,} validation images, {len(train.classes)} classes"
+        line = f"{train.folder}: {counts}"
+        if isinstance(train, MixedSet) and train.mixture:
+            shown = zip(sets, train.mixture.shown.tolist(), train.mixture.shares)
+            parts = [f"{number:,} of {len(one):,} images of {one.folder} ({share:.1%})" for one, number, share in shown]
+            line += f"; an epoch mixes {', '.join(parts)}"
+        return line
+
 
 def open_data(config: Config, world: World) -> RunData:
     """Open both shard sets.
@@ -182,17 +194,6 @@ def find_start(config: Config, world: World, train_set: ShardSet | MixedSet, loo
     return verified
 
 
-def _describe_data(train_set: ShardSet | MixedSet, val_set: ShardSet) -> str:
-    sets = train_set.sets if isinstance(train_set, MixedSet) else [train_set]
-    counts = f"{len(sets[0]):,} training and {len(val_set):,} validation images, {len(train_set.classes)} classes"
-    line = f"data: {train_set.folder}: {counts}"
-    if isinstance(train_set, MixedSet) and train_set.mixture:
-        shown = zip(sets, train_set.mixture.shown.tolist(), train_set.mixture.shares)
-        parts = [f"{number:,} of {len(one):,} images of {one.folder} ({share:.1%})" for one, number, share in shown]
-        line += f"; an epoch mixes {', '.join(parts)}"
-    return line
-
-
 def _as_begun(config: Config, before: checkpoint.RunState | None, world: World) -> Config:
     """:func:`as_begun`, said in the log."""
     kept = as_begun(config, recorded_config(before.config, source=config.output_dir) if before else None)
@@ -229,7 +230,7 @@ def prepare(config: Config, world: World, data: RunData, verified: Verified | No
         UserError: something does not fit.
     """
     train_set, before = data.train_set, verified.state if verified else None
-    _say(world, _describe_data(train_set, data.val_set))
+    _say(world, f"data: {data.description()}")
     _say(world, f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
     config = _as_begun(config, before, world)
     precision = choose_precision(config.train.precision, before.config["train"]["precision"] if before else None, world)

@@ -26,6 +26,7 @@ _NO_CREDENTIALS = re.compile(
     r"ExpiredToken|InvalidToken|TokenRefreshRequired|InvalidAccessKeyId|169\.254\.169\.254|metadata\.google\.internal|token request|"
     r"Account must be specified|[Cc]redential",
 )
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")  # in answers to requests for an object
 NO_RANGES = "the server does not answer requests for a part of a file"
 
 
@@ -33,6 +34,7 @@ class Kind(enum.Enum):
     """Why a request failed; the value is what a count of them is called."""
 
     MISSING = "missing"
+    NO_BUCKET = "no_bucket"
     DENIED = "denied"
     THROTTLED = "throttled"  # 503, 429
     CUT = "cut"  # an answer that ended early
@@ -212,14 +214,14 @@ def _sort(error: Exception) -> tuple[Kind, str]:
     if name in ("PermissionDeniedError", "UnauthenticatedError"):
         return Kind.DENIED, answer
     if isinstance(error, FileNotFoundError):
-        return Kind.MISSING, "there is no such object"
+        return (Kind.NO_BUCKET if _NO_BUCKET.search(text) else Kind.MISSING), "it does not exist"
     if _NO_CREDENTIALS.search(text):
         code = re.search(r"<Code>(\w+)</Code>", text)
         return Kind.DENIED, code[1] if code else "no credentials were found"
     if name == "NotSupportedError" or "non-partial response" in text:
         return Kind.ERROR, NO_RANGES
     if status and status[1] == "404":  # a list of a bucket that does not exist
-        return Kind.MISSING, "there is no such bucket"
+        return Kind.NO_BUCKET, "it does not exist"
     if status:
         return (Kind.THROTTLED if status[1] in _THROTTLED else Kind.ERROR), answer
     if "response body error" in text or "kind: Interrupted" in text:

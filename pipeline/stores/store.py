@@ -173,10 +173,10 @@ class Store:
 
     def _judge(self, name: str, failure: Failure, tries: int, began: float, about_all: bool) -> None:
         """Raise if another try is no use."""
-        if failure.kind is Kind.MISSING and about_all and not name:  # a list, of no object
+        if failure.kind is Kind.NO_BUCKET or (failure.kind is Kind.MISSING and not name):  # a list, of no object
             self._end(
                 NoBucket,
-                f"{self.place} cannot be listed, {self.place.host} does not exist",
+                f"{self.place} cannot be opened, {self.place.host} does not exist",
                 "create it, or correct the name or the store's address",
             )
         if failure.kind is Kind.MISSING:

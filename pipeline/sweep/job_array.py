@@ -49,13 +49,14 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
         at_once: how many tasks may run at a time; None: as many as Slurm starts.
 
     Raises:
-        UserError: no Slurm, too many runs, or ``sbatch`` refuses. Nothing is submitted then.
+        UserError: no Slurm, too many runs, a batch that the processes cannot share, or ``sbatch`` refuses. Nothing is submitted then.
     """
     if shutil.which("sbatch") is None:
         raise UserError("sbatch was not found, Slurm needed", f"on one machine: python -m pipeline.sweep {sweep.file}")
     if not SCRIPT.is_file():
         raise UserError(f"{SCRIPT} is not in {Path.cwd()}, the repository's root needed", "submit from there")
     options = _check_options(options)
+    _check_batches(sweep, options)
     queued = _in_the_queue(sweep)
     finished = [run for run in sweep.runs if is_finished(run)]
     todo = [run for run in sweep.runs if run not in finished and os.path.abspath(run.folder) not in queued]
@@ -66,7 +67,6 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
             f"MaxArraySize is {limit})",
             "split the file",
         )
-    _check_batches(sweep, options)
     submission = _write_submission(sweep)
     arrays = sorted(set(queued.values()), key=int)
     name = re.sub(r"[^\w.-]+", "_", sweep.folder.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,13 @@ def test_a_web_server_is_not_written_to(copied_shards: Path) -> None:
         upload(copied_shards, "https://host/x")
 
 
-def test_a_bucket_that_does_not_exist(copied_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against ten minutes of tries for a mistyped name."""
+@pytest.mark.parametrize("use", [upload, lambda folder, url: ShardSet(url, "train")], ids=["writing", "reading"])
+def test_a_bucket_that_does_not_exist(
+    use: Callable[[Path, str], object], copied_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against ten minutes of tries for a mistyped name, and against looking for a manifest in it."""
     with (
         s3_server(monkeypatch),
-        pytest.raises(UserError, match="^s3://bukket/x cannot be listed, bukket does not exist: create it"),
+        pytest.raises(UserError, match="^s3://bukket/x cannot be opened, bukket does not exist: create it"),
     ):
-        upload(copied_shards, "s3://bukket/x")
+        use(copied_shards, "s3://bukket/x")

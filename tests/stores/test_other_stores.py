@@ -15,6 +15,7 @@ from data_prep.store_output import StoreOutput
 from data_prep.upload_shards import upload
 from data_prep.writer import write_shards
 from pipeline.data.shards import ShardSet
+from pipeline.errors import UserError
 from pipeline.stores.client import Version
 from pipeline.stores.place import RemotePath
 from pipeline.stores.store import Store
@@ -59,6 +60,9 @@ def test_azure_is_written_and_read(
                 "val-000000.idx",
                 "val-samples.npy",
             }
+
+            with pytest.raises(UserError, match="^az://nowhere/x cannot be opened, nowhere does not exist: create it"):
+                ShardSet("az://nowhere/x", "train")
 
             store = Store(RemotePath("az://container/a"), probe="")
             first = store.put("x", b"first", replaces=Version())

@@ -14,6 +14,7 @@ pipeline, no connection. The forked processes are as separate as any others.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -41,6 +42,7 @@ def main() -> None:
     for name in _MODULES:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1, "a thread would not be there after a fork"
+    gc.freeze()  # a collection in a forked process would look at all of these objects, and by that copy their memory
     outputs: dict[int, str] = {}  # of the processes that live
     print("ready", flush=True)
     while True:

@@ -47,7 +47,7 @@ def test_more_runs_than_an_array_may_have(slurm: Path, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="s.txt has 3 runs, but the tasks of a job array are numbered to 2 here .*MaxArraySize is 3"
     ):
-        submit(sweep_of(3, tmp_path / "runs"), [], None)
+        submit(sweep_of(3, tmp_path / "runs"), ["--ntasks-per-node=2"], None)
     assert not (tmp_path / "calls").exists() and not (tmp_path / "runs").exists()
 
 
