@@ -174,7 +174,7 @@ class Heartbeat:
                 return self._spread(verdict, notices, judge, beat)
             if own.status is Status.ENDED or own.status is Status.LEFT and judge.all_left:
                 return
-            self._pause()
+            self._pause(BEAT / 5 if own.status is Status.LEFT else BEAT)  # the run has ended: only this thread keeps the job
 
     def _follow(self, notices: Notices, judge: Judge) -> None:
         """All other ranks: read rank 0's heartbeat and its verdict; a group's leader its members' heartbeats too."""
@@ -197,8 +197,8 @@ class Heartbeat:
         self._read_at, before = time.monotonic(), self._read_at
         judge.observe(signs, min(self._read_at - before, 2 * BEAT))  # any more: this process itself was suspended
 
-    def _pause(self) -> None:
-        self._wake.wait(BEAT)
+    def _pause(self, seconds: float = BEAT) -> None:
+        self._wake.wait(seconds)
         self._wake.clear()
 
     def _spread(self, verdict: Verdict, notices: Notices, judge: Judge, beat: int) -> None:

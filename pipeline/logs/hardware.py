@@ -68,7 +68,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     return _measured_peak(device, torch.bfloat16 if native else torch.float32), "measured"
 
 
-def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:
+def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.1) -> float:
     """FLOP/s of the fastest square matrix product within ``seconds``."""
     side = 8192 if device.type == "cuda" else 1024  # large enough to be compute-bound, small enough for many repetitions
     a, b = torch.randn(2, side, side, device=device, dtype=dtype)
