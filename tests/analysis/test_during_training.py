@@ -23,8 +23,9 @@ from pipeline.distributed.world import World
 from pipeline.models import create_model
 from pipeline.models.common.probe import recorded
 from pipeline.run.evaluation import evaluation_loader
-from support.ranks import SMALL_MODEL, run_forked
+from support.ranks import run_forked
 from support.runs import evaluation_rows, step_rows
+from support.small_run import SMALL_MODEL
 
 ON = "eval.analyses=true"
 

@@ -23,8 +23,9 @@ from pipeline.data.loader import Loader
 from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
-from support.ranks import SMALL_MODEL, run_forked
+from support.ranks import run_forked
 from support.runs import evaluation_rows, step_rows
+from support.small_run import SMALL_MODEL
 
 CPU = torch.device("cpu")
 

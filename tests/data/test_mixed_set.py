@@ -15,7 +15,8 @@ from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 from support.launching import run_script
-from support.ranks import SMALL_MODEL, Job, run_forked
+from support.ranks import Job, run_forked
+from support.small_run import SMALL_MODEL
 
 CHOSEN = ("7", "3")  # classes of the further set: two of the ten digits
 

@@ -23,9 +23,10 @@ from pipeline.models.weights.exported import read_exported
 from support.images import encoded, picture
 from support.launching import run_script
 from support.official_files import write_devkit, write_official_imagenet
-from support.ranks import SMALL_MODEL, run_forked
+from support.ranks import run_forked
 from support.runs import write_small_config
 from support.sharding import SHARDER, digests
+from support.small_run import SMALL_MODEL
 
 WNIDS = ["n01440764", "n02012849", "n03126707"]
 WORDS = ["tench, Tinca tinca", "crane", "crane"]

@@ -19,8 +19,8 @@ import pytest
 
 from pipeline.checkpoint import latest_step
 from support.launching import PATIENCE, REPOSITORY, clean_environment
-from support.ranks import SMALL_MODEL
 from support.runs import step_rows
+from support.small_run import SMALL_MODEL
 
 pytestmark = pytest.mark.multiprocess
 

@@ -27,8 +27,9 @@ from pipeline.errors import PREEMPTED, USER_ERROR, UserError
 from pipeline.faults.lost_ranks import Sign, Verdict
 from pipeline.faults.notices import Notices
 from support.launching import PATIENCE, REPOSITORY, clean_environment
-from support.ranks import SMALL_MODEL, Job, steps_taken
+from support.ranks import Job, steps_taken
 from support.runs import step_rows
+from support.small_run import SMALL_MODEL
 
 pytestmark = pytest.mark.multiprocess
 

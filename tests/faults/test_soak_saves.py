@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint import latest_step
-from support.ranks import SMALL_MODEL, Job, is_saving, seed_from_environment
+from support.ranks import Job, is_saving, seed_from_environment
+from support.small_run import SMALL_MODEL
 
 pytestmark = [pytest.mark.soak, pytest.mark.multiprocess, pytest.mark.timeout(7200)]
 

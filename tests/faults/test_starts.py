@@ -9,8 +9,9 @@ import pytest
 
 from pipeline.checkpoint import latest_step, saved_steps
 from pipeline.errors import PREEMPTED
-from support.ranks import SMALL_MODEL, Job, train
+from support.ranks import Job, train
 from support.runs import step_rows
+from support.small_run import SMALL_MODEL
 
 pytestmark = pytest.mark.multiprocess
 

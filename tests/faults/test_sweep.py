@@ -20,9 +20,9 @@ import pytest
 from pipeline.checkpoint import latest_step
 from pipeline.faults import restart
 from support.launching import PATIENCE, REPOSITORY
-from support.ranks import SMALL_MODEL
 from support.runs import evaluation_rows, step_rows
 from support.slurm_cluster import ON_CPUS, Cluster, Submitted
+from support.small_run import SMALL_MODEL
 
 pytestmark = pytest.mark.slurm
 TOY_TRAIN = Path(__file__).with_name("toy_train.py")

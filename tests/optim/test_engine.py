@@ -19,7 +19,8 @@ from pipeline.config import config_from_dict
 from pipeline.optim.adamw import build_optimizer
 from pipeline.optim.engine import _wait_for_the_reduction_only, micro_batches, zero_stage
 from support.launching import REPOSITORY, run_module
-from support.ranks import SMALL_MODEL, run_forked
+from support.ranks import run_forked
+from support.small_run import SMALL_MODEL
 
 
 @functools.cache

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from faults.history import Start, assert_each_image_once, distance, loss_difference, same_files, what_the_weights_saw
-from support.ranks import SMALL_MODEL, Job
+from support.ranks import Job
 from support.runs import step_rows
+from support.small_run import SMALL_MODEL
 
 pytestmark = pytest.mark.multiprocess
 

@@ -19,8 +19,9 @@ from pipeline.models import create_model
 from pipeline.run.determinism import make_deterministic, refusals_explained
 from support import launching
 from support.launching import run_module
-from support.ranks import SMALL_MODEL, run_forked
+from support.ranks import run_forked
 from support.runs import step_rows
+from support.small_run import SMALL_MODEL
 
 # Operations that raise on a GPU in this mode: the list in the documentation of torch.use_deterministic_algorithms, as operators.
 REFUSED = {

@@ -10,7 +10,8 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.run.dry_run import check_space
 from pipeline.run.lock import LOCK, RunLock
-from support.ranks import SMALL_MODEL, run_forked
+from support.ranks import run_forked
+from support.small_run import SMALL_MODEL
 
 pytestmark = pytest.mark.multiprocess
 

@@ -17,8 +17,9 @@ from pipeline.config import Config, config_from_dict, load_config
 from pipeline.distributed.world import World
 from pipeline.run.trial_step import try_step
 from support.launching import REPOSITORY, clean_environment
-from support.ranks import SMALL_MODEL, run_forked
+from support.ranks import run_forked
 from support.runs import step_rows
+from support.small_run import SMALL_MODEL
 
 WORLD = World(0, 1, torch.device("cpu"), 1)
 PLENTY = 10**12  # bytes

@@ -15,8 +15,9 @@ from pipeline.config import config_from_dict
 from pipeline.distributed.world import World
 from pipeline.run.profiling import StepProfiler, memory_curve
 from pipeline.run.run_keys import is_free, recorded_config
-from support.ranks import SMALL_MODEL, run_forked
+from support.ranks import run_forked
 from support.runs import step_rows
+from support.small_run import SMALL_MODEL
 
 WORLD = World(0, 1, torch.device("cpu"), 1)
 

@@ -11,8 +11,8 @@ pytest.importorskip("obstore", reason="needs the extra `remote`")
 
 from support.http_proxy import Fault, HttpProxy
 from support.launching import run_module
-from support.ranks import SMALL_MODEL
 from support.runs import step_rows, write_small_config
+from support.small_run import SMALL_MODEL
 from support.stores import nginx
 
 TRAIN = ("train.micro_batch_size=8", "log.every_steps=2", "train.max_steps=24", "data.max_bad_samples=0", "log.samples=true")

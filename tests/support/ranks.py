@@ -20,12 +20,10 @@ from pathlib import Path
 import pytest
 
 from support.launching import PATIENCE, REPOSITORY, clean_environment
+from support.small_run import SMALL_MODEL
 
 POLL_SECONDS = 0.002
 LAUNCHERS_PATIENCE = 30.0  # seconds after which ranks that outlive a killed one are ended, as launch/local.sh and srun do
-
-# A PerViT of 0.2 million parameters, which is 2 MB per checkpoint: every kind of layer, BatchNorm too, and stochastic depth.
-SMALL_MODEL = ("model.switches={widths: [16, 16, 16, 16]}", "log.every_steps=1", "train.ema_decay=0.9")
 
 
 class Job:

@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 
 from support.precisions import FP32
-from support.ranks import SMALL_MODEL, run_forked
+from support.ranks import run_forked
+from support.small_run import SMALL_MODEL
 
 
 def write_small_config(digits_shards: Path, folder: Path) -> Path:

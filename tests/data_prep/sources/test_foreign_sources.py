@@ -22,8 +22,9 @@ from pipeline.checkpoint import read_weights
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 from support.launching import run_script
-from support.ranks import SMALL_MODEL, run_forked
+from support.ranks import run_forked
 from support.runs import step_rows, write_small_config
+from support.small_run import SMALL_MODEL
 
 pa = pytest.importorskip("pyarrow")
 PER_CLASS = 12
