@@ -9,30 +9,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from pipeline.data.shard_files import OpenFile
+
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
-class CachedShard:
+class CachedShard(OpenFile):
     """A shard of the cache, open for reading and locked against removal until no thread refers to it any more."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound here: at exit the module may be gone first
-        close(self._descriptor)
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Bytes at an offset; fewer than asked for if the file was cut off.
-
-        Raises:
-            OSError: from the system.
-        """
-        return os.pread(self._descriptor, size, offset)
-
-    def advise(self, offset: int, size: int) -> None:
-        """Ask the kernel to read bytes into the page cache."""
-        with suppress(OSError):
-            os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
     def touch(self) -> None:
         """Record that it is in use. Only its owner can: a shard that another user fetched keeps the time of that user's last use."""
@@ -44,7 +27,7 @@ class CachedShard:
         return os.fstat(self._descriptor).st_nlink == 0
 
     def is_at(self, path: Path) -> bool:
-        """Whether it is the file of that name."""
+        """Whether it is the file of that name; a link is not."""
         return _is_at(self._descriptor, path)
 
 

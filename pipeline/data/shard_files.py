@@ -8,6 +8,7 @@ import resource
 import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -102,18 +103,38 @@ class Counting(Protocol):
         """Since the last call; see :meth:`pipeline.stores.store.Store.take_counts`."""
 
 
-class _OpenFile:
+class OpenFile:
     """A file that is closed when nobody holds it any more: another thread may be reading from it when it is given up.
 
-    Whoever uses its number holds the object meanwhile: the number of a closed file is the next opened one's.
+    All that needs the descriptor is done here, by methods, which hold the object: the number of a closed file is the next opened
+    one's.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.number = open_regular(path)
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
 
-    def __del__(self) -> None:
-        with suppress(AttributeError, OSError):  # it was not opened, or the process ends
-            os.close(self.number)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound here: at exit the module may be gone first
+        close(self._descriptor)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes at an offset; fewer than asked for if the file ends before.
+
+        Raises:
+            OSError: from the system.
+        """
+        return os.pread(self._descriptor, size, offset)
+
+    def advise(self, offset: int, size: int) -> None:
+        """Ask the kernel to read bytes into the page cache. Only a hint: it never fails."""
+        with suppress(OSError):
+            os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether it is the file of that name, or that a link of that name leads to."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), path.stat())
+        except OSError:
+            return False
 
 
 class LocalFiles:
@@ -128,7 +149,7 @@ class LocalFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._descriptors: OrderedDict[str, _OpenFile] = OrderedDict()  # the one read last comes last
+        self._descriptors: OrderedDict[str, OpenFile] = OrderedDict()  # the one read last comes last
         self._most = 1 << 20  # open at a time
         self._opening = threading.Lock()
 
@@ -159,8 +180,7 @@ class LocalFiles:
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         try:
-            file = self._open(name)  # held by a name while it is read
-            return os.pread(file.number, size, offset)
+            return self._open(name).read(offset, size)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -171,32 +191,23 @@ class LocalFiles:
 
     def will_need(self, name: str, begin: int, size: int) -> None:
         """Ask the kernel to read into the page cache."""
-        try:
-            file = self._open(name)
-            os.posix_fadvise(file.number, begin, size, os.POSIX_FADV_WILLNEED)
-        except OSError:
-            pass  # only a hint: read() reports errors
+        with suppress(OSError):  # only a hint: read() reports errors
+            self._open(name).advise(begin, size)
 
     def forget_if_replaced(self, name: str) -> None:
         with self._opening:
             file = self._descriptors.get(name)
-            if file is None:
-                return
-            try:
-                same = os.path.samestat(os.fstat(file.number), os.stat(self.folder / name))
-            except OSError:
-                same = False
-            if not same:
+            if file is not None and not file.is_at(self.folder / name):
                 del self._descriptors[name]
 
-    def _open(self, name: str) -> _OpenFile:
+    def _open(self, name: str) -> OpenFile:
         with self._opening:
             if name in self._descriptors:
                 self._descriptors.move_to_end(name)
             else:
                 while len(self._descriptors) >= self._most:
                     self._descriptors.popitem(last=False)
-                self._descriptors[name] = _OpenFile(self.folder / name)
+                self._descriptors[name] = OpenFile(open_regular(self.folder / name))
             return self._descriptors[name]
 
     def _close_half(self) -> bool:
