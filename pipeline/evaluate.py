@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.folder import parse_step
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
-from pipeline.files import check_writable
+from pipeline.files import check_writable, replace_file
 from pipeline.stores.place import place_argument
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def main() -> None:
         "--predictions",
         type=Path,
         metavar="FILE",
-        help="also write what the model says of each image, to a .parquet or .csv file in a folder that all processes share",
+        help="also write a row for each image, to a .csv, .jsonl or .parquet file in a folder that all processes share",
     )
     run(parser.parse_args())
 
@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         check_writable(args.json)
     if args.predictions:
-        from pipeline.run.predictions import check_predictions
+        from pipeline.run.predictions import check_file
 
-        check_predictions(args.predictions)
+        check_file("--predictions", args.predictions)
 
     from pipeline.checkpoint.trained import read_trained
     from pipeline.config import config_from_dict  # imported only now: PyTorch takes seconds, and --help must not wait for it
@@ -101,7 +101,9 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.run.decoding import with_decoding
     from pipeline.run.evaluation import check_same_classes, evaluate, evaluation_loader
     from pipeline.run.precision import autocast, choose_evaluation_precision
-    from pipeline.run.predictions import Predictions
+    from pipeline.run.prediction import collect_evaluated
+    from pipeline.run.predictions import Names, prediction_dtype, write_rows
+    from pipeline.run.rank_rows import RankRows
 
     console.install()
     trained = read_trained(args.checkpoint, args.step, args.weights)
@@ -132,8 +134,9 @@ def run(args: argparse.Namespace) -> None:
             return model(images)
 
     loader = evaluation_loader(images, config, world)
-    with Predictions(args.predictions, loader.plan, world) if args.predictions else nullcontext() as predictions:
-        result = evaluate(forward, loader, world, consumer=predictions)
+    dtype = prediction_dtype(min(5, len(images.classes)), labelled=True)
+    with RankRows(args.predictions, dtype, loader.plan, world) if args.predictions else nullcontext() as rows:
+        result = evaluate(forward, loader, world, consumer=collect_evaluated(rows) if rows else None)
         assert result is not None  # nothing gives the pass up
         loader.close()
         if "nonfinite" in result:
@@ -142,8 +145,13 @@ def run(args: argparse.Namespace) -> None:
                 f"so it has no accuracy",
                 f"{'' if precision.name == 'fp32' else 'try --precision fp32, or '}take a checkpoint of an earlier --step",
             )
-        if predictions:
-            predictions.write()
+        if rows:
+            names = Names(images.key, images.classes, trained.shown if trained.named else images.class_names)
+            rows.publish(
+                lambda merged: replace_file(
+                    args.predictions, lambda file: write_rows(args.predictions, file, merged, names, labelled=True)
+                )
+            )
     if world.is_main:
         row = {
             "model": config.model.name,

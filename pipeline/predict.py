@@ -23,15 +23,14 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.folder import parse_step
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
-from pipeline.files import check_writable, replace_file
+from pipeline.files import replace_file
 
 if TYPE_CHECKING:
-    from pipeline.distributed.world import World
     from pipeline.run.prediction import Tally
+    from pipeline.run.predictions import Merged, Names
     from pipeline.run.rank_rows import RankRows
 
 SOURCES = "a run folder, one of its checkpoints, an exported file, a folder in timm's layout, or an authors' file"
-TABLES, FEATURES = (".csv", ".jsonl", ".parquet"), (".npy", ".parquet")
 SOME_FAILED = 1  # exit code: at least one image has no prediction
 _SHOWN = 50  # rows of the table on a terminal
 
@@ -43,7 +42,7 @@ def main() -> int:
     add("images", nargs="+", metavar="IMAGES", help="what to predict; see above")
     add("--top", type=int, default=5, metavar="N", help="classes per image (default: 5)")
     add("--output", type=Path, metavar="FILE", help="a .csv, .jsonl or .parquet file; with --features .npy or .parquet")
-    add("--features", action="store_true", help="write what the classifier sees, (images, width), in place of classes")
+    add("--features", action="store_true", help="write what the classifier sees, (images, width), instead of classes")
     add("--by-folder", action="store_true", help="also the accuracy: an image's folder is named after its class")
     add("--step", type=parse_step, help="which checkpoint: a number or best (default: the newest)")
     add("--weights", choices=("model", "ema"), help="default: ema if the run kept an average, else model")
@@ -74,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     from pipeline.run.decoding import with_decoding
     from pipeline.run.evaluation import evaluation_loader
     from pipeline.run.precision import autocast, choose_evaluation_precision
-    from pipeline.run.prediction import compute_features, features_dtype, pooled_features, predict, prediction_dtype
+    from pipeline.run.prediction import compute_features, predict
+    from pipeline.run.predictions import Names, features_dtype, prediction_dtype
     from pipeline.run.rank_rows import RankRows
 
     console.install()
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     model.to(world.device)
     precision = choose_evaluation_precision(config.train.precision, args.precision, world)
     top = min(args.top, len(trained.classes))
-    forward = pooled_features(model) if args.features else model
+    forward = model.pooled if args.features else model
     width = model.pooled_width if args.features else 0
 
     def run_model(batch):  # type: ignore[no-untyped-def]  # Tensor -> Tensor; PyTorch is not imported here
@@ -111,77 +111,81 @@ def run(args: argparse.Namespace) -> int:
             else:
                 predict(run_model, loader, images, rows, top)
             loader.close()
-            tally = write(args, rows, images, trained.shown, world, width)
-        failed = world.from_main(tally.errors if tally else 0)
+            tally = write(args, rows, Names(images.key, trained.classes, trained.shown), len(images), width)
+        failed = world.from_main(tally.errors)
         disconnect()
     return SOME_FAILED if failed else 0
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """What can be wrong before anything is loaded.
+    """Check the arguments before anything is loaded.
 
     Raises:
-        UserError: it is.
+        UserError: one is wrong.
     """
     if args.top < 1:
-        raise UserError(f"--top is {args.top}, at least 1 needed", "pass a number of classes")
+        raise UserError(f"--top must be at least 1, got {args.top}", "pass a number of classes")
     if args.features and not args.output:
-        raise UserError("--features needs --output, 0 given", f"name a file that ends with one of {', '.join(FEATURES)}")
+        raise UserError("--features requires --output", "add --output FILE.npy or --output FILE.parquet")
     if args.features and args.by_folder:
         raise UserError("--features and --by-folder exclude each other: features have no accuracy", "leave one out")
     if args.output:
-        from pipeline.run.rank_rows import check_parquet
+        from pipeline.run.predictions import ENDINGS, FEATURE_ENDINGS, check_file
 
-        endings = FEATURES if args.features else TABLES
-        if args.output.suffix not in endings:
-            raise UserError(f"--output {args.output} ends with none of {', '.join(endings)}", "name a file with one of these")
-        check_parquet("--output", args.output, instead=endings[0])
-        check_writable(args.output)
+        check_file("--output", args.output, FEATURE_ENDINGS if args.features else ENDINGS)
 
 
-def write(args: argparse.Namespace, rows: RankRows, images, classes: list[str], world: World, width: int) -> Tally | None:  # type: ignore[no-untyped-def]
-    """On rank 0: write the file, or print a table; say what was counted. Collective."""
-    from pipeline.distributed.agreement import do_in_main
-    from pipeline.run.prediction import Tally, write_features, write_rows
+def write(args: argparse.Namespace, rows: RankRows, names: Names, count: int, width: int) -> Tally:
+    """Write the file, or print a table, and report what was counted, all on rank 0. Collective.
+
+    Args:
+        names: of images and classes.
+        count: images.
+        width: of features.
+
+    Returns:
+        Of rank 0's rows; zeros elsewhere.
+    """
+    from pipeline.run.prediction import Tally
+    from pipeline.run.predictions import write_features, write_rows
 
     tally = Tally()
 
-    def put() -> None:
-        merged = tally.watch(rows.merged())
+    def put(rows: Merged) -> None:
+        merged = tally.watch(rows)
         if not args.output:
-            print_table(merged, images, classes, args.top)
+            print_table(merged, names)
         elif args.features:
-            replace_file(args.output, lambda file: write_features(args.output, file, merged, images.key, len(images), width))
+            replace_file(args.output, lambda file: write_features(args.output, file, merged, names, count, width))
             if args.output.suffix == ".npy":
-                names = args.output.with_suffix(".txt")
-                lines = (f"{images.key(index)}\n".encode(errors="surrogateescape") for index in range(len(images)))
-                replace_file(names, lambda file: file.writelines(lines))
+                lines = (f"{names.file(index)}\n".encode(errors="surrogateescape") for index in range(count))
+                replace_file(args.output.with_suffix(".txt"), lambda file: file.writelines(lines))
         else:
-            replace_file(args.output, lambda file: write_rows(args.output, file, merged, images.key, classes))
+            replace_file(args.output, lambda file: write_rows(args.output, file, merged, names))
         report(args, tally)
 
-    do_in_main(put, world)
-    return tally if world.is_main else None
+    rows.publish(put)
+    return tally
 
 
-def print_table(merged, images, classes: list[str], top: int) -> None:  # type: ignore[no-untyped-def]
-    """The first rows for a terminal: a line per image, its classes with their probabilities."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is no UTF-8, or a terminal that is not
+def print_table(merged: Merged, names: Names) -> None:
+    """Print the first rows: a line per image, its classes with their probabilities."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is not UTF-8, or a terminal that is not
         sys.stdout.reconfigure(errors="backslashreplace")
     shown = total = 0
     for rows, errors in merged:
         total += len(rows)
         for row, error in zip(rows[: max(0, _SHOWN - shown)], errors):
             best = zip(row["top"].tolist(), row["probability"].tolist())
-            text = f"error: {error}" if error else "  ".join(f"{classes[label]} {part:.1%}" for label, part in best)
-            print(f"{images.key(int(row['index']))}  {text}")
+            text = f"error: {error}" if error else "  ".join(f"{names.shown[label]} {part:.1%}" for label, part in best)
+            print(f"{names.file(int(row['index']))}  {text}")
             shown += 1
     if total > shown:
         print(f"... and {total - shown} more: --output FILE.csv has all")
 
 
 def report(args: argparse.Namespace, tally: Tally) -> None:
-    """What was counted, on stderr, where it is not in the way of a table."""
+    """Report what was counted, on stderr, where it is not in the way of a table."""
     if args.by_folder and tally.count:
         for name, correct in (("top-1", tally.correct1), ("top-5", tally.correct5)):
             if name == "top-1" or args.top >= 5:

@@ -1,8 +1,9 @@
-"""Per-image results of ``pipeline.evaluate --predictions FILE``, and what they say: classes, confusions, mistakes."""
+"""Read the table of ``pipeline.evaluate --predictions FILE``, and derive accuracy by class, confusions and mistakes."""
 
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import UserError
+from pipeline.run.predictions import ENDINGS
 
-NAMES = ("predictions.parquet", "predictions.csv")  # in the run folder
-_NEEDED = ("key", "label", "predicted", "top5", "probabilities", "label_probability")
+NAMES = tuple(f"predictions{ending}" for ending in reversed(ENDINGS))  # in the run folder
+_NEEDED = ("file", "label", "top1", "top5", "probabilities", "label_probability")
 _MAKE = "make it with `python -m pipeline.evaluate --checkpoint RUN --data SHARDS --predictions FILE`"
 _LARGEST_CLASS = 10**6
 
@@ -24,17 +26,17 @@ class Predictions:
 
     Attributes:
         path: the file.
-        keys: of the images.
-        label, predicted: (n,) class numbers.
+        files: names of the images; of a shard set their keys.
+        label, top1: (n,) class numbers.
         top5: (n, up to 5) class numbers, the likeliest first; -1 fills up.
         probabilities: (n, up to 5) float64, of ``top5``.
         label_probability: (n,) float64.
     """
 
     path: Path
-    keys: list[str]
+    files: list[str]
     label: np.ndarray
-    predicted: np.ndarray
+    top1: np.ndarray
     top5: np.ndarray
     probabilities: np.ndarray
     label_probability: np.ndarray
@@ -42,7 +44,7 @@ class Predictions:
     @property
     def right(self) -> np.ndarray:
         """(n,) bool: the likeliest class is the label."""
-        return self.label == self.predicted
+        return self.label == self.top1
 
     @property
     def certainty(self) -> np.ndarray:
@@ -54,17 +56,17 @@ class Predictions:
         among = (self.top5 == self.label[:, None]).any(axis=1)
         found = []
         for label in np.unique(self.label):
-            its = self.label == label
-            found.append((int(label), int(its.sum()), int(self.right[its].sum()), int(among[its].sum())))
+            members = self.label == label
+            found.append((int(label), int(members.sum()), int(self.right[members].sum()), int(among[members].sum())))
         return found
 
     def confusions(self) -> list[tuple[int, int, int, float]]:
         """(label, predicted, images, share of the label's images) of every pair that was confused, the most frequent first."""
         wrong = ~self.right
-        pairs, counts = np.unique(np.stack([self.label[wrong], self.predicted[wrong]]), axis=1, return_counts=True)
+        pairs, counts = np.unique(np.stack([self.label[wrong], self.top1[wrong]]), axis=1, return_counts=True)
         size = {label: images for label, images, _, _ in self.by_class()}
         found = [(int(a), int(b), int(count), count / size[int(a)]) for (a, b), count in zip(pairs.T, counts)]
-        return sorted(found, key=lambda each: (-each[2], -each[3], each[0], each[1]))
+        return sorted(found, key=lambda pair: (-pair[2], -pair[3], pair[0], pair[1]))
 
     def confident_mistakes(self, count: int) -> list[int]:
         """Images with the wrong class at the highest probability."""
@@ -91,29 +93,29 @@ def find_predictions(run: Path, given: Path | None) -> Path | None:
 
 
 def read_predictions(path: Path) -> Predictions:
-    """Read a parquet or CSV file.
+    """Read a parquet, CSV or JSON lines file.
 
     Raises:
         UserError: it cannot be read, or a column is missing or not of its kind.
     """
-    columns = _read_csv(path) if path.suffix == ".csv" else _read_parquet(path)
+    columns = {".csv": _read_csv, ".jsonl": _read_json_lines}.get(path.suffix, _read_parquet)(path)
     missing = [name for name in _NEEDED if name not in columns]
     if missing:
-        raise UserError(f"{path} has no column {missing[0]!r}, {', '.join(_NEEDED)} needed", _MAKE)
-    if not columns["key"]:
-        raise UserError(f"{path} has 0 images, at least 1 needed", _MAKE)
+        raise UserError(f"{path} must have the columns {', '.join(_NEEDED)}, got no {missing[0]!r}", _MAKE)
+    if not columns["file"]:
+        raise UserError(f"{path} must have at least 1 image, got 0", _MAKE)
     try:
         found = Predictions(
             path=path,
-            keys=[str(key) for key in columns["key"]],
+            files=[str(name) for name in columns["file"]],
             label=_classes(columns["label"]),
-            predicted=_classes(columns["predicted"]),
+            top1=_classes(columns["top1"]),
             top5=_matrix(columns["top5"], -1).astype(np.int64),
             probabilities=_matrix(columns["probabilities"], 0.0),
             label_probability=np.array([float(value) for value in columns["label_probability"]]),
         )
         if not found.probabilities.shape[1] or found.top5.shape != found.probabilities.shape:
-            raise ValueError("top5 and probabilities are of other lengths")
+            raise ValueError("top5 and probabilities differ in length")
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())[:100]})", _MAKE) from None
     return found
@@ -147,8 +149,16 @@ def _read_csv(path: Path) -> dict[str, list[Any]]:
     except (OSError, ValueError, csv.Error) as error:
         raise _unreadable(path, error) from None
     if any(len(row) != len(names) for row in listed):
-        raise UserError(f"{path} is damaged (a row has other columns than the first line)", _MAKE)
+        raise UserError(f"{path} is damaged (a row and the first line differ in their number of columns)", _MAKE)
     return {name: [row[place] for row in listed] for place, name in enumerate(names)}
+
+
+def _read_json_lines(path: Path) -> dict[str, list[Any]]:
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return {name: [row[name] for row in rows] for name in (rows[0] if rows else _NEEDED)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from None
 
 
 def _read_parquet(path: Path) -> dict[str, list[Any]]:
@@ -157,7 +167,8 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
         from pyarrow.parquet import read_table
     except ImportError:
         raise UserError(
-            f"reading {path} needs pyarrow, which is not installed", "install it with `pip install 'pervit-pipeline[insight]'`"
+            f"reading {path} requires pyarrow, which is not installed",
+            "install it with `pip install 'pervit-pipeline[insight]'`",
         ) from None
     try:
         return read_table(path).to_pydict()

@@ -16,7 +16,7 @@
 ``noise.py``        the random numbers of a forward pass
 ``teacher.py``      hard distillation; ``library_teacher.py``: by a network of torchvision or timm
 ``evaluation.py``   exact evaluation, also for the command ``pipeline.evaluate``
-``predictions.py``  what a model says of each image: ``pipeline.evaluate --predictions``
+``predictions.py``  the table of predictions, of ``pipeline.predict`` and ``pipeline.evaluate --predictions``
 ``nonfinite.py``    non-finite gradients: skip the step, or dump what reproduces it
 =================== =================================================================
 """

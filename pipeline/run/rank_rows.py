@@ -1,4 +1,4 @@
-"""Rows of a result that each rank writes to a hidden file and rank 0 puts together, in the order of an evaluation's plan.
+"""Collect rows of a result on each rank in a hidden file, and put them together on rank 0 in the order of an evaluation's plan.
 
 Memory does not grow with the number of rows.
 """
@@ -6,7 +6,7 @@ Memory does not grow with the number of rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pipeline.data.plan import EvalPlan
     from pipeline.distributed.world import World
 
-PARQUET = ".parquet"
 _ROWS_AT_ONCE = 16384  # in memory
 
 
@@ -65,13 +64,16 @@ class RankRows:
         except OSError as error:  # said when all ranks are done: the others are in a collective
             self._failure = write_refusal(self._path, error)
 
-    def complete(self) -> None:
-        """End of the pass: from here on rank 0 may read. Collective.
+    def publish(self, write: Callable[[Iterator[tuple[np.ndarray, list[str]]]], object]) -> None:
+        """End the pass, and let rank 0 write what all ranks have added. Collective.
+
+        Args:
+            write: gets valid rows in the plan's order, some at a time, each with its error or ""; at least once, with no row perhaps.
 
         Raises:
             UserError: on every rank: some rank could not write.
         """
-        from pipeline.distributed.agreement import raise_on_all
+        from pipeline.distributed.agreement import do_in_main, raise_on_all
 
         try:
             for file in self._files:
@@ -80,8 +82,15 @@ class RankRows:
             self._failure = self._failure or write_refusal(self._path, error)
         raise_on_all(self._failure, self._world)
 
-    def merged(self) -> Iterator[tuple[np.ndarray, list[str]]]:
-        """On rank 0: valid rows in the plan's order, some at a time, each with its error or ""; at least once, with no row perhaps."""
+        def publish() -> None:
+            try:
+                write(self._merged())
+            except OSError as error:
+                raise write_refusal(self._path, error) from None
+
+        do_in_main(publish, self._world)
+
+    def _merged(self) -> Iterator[tuple[np.ndarray, list[str]]]:
         with ExitStack() as stack:
             opened = [
                 [stack.enter_context(open(self._part(kind, rank), "rb")) for kind in ("rows", "errors")]
@@ -121,28 +130,6 @@ class RankRows:
 
     def _part(self, kind: str, rank: int) -> Path:
         return self._path.with_name(f".{self._path.name}.{self._token}-{kind}-{rank:05d}.tmp")
-
-
-def check_parquet(option: str, path: Path, instead: str) -> None:
-    """Check that there is a library for a parquet file.
-
-    Args:
-        option: that names the file, for the message.
-        path: the file; one of another ending needs no library.
-        instead: an ending that needs none.
-
-    Raises:
-        UserError: there is not.
-    """
-    if path.suffix != PARQUET:
-        return
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"{option} {path} needs PyArrow, which cannot be imported ({error})",
-            f"pip install 'pervit-pipeline[insight]', or write a {instead} file",
-        ) from None
 
 
 def write_refusal(path: Path, error: OSError) -> UserError:

@@ -1,7 +1,8 @@
-"""Results per image: read from both forms, and counted per class and per pair of classes."""
+"""Results per image: read from all forms, and counted per class and per pair of classes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.reports.predictions import Predictions, read_predictions
 
-ROWS = [  # key, label, predicted, top5, probabilities, label_probability
+ROWS = [  # file, label, top1, top5, probabilities, label_probability
     ("a", 0, 0, [0, 1, 2], [0.9, 0.05, 0.05], 0.9),
     ("b", 0, 1, [1, 0, 2], [0.8, 0.1, 0.1], 0.1),
     ("c", 1, 2, [2, 0, 3], [0.99, 0.01, 0.0], 0.0),
@@ -19,10 +20,12 @@ ROWS = [  # key, label, predicted, top5, probabilities, label_probability
 
 
 def write(path: Path) -> Path:
-    names = ["key", "label", "predicted", "top5", "probabilities", "label_probability"]
+    names = ["file", "label", "top1", "top5", "probabilities", "label_probability"]
     if path.suffix == ".csv":
         cells = [[" ".join(map(str, cell)) if isinstance(cell, list) else str(cell) for cell in row] for row in ROWS]
         path.write_text("\n".join(",".join(row) for row in [names, *cells]))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(dict(zip(names, row))) + "\n" for row in ROWS))
     else:
         pyarrow = pytest.importorskip("pyarrow")
         from pyarrow.parquet import write_table
@@ -31,25 +34,25 @@ def write(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["predictions.csv", "predictions.parquet"])
+@pytest.mark.parametrize("name", ["predictions.csv", "predictions.parquet", "predictions.jsonl"])
 def test_what_results_say(name: str, tmp_path: Path) -> None:
     """Guards against accuracies and confusions that are not those of the rows; counted here by hand."""
     found: Predictions = read_predictions(write(tmp_path / name))
     assert found.by_class() == [(0, 3, 1, 3), (1, 2, 1, 1)]
     assert found.confusions() == [(0, 1, 2, 2 / 3), (1, 2, 1, 1 / 2)]
-    assert [found.keys[i] for i in found.confident_mistakes(2)] == ["c", "b"]
-    assert [found.keys[i] for i in found.uncertain_hits(5)] == ["d", "a"]
+    assert [found.files[i] for i in found.confident_mistakes(2)] == ["c", "b"]
+    assert [found.files[i] for i in found.uncertain_hits(5)] == ["d", "a"]
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("key,label\n", "has no column 'predicted'"),
-        ("key,label,predicted,top5,probabilities,label_probability\n", "has 0 images"),
-        ("key,label,predicted,top5,probabilities,label_probability\na,-1,0,0,1,1\n", "out of range"),
-        ("key,label,predicted,top5,probabilities,label_probability\na,1,0,0 1,1,1\n", "other lengths"),
-        ("key,label,predicted,top5,probabilities,label_probability\na,1,0,0,nan,1\n", "not finite"),
-        ("key,label,predicted,top5,probabilities,label_probability\na,1\n", "other columns"),
+        ("file,label\n", "got no 'top1'"),
+        ("file,label,top1,top5,probabilities,label_probability\n", "at least 1 image, got 0"),
+        ("file,label,top1,top5,probabilities,label_probability\na,-1,0,0,1,1\n", "out of range"),
+        ("file,label,top1,top5,probabilities,label_probability\na,1,0,0 1,1,1\n", "differ in length"),
+        ("file,label,top1,top5,probabilities,label_probability\na,1,0,0,nan,1\n", "not finite"),
+        ("file,label,top1,top5,probabilities,label_probability\na,1\n", "differ in their number of columns"),
     ],
 )
 def test_damaged_results_are_one_sentence(text: str, said: str, tmp_path: Path) -> None:
@@ -62,3 +65,6 @@ def test_damaged_results_are_one_sentence(text: str, said: str, tmp_path: Path) 
     (tmp_path / "p.parquet").write_bytes(b"PAR1 junk")
     with pytest.raises(UserError, match="cannot be read"):
         read_predictions(tmp_path / "p.parquet")
+    (tmp_path / "p.jsonl").write_text('{"file": "a"}\n[1]\n')
+    with pytest.raises(UserError, match="cannot be read"):
+        read_predictions(tmp_path / "p.jsonl")

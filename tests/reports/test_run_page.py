@@ -85,7 +85,7 @@ def test_names_from_files_are_text(copied_run: Path, tmp_path: Path, digits_imag
     evil = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     folder = tmp_path / "images" / "val"
     shutil.copytree(digits_images / "val", folder)
-    rows = ["key,label,predicted,top5,probabilities,label_probability,loss"]
+    rows = ["file,label,top1,top5,probabilities,label_probability,loss"]
     rows += [f'"{evil.replace(chr(34), chr(34) * 2)}",{i % 2},1,1 0,0.9 0.1,0.5,1.0' for i in range(4)]
     predictions = tmp_path / "predictions.csv"
     predictions.write_text("\n".join(rows))
@@ -167,7 +167,7 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
         run_page(read_run(tmp_path), Sources(predictions=tmp_path / "no.csv"))
     bad = tmp_path / "bad.csv"
     bad.write_text("key,label\na,1\n")
-    with pytest.raises(UserError, match="has no column 'predicted'"):
+    with pytest.raises(UserError, match="must have the columns .* got no 'file'"):
         run_page(read_run(tmp_path), Sources(predictions=bad))
 
 

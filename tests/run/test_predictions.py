@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
-from pipeline.run.predictions import check_predictions
+from pipeline.run.predictions import check_file
 from support.ranks import run_forked
 from support.small_model import write_model
 
@@ -52,18 +52,20 @@ def test_the_rows_are_the_images_that_were_counted(damaged: tuple[Path, int], tm
     images = ShardSet(shards, "val")
     counted = [index for index in range(len(images)) if index != bad]
     for result, table in zip(results, tables):
-        assert table["key"] == [images.key(index) for index in counted] and result["count"] == len(counted)
+        assert table["file"] == [images.key(index) for index in counted] and result["count"] == len(counted)
         assert table["label"] == images.samples["label"][counted].tolist()
-        assert sum(p == label for p, label in zip(table["predicted"], table["label"])) == result["correct1"]
+        assert sum(p == label for p, label in zip(table["top1"], table["label"])) == result["correct1"]
         assert sum(label in top for top, label in zip(table["top5"], table["label"])) == result["correct5"]
         assert np.mean(table["loss"]) == pytest.approx(result["loss"], rel=1e-6)
         assert result["class_count"] == np.bincount(table["label"]).tolist()
-        right = [label for p, label in zip(table["predicted"], table["label"]) if p == label]
+        right = [label for p, label in zip(table["top1"], table["label"]) if p == label]
         assert result["class_correct"] == np.bincount(right, minlength=10).tolist()
-        assert [top[0] for top in table["top5"]] == table["predicted"] and {len(top) for top in table["top5"]} == {5}
+        assert [top[0] for top in table["top5"]] == table["top1"] and {len(top) for top in table["top5"]} == {5}
+        assert table["top1_name"] == [CLASSES[top] for top in table["top1"]] and set(table["error"]) == {""}
+        np.testing.assert_allclose(table["probability"], [row[0] for row in table["probabilities"]], atol=1e-6)
         assert all(row == sorted(row, reverse=True) and 0 < sum(row) <= 1.00001 for row in table["probabilities"])
         np.testing.assert_allclose(np.exp(-np.array(table["loss"])), table["label_probability"], rtol=1e-4, atol=1e-7)
-        for name in ("key", "label", "predicted", "top5"):
+        for name in ("file", "label", "top1", "top5", "top1_name", "error"):
             assert table[name] == tables[0][name], name
         for name in ("probabilities", "label_probability"):
             np.testing.assert_allclose(table[name], tables[0][name], rtol=1e-4, atol=1e-7)
@@ -74,7 +76,8 @@ def test_the_rows_are_the_images_that_were_counted(damaged: tuple[Path, int], tm
 def read_csv(path: Path) -> dict[str, list]:
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    kinds = {"key": str, "label": int, "predicted": int, "label_probability": float, "loss": float}
+    kinds = {"file": str, "label": int, "top1": int, "top1_name": str, "error": str}
+    kinds |= dict.fromkeys(("probability", "label_probability", "loss"), float)
     table = {name: [kind(row[name]) for row in rows] for name, kind in kinds.items()}
     for name, kind in (("top5", int), ("probabilities", float)):
         table[name] = [[kind(word) for word in row[name].split(" ")] for row in rows]
@@ -94,22 +97,22 @@ def test_with_fewer_classes_the_lists_are_shorter(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model.safetensors", ["one", "three", "two"])
     run_forked("pipeline.evaluate", "--checkpoint", model, "--data", tmp_path / "images", "--predictions", tmp_path / "p.csv")
     table = read_csv(tmp_path / "p.csv")
-    assert table["key"][:2] == ["one/0, ü.png", "three/0, ü.png"] and table["label"] == [0, 1, 1, 2, 2, 2]
+    assert table["file"][:2] == ["one/0, ü.png", "three/0, ü.png"] and table["label"] == [0, 1, 1, 2, 2, 2]
     assert all(sorted(top) == [0, 1, 2] for top in table["top5"])
     assert all(sum(row) == pytest.approx(1, abs=1e-6) for row in table["probabilities"])
 
 
 def test_what_cannot_be_written_is_said_before_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an hour of evaluation whose table has no place to go."""
-    with pytest.raises(UserError, match="x.json ends with neither .parquet nor .csv: name a file with one of these"):
-        check_predictions(tmp_path / "x.json")
+    with pytest.raises(UserError, match="--predictions must end with .csv, .jsonl or .parquet, got .*x.json"):
+        check_file("--predictions", tmp_path / "x.json")
     with pytest.raises(UserError, match="does not exist or cannot be written"):
-        check_predictions(tmp_path / "nowhere" / "x.csv")
+        check_file("--predictions", tmp_path / "nowhere" / "x.csv")
     (tmp_path / "x.csv").mkdir()
     with pytest.raises(UserError, match="is a folder"):
-        check_predictions(tmp_path / "x.csv")
+        check_file("--predictions", tmp_path / "x.csv")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
-    check_predictions(tmp_path / "y.csv")
-    with pytest.raises(UserError, match=r"needs PyArrow, .* pip install 'pervit-pipeline\[insight\]', or write a .csv file"):
-        check_predictions(tmp_path / "y.parquet")
+    check_file("--predictions", tmp_path / "y.csv")
+    with pytest.raises(UserError, match=r"requires PyArrow, .* pip install 'pervit-pipeline\[insight\]', or write a .csv file"):
+        check_file("--predictions", tmp_path / "y.parquet")

@@ -22,7 +22,7 @@ _LONGEST_NAME = 28  # characters of a class's name in a figure
 
 
 def mistakes(found: Predictions, classes: list[str], pictures: Pictures | None, no_pictures: str) -> Html:
-    """Everything that per-image results tell.
+    """Show everything that per-image results tell.
 
     Args:
         found: the results.
@@ -31,7 +31,7 @@ def mistakes(found: Predictions, classes: list[str], pictures: Pictures | None, 
         no_pictures: why there are none.
     """
     name = class_namer(classes)
-    right, count = int(found.right.sum()), len(found.keys)
+    right, count = int(found.right.sum()), len(found.files)
     head = html(
         "<p>{} of {} images right, {} % top-1 (<code>{}</code>).</p>",
         f"{right:,}", f"{count:,}", f"{100 * right / count:.2f}", found.path.name,
@@ -91,7 +91,7 @@ def _confusions(found: Predictions, name: Namer) -> Html:
         for label, predicted, images, share in pairs[:_PAIRS]
     ]
     listed = table(("class", "taken for", "images", "% of the class"), cells, numeric=(2, 3), sortable=True)
-    classes = np.union1d(found.label, found.predicted)
+    classes = np.union1d(found.label, found.top1)
     drawn = [figure(_matrix(found, classes, name))] if len(classes) <= _MATRIX else []
     shown = f"The {len(cells)} most frequent of {len(pairs):,} confusions" if len(pairs) > len(cells) else "Confusions"
     return html('<div class="plots"><div><h3>{}</h3>{}</div>{}</div>', shown, listed, drawn)
@@ -100,7 +100,7 @@ def _confusions(found: Predictions, name: Namer) -> Html:
 def _matrix(found: Predictions, classes: np.ndarray, name: Namer) -> Figure:
     place = {int(label): i for i, label in enumerate(classes)}
     counts = np.zeros((len(classes), len(classes)))
-    for label, predicted in zip(found.label.tolist(), found.predicted.tolist()):
+    for label, predicted in zip(found.label.tolist(), found.top1.tolist()):
         counts[place[label], place[predicted]] += 1
     wrong = counts.copy()
     np.fill_diagonal(wrong, np.nan)
@@ -139,13 +139,13 @@ def _shown(found: Predictions, name: Namer, pictures: Pictures | None) -> Html:
     for title, images in kinds:
         if not images:
             continue
-        tags = [pictures.tag(found.keys[i], int(found.label[i])) if pictures else None for i in images]
+        tags = [pictures.tag(found.files[i], int(found.label[i])) if pictures else None for i in images]
         if any(tags):
             body = [_captioned(found, i, name, tag) for i, tag in zip(images, tags)]
             parts.append(html('<h3>{}</h3><div class="pictures">{}</div>', title, body))
         else:
             cells = [
-                (found.keys[i], name(int(found.label[i])), name(int(found.predicted[i])), f"{100 * found.certainty[i]:.1f}")
+                (found.files[i], name(int(found.label[i])), name(int(found.top1[i])), f"{100 * found.certainty[i]:.1f}")
                 for i in images
             ]
             parts.append(
@@ -155,7 +155,7 @@ def _shown(found: Predictions, name: Namer, pictures: Pictures | None) -> Html:
 
 
 def _captioned(found: Predictions, i: int, name: Namer, tag: Html | None) -> Html:
-    label, predicted, certainty = int(found.label[i]), int(found.predicted[i]), f"{100 * found.certainty[i]:.1f} %"
+    label, predicted, certainty = int(found.label[i]), int(found.top1[i]), f"{100 * found.certainty[i]:.1f} %"
     if label == predicted:
         second = (
             f", then {name(int(found.top5[i, 1]))} {100 * found.probabilities[i, 1]:.1f} %" if found.top5.shape[1] > 1 else ""
