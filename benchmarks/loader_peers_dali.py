@@ -9,8 +9,8 @@ from loader_settings import CROP_RATIO, CROP_SCALE, FLIP, IMAGE_SIZE, MEAN, STD,
 from torch import Tensor
 
 from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data.batches import TrainBatches
 from pipeline.data.loader import Loader
-from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 
 # DeiT's recipe after the crop, which the papers use: what timm does in `pillow_full`.
@@ -19,14 +19,14 @@ FULL_RECIPE = AugmentConfig(
 )
 
 
-def our_plan(settings: Settings, full: bool) -> TrainPlan:
+def our_plan(settings: Settings, full: bool) -> TrainBatches:
     """The batches that our loader is asked for.
 
     Args:
         settings: what to read.
         full: the full recipe.
     """
-    return TrainPlan(
+    return TrainBatches(
         shards=ShardSet(settings.images.shards, "train"),
         seed=0,
         image_size=IMAGE_SIZE,

@@ -160,7 +160,7 @@ def predict_files(args, trained, config, world, forward) -> None:  # type: ignor
     loader = evaluation_loader(images, config, world)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "rows.csv")
-        with RankRows(path, prediction_dtype(5), loader.plan, world) as rows:
+        with RankRows(path, prediction_dtype(5), loader.batches, world) as rows:
             predict(forward, loader, images, rows, 5)
             with open(path, "wb") as file:
                 write_rows(path, file, rows.merged(), images.key, trained.classes)

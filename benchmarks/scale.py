@@ -24,10 +24,10 @@ import torch
 
 from pipeline.command_line import run_command
 from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data.batches import TrainBatches
 from pipeline.data.loader import Loader
 from pipeline.data.manifest import ShardManifest, file_sha256
 from pipeline.data.order import Blocks, block_sample_at, sample_at
-from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 
 BATCH, ROUNDS = 128, 9
@@ -80,7 +80,7 @@ def first_batch(folder: Path) -> tuple[int, float, float, float]:
     config = DataConfig()
     recipe = AugmentConfig(rand_augment_ops=2, erasing=0.25, mixup=0.8, cutmix=1.0, repeats=3)
     loader = Loader(
-        TrainPlan(
+        TrainBatches(
             shards=shards,
             seed=0,
             image_size=224,

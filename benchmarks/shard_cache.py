@@ -33,9 +33,9 @@ import torch
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.bad_samples import BadSamples
+from pipeline.data.batches import TrainBatches
 from pipeline.data.cached_files import CachedFiles
 from pipeline.data.loader import Loader
-from pipeline.data.plan import TrainPlan
 from pipeline.data.reader import Reader
 from pipeline.data.shard_cache import ShardCache
 from pipeline.data.shards import ShardSet
@@ -144,8 +144,8 @@ def load(shards: ShardSet, batch_size: int) -> Stream:
     return Stream(Loader(plan(shards, batch_size), DataConfig(num_threads=len(os.sched_getaffinity(0))), torch.device("cpu")))
 
 
-def plan(shards: ShardSet, batch_size: int) -> TrainPlan:
-    return TrainPlan(
+def plan(shards: ShardSet, batch_size: int) -> TrainBatches:
+    return TrainBatches(
         shards=shards,
         seed=0,
         image_size=224,

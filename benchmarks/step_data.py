@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.step_forms import Setting
 from pipeline.config import Config
+from pipeline.data.batches import TrainBatches
 from pipeline.data.loader import Batch, Loader
-from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.optim.engine import build_engine, optimizer_step
@@ -58,7 +58,7 @@ def data_report(config: Config, shards: str, device: torch.device, rounds: int) 
 
 def build_loader(shards: ShardSet, config: Config, device: torch.device, threads: int) -> Loader:
     """The recipe's batches in one process."""
-    plan = TrainPlan.for_one_process(shards, config, config.train.micro_batch_size)
+    plan = TrainBatches.for_one_process(shards, config, config.train.micro_batch_size)
     return Loader(plan, config.data, torch.device("cpu") if device.type == "cpu" else device, threads)
 
 

@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
 
     loader = evaluation_loader(images, config, world)
     dtype = prediction_dtype(min(5, len(images.classes)), labelled=True)
-    with RankRows(args.predictions, dtype, loader.plan, world) if args.predictions else nullcontext() as rows:
+    with RankRows(args.predictions, dtype, loader.batches, world) if args.predictions else nullcontext() as rows:
         result = evaluate(forward, loader, world, consumer=collect_evaluated(rows) if rows else None)
         assert result is not None  # nothing gives the pass up
         loader.close()

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     loader = evaluation_loader(images, config, world)
     with tempfile.TemporaryDirectory() as scratch:
         beside = args.output or Path(world.from_main(scratch), "predictions")
-        with RankRows(beside, features_dtype(width) if args.features else prediction_dtype(top), loader.plan, world) as rows:
+        with RankRows(beside, features_dtype(width) if args.features else prediction_dtype(top), loader.batches, world) as rows:
             if args.features:
                 compute_features(run_model, loader, images, rows)
             else:

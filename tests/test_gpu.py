@@ -10,8 +10,8 @@ import torch
 from pipeline.checkpoint import read_weights
 from pipeline.checkpoint.snapshot import HostCopies
 from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.loader import Loader
-from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.models import create_model
 from pipeline.models.common.layers import drop_elements
@@ -28,7 +28,7 @@ def test_gpu_decoding_agrees_with_cpu_decoding(kind: str, digits_shards: Path) -
     """Guards against a GPU graph that crops, flips or resizes differently; the decoders differ by a few of 255 levels."""
     shards = ShardSet(digits_shards, "train")
     if kind != "eval":
-        plan = TrainPlan(
+        plan = TrainBatches(
             shards=shards,
             seed=1,
             image_size=64,
@@ -40,7 +40,7 @@ def test_gpu_decoding_agrees_with_cpu_decoding(kind: str, digits_shards: Path) -
             augment=AugmentConfig(rand_augment_ops=2, mixup=0.8, cutmix=1.0),
         )
     else:
-        plan = EvalPlan(shards=shards, image_size=64, batch_size=32, rank=0, world_size=1, eval_crop=0.875)
+        plan = EvalBatches(shards=shards, image_size=64, batch_size=32, rank=0, world_size=1, eval_crop=0.875)
     on_cpu, on_gpu = (Loader(plan, DataConfig(), device) for device in (CPU, GPU))
     kept = []
     for _ in range(6):  # batches must stay valid while later ones are made

@@ -79,7 +79,7 @@ def test_a_folder_of_images_evaluates_as_its_shards(
     seen = {}
     for name, images in (("shards", shards), ("folder", ImageFolder(photos, "val", trained.classes))):
         loader = evaluation_loader(images, config, WORLD)
-        batches = [next(loader) for _ in range(len(loader.plan))]
+        batches = [next(loader) for _ in range(len(loader.batches))]
         loader.close()
         label = {index: images.classes[row["label"]] for index, row in enumerate(images.samples[np.arange(len(images))])}
         seen[name] = sorted(

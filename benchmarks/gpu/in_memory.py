@@ -88,9 +88,9 @@ class InMemory:
 
 def one_process_plan(shards: Any, config: Any) -> Any:
     """The micro-batches of a recipe in one process."""
-    from pipeline.data.plan import TrainPlan
+    from pipeline.data.batches import TrainBatches
 
-    return TrainPlan(
+    return TrainBatches(
         shards=shards,
         seed=config.seed,
         image_size=config.model.image_size,

@@ -91,13 +91,13 @@ def _cpu_seconds() -> float:
 
 def differences(context: Context) -> Rows:
     """The same batches twice: evaluation, crop and flip, full recipe without mixing, which would spread one image's over others."""
-    from pipeline.data.plan import EvalPlan
+    from pipeline.data.batches import EvalBatches
     from pipeline.data.shards import ShardSet
 
     recipes = configs(context)
     full, plain = recipes["full recipe"], recipes["crop and flip"]
     unmixed = full.model_copy(update={"augment": full.augment.model_copy(update={"mixup": 0.0, "cutmix": 0.0, "erasing": 0.0})})
-    evaluation = EvalPlan(
+    evaluation = EvalBatches(
         shards=ShardSet(str(context.shards), "val"),
         image_size=context.image_size,
         batch_size=context.batch,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from pipeline.data.batches import EvalBatches
 from pipeline.data.loader import Loader
-from pipeline.data.plan import EvalPlan
 from pipeline.distributed.world import World
 from pipeline.models.common.probe import observed
 
@@ -64,7 +64,7 @@ class Collector:
 @torch.no_grad()
 def run_pass(
     forward: Callable[[Tensor], object],
-    loader: Loader[EvalPlan],
+    loader: Loader[EvalBatches],
     world: World,
     collectors: Sequence[Collector],
     progress: Callable[[range], Iterable[int]] = lambda batches: batches,
@@ -82,7 +82,7 @@ def run_pass(
         Images seen by all ranks.
     """
     count = torch.zeros((), dtype=torch.float64, device=world.device)
-    for _ in progress(range(len(loader.plan))):
+    for _ in progress(range(len(loader.batches))):
         batch = next(loader)
         look(forward, batch.images, batch.valid, collectors)
         count += batch.valid.sum()

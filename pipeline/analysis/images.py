@@ -14,11 +14,12 @@ import torch
 from pipeline.analysis.chapter import Example
 from pipeline.analysis.subject import Subject
 from pipeline.config import Config
+from pipeline.data.batches import EvalBatches
 from pipeline.data.image_folder import ImageFolder, open_split
 from pipeline.data.loader import Loader
 from pipeline.data.manifest import MANIFEST
 from pipeline.data.order import sample_at
-from pipeline.data.plan import EvalPlan, Samples
+from pipeline.data.samples import Samples
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -144,8 +145,10 @@ def load_examples(split: ShardSet | ImageFolder, numbers: np.ndarray, config: Co
         return []
     images = ChosenImages(split, numbers)
     size, data = config.model.image_size, config.data.model_copy(update={"read_ahead": 1, "prefetch": 1})
-    plan = EvalPlan(shards=images, image_size=size, batch_size=len(numbers), rank=0, world_size=1, eval_crop=data.eval_crop)
-    loader = Loader(plan, data, world.device, world.cpu_threads)
+    batches = EvalBatches(
+        shards=images, image_size=size, batch_size=len(numbers), rank=0, world_size=1, eval_crop=data.eval_crop
+    )
+    loader = Loader(batches, data, world.device, world.cpu_threads)
     batch = next(loader)
     loader.close()
     for sentence in loader.bad.take_unreported().values():

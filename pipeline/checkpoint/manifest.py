@@ -76,7 +76,6 @@ class RunState:
     best: dict[str, Any] | None = None  # {"top1": 71.2, "step": 40, "weights": "ema"}
     evaluation_due: _Flag = False  # the run stopped during this step's evaluation
     class_names: list[_Text] | None = None  # what to call the classes; not written where nobody named them
-    stream_version: _Positive = 1  # of the stream of samples (pipeline.data.views); checkpoints without it are of version 1
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,6 @@ def details(folder: Path, manifest: CheckpointManifest) -> str:
         ("parameters", f"{parameters:,} in {len(manifest.shapes)} tensors"),
         ("step", f"{state.step} ({state.optimizer_step} taken by the optimizer, {state.skipped_steps} skipped)"),
         ("samples seen", f"{state.samples:,}"),
-        ("stream", f"version {state.stream_version}"),
         ("processes", f"{state.world_size}, ZeRO {state.zero_stage}"),
         ("config", state.config_hash[:_HASH_DIGITS]),
         ("data set", f"{data['samples']:,} samples, fingerprint {str(data['fingerprint'])[:_HASH_DIGITS]}{rest}"),

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 from PIL import Image
 
-from pipeline.data.plan import Samples
+from pipeline.data.samples import Samples
 from pipeline.data.shards import DamagedSample
 from pipeline.errors import UserError
 

@@ -16,7 +16,7 @@ from pipeline.data.shards import DamagedSample
 
 
 class CheckedImages(ABC):
-    """The part of :class:`~pipeline.data.plan.Samples` that reads. A subclass finds an image and its label."""
+    """The part of :class:`~pipeline.data.samples.Samples` that reads. A subclass finds an image and its label."""
 
     mixture: None = None  # one set: see pipeline.data.samples
 

@@ -20,9 +20,9 @@ from pipeline.data.augment import randaugment_cpu
 from pipeline.data.augment.crop import Geometry
 from pipeline.data.augment.gaussian_blur import blur_picture
 from pipeline.data.augment.randaugment import fill_color
+from pipeline.data.batches import BatchRequest
 from pipeline.data.buffers import TensorPool
 from pipeline.data.normalize import Normalization
-from pipeline.data.plan import BatchRequest
 
 
 class Finisher:

@@ -22,7 +22,7 @@ from pipeline.data.augment import randaugment_dali, three_augment
 from pipeline.data.augment.gaussian_blur import blur_images, box_weights
 from pipeline.data.augment.randaugment import fill_color
 from pipeline.data.augment.resize_borders import resize_borders
-from pipeline.data.plan import BatchRequest
+from pipeline.data.batches import BatchRequest
 
 Source = Callable[[], tuple]
 _WINDOW_TYPES = [types.UINT8, types.INT32, types.INT32]  # jpegs, start, shape

@@ -29,7 +29,7 @@ class Decoder:
     """
 
     def __init__(self, reader: Reader, config: DataConfig, whole: bool, stream: DeviceStream, threads: int) -> None:
-        self._reader, self._plan, self._config, self._threads = reader, reader.plan, config, threads
+        self._reader, self._batches, self._config, self._threads = reader, reader.batches, config, threads
         self._whole, self._stream = whole, stream
         self._reader_error: BaseException | None = None
         self._in_dali: deque[Encoded] = deque()  # fed but not returned; DALI preserves their order
@@ -83,7 +83,7 @@ class Decoder:
         if not self._in_dali:
             return []
         failed = self._in_dali[0]
-        return undecodable(self._plan.shards, failed.request.index, failed.images, report)
+        return undecodable(self._batches.shards, failed.request.index, failed.images, report)
 
     def _start_anew(self) -> None:
         """Build a new pipeline and feed it the batches of the failed one, which DALI cannot reuse."""
@@ -94,21 +94,21 @@ class Decoder:
         self._pipeline = self._build()
 
     def _build(self) -> Pipeline:
-        plan, config = self._plan, self._config
+        batches, config = self._batches, self._config
         if not self._whole:
-            return dali_graph.decoding_graph(self._feed, plan.batch_size, self._threads, config.prefetch)
+            return dali_graph.decoding_graph(self._feed, batches.batch_size, self._threads, config.prefetch)
         return dali_graph.full_graph(
             self._feed,
-            plan.batch_size,
-            plan.image_size,
+            batches.batch_size,
+            batches.image_size,
             config.mean,
             self._stream.device.index,
             self._threads,
             config.prefetch,
-            plan.rand_augment_ops,
-            plan.bilinear_share > 0,
-            plan.three_augment,
-            plan.crop_pad,
+            batches.rand_augment_ops,
+            batches.bilinear_share > 0,
+            batches.three_augment,
+            batches.crop_pad,
         )
 
     def _feed(self) -> tuple:
@@ -121,4 +121,4 @@ class Decoder:
         self._in_dali.append(encoded)
         if not self._whole:
             return dali_graph.window_inputs(encoded.images, encoded.request)
-        return dali_graph.full_inputs(encoded.images, encoded.request, self._plan.image_size)
+        return dali_graph.full_inputs(encoded.images, encoded.request, self._batches.image_size)

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 
 from pipeline.data.bad_samples import BadSamples
+from pipeline.data.batches import TrainBatches
 from pipeline.data.loader import AUTO, CPU, GPU, Batch, Loader
-from pipeline.data.plan import BatchRequest, Plan, Samples, TrainPlan
 from pipeline.stores.store import StoreFails
 
 _ROUNDS = 2  # turns of each; the better one counts, so that something slow in one of them, such as an evaluation, does not
 _MEASURED = 10  # micro-batches at the end of a turn
 
-OpenLoader = Callable[["TurnPlan", str, BadSamples], Loader["TurnPlan"]]
+OpenLoader = Callable[[Iterator[int], str, BadSamples], Loader[TrainBatches]]
 
 
 @dataclass(frozen=True)
@@ -54,64 +55,22 @@ class Turns:
         """Batches in all turns."""
         return 2 * _ROUNDS * self.size
 
-    def number(self, place: int, k: int) -> int:
-        """The number of the k-th batch of the loader at ``place``, 0 or 1, that produces all batches after the last turn."""
-        turn, within = divmod(k, self.size)
-        if turn < _ROUNDS:
-            return self.start + (2 * turn + place) * self.size + within
-        return self.start + self.total + k - _ROUNDS * self.size
-
-
-@dataclass(frozen=True)
-class TurnPlan(Plan):
-    """The part of a plan that one of the two loaders produces, as if that loader were the one that is kept."""
-
-    plan: Plan
-    turns: Turns
-    place: int
-    shards: Samples = field(init=False)
-    image_size: int = field(init=False)
-    batch_size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name in ("shards", "image_size", "batch_size"):
-            object.__setattr__(self, name, getattr(self.plan, name))
-
-    @property
-    def rand_augment_ops(self) -> int:
-        return self.plan.rand_augment_ops
-
-    @property
-    def three_augment(self) -> bool:
-        return self.plan.three_augment
-
-    @property
-    def crop_pad(self) -> int:
-        return self.plan.crop_pad
-
-    @property
-    def bilinear_share(self) -> float:
-        return self.plan.bilinear_share
-
-    @property
-    def substitutes_count(self) -> bool:
-        return self.plan.substitutes_count
-
-    def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
-        return self.plan.request(self.turns.number(self.place, i), replacement)
-
-    def coming_blocks(self, i: int) -> list[tuple[int, int]]:
-        return self.plan.coming_blocks(self.turns.number(self.place, i))
+    def numbers(self, place: int) -> Iterator[int]:
+        """The numbers of the batches of the loader at ``place``, 0 or 1, if it produces all batches after the last turn."""
+        for turn in range(place, 2 * _ROUNDS, 2):
+            first = self.start + turn * self.size
+            yield from range(first, first + self.size)
+        yield from count(self.start + self.total)
 
 
 class TrialLoader:
-    """The batches of a plan as a :class:`~pipeline.data.loader.Loader` yields them, decoded here and there in turns at first.
+    """Training batches as a :class:`~pipeline.data.loader.Loader` yields them, decoded here and there in turns at first.
 
     Args:
-        plan: determines the batches.
+        batches: of the run.
         turns: where to begin, and the length of a turn.
         bad: records the samples that cannot be used.
-        open_loader: opens a loader at batch 0 of a plan, with ``data.decode`` set to "gpu" or "cpu".
+        open_loader: from the numbers of its batches and ``data.decode``, "gpu" or "cpu", to a loader.
         choose: from the seconds that a batch took, by ``data.decode``, to the one to keep. Called once, in the same call of
             :meth:`__next__` on every rank, so that it can ask the others.
 
@@ -120,13 +79,16 @@ class TrialLoader:
     """
 
     def __init__(
-        self, plan: TrainPlan, turns: Turns, bad: BadSamples, open_loader: OpenLoader, choose: Callable[[dict[str, float]], str]
+        self,
+        batches: TrainBatches,
+        turns: Turns,
+        bad: BadSamples,
+        open_loader: OpenLoader,
+        choose: Callable[[dict[str, float]], str],
     ) -> None:
-        self.plan, self.bad, self.decode = plan, bad, AUTO
+        self.batches, self.bad, self.decode = batches, bad, AUTO
         self._turns, self._choose = turns, choose
-        self._loaders = {
-            decode: open_loader(TurnPlan(plan, turns, place), decode, bad) for place, decode in enumerate((GPU, CPU))
-        }
+        self._loaders = {decode: open_loader(turns.numbers(place), decode, bad) for place, decode in enumerate((GPU, CPU))}
         self._seconds: dict[str, list[float]] = {decode: [] for decode in self._loaders}
         self._taken, self._since = 0, 0.0
 
@@ -151,7 +113,7 @@ class TrialLoader:
         for loader in self._loaders.values():
             loader.close()
 
-    def _trial(self) -> Loader[TurnPlan]:
+    def _trial(self) -> Loader[TrainBatches]:
         """The loader of the next batch; notes the time. A step is over when the next batch is asked for."""
         now, order = time.perf_counter(), list(self._loaders)
         turn, within = divmod(self._taken, self._turns.size)

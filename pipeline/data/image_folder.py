@@ -21,7 +21,7 @@ _SHOWN = 3  # classes listed in a message
 
 
 class ImageFolder(CheckedImages):
-    """:class:`~pipeline.data.plan.Samples` from a folder of image files.
+    """:class:`~pipeline.data.samples.Samples` from a folder of image files.
 
     Args:
         folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG`` (also ``.jpg``, ``.png``, ``.webp``, ``.tif``, ``.tiff``, ``.bmp``).

@@ -18,7 +18,7 @@ NO_LABEL = 0  # the label of an image whose class is not known: a loader's batch
 
 
 class ImageList(CheckedImages):
-    """:class:`~pipeline.data.plan.Samples` of images that a user names. What cannot be used does not end the pass: a grey image takes
+    """:class:`~pipeline.data.samples.Samples` of images that a user names. What cannot be used does not end the pass: a grey image takes
     its place, and :attr:`errors` has the reason.
 
     Args:

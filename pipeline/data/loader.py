@@ -1,8 +1,8 @@
-"""The data loader: reads, decodes and augments the batches of a plan and yields PyTorch tensors.
+"""The data loader: reads, decodes and augments batches and yields PyTorch tensors.
 
 ::
 
-    plan.request(i)  ->  Reader, ahead in threads  ->  Decoder (DALI)  ->  (CPU: cpu_transform)  ->  normalize  ->  erasing,
+    batches.request(i)  ->  Reader, ahead in threads  ->  Decoder (DALI)  ->  (CPU: cpu_transform)  ->  normalize  ->  erasing,
     mixing  ->  Batch
 
 All of it happens in threads of the loader's, and on a GPU on a CUDA stream of its own: the thread that trains only takes batches
@@ -11,8 +11,9 @@ that are finished or, on the device, about to be.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -22,17 +23,17 @@ from torch import Tensor
 from pipeline.config import DataConfig
 from pipeline.data.augment import erasing, mixing
 from pipeline.data.bad_samples import BadSamples
+from pipeline.data.batches import Batches, BatchRequest
 from pipeline.data.cpu_transform import Finisher
 from pipeline.data.decoder import Decoder
 from pipeline.data.device_stream import DeviceStream, upload
 from pipeline.data.device_stream import to_device as to_device  # importable from here, too
 from pipeline.data.normalize import Normalization
-from pipeline.data.plan import BatchRequest, Plan
 from pipeline.data.reader import Ahead, Encoded, Reader
 from pipeline.errors import UserError
 from pipeline.stores.store import StoreFails
 
-AnyPlan = TypeVar("AnyPlan", bound=Plan)
+AnyBatches = TypeVar("AnyBatches", bound=Batches)
 CPU, GPU, AUTO = "cpu", "gpu", "auto"  # values of data.decode
 
 
@@ -49,19 +50,19 @@ class Batch:
     replaced: int  # substitutes for bad samples
 
 
-class Loader(Generic[AnyPlan]):
-    """An infinite iterator over batches ``start``, ``start + 1``, ... of a plan.
+class Loader(Generic[AnyBatches]):
+    """An infinite iterator over batches ``start``, ``start + 1``, ...
 
     Its only state is the number of the next batch: a loader started at batch i yields exactly what another one yields after i
     batches. The caller may keep a batch; its memory is reused once no tensor refers to it. On a GPU, batches belong to the
     CUDA stream that is current where they are taken.
 
     Args:
-        plan: determines the batches.
+        batches: the samples and augmentation of each.
         config: where to decode, normalization, threads, prefetch depths, number of bad samples to tolerate.
         device: of the batches.
         cpu_threads: default for ``config.num_threads``: this rank's share of the node's cores.
-        start: number of the first batch.
+        start: number of the first batch, which the others follow; or the endless numbers of all.
         bad: records the samples that cannot be used; by default, a record of the loader's own.
 
     Attributes:
@@ -74,25 +75,27 @@ class Loader(Generic[AnyPlan]):
 
     def __init__(
         self,
-        plan: AnyPlan,
+        batches: AnyBatches,
         config: DataConfig,
         device: torch.device,
         cpu_threads: int = 1,
-        start: int = 0,
+        start: int | Iterable[int] = 0,
         bad: BadSamples | None = None,
     ) -> None:
         whole = decoding_device(config.decode, device) == GPU
-        self.plan, self.decode = plan, config.decode
-        self.bad = BadSamples(plan.shards, config.max_bad_samples, left_out=not plan.substitutes_count) if bad is None else bad
+        self.batches, self.decode = batches, config.decode
+        self.bad = (
+            BadSamples(batches.shards, config.max_bad_samples, left_out=not batches.substitutes_count) if bad is None else bad
+        )
         threads = config.num_threads or cpu_threads
         self._stream = DeviceStream(device)
-        self._reader = Reader(plan, self.bad, start, config.read_ahead)
+        self._reader = Reader(batches, self.bad, start, config.read_ahead)
         self._decoder = Decoder(self._reader, config, whole, self._stream, threads)
         self._normalization = Normalization(config.mean, config.std)
         self._finisher: Finisher | None = None
         if not whole:
-            self._finisher = Finisher(plan.batch_size, plan.image_size, config.mean, config.std, threads)
-        self._finished = Ahead(lambda _: self._make(), start, config.prefetch, 1, "finish")
+            self._finisher = Finisher(batches.batch_size, batches.image_size, config.mean, config.std, threads)
+        self._finished = Ahead(lambda _: self._make(), count(), config.prefetch, 1, "finish")
         self._error: BaseException | None = None
 
     @property

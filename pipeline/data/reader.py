@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from pipeline.data.bad_samples import BadSamples
-from pipeline.data.plan import BatchRequest, Plan
+from pipeline.data.batches import Batches, BatchRequest
 from pipeline.data.samples import read_batch
 from pipeline.data.shards import DamagedSample
 from pipeline.stores.store import StoreFails
@@ -22,20 +23,20 @@ Result = TypeVar("Result")
 
 
 class Ahead(Generic[Result]):
-    """Computes ``make(start)``, ``make(start + 1)``, ... ahead of time in threads and returns the results in order.
+    """Computes ``make(number)`` for numbers in their order, ahead of time in threads, and returns the results in that order.
 
     An exception in ``make`` is raised by the :meth:`next` that would have returned its result.
 
     Args:
-        make: computes result i; must be thread-safe if ``threads`` > 1.
-        start: number of the first result.
+        make: computes a result; must be thread-safe if ``threads`` > 1.
+        numbers: of the results; endless.
         depth: results to compute ahead.
         threads: results computed concurrently.
         name: prefix of the threads' names.
     """
 
-    def __init__(self, make: Callable[[int], Result], start: int, depth: int, threads: int, name: str) -> None:
-        self._make, self._number = make, start
+    def __init__(self, make: Callable[[int], Result], numbers: Iterator[int], depth: int, threads: int, name: str) -> None:
+        self._make, self._numbers = make, numbers
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._waiting: deque[Future[Result]] = deque()
         self._depth = depth
@@ -43,8 +44,7 @@ class Ahead(Generic[Result]):
     def next(self) -> Result:
         """The next result; blocks until it is ready."""
         while len(self._waiting) <= self._depth:  # depth + 1, because one is returned below
-            self._waiting.append(self._pool.submit(self._make, self._number))
-            self._number += 1
+            self._waiting.append(self._pool.submit(self._make, next(self._numbers)))
         return self._waiting.popleft().result()
 
     def close(self) -> None:
@@ -64,18 +64,18 @@ class Encoded:
 
 
 class Reader:
-    """Reads the encoded batches ``start``, ``start + 1``, ... of a plan.
+    """Reads encoded batches.
 
     Args:
-        plan: determines the batches.
+        batches: the samples of each.
         bad: records samples that cannot be read, and provides substitutes.
-        start: number of the first batch.
+        start: number of the first batch, which the others follow; or the endless numbers of all.
         depth: batches to read ahead.
     """
 
-    def __init__(self, plan: Plan, bad: BadSamples, start: int, depth: int) -> None:
-        self.plan, self.bad = plan, bad
-        self._ahead = Ahead(self._read, start, depth, _THREADS, "read")
+    def __init__(self, batches: Batches, bad: BadSamples, start: int | Iterable[int], depth: int) -> None:
+        self.batches, self.bad = batches, bad
+        self._ahead = Ahead(self._read, count(start) if isinstance(start, int) else iter(start), depth, _THREADS, "read")
         self.failure: StoreFails | None = None  # of a batch that nobody has asked for yet
 
     def next(self) -> Encoded:
@@ -88,11 +88,11 @@ class Reader:
         Raises:
             UserError: more than ``data.max_bad_samples`` samples cannot be used.
         """
-        self.plan.shards.will_need(self.plan.coming_blocks(number))
-        asked_for = request = self.plan.request(number)
+        self.batches.shards.will_need(self.batches.coming_blocks(number))
+        asked_for = request = self.batches.request(number)
         while True:
             if not self.bad.replacement.keys().isdisjoint(asked_for.index.tolist()):
-                request = self.plan.request(number, self.bad.replacement)
+                request = self.batches.request(number, self.bad.replacement)
             images = self._read_sound(request.index)
             if images is not None:
                 return Encoded(number, request, images, replaced=int((request.index != asked_for.index).sum()))
@@ -111,7 +111,7 @@ class Reader:
     def _read_sound(self, indices: np.ndarray) -> list[np.ndarray] | None:
         """The encoded images; None if some were found bad, so that the request must be made again with substitutes."""
         images, sound = [], True
-        for image in read_batch(self.plan.shards, indices.tolist()):
+        for image in read_batch(self.batches.shards, indices.tolist()):
             if isinstance(image, DamagedSample):
                 self.bad.add(image)
                 sound = False

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# How the stream's positions are placed in the global batches; checkpoints record it, so that a run goes on as it was begun.
-SIDE_BY_SIDE = 1  # in the stream's order: all views of an image in one micro-batch. No new run begins so.
-STREAM_VERSION = 2  # spread over the global batch; without repeated augmentation it is the same stream
 _EPOCH_UNIT = 256  # repeated augmentation rounds an epoch down to a multiple of this, as RASampler does
 
 
@@ -37,26 +34,24 @@ class Placing:
     images only, except that a step in which an epoch ends may have an image from both epochs.
 
     A mixing group of more than G // R images cannot hold different images only. Views then stand side by side in the stream's
-    order, as in version 1.
+    order.
 
     Args:
         global_batch_size: G.
         repeats: R, views of an image.
         epoch_length: positions per epoch, :func:`epoch_length`.
         group: images that are mixed with each other; 1: none.
-        version: of the stream.
     """
 
     global_batch_size: int
     repeats: int
     epoch_length: int
     group: int
-    version: int
 
     @property
     def spreads(self) -> bool:
         """Whether the views of an image are spread over the global batch."""
-        return self.version != SIDE_BY_SIDE and self.repeats > 1 and self.group <= self.global_batch_size // self.repeats
+        return self.repeats > 1 and self.group <= self.global_batch_size // self.repeats
 
     @property
     def mixing_distance(self) -> int:

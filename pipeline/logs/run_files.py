@@ -38,7 +38,7 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 
 def write_run_files(
-    config: Config, world: World, first_step: int, precision: str, stream_version: int, micro_batch: str | None = None
+    config: Config, world: World, first_step: int, precision: str, micro_batch: str | None = None
 ) -> int | None:
     """Write ``config.yaml`` and append this start to ``environment.json``. Collective.
 
@@ -47,7 +47,6 @@ def write_run_files(
         world: all ranks.
         first_step: of this start, counted from 1.
         precision: the one chosen, and why.
-        stream_version: of the stream of samples.
         micro_batch: why the micro-batch has its size, where ``auto`` was asked for.
 
     Returns:
@@ -62,7 +61,6 @@ def write_run_files(
         "precision": precision,
         "hosts": hosts,
         "first_step": first_step,
-        "stream_version": stream_version,
         "micro_batch_size": config.train.micro_batch,
         **({AUTO_REASON: micro_batch} if micro_batch else {}),
     }

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from pipeline.data.plan import BatchRequest
+from pipeline.data.batches import BatchRequest
 from pipeline.distributed.world import World
 from pipeline.files import GrowingFile, write_error
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.config import Config
+from pipeline.data.batches import TrainBatches
 from pipeline.data.loader import CPU, Loader
-from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.stores.place import Place
 
@@ -46,9 +46,9 @@ def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: flo
     train_set = ShardSet(shards, "train")
     unit = config.augment.unit
     batch = max(unit, min(config.train.micro_batch, _LARGEST_BATCH) // unit * unit)
-    plan = TrainPlan.for_one_process(train_set, config, batch)
+    batches = TrainBatches.for_one_process(train_set, config, batch)
     data = config.data.model_copy(update={"decode": CPU})
-    loader = Loader(plan, data, torch.device("cpu"), threads)
+    loader = Loader(batches, data, torch.device("cpu"), threads)
     try:
         for _ in range(_WARM_UP):
             next(loader)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from pipeline.config import Config
 from pipeline.data.bad_samples import BadSamples
-from pipeline.data.decoding_trial import TrialLoader, TurnPlan, Turns
+from pipeline.data.batches import TrainBatches
+from pipeline.data.decoding_trial import TrialLoader, Turns
 from pipeline.data.loader import AUTO, CPU, GPU, Loader, decoding_device
 from pipeline.data.mixed_set import MixedSet
-from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.logs import console
@@ -43,8 +44,8 @@ def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable
 
 
 def training_loader(
-    shards: ShardSet | MixedSet, config: Config, decode: str, world: World, first_step: int, stream: int
-) -> Loader[TrainPlan] | TrialLoader:
+    shards: ShardSet | MixedSet, config: Config, decode: str, world: World, first_step: int
+) -> Loader[TrainBatches] | TrialLoader:
     """This process's micro-batches from the first one of step ``first_step`` on.
 
     Args:
@@ -53,9 +54,8 @@ def training_loader(
         decode: from :func:`choose_decoding`.
         world: all ranks.
         first_step: steps done before.
-        stream: version of the stream of samples.
     """
-    plan = TrainPlan(
+    batches = TrainBatches(
         shards=shards,
         seed=config.seed,
         image_size=config.model.image_size,
@@ -65,23 +65,25 @@ def training_loader(
         world_size=world.size,
         data=config.data,
         augment=config.augment,
-        stream=stream,
     )
-    start = first_step * plan.batches_per_step
+    start = first_step * batches.batches_per_step
     if decode != AUTO or world.device.type == "cpu":
         data = config.data.model_copy(update={"decode": decode})
-        return Loader(plan, data, world.device, world.cpu_threads, start)
+        return Loader(batches, data, world.device, world.cpu_threads, start)
 
-    def open_loader(part: TurnPlan, decode: str, bad: BadSamples) -> Loader[TurnPlan]:
-        return Loader(part, config.data.model_copy(update={"decode": decode}), world.device, world.cpu_threads, 0, bad)
+    def open_loader(numbers: Iterator[int], decode: str, bad: BadSamples) -> Loader[TrainBatches]:
+        data = config.data.model_copy(update={"decode": decode})
+        return Loader(batches, data, world.device, world.cpu_threads, numbers, bad)
 
-    turns = Turns.of_steps(start, config.data.prefetch, plan.batches_per_step)
+    turns = Turns.of_steps(start, config.data.prefetch, batches.batches_per_step)
     if world.is_main:
         console.say(
             f"decoding on the GPU and on the CPU in turns for {turns.total} micro-batches, to keep the faster: "
             f"data.decode=gpu or cpu settles it"
         )
-    return TrialLoader(plan, turns, BadSamples(shards, config.data.max_bad_samples), open_loader, partial(keep_faster, world))
+    return TrialLoader(
+        batches, turns, BadSamples(shards, config.data.max_bad_samples), open_loader, partial(keep_faster, world)
+    )
 
 
 def keep_faster(world: World, seconds: dict[str, float]) -> str:

@@ -146,7 +146,7 @@ def _take_step(ready: Ready, data: RunData, world: World) -> _Step:
 def _fake_batch(ready: Ready, data: RunData, world: World, step: int) -> tuple[Batch, float]:
     """The run's next batch, read and decoded, with random pixels in place of its own; and the seconds until it was there."""
     began = time.perf_counter()
-    loader = training_loader(data.train_set, ready.config, ready.decode, world, step, ready.stream)
+    loader = training_loader(data.train_set, ready.config, ready.decode, world, step)
     try:
         batch = next(loader)
         seconds = time.perf_counter() - began

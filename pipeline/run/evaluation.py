@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from pipeline.config import Config
+from pipeline.data.batches import EvalBatches
 from pipeline.data.image_folder import ImageFolder
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.mixed_set import MixedSet
-from pipeline.data.plan import EvalPlan, Samples
+from pipeline.data.samples import Samples
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -27,9 +28,9 @@ from pipeline.models.weights.transfer import first_difference
 Consumer = Callable[[Batch, Tensor, Tensor, Tensor], None]
 
 
-def evaluation_loader(shards: Samples, config: Config, world: World) -> Loader[EvalPlan]:
+def evaluation_loader(shards: Samples, config: Config, world: World) -> Loader[EvalBatches]:
     """This rank's batches for :func:`evaluate`, pass after pass."""
-    plan = EvalPlan(
+    batches = EvalBatches(
         shards=shards,
         image_size=config.model.image_size,
         batch_size=config.eval.batch_size,
@@ -37,13 +38,13 @@ def evaluation_loader(shards: Samples, config: Config, world: World) -> Loader[E
         world_size=world.size,
         eval_crop=config.data.eval_crop,
     )
-    return Loader(plan, config.data, world.device, world.cpu_threads)
+    return Loader(batches, config.data, world.device, world.cpu_threads)
 
 
 @torch.no_grad()
 def evaluate(
     forward: Callable[[Tensor], Tensor],
-    loader: Loader[EvalPlan],
+    loader: Loader[EvalBatches],
     world: World,
     stop: Callable[[], bool] | None = None,
     consumer: Consumer | None = None,
@@ -65,9 +66,9 @@ def evaluate(
         ``nonfinite``, the number of these images, which count as wrong.
     """
     totals = torch.zeros(5, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count, nonfinite
-    by_class = torch.zeros(2, len(loader.plan.shards.classes), dtype=torch.float64, device=world.device)  # correct, count
+    by_class = torch.zeros(2, len(loader.batches.shards.classes), dtype=torch.float64, device=world.device)  # correct, count
     batches = tqdm(
-        range(len(loader.plan)), desc="evaluating", unit="batch", leave=False, disable=None if world.is_main else True
+        range(len(loader.batches)), desc="evaluating", unit="batch", leave=False, disable=None if world.is_main else True
     )
     for _ in batches:
         if stop and stop():

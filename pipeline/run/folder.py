@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, flatten
-from pipeline.data.views import SIDE_BY_SIDE, STREAM_VERSION
 from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -115,33 +114,6 @@ def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict
         )
     if world.is_main:
         _log.info(f"note: this run was begun with a data set with {differences}, which checkpoint.accept allows.")
-
-
-def choose_stream(config: Config, begun_with: int | None, world: World) -> int:
-    """The version of the stream of samples: that of the run so far. The result is the same on every rank, without communication.
-
-    Args:
-        config: of this start.
-        begun_with: of the newest checkpoint; None if there is none.
-        world: rank 0 logs that the stream is a former one.
-
-    Raises:
-        UserError: a later version of the pipeline began the run.
-    """
-    if begun_with is not None and begun_with > STREAM_VERSION:
-        raise UserError(
-            f"{config.output_dir} was begun with version {begun_with} of the stream of samples, {SIDE_BY_SIDE} to {STREAM_VERSION} needed",
-            "use the version of the pipeline that began it, or choose another output_dir",
-        )
-    repeats = config.augment.repeats
-    if begun_with is None or repeats == 1:  # without repeated augmentation both are the same stream
-        return STREAM_VERSION
-    if begun_with == SIDE_BY_SIDE and world.is_main:
-        _log.info(
-            f"note: this run goes on with the stream of samples that it was begun with, version {SIDE_BY_SIDE}: the {repeats} views of an "
-            f"image stand side by side; a new run spreads them over the global batch."
-        )
-    return begun_with
 
 
 def config_hash(config: Config) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.checkpoint import Saver
 from pipeline.config import config_to_yaml
-from pipeline.data.plan import BatchRequest
+from pipeline.data.batches import BatchRequest
 from pipeline.distributed.agreement import Agreement, do_in_main
 from pipeline.errors import UserError
 from pipeline.files import replace_text, write_error

@@ -10,22 +10,24 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pipeline.data.batches import EvalBatches
 from pipeline.data.image_list import ImageList
 from pipeline.data.loader import Batch, Loader
-from pipeline.data.plan import EvalPlan
 from pipeline.run.evaluation import Consumer
 from pipeline.run.predictions import Merged
 from pipeline.run.rank_rows import RankRows
 
 
 @torch.no_grad()
-def predict(forward: Callable[[Tensor], Tensor], loader: Loader[EvalPlan], images: ImageList, rows: RankRows, top: int) -> None:
+def predict(
+    forward: Callable[[Tensor], Tensor], loader: Loader[EvalBatches], images: ImageList, rows: RankRows, top: int
+) -> None:
     """Predict the classes of all images. Collective.
 
     Args:
         forward: images (B, 3, H, W) -> logits (B, classes).
         loader: of ``images``.
-        images: the samples of the loader's plan.
+        images: the samples of the loader's batches.
         rows: of :func:`~pipeline.run.predictions.prediction_dtype`.
         top: classes to keep per image.
     """
@@ -39,7 +41,9 @@ def predict(forward: Callable[[Tensor], Tensor], loader: Loader[EvalPlan], image
 
 
 @torch.no_grad()
-def compute_features(forward: Callable[[Tensor], Tensor], loader: Loader[EvalPlan], images: ImageList, rows: RankRows) -> None:
+def compute_features(
+    forward: Callable[[Tensor], Tensor], loader: Loader[EvalBatches], images: ImageList, rows: RankRows
+) -> None:
     """As :func:`predict`, with ``forward`` returning features (B, D)."""
 
     def columns(batch: Tensor) -> dict[str, Tensor]:
@@ -50,10 +54,10 @@ def compute_features(forward: Callable[[Tensor], Tensor], loader: Loader[EvalPla
 
 
 def _add_rows(
-    loader: Loader[EvalPlan], images: ImageList, rows: RankRows, columns: Callable[[Tensor], dict[str, Tensor]]
+    loader: Loader[EvalBatches], images: ImageList, rows: RankRows, columns: Callable[[Tensor], dict[str, Tensor]]
 ) -> None:
-    silent = None if loader.plan.rank == 0 else True
-    for _ in tqdm(range(len(loader.plan)), desc="predicting", unit="batch", leave=False, disable=silent):
+    silent = None if loader.batches.rank == 0 else True
+    for _ in tqdm(range(len(loader.batches)), desc="predicting", unit="batch", leave=False, disable=silent):
         batch = next(loader)
         values = columns(batch.images)
         finite = values.pop("finite").cpu().numpy()

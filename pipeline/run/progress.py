@@ -8,9 +8,9 @@ from fractions import Fraction
 
 from pipeline.config import Config
 from pipeline.data.mixed_set import MixedSet
-from pipeline.data.plan import epoch_length
 from pipeline.data.samples import images_per_epoch
 from pipeline.data.shards import ShardSet
+from pipeline.data.views import epoch_length
 from pipeline.errors import UserError
 
 

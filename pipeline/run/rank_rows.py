@@ -1,4 +1,4 @@
-"""Collect rows of a result on each rank in a hidden file, and put them together on rank 0 in the order of an evaluation's plan.
+"""Collect rows of a result on each rank in a hidden file, and put them together on rank 0 in the order of an evaluation's batches.
 
 Memory does not grow with the number of rows.
 """
@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 from pipeline.files import disk_reason, remove_leftovers
 
 if TYPE_CHECKING:
-    from pipeline.data.plan import EvalPlan
+    from pipeline.data.batches import EvalBatches
     from pipeline.distributed.world import World
 
 _ROWS_AT_ONCE = 16384  # in memory
@@ -31,17 +31,17 @@ class RankRows:
     Args:
         path: of the result: the hidden files are beside it, in a folder that all ranks see.
         dtype: of a row; the field ``valid`` marks those that count.
-        plan: of this rank.
+        batches: of this rank.
         world: all ranks.
 
     Raises:
         UserError: on every rank: the hidden files cannot be created.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, plan: EvalPlan, world: World) -> None:
+    def __init__(self, path: Path, dtype: np.dtype, batches: EvalBatches, world: World) -> None:
         from pipeline.distributed.agreement import raise_on_all
 
-        self._path, self.dtype, self._plan, self._world = path, dtype, plan, world
+        self._path, self.dtype, self._batches, self._world = path, dtype, batches, world
         if world.is_main:
             remove_leftovers(path)
         self._token = world.from_main(token_hex(4))  # apart from those of another pass into the same file
@@ -68,7 +68,7 @@ class RankRows:
         """End the pass, and let rank 0 write what all ranks have added. Collective.
 
         Args:
-            write: gets valid rows in the plan's order, some at a time, each with its error or ""; at least once, with no row perhaps.
+            write: gets valid rows in their order, some at a time, each with its error or ""; at least once, with no row perhaps.
 
         Raises:
             UserError: on every rank: some rank could not write.
@@ -99,9 +99,9 @@ class RankRows:
             waiting = [_next_error(errors) for _, errors in opened]
             held: list[np.ndarray] = []
             said: list[str] = []
-            for _ in range(len(self._plan)):
+            for _ in range(len(self._batches)):
                 for rank, (part, errors) in enumerate(opened):
-                    rows = np.fromfile(part, self.dtype, self._plan.batch_size)
+                    rows = np.fromfile(part, self.dtype, self._batches.batch_size)
                     rows = rows[rows["valid"]]
                     held.append(rows)
                     for index in rows["index"].tolist():

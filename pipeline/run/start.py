@@ -37,7 +37,7 @@ from pipeline.run.building import build_model as build_model
 from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import choose_decoding, training_loader
 from pipeline.run.evaluation import check_classes, check_same_classes, evaluation_loader
-from pipeline.run.folder import as_begun, check_same_data, check_same_run, choose_stream, open_run_folder
+from pipeline.run.folder import as_begun, check_same_data, check_same_run, open_run_folder
 from pipeline.run.introduction import introduce
 from pipeline.run.micro_batch import choose_micro_batch, with_micro_batch
 from pipeline.run.precision import Precision, choose_precision, with_precision
@@ -79,7 +79,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
         _say(world, "opening the loaders and the log")
         step = before.step if before else 0
         # Only now: a start that was refused does not change them.
-        number = write_run_files(config, world, step + 1, str(ready.precision), ready.stream, ready.micro_batch)
+        number = write_run_files(config, world, step + 1, str(ready.precision), ready.micro_batch)
         flops_per_image = learner.cost.training_flops_per_image(config.train.micro_batch)
         known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
         agreement, folder = Agreement(config.distributed.collective_timeout), Path(config.output_dir)
@@ -99,7 +99,7 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             batchnorm=StepStatistics(learner.engine.module, world),
             ema=learner.ema,
             teacher=learner.teacher,
-            loader=training_loader(data.train_set, config, ready.decode, world, step, ready.stream),
+            loader=training_loader(data.train_set, config, ready.decode, world, step),
             val_loader=evaluation_loader(data.val_set, config, world),
             agreement=agreement,
             saver=checkpoint.Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),
@@ -212,7 +212,6 @@ class Ready:
     before: checkpoint.RunState | None  # what it goes on from; None: a new run
     precision: Precision
     decode: str
-    stream: int
     micro_batch: str | None  # why it has the size that it has; None: the config states it
     learner: Learner
 
@@ -237,11 +236,10 @@ def prepare(config: Config, world: World, data: RunData, verified: Verified | No
     config = with_precision(config, precision.name)
     begun_with = before.config["data"].get("decode") if before else None
     decode = choose_decoding(config.data.decode, begun_with, world, repeatable=config.train.deterministic)
-    stream = choose_stream(config, before.stream_version if before else None, world)
     micro_batch = choose_micro_batch(config, before, world)
     config = with_micro_batch(config, micro_batch.size)
     learner = _build_learner(config, world, train_set.classes, verified)
-    return Ready(config, before, precision, decode, stream, micro_batch.reason, learner)
+    return Ready(config, before, precision, decode, micro_batch.reason, learner)
 
 
 @dataclass(frozen=True)

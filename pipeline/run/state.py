@@ -15,10 +15,10 @@ from torch import Tensor
 from pipeline import checkpoint
 from pipeline.checkpoint.held import optimizer_step_count
 from pipeline.config import Config
+from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.decoding_trial import TrialLoader
 from pipeline.data.loader import Loader
 from pipeline.data.mixed_set import MixedSet
-from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.agreement import Agreed, Agreement
 from pipeline.distributed.world import World
@@ -60,8 +60,8 @@ class Run:
     batchnorm: StepStatistics
     ema: WeightAverage | None
     teacher: Callable[[Tensor], Tensor] | None
-    loader: Loader[TrainPlan] | TrialLoader
-    val_loader: Loader[EvalPlan]
+    loader: Loader[TrainBatches] | TrialLoader
+    val_loader: Loader[EvalBatches]
     agreement: Agreement
     saver: checkpoint.Saver
     log: RunLog
@@ -113,7 +113,6 @@ class Run:
             bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.state().items()},
             best=self.best,
             evaluation_due=self.evaluation_due,
-            stream_version=self.loader.plan.stream,
         )
 
     def __enter__(self) -> Run:

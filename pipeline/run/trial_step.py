@@ -18,8 +18,8 @@ from torch import Tensor
 from pipeline.command_line import lacks_memory
 from pipeline.config import Config, accumulation_steps
 from pipeline.data.augment.crop import eval_geometry
+from pipeline.data.batches import BatchRequest
 from pipeline.data.loader import Batch
-from pipeline.data.plan import BatchRequest
 from pipeline.distributed.world import World
 from pipeline.logs.hardware import memory_gib
 from pipeline.run.building import build_model

@@ -19,7 +19,7 @@ import yaml
 from pipeline.config import config_from_dict, config_to_yaml, flatten, load_config, section_from_dict
 from pipeline.config.sections import Config
 from pipeline.data.augment.randaugment import fill_color
-from pipeline.data.plan import EvalPlan, TrainPlan
+from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -133,7 +133,7 @@ def plan(config: Config, world: World, shards: dict[str, tuple[ShardSet, ShardSe
         rate = learning_rate(step - 1, schedule.steps_per_epoch, schedule.epochs, schedule.global_batch_size, config.optim)
         assert 0 <= rate < math.inf
     fill_color(config.data.mean)
-    training = TrainPlan(
+    training = TrainBatches(
         shards=train_set,
         seed=config.seed,
         image_size=config.model.image_size,
@@ -144,7 +144,7 @@ def plan(config: Config, world: World, shards: dict[str, tuple[ShardSet, ShardSe
         data=config.data,
         augment=config.augment,
     )
-    evaluation = EvalPlan(
+    evaluation = EvalBatches(
         shards=val_set,
         image_size=config.model.image_size,
         batch_size=config.eval.batch_size,

@@ -18,9 +18,9 @@ from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.bad_samples import BadSamples
+from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.image_checks import ImageRules
 from pipeline.data.loader import Loader
-from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 from support.ranks import run_forked
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def loader_of(folder: Path, max_bad_samples: int = 5, read_ahead: int = 1) -> Loader:
     """Batches of 48 in one process."""
     config = DataConfig(num_threads=1, max_bad_samples=max_bad_samples, read_ahead=read_ahead)
-    plan = TrainPlan(
+    plan = TrainBatches(
         shards=ShardSet(folder, "train"),
         seed=7,
         image_size=64,
@@ -94,11 +94,11 @@ def test_changed_bytes_are_found_and_the_neighbour_takes_the_place(damage, digit
         )
         if number == 1:
             assert batch.request.index[place] == victim + 1
-            assert batch.labels[place] == loader.plan.shards.samples["label"][victim + 1]
+            assert batch.labels[place] == loader.batches.shards.samples["label"][victim + 1]
     assert list(loader.bad.replacement) == [victim]
     ((met, sentence),) = loader.bad.take_unreported().items()
-    tar = f"train-{loader.plan.shards.samples['shard'][victim]:06d}.tar"
-    assert met == victim and tar in sentence and loader.plan.shards.key(victim) in sentence
+    tar = f"train-{loader.batches.shards.samples['shard'][victim]:06d}.tar"
+    assert met == victim and tar in sentence and loader.batches.shards.key(victim) in sentence
     assert "was changed after it was written" in sentence and loader.bad.take_unreported() == {}
 
 
@@ -117,7 +117,7 @@ def test_an_image_that_dali_cannot_decode_is_replaced(digits_images: Path, tmp_p
     batches = [next(loader) for _ in range(6)]
     assert len(loader.bad) == 2 and sum(batch.replaced for batch in batches) == 6  # both, in each of three epochs
     for number, batch in enumerate(batches):
-        asked_for = loader.plan.request(number).index
+        asked_for = loader.batches.request(number).index
         assert (asked_for != batch.request.index).sum() == batch.replaced
         assert not np.isin(batch.request.index, list(loader.bad.replacement)).any()
     assert all("cannot be decoded" in sentence for sentence in loader.bad.take_unreported().values())
@@ -130,7 +130,7 @@ def test_a_lost_tar_stops_the_run_with_a_sentence(fault: str, shards: Path) -> N
     next(loader)
     for tar in shards.glob("train-*.tar"):
         tar.write_bytes(b"") if fault == "emptied" else tar.unlink()
-    files = loader.plan.shards.files
+    files = loader.batches.shards.files
     with files._opening:  # other threads read
         files._descriptors.clear()  # as after a remount; an open file outlives its name
     with pytest.raises(
@@ -176,11 +176,11 @@ def test_evaluation_leaves_a_bad_image_out_and_says_so(shards: Path) -> None:
         tar.seek(int(opened.samples["offset"][17]) + 600)
         tar.write(bytes(30))
     loader = Loader(
-        EvalPlan(shards=opened, image_size=64, batch_size=100, rank=0, world_size=1, eval_crop=0.875),
+        EvalBatches(shards=opened, image_size=64, batch_size=100, rank=0, world_size=1, eval_crop=0.875),
         DataConfig(num_threads=1),
         CPU,
     )
-    batches = [next(loader) for _ in range(len(loader.plan))]
+    batches = [next(loader) for _ in range(len(loader.batches))]
     counted = np.concatenate([batch.request.index[batch.valid.numpy()] for batch in batches])
     assert np.array_equal(counted, np.delete(np.arange(359), 17))
     assert list(loader.bad.take_unreported()) == [17]
@@ -218,7 +218,7 @@ def test_many_bad_samples_in_a_row_cost_little_and_leak_nothing(shards: Path) ->
 
 def test_a_run_goes_on_counts_and_stops_past_the_limit(small_run: Path, shards: Path) -> None:
     """Guards against a 64-GPU run that ends on one bad image, or that hides how many it met."""
-    plan = loader_of(shards).plan
+    plan = loader_of(shards).batches
     victim = int(plan.request(0).index[40])  # the second process meets it
     overwrite(shards, victim, lambda jpeg: jpeg[:-100] + bytes(40) + jpeg[-60:])
     with open(shards / "val-000000.tar", "r+b") as tar:

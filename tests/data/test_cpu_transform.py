@@ -10,9 +10,9 @@ from PIL import Image
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment.crop import Geometry
+from pipeline.data.batches import TrainBatches
 from pipeline.data.cpu_transform import Finisher, resize_and_crop
 from pipeline.data.normalize import Normalization
-from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 
 CONFIG = DataConfig()
@@ -22,7 +22,7 @@ SIZE = 56
 def test_uint8_batches_normalized_are_the_float_batches(digits_shards: Path) -> None:
     """Guards against a GPU that trains on other pixels when the CPU decodes: flips, RandAugment and channels, exactly."""
     shards = ShardSet(digits_shards, "train")
-    plan = TrainPlan(
+    plan = TrainBatches(
         shards=shards,
         seed=7,
         image_size=SIZE,

@@ -10,10 +10,10 @@ import torch
 from packaging.version import Version
 
 from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.dali_graph import full_graph, full_inputs
 from pipeline.data.loader import Loader
 from pipeline.data.normalize import Normalization
-from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
 from support.launching import REPOSITORY
 
@@ -32,9 +32,9 @@ def test_the_graph_is_within_two_levels_of_the_cpu(mode: str, size: int, eval_cr
     shards = ShardSet(imagenet_shards, "train")
     common = {"shards": shards, "image_size": size, "batch_size": BATCH, "rank": 0, "world_size": 1}
     if mode == "train":
-        plan = TrainPlan(**common, seed=7, global_batch_size=BATCH, data=CONFIG, augment=AugmentConfig())
+        plan = TrainBatches(**common, seed=7, global_batch_size=BATCH, data=CONFIG, augment=AugmentConfig())
     else:
-        plan = EvalPlan(**common, eval_crop=eval_crop)
+        plan = EvalBatches(**common, eval_crop=eval_crop)
     request = plan.request(0)
     inputs = full_inputs(shards.read_jpegs(request.index), request, size)
     (output,) = full_graph(lambda: inputs, BATCH, size, CONFIG.mean, None, 1, 1).run()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,9 @@ import torch
 
 from pipeline.config import AugmentConfig, Config, DataConfig
 from pipeline.data.bad_samples import BadSamples
-from pipeline.data.decoding_trial import TrialLoader, TurnPlan, Turns
+from pipeline.data.batches import TrainBatches
+from pipeline.data.decoding_trial import TrialLoader, Turns
 from pipeline.data.loader import Batch, Loader, decoding_device
-from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -26,7 +28,7 @@ CPU = torch.device("cpu")
 CONFIG = DataConfig(num_threads=1, prefetch=1)
 
 
-class SlowLoader(Loader[TurnPlan]):
+class SlowLoader(Loader[TrainBatches]):
     """As if decoding took longer than a step."""
 
     def __next__(self) -> Batch:
@@ -41,8 +43,8 @@ class SeveralRanks(World):
         return [value, {"gpu": 0.030, "cpu": 0.060}]
 
 
-def plan_of(shards: Path, order: str = "full") -> TrainPlan:
-    return TrainPlan(
+def plan_of(shards: Path, order: str = "full") -> TrainBatches:
+    return TrainBatches(
         shards=ShardSet(shards, "train"),
         seed=7,
         image_size=32,
@@ -55,9 +57,11 @@ def plan_of(shards: Path, order: str = "full") -> TrainPlan:
     )
 
 
-def trial(plan: TrainPlan, turns: Turns, slow: str, kept: str, measured: list) -> TrialLoader:
-    def open_loader(part: TurnPlan, decode: str, bad: BadSamples) -> Loader[TurnPlan]:  # here, both decode on the CPU
-        return (SlowLoader if decode == slow else Loader)(part, CONFIG, CPU, bad=bad)
+def trial(plan: TrainBatches, turns: Turns, slow: str, kept: str, measured: list) -> TrialLoader:
+    def open_loader(
+        numbers: Iterator[int], decode: str, bad: BadSamples
+    ) -> Loader[TrainBatches]:  # here, both decode on the CPU
+        return (SlowLoader if decode == slow else Loader)(plan, CONFIG, CPU, start=numbers, bad=bad)
 
     def choose(seconds: dict[str, float]) -> str:
         measured.append(seconds)
@@ -95,21 +99,11 @@ def test_turns_are_whole_steps_and_number_every_batch_once(prefetch: int, batche
     turns = Turns.of_steps(7, prefetch, batches_per_step)
     assert turns.settling % batches_per_step == turns.measured % batches_per_step == 0
     assert turns.settling > 2 * prefetch and turns.measured >= 10
-    in_turns = [turns.number(place, k) for place in (0, 1) for k in range(turns.total // 2)]
+    in_turns = [number for place in (0, 1) for number in islice(turns.numbers(place), turns.total // 2)]
     assert sorted(in_turns) == list(range(7, 7 + turns.total))
     for place in (0, 1):
-        numbers = [turns.number(place, k) for k in range(turns.total)]
+        numbers = list(islice(turns.numbers(place), turns.total))
         assert numbers[turns.total // 2 :] == list(range(7 + turns.total, 7 + turns.total + turns.total // 2))
-
-
-def test_a_plan_in_turns_announces_the_blocks_of_its_batches(digits_shards: Path) -> None:
-    """Guards against hints to the disk for other batches than a loader reads."""
-    plan, turns = plan_of(digits_shards, order="block"), Turns(0, settling=2, measured=3)
-    part = TurnPlan(plan, turns, 1)
-    assert (part.image_size, part.batch_size, part.rand_augment_ops, part.substitutes_count) == (32, 8, 2, True)
-    announced = [part.coming_blocks(k) for k in range(30)]
-    assert announced == [plan.coming_blocks(turns.number(1, k)) for k in range(30)]
-    assert any(announced)
 
 
 def test_the_slowest_rank_decides() -> None:

@@ -12,10 +12,10 @@ import torch
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data import loader as loader_module
 from pipeline.data.bad_samples import BadSamples
+from pipeline.data.batches import TrainBatches
 from pipeline.data.decoder import Decoder
 from pipeline.data.device_stream import DeviceStream, pack, unpack, upload
 from pipeline.data.loader import Loader
-from pipeline.data.plan import TrainPlan
 from pipeline.data.reader import Reader
 from pipeline.data.shards import ShardSet
 
@@ -29,8 +29,8 @@ ARRAYS = [
 ]
 
 
-def plan_of(shards: Path, augment: AugmentConfig) -> TrainPlan:
-    return TrainPlan(
+def plan_of(shards: Path, augment: AugmentConfig) -> TrainBatches:
+    return TrainBatches(
         shards=ShardSet(shards, "train"),
         seed=1,
         image_size=32,

@@ -13,9 +13,9 @@ from PIL import Image
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE, train_geometry
+from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.jpeg import image_size
 from pipeline.data.loader import Batch, Loader
-from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
 from support.plans import train_plan
 
@@ -48,7 +48,7 @@ def global_batches(shards: ShardSet, world_size: int, micro_batch: int, steps: i
     """Per step the micro-batches of all processes, in the stream's order."""
     loaders = [train_loader(shards, rank, world_size, micro_batch, **options) for rank in range(world_size)]
     for _ in range(steps):
-        yield [next(loader) for _ in range(loaders[0].plan.batches_per_step) for loader in loaders]
+        yield [next(loader) for _ in range(loaders[0].batches.batches_per_step) for loader in loaders]
     for loader in loaders:
         loader.close()
 
@@ -102,7 +102,7 @@ def test_a_loader_that_starts_later_goes_on_exactly(order: str, first: int, digi
 def test_an_epoch_holds_every_sample_once_and_augments_anew(digits_shards: Path) -> None:
     """Guards against an epoch's remainder that is dropped, and against the same crop in every epoch."""
     shards = ShardSet(digits_shards, "train")
-    plan = train_loader(shards, 0, 1, 48).plan
+    plan = train_loader(shards, 0, 1, 48).batches
     requests = [plan.request(i) for i in range(60)]  # two epochs and a bit, not a multiple of the batch
     epoch = np.concatenate([r.epoch for r in requests])
     index = np.concatenate([r.index for r in requests])
@@ -118,7 +118,7 @@ def test_the_disk_is_told_of_each_block_before_it_is_needed(repeats: int, digits
     """Guards against hints that name other blocks than the order will read: late ones are useless, wrong ones cost bandwidth."""
     shards = ShardSet(digits_shards, "train")
     config = DataConfig(num_threads=1, order="block", block_size=50, window_blocks=4)
-    plan = TrainPlan(
+    plan = TrainBatches(
         shards=shards,
         seed=7,
         image_size=64,
@@ -190,7 +190,7 @@ def test_evaluation_pixels_are_pillows(imagenet_shards: Path, image_size: int, s
     shards = ShardSet(imagenet_shards, "val")
     batch = next(
         Loader(
-            EvalPlan(shards=shards, image_size=image_size, batch_size=32, rank=0, world_size=1, eval_crop=0.875), CONFIG, CPU
+            EvalBatches(shards=shards, image_size=image_size, batch_size=32, rank=0, world_size=1, eval_crop=0.875), CONFIG, CPU
         )
     )
     mean, std = (torch.tensor(values)[:, None, None] for values in (CONFIG.mean, CONFIG.std))
@@ -227,7 +227,7 @@ def test_evaluation_counts_every_image_once(digits_shards: Path, world_size: int
     """Guards against images that are evaluated twice or not at all when the batches do not divide the set."""
     shards = ShardSet(digits_shards, "val")
     plans = [
-        EvalPlan(shards=shards, image_size=64, batch_size=batch_size, rank=rank, world_size=world_size, eval_crop=0.875)
+        EvalBatches(shards=shards, image_size=64, batch_size=batch_size, rank=rank, world_size=world_size, eval_crop=0.875)
         for rank in range(world_size)
     ]
     assert len({len(plan) for plan in plans}) == 1, "ZeRO-3 needs the same number of forward passes everywhere"

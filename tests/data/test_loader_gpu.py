@@ -13,10 +13,10 @@ from pipeline.checkpoint import read_weights
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment import mixing
 from pipeline.data.bad_samples import BadSamples
+from pipeline.data.batches import TrainBatches
 from pipeline.data.decoding_trial import TrialLoader, Turns
 from pipeline.data.device_stream import upload
 from pipeline.data.loader import Loader, augment_batch_, augmented
-from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from support import launching
 from support.launching import run_module
@@ -28,8 +28,8 @@ LONG = 50_000_000  # cycles: some 30 ms, in which the loader makes several batch
 BATCHES = 24  # more than all queues hold
 
 
-def plan_of(shards: Path, augment: AugmentConfig = EVERYTHING, size: int = 64) -> TrainPlan:
-    return TrainPlan(
+def plan_of(shards: Path, augment: AugmentConfig = EVERYTHING, size: int = 64) -> TrainBatches:
+    return TrainBatches(
         shards=ShardSet(shards, "train"),
         seed=1,
         image_size=size,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pipeline.config import Config, config_from_dict, load_config
+from pipeline.data.batches import TrainBatches
 from pipeline.data.mixed_set import MixedSet, open_training_set
-from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 from support.launching import run_script
@@ -87,7 +87,7 @@ def test_ranks_share_the_mixture_whatever_their_number(order: str, digits_shards
     def global_batch(ranks: int, step: int) -> list[tuple[int, int]]:
         sizes = {"image_size": 32, "global_batch_size": 64, "batch_size": 8, "world_size": ranks}
         plans = [
-            TrainPlan(shards=mixed, seed=3, rank=rank, data=config.data, augment=config.augment, **sizes)
+            TrainBatches(shards=mixed, seed=3, rank=rank, data=config.data, augment=config.augment, **sizes)
             for rank in range(ranks)
         ]
         requests = [plan.request(step * plan.batches_per_step + part) for part in range(8 // ranks) for plan in plans]

@@ -1,8 +1,7 @@
-"""Repeated augmentation: the places of an image's views, the same on any number of processes, now and in former runs."""
+"""Repeated augmentation: the places of an image's views, the same on any number of processes."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -13,12 +12,11 @@ import pytest
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment import mixing
-from pipeline.data.plan import TrainPlan
+from pipeline.data.batches import TrainBatches
 from pipeline.data.shards import ShardSet
-from pipeline.data.views import SIDE_BY_SIDE, STREAM_VERSION, Placing, epoch_length
+from pipeline.data.views import Placing, epoch_length
 from support.plans import train_plan
 
-SPREAD = STREAM_VERSION
 FULL, BLOCK = DataConfig(), DataConfig(order="block", block_size=50, window_blocks=4)
 EVERYTHING = AugmentConfig(rand_augment_ops=2, erasing=0.25, mixup=0.8, cutmix=1.0, mix_group=6, repeats=3)
 
@@ -29,16 +27,15 @@ def plan_of(
     rank: int = 0,
     world_size: int = 1,
     micro_batch: int = 48,
-    stream: int = SPREAD,
     data: DataConfig = FULL,
-) -> TrainPlan:
+) -> TrainBatches:
     split = {"rank": rank, "world_size": world_size, "micro_batch": micro_batch}
-    return train_plan(shards, global_batch=48, data=data, augment=augment, stream=stream, **split)
+    return train_plan(shards, global_batch=48, data=data, augment=augment, **split)
 
 
-def global_batch(shards: ShardSet, step: int, world_size: int, micro_batch: int, stream: int) -> dict[str, np.ndarray]:
+def global_batch(shards: ShardSet, step: int, world_size: int, micro_batch: int) -> dict[str, np.ndarray]:
     """All that is drawn for the images of a step, in the order of the global batch: name -> (48 or its groups, ...)."""
-    plans = [plan_of(shards, EVERYTHING, rank, world_size, micro_batch, stream, BLOCK) for rank in range(world_size)]
+    plans = [plan_of(shards, EVERYTHING, rank, world_size, micro_batch, BLOCK) for rank in range(world_size)]
     per_step = plans[0].batches_per_step
     parts = [dict(_arrays(plan.request(step * per_step + part))) for part in range(per_step) for plan in plans]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -61,7 +58,7 @@ def test_views_are_as_far_apart_as_arithmetic_allows() -> None:
     for _ in range(2000):
         size, views, length = int(rng.integers(1, 60)), int(rng.integers(2, 9)), int(rng.integers(1, 200))
         step, case = int(rng.integers(0, 50)), (size, views, length)
-        placing = Placing(size, views, length, 1, SPREAD)
+        placing = Placing(size, views, length, 1)
         positions = placing.positions(step, np.arange(size))
         assert np.array_equal(np.sort(positions), step * size + np.arange(size)), (*case, step)
         some = rng.permutation(size)[:5]
@@ -78,15 +75,14 @@ def test_views_are_as_far_apart_as_arithmetic_allows() -> None:
     assert formula > 20, "the plain case: view v of the i-th image at slot v G / R + i"
 
 
-@pytest.mark.parametrize(("stream", "in_micro_batch", "in_group"), [(SIDE_BY_SIDE, {43, 44}, {3, 4}), (SPREAD, {128}, {8})])
-def test_different_images_in_the_micro_batches_of_the_papers(stream: int, in_micro_batch: set[int], in_group: set[int]) -> None:
+def test_different_images_in_the_micro_batches_of_the_papers() -> None:
     """Guards against a BatchNorm over 43 images in place of 128, and against images mixed with themselves: ImageNet, batch 1,024."""
     length = epoch_length(1_281_167, 3)
-    placing = Placing(1024, 3, length, 8, stream)
+    placing = Placing(1024, 3, length, 8)
     for step in (0, 1, 2, 700, 1249, 1250, 1251):  # the first epoch ends with step 1,250
         images = placing.positions(step, np.arange(1024)) % length // 3
-        for size, different in ((128, in_micro_batch), (8, in_group)):
-            assert {len(set(part.tolist())) for part in images.reshape(-1, size)} <= different, (step, size)
+        for size in (128, 8):
+            assert {len(set(part.tolist())) for part in images.reshape(-1, size)} == {size}, (step, size)
 
 
 def reference_repeated_epoch(order: np.ndarray, repeats: int, world_size: int, rank: int) -> list[int]:
@@ -124,62 +120,30 @@ def test_repeated_augmentation_reads_what_the_reference_sampler_reads(world_size
     assert (start[in_order[:, 0]] == start[in_order[:, 1]]).all(axis=1).mean() < 0.1
 
 
-@pytest.mark.parametrize(("stream", "group"), [(SPREAD, 8), (SPREAD, 16), (SPREAD, 24), (SPREAD, 48), (SIDE_BY_SIDE, 8)])
-def test_views_of_one_image_are_never_mixed_with_each_other(stream: int, group: int, digits_shards: Path) -> None:
+@pytest.mark.parametrize("group", [8, 16, 24, 48])
+def test_views_of_one_image_are_never_mixed_with_each_other(group: int, digits_shards: Path) -> None:
     """Guards against Mixup partners that are the same image, also in groups too large to hold different images only."""
-    plan = plan_of(
-        ShardSet(digits_shards, "train"), AugmentConfig(repeats=3, mixup=0.8, cutmix=1.0, mix_group=group), stream=stream
-    )
+    plan = plan_of(ShardSet(digits_shards, "train"), AugmentConfig(repeats=3, mixup=0.8, cutmix=1.0, mix_group=group))
     distances = set()
     for step in range(27):
         request = plan.request(step)
         other, _ = mixing.mixed_labels(request.index, request.mixing)
         assert (other != request.index)[request.epoch == request.epoch.min()].all()
         distances |= set(request.mixing.distance.tolist())
-        if stream == SPREAD and group <= 16 and request.epoch.max() == 0:
+        if group <= 16 and request.epoch.max() == 0:
             assert all(len(set(members)) == group for members in request.index.reshape(-1, group).tolist())
-    least = 3 if stream == SIDE_BY_SIDE or group > 16 else 1
+    least = 3 if group > 16 else 1
     assert min(distances) >= least and (group > 16 or distances == set(range(least, group - least + 1)))
 
 
-@pytest.mark.parametrize("stream", [SIDE_BY_SIDE, SPREAD])
-def test_a_chain_of_world_sizes_has_the_same_views_at_the_same_slots(stream: int, digits_shards: Path) -> None:
-    """Guards against an elastic resume that trains on other views, or mixes them with others, in new and in former runs: every
-    number that is drawn, in block order, past the end of an epoch."""
+def test_a_chain_of_world_sizes_has_the_same_views_at_the_same_slots(digits_shards: Path) -> None:
+    """Guards against an elastic resume that trains on other views, or mixes them with others, every number that is drawn, in block order, past the end of an epoch."""
     shards = ShardSet(digits_shards, "train")
     splits = [(1, 48), (1, 12), (2, 24), (2, 6), (4, 12), (4, 6)]
     for step in range(30):
-        alone = global_batch(shards, step, 1, 48, stream)
+        alone = global_batch(shards, step, 1, 48)
         assert {"epoch", "position", "geometry.start", "ops.op", "erasing.box", "mixing.distance"} <= alone.keys()
-        changed = global_batch(shards, step, *splits[step // 5], stream)  # a resume on other processes every five steps
+        changed = global_batch(shards, step, *splits[step // 5])  # a resume on other processes every five steps
         for name, values in changed.items():
             assert np.array_equal(values, alone[name]), (name, step)
     assert alone["epoch"].max() == 1
-
-
-@pytest.mark.parametrize(
-    ("data", "digest"),
-    [
-        (FULL, "3f6fc0f95d6852c106449d4be99d66a858549bf1e9eb248f4e7274f54d24fd26"),
-        (BLOCK, "9e93d38a1d905c693bf86961f5cc022cca7994eb620079a02e4e28c36e604083"),
-    ],
-    ids=["full", "block"],
-)
-def test_the_former_stream_is_as_it_was(data: DataConfig, digest: str, digits_shards: Path) -> None:
-    """Guards against a former run with repeated augmentation that goes on with other images or partners; digests of commit e39b472."""
-    augment = AugmentConfig(repeats=3, mixup=0.8, cutmix=1.0, mix_group=12)
-    plan = plan_of(ShardSet(digits_shards, "train"), augment, stream=SIDE_BY_SIDE, data=data)
-    numbers = hashlib.sha256()
-    for request in map(plan.request, range(60)):
-        for values in (request.index, request.epoch, request.position, request.mixing.distance):
-            numbers.update(values.astype("<i8").tobytes())
-    assert numbers.hexdigest() == digest
-
-
-def test_without_repeats_both_versions_are_one_stream(digits_shards: Path) -> None:
-    """Guards against a version that moves the images of recipes without repeated augmentation, or their mixing partners."""
-    augment = AugmentConfig(mixup=0.8, cutmix=1.0, mix_group=8)
-    former, now = (plan_of(ShardSet(digits_shards, "train"), augment, 1, 2, 8, stream) for stream in (SIDE_BY_SIDE, SPREAD))
-    for i in (0, 1, 88, 89, 90, 200):
-        a, b = dict(_arrays(former.request(i))), dict(_arrays(now.request(i)))
-        assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pipeline.config import AugmentConfig
-from pipeline.data.plan import BatchRequest, TrainPlan
+from pipeline.data.batches import BatchRequest, TrainBatches
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -31,7 +31,7 @@ import sys
 from pathlib import Path
 import numpy as np, torch
 from pipeline.data.augment.crop import Geometry
-from pipeline.data.plan import BatchRequest
+from pipeline.data.batches import BatchRequest
 from pipeline.distributed.world import World
 from pipeline.logs.sample_log import SampleLog
 count = 3000
@@ -50,7 +50,7 @@ while True:
 
 def plan(
     shards: Path, rank: int = 0, size: int = 1, micro_batch_size: int = 16, augment: AugmentConfig = EVERYTHING
-) -> TrainPlan:
+) -> TrainBatches:
     split = {"rank": rank, "world_size": size, "micro_batch": micro_batch_size}
     return train_plan(ShardSet(shards, "train"), global_batch=32, augment=augment, **split)
 

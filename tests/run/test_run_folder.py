@@ -12,11 +12,10 @@ import torch
 
 from pipeline.config import Config, config_from_dict
 from pipeline.data.shards import ShardSet
-from pipeline.data.views import SIDE_BY_SIDE, STREAM_VERSION
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.logs import console
-from pipeline.run.folder import as_begun, check_same_data, check_same_run, choose_stream, config_hash
+from pipeline.run.folder import as_begun, check_same_data, check_same_run, config_hash
 from pipeline.run.run_keys import recorded_config
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.ranks import run_forked
@@ -97,27 +96,6 @@ def test_a_run_from_before_a_key_goes_on_as_it_was_begun() -> None:
         changed(optim={"warmup_prefix": False}), before
     )
     assert as_begun(same_command, changed()) == as_begun(same_command, None) == same_command  # a run of now
-
-
-def test_a_run_keeps_its_stream_of_samples(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards against a run with repeated augmentation that goes on with its views in other places, and against a stream of a later
-    version that is taken for one of ours."""
-    console.install()
-    once, thrice = changed(), changed(augment={"repeats": 3})
-    assert (
-        choose_stream(thrice, None, ALONE) == choose_stream(thrice, 2, ALONE) == choose_stream(once, 1, ALONE) == STREAM_VERSION
-    )
-    assert choose_stream(thrice, 1, SECOND) == SIDE_BY_SIDE and capsys.readouterr().out == ""
-    assert choose_stream(thrice, 1, ALONE) == SIDE_BY_SIDE
-    said = capsys.readouterr().out
-    assert said.endswith("the 3 views of an image stand side by side; a new run spreads them over the global batch.\n")
-    assert said.count("\n") == 1
-    with pytest.raises(UserError) as error:
-        choose_stream(once, 3, ALONE)
-    assert str(error.value) == (
-        "runs/x was begun with version 3 of the stream of samples, 1 to 2 needed: use the version of the pipeline that began it, or "
-        "choose another output_dir."
-    )
 
 
 def test_all_changed_keys_are_named_and_many_are_counted() -> None:

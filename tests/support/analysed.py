@@ -33,7 +33,7 @@ class InMemory:
     batch: int
 
     def __post_init__(self) -> None:
-        self.plan = range(-(-len(self.images) // self.batch))
+        self.batches = range(-(-len(self.images) // self.batch))
         self._next = 0
 
     def __next__(self) -> Any:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.plan import TrainPlan
+from pipeline.data.batches import TrainBatches
 from pipeline.data.shards import ShardSet
-from pipeline.data.views import STREAM_VERSION
 
 
 def train_plan(
@@ -19,10 +18,9 @@ def train_plan(
     seed: int = 7,
     data: DataConfig | None = None,
     augment: AugmentConfig | None = None,
-    stream: int = STREAM_VERSION,
-) -> TrainPlan:
+) -> TrainBatches:
     """The micro-batches of one rank."""
-    return TrainPlan(
+    return TrainBatches(
         shards=shards,
         seed=seed,
         image_size=image_size,
@@ -32,5 +30,4 @@ def train_plan(
         world_size=world_size,
         data=data or DataConfig(),
         augment=augment or AugmentConfig(),
-        stream=stream,
     )

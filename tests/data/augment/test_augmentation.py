@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment import erasing, mixing
+from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.dali_graph import full_graph, full_inputs
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.normalize import Normalization
-from pipeline.data.plan import EvalPlan, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.run.loss import mixed_cross_entropy
 from support.pillow_recipe import training_image
@@ -26,8 +26,8 @@ SIZE = 64
 CONFIG = DataConfig(num_threads=1)
 
 
-def plan_of(folder: Path, augment: AugmentConfig, rank: int = 0, world_size: int = 1, micro_batch: int = 48) -> TrainPlan:
-    return TrainPlan(
+def plan_of(folder: Path, augment: AugmentConfig, rank: int = 0, world_size: int = 1, micro_batch: int = 48) -> TrainBatches:
+    return TrainBatches(
         shards=ShardSet(folder, "train"),
         seed=7,
         image_size=SIZE,
@@ -167,9 +167,9 @@ def test_the_graph_for_gpus_gives_the_pixels_that_the_cpu_gets(order: str, image
     shards = ShardSet(imagenet_shards, "train")
     augment = AugmentConfig(rand_augment_ops=2)
     if order == "evaluation":
-        plan = EvalPlan(shards=shards, image_size=160, batch_size=48, rank=0, world_size=1, eval_crop=0.875)
+        plan = EvalBatches(shards=shards, image_size=160, batch_size=48, rank=0, world_size=1, eval_crop=0.875)
     else:
-        plan = TrainPlan(
+        plan = TrainBatches(
             shards=shards,
             seed=7,
             image_size=160,
@@ -215,7 +215,7 @@ def test_the_whole_recipe_looks_like_pillows(imagenet_samples: Path, imagenet_sh
     """
     size, views = 64, 4
     augment = AugmentConfig(rand_augment_ops=2, erasing=0.25)
-    plan = TrainPlan(
+    plan = TrainBatches(
         shards=ShardSet(imagenet_shards, "train"),
         seed=7,
         image_size=size,

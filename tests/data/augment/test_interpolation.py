@@ -14,10 +14,10 @@ from pipeline.config import AugmentConfig, DataConfig, load_config
 from pipeline.data.augment.crop import Geometry
 from pipeline.data.augment.interpolation import Interpolation, draw_interpolation, uniforms_per_sample
 from pipeline.data.augment.randaugment import Op, Ops
+from pipeline.data.batches import BatchRequest, TrainBatches
 from pipeline.data.cpu_transform import resize_and_crop
 from pipeline.data.dali_graph import full_graph, full_inputs
 from pipeline.data.loader import Loader
-from pipeline.data.plan import BatchRequest, TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.logs.sample_log import augmentation_digests
 from pipeline.philox import Stream, uniforms
@@ -32,7 +32,7 @@ LAYERS = AugmentConfig(rand_augment_ops=2)
 
 def plan_of(
     folder: Path, rule: str, augment: AugmentConfig = LAYERS, rank: int = 0, ranks: int = 1, size: int = 64
-) -> TrainPlan:
+) -> TrainBatches:
     data, split = DataConfig(num_threads=1, train_interpolation=rule), {"rank": rank, "world_size": ranks}
     shards = ShardSet(folder, "train")
     return train_plan(
@@ -40,13 +40,13 @@ def plan_of(
     )
 
 
-def levels_of(plan: TrainPlan, images: torch.Tensor) -> np.ndarray:
+def levels_of(plan: TrainBatches, images: torch.Tensor) -> np.ndarray:
     """Normalized images as levels of 255."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (plan.data.mean, plan.data.std))
     return ((images * std + mean) * 255).round().int().numpy()
 
 
-def loaded(plan: TrainPlan) -> np.ndarray:
+def loaded(plan: TrainBatches) -> np.ndarray:
     """The first batch of the CPU path, (B, 3, S, S) levels."""
     loader = Loader(plan, plan.data, torch.device("cpu"))
     images = levels_of(plan, next(loader).images)

@@ -19,11 +19,11 @@ from pipeline.data.augment.crop import simple_geometry
 from pipeline.data.augment.gaussian_blur import blur_picture, box_weights
 from pipeline.data.augment.randaugment import Op
 from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, draw_three_augment
+from pipeline.data.batches import TrainBatches
 from pipeline.data.cpu_transform import Finisher, resize_and_crop
 from pipeline.data.dali_graph import full_graph, full_inputs, three_augmented
 from pipeline.data.loader import Loader
 from pipeline.data.normalize import Normalization
-from pipeline.data.plan import TrainPlan
 from pipeline.data.shards import ShardSet
 from pipeline.logs.sample_log import augmentation_digests
 from pipeline.philox import Stream, uniforms
@@ -55,8 +55,8 @@ def cases(count: int) -> ThreeAugment:
     return chosen
 
 
-def plan_of(folder: Path, rank: int = 0, world: int = 1, size: int = 96, **data: object) -> TrainPlan:
-    return TrainPlan(
+def plan_of(folder: Path, rank: int = 0, world: int = 1, size: int = 96, **data: object) -> TrainBatches:
+    return TrainBatches(
         shards=ShardSet(folder, "train"),
         seed=7,
         image_size=size,

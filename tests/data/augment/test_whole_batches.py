@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.data.augment import erasing, mixing
 from pipeline.data.augment.crop import eval_geometry
+from pipeline.data.batches import BatchRequest
 from pipeline.data.loader import augment_batch_, augmented
-from pipeline.data.plan import BatchRequest
 
 WITHOUT_KERNEL = (
     "view",

@@ -18,9 +18,8 @@ from pipeline.config import AugmentConfig, Config, DataConfig
 from pipeline.data.augment import crop, erasing, interpolation, mixing, randaugment, three_augment
 from pipeline.data.augment.crop import Geometry, eval_geometry, simple_geometry, train_geometry
 from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
-from pipeline.data.samples import Samples as Samples  # importable from here, too
-from pipeline.data.samples import images_per_epoch
-from pipeline.data.views import STREAM_VERSION, Placing, epoch_length
+from pipeline.data.samples import Samples, images_per_epoch
+from pipeline.data.views import Placing, epoch_length
 from pipeline.philox import Stream, uniforms
 
 
@@ -43,7 +42,7 @@ class BatchRequest:
     )
 
 
-class Plan(Protocol):
+class Batches(Protocol):
     """The batches of one rank, as the loader sees them.
 
     Attributes:
@@ -94,7 +93,7 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainPlan(Plan):
+class TrainBatches(Batches):
     """The micro-batches of one rank of a training run.
 
     Args:
@@ -106,7 +105,6 @@ class TrainPlan(Plan):
         rank, world_size: of this process.
         data: order, crop and flip.
         augment: augmentation after the crop.
-        stream: version of the stream; see :mod:`pipeline.data.views`.
     """
 
     shards: Samples
@@ -118,12 +116,11 @@ class TrainPlan(Plan):
     world_size: int
     data: DataConfig
     augment: AugmentConfig
-    stream: int = STREAM_VERSION
 
     substitutes_count = True
 
     @classmethod
-    def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> TrainPlan:
+    def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> TrainBatches:
         """The batches of a run in one process, without accumulation."""
         size, data, augment = config.model.image_size, config.data, config.augment
         sizes = {"image_size": size, "global_batch_size": batch_size, "batch_size": batch_size}
@@ -224,7 +221,7 @@ class TrainPlan(Plan):
 
     @property
     def _placing(self) -> Placing:
-        return Placing(self.global_batch_size, self.augment.repeats, self.epoch_length, self.augment.unit, self.stream)
+        return Placing(self.global_batch_size, self.augment.repeats, self.epoch_length, self.augment.unit)
 
     def _slots(self, i: int) -> tuple[int, np.ndarray]:
         """Step of the i-th micro-batch, and its slots in the step's global batch: (B,) int64."""
@@ -252,7 +249,7 @@ class TrainPlan(Plan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalPlan(Plan):
+class EvalBatches(Batches):
     """The evaluation batches of one rank; those of all ranks together hold every image exactly once.
 
     All ranks run the same number of batches of the same size, as ZeRO-3's collectives require; the last ones are padded with
