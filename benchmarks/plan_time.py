@@ -26,7 +26,7 @@ from pipeline.config import Config, load_config
 from pipeline.distributed.allocator import keep_freed_memory
 from pipeline.distributed.world import disconnect, init_world
 from pipeline.errors import UserError
-from pipeline.planning.gpus import GPUS, Gpu
+from pipeline.hardware import GPUS
 from pipeline.planning.machine import measure_cpu
 from pipeline.planning.operators import trace_step
 from pipeline.planning.roofline import GpuRates, fused
@@ -46,7 +46,6 @@ _INFERENCE = {
     "deit3_s": (141.9, 104.6), "deit3_b": (375.8, 308.4), "gmlp_s": (357.0, 135.1),
 }  # fmt: skip
 _INFERENCE_BATCH = 1024
-_RTX_3090 = Gpu("rtx3090-24g", 24 * 2**30, 71e12, 35.6e12, 0.936e12, 32e9, "NVIDIA Ampere GA102 GPU architecture")
 
 
 def main() -> None:
@@ -106,7 +105,12 @@ def published() -> None:
     for name, (batch, took) in _TRAINING.items():
         step = trace_step(_config(name, batch, "bf16"), batch, "bf16", on_gpu=True, fused_attention=False)
         errors.append(
-            _row(name, f"training, {batch} images, RTX 3090", sum(map(GpuRates(_RTX_3090).seconds, step.operators)), took)
+            _row(
+                name,
+                f"training, {batch} images, RTX 3090",
+                sum(map(GpuRates(GPUS["rtx3090-24g"]).seconds, step.operators)),
+                took,
+            )
         )
     rates = GpuRates(GPUS["rtx4090-24g"])
     for name, (eager, compiled) in _INFERENCE.items():

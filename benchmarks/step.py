@@ -24,7 +24,7 @@ from pipeline.command_line import run_command
 from pipeline.config import load_config
 from pipeline.distributed.world import disconnect, init_world
 from pipeline.errors import UserError
-from pipeline.logs.hardware import native_bf16
+from pipeline.hardware import native_bf16
 from pipeline.models import flops
 
 PRODUCT = "matrix product"

@@ -12,10 +12,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from pipeline import hardware
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable
-from pipeline.planning import gpus
 from pipeline.planning.time_arguments import add_time_arguments, options_of, time_of
 from pipeline.stores.place import place_argument
 
@@ -38,7 +38,7 @@ def subject_of(args: argparse.Namespace) -> Subject:
     for name in ("nodes", "gpus_per_node"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, 1 or more needed", "correct it")
-    gpu = None if args.gpu == CPU else gpus.gpu_named(args.gpu)
+    gpu = None if args.gpu == CPU else hardware.gpu_named(args.gpu)
     from pipeline.config import load_config
     from pipeline.models.registry import check_name
     from pipeline.planning.subject import Subject
@@ -90,7 +90,9 @@ def main() -> int:
     )
     parser.add_argument("--nodes", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--gpus-per-node", type=int, default=1, help="one process for each; default: %(default)s")
-    parser.add_argument("--gpu", default=gpus.DEFAULT, help=f"{', '.join(gpus.GPUS)}, or {CPU}; default: %(default)s")
+    parser.add_argument(
+        "--gpu", default=hardware.DEFAULT_GPU, help=f"{', '.join(hardware.GPUS)}, or {CPU}; default: %(default)s"
+    )
     parser.add_argument(
         "--micro-batch", type=int, metavar="N", help="images per forward pass and GPU, in place of the config's"
     )

@@ -91,7 +91,7 @@ def measure(context: Context) -> Rows:
 def measure_authors(context: Context, model: str, world: World) -> Values:
     """The authors' step, whose utilization is counted as ours is."""
     from benchmarks.gpu.authors import measure_authors as figures
-    from pipeline.logs.hardware import native_bf16, peak_flops
+    from pipeline.hardware import native_bf16, peak_flops
     from pipeline.models import flops
 
     config = case_config(context, model, "authors", [])

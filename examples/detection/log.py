@@ -17,8 +17,8 @@ from pipeline.config import config_to_yaml
 from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.files import GrowingFile, remove_leftovers, replace_text, write_error
+from pipeline.hardware import memory_gib
 from pipeline.logs import console
-from pipeline.logs.hardware import memory_gib
 from pipeline.logs.run_log import METRICS, TENSORBOARD, drop_rows_after
 
 

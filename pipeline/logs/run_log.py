@@ -30,9 +30,9 @@ from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
+from pipeline.hardware import memory_gib, peak_flops
 from pipeline.logs import console, curves
 from pipeline.logs.bad_sample_report import BadSampleReport
-from pipeline.logs.hardware import memory_gib, peak_flops
 from pipeline.logs.hyperparameters import hyperparameters
 from pipeline.logs.store_report import StoreReport
 

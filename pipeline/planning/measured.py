@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
 from pipeline.config import Config
-from pipeline.planning.gpus import GPUS
+from pipeline.hardware import gpu_of_driver
 from pipeline.planning.subject import Subject
 
 
@@ -52,23 +51,9 @@ def difference(measured: Measured, planned: Subject, precision: str) -> str | No
             return f"its model.{name} is {getattr(theirs.model, name)}, not {getattr(ours.model, name)}"
     if theirs.train.precision not in ("auto", precision):
         return f"its train.precision is {theirs.train.precision}, not {precision}"
-    kind = gpu_kind(measured.device)
-    wanted = planned.gpu.name.partition("-")[0] if planned.gpu else None
-    if kind != wanted:
+    known = gpu_of_driver(measured.device)
+    on_gpu = any(maker in measured.device.lower() for maker in ("nvidia", "tesla", "geforce"))
+    same = known is not None and known.chip == planned.gpu.chip if planned.gpu else not on_gpu
+    if not same:
         return f"it ran on {measured.device}, and the plan is for {'CPUs' if planned.gpu is None else planned.gpu.name}"
     return None
-
-
-def gpu_kind(device: str) -> str | None:
-    """The first part of a kind's name in ``gpus``, such as "h100", from what the driver calls it; None: a CPU.
-
-    A GPU that ``gpus`` does not know stays what the driver calls it.
-    """
-    if not re.search(r"nvidia|tesla|geforce", device, re.IGNORECASE):
-        return None
-    words = re.sub(r"[^a-z0-9]+", " ", device.lower())
-    for name in GPUS:
-        kind = name.partition("-")[0]
-        if re.search(rf"\b{kind.replace('rtx', 'rtx ?')}\b", words):
-            return kind
-    return device

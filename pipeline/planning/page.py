@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from pipeline.hardware import GIB
 from pipeline.planning import time_rows
 from pipeline.planning.advice import changes, together
-from pipeline.planning.gpus import GIB
 from pipeline.planning.memory import Memory, changed, largest_micro_batch, plan_memory
 from pipeline.planning.subject import Subject
 from pipeline.planning.time import Time

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from pipeline.errors import UserError
-from pipeline.planning.gpus import Gpu
+from pipeline.hardware import Gpu
 from pipeline.planning.operators import ATTENTION, CONVOLUTION, MAP, NARROW, PRODUCT, TRANSCENDENTAL, Operator
 
 

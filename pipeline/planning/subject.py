@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config import Config
-from pipeline.planning.gpus import Gpu
+from pipeline.hardware import Gpu
 
 
 @dataclass(frozen=True)

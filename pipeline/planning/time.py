@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config import accumulation_steps
-from pipeline.planning.gpus import Gpu
+from pipeline.hardware import Gpu
 from pipeline.planning.loader_need import LoaderNeed
 from pipeline.planning.measured import Measured
 from pipeline.planning.network import CPU_LINK, Links, Traffic, traffic

@@ -26,8 +26,8 @@ from pipeline.errors import PREEMPTED, UserError
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.files import write_error
+from pipeline.hardware import memory_gib
 from pipeline.logs import console
-from pipeline.logs.hardware import memory_gib
 from pipeline.logs.run_files import check_run_files
 from pipeline.optim.adamw import learning_rate
 from pipeline.optim.batchnorm import StepStatistics

@@ -21,9 +21,9 @@ from pipeline.config.accumulation import fitting_micro_batches
 from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.hardware import DEFAULT_GPU, gpu_named
 from pipeline.logs import console
 from pipeline.logs.run_files import AUTO_REASON, CONFIG, earlier_starts
-from pipeline.planning.gpus import DEFAULT, gpu_named
 from pipeline.planning.memory import largest_micro_batch, plan_memory
 from pipeline.planning.subject import Subject
 from pipeline.run.folder import config_hash
@@ -103,7 +103,7 @@ def _largest(config: Config, world: World, sizes: list[int]) -> MicroBatch:
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)
         memory = free + torch.cuda.memory_reserved(world.device)
-        gpu = replace(gpu_named(DEFAULT), name=torch.cuda.get_device_name(world.device), memory=memory)
+        gpu = replace(gpu_named(DEFAULT_GPU), name=torch.cuda.get_device_name(world.device), memory=memory)
     nodes = len(set(hosts)) if world.size % len(set(hosts)) == 0 else 1
     subject = Subject(with_micro_batch(config, sizes[0]), nodes, world.size // nodes, gpu)
     allowed = largest_micro_batch(subject)

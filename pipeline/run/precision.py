@@ -8,7 +8,7 @@ import torch
 
 from pipeline.config import Config
 from pipeline.distributed.world import World
-from pipeline.logs.hardware import native_bf16
+from pipeline.hardware import native_bf16
 
 AUTO, BF16, FP32 = "auto", "bf16", "fp32"
 # Emulated bf16 against fp32: measured on a CPU with AVX2 only, training steps of PerViT-T with batches of 4 and 16.

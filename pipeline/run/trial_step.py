@@ -21,7 +21,7 @@ from pipeline.data.augment.crop import eval_geometry
 from pipeline.data.batches import BatchRequest
 from pipeline.data.loader import Batch
 from pipeline.distributed.world import World
-from pipeline.logs.hardware import memory_gib
+from pipeline.hardware import memory_gib
 from pipeline.run.building import build_model
 from pipeline.run.loss import spread_nonfinite, training_loss
 from pipeline.run.precision import autocast

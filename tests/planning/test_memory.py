@@ -10,12 +10,12 @@ import pytest
 from benchmarks.plan_memory import main as plan_memory_benchmark
 from pipeline.config import load_config
 from pipeline.errors import UserError
+from pipeline.hardware import GPUS, Gpu
 from pipeline.models import create_model
 from pipeline.models.weights.exported import Description, write_exported
 from pipeline.optim.engine import deepspeed_config
 from pipeline.planning import engine_memory
 from pipeline.planning.advice import changes
-from pipeline.planning.gpus import GPUS, Gpu
 from pipeline.planning.memory import Memory, largest_micro_batch, plan_memory
 from pipeline.planning.subject import Subject
 from pipeline.planning.traced_evaluation import SWAPPED
@@ -37,7 +37,7 @@ def subject(*overrides: str, gpus: int = 2, gpu: Gpu | None = GPUS["a100-80g"]) 
 
 
 def gpu_of(memory: int) -> Gpu:
-    return Gpu("small", memory, 1e12, 1e12, 1e12, 1e9, "a test")
+    return Gpu("small-1g", "small", memory, 1e12, 1e12, 1e12, 1e9, "a test")
 
 
 def test_the_plan_is_within_ten_percent_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([*PLAN, "--gpu", "k80"], "error: --gpu is 'k80', one of v100-32g,"),
+        ([*PLAN, "--gpu", "k80"], "error: --gpu must be one of v100-32g,"),
         ([*PLAN, "--nodes", "0"], "error: --nodes is 0, 1 or more needed: correct it."),
         ([*PLAN, "--gpus-per-node", "-1"], "error: --gpus-per-node is -1, 1 or more needed: correct it."),
         (["--config", "pervit_xxl"], "error: config pervit_xxl does not exist"),

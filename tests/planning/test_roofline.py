@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.errors import UserError
-from pipeline.planning.gpus import GPUS
+from pipeline.hardware import GPUS
 from pipeline.planning.machine import CpuRates, measure_cpu
 from pipeline.planning.operators import MAP, PRODUCT, Operator
 from pipeline.planning.roofline import GpuRates, fused, seconds_by_kind

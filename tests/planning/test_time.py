@@ -14,10 +14,10 @@ from pipeline import plan
 from pipeline.checkpoint.overview import read_manifests
 from pipeline.config import Config, config_to_yaml, load_config
 from pipeline.errors import UserError
+from pipeline.hardware import GPUS, gpu_of_driver
 from pipeline.planning import time_rows
-from pipeline.planning.gpus import GPUS
 from pipeline.planning.loader_need import measure_loader
-from pipeline.planning.measured import Measured, difference, gpu_kind
+from pipeline.planning.measured import Measured, difference
 from pipeline.planning.operators import CONVOLUTION, KINDS, NARROW, trace_step
 from pipeline.planning.roofline import GpuRates
 from pipeline.planning.schedule import Options, count_images
@@ -116,11 +116,14 @@ def test_a_run_of_something_else_measures_nothing() -> None:
     assert difference(good, replace(run, gpu=None), "bf16") == "it ran on NVIDIA A100-SXM4-80GB, and the plan is for CPUs"
     names = {
         "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H100 PCIe": "h100pcie",
+        "NVIDIA A100-SXM4-80GB": "a100",
         "Tesla V100-SXM2-32GB": "v100",
         "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
         "x86_64": None,
     }
-    assert {name: gpu_kind(name) for name in names} == names
+    assert {name: gpu.chip if (gpu := gpu_of_driver(name)) else None for name in names} == names
 
 
 def test_optimizers_differ() -> None:
@@ -164,7 +167,7 @@ def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> 
     measured = read_pace(folder)
     rates = [row["images_per_second"] for row in step_rows(folder) if row["step"] > 2]
     assert measured.step_seconds == pytest.approx(16 / statistics.median(rates))
-    assert (measured.world_size, measured.stage, measured.steps) == (1, 0, STEPS - 2) and gpu_kind(measured.device) is None
+    assert (measured.world_size, measured.stage, measured.steps) == (1, 0, STEPS - 2) and gpu_of_driver(measured.device) is None
     assert measured.start_seconds and measured.start_seconds > 0
     run = Subject(config, 1, 1, None)
     rates_of_a_gpu = GpuRates(GPU)  # the ratio makes up for any rates

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from pipeline.config import load_config
-from pipeline.logs.hardware import native_bf16, peak_flops
+from pipeline.hardware import native_bf16, peak_flops
 from support.launching import REPOSITORY, clean_environment, run_module
 from support.precisions import BF16_BATCH, EMULATED
 from support.ranks import free_port
@@ -104,9 +104,9 @@ def test_a_resumed_run_keeps_its_precision(began_with: str, small_run: Path) -> 
 def test_the_peak_of_emulated_bf16_is_that_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a utilisation of 363 %: of a peak that is measured in emulation."""
     measured: list[torch.dtype] = []
-    monkeypatch.setattr("pipeline.logs.hardware._measured_peak", lambda device, dtype: measured.append(dtype) or 1.0)
-    monkeypatch.setattr("pipeline.logs.hardware.native_bf16", lambda device: (False, "none"))
+    monkeypatch.setattr("pipeline.hardware._measured_peak", lambda device, dtype: measured.append(dtype) or 1.0)
+    monkeypatch.setattr("pipeline.hardware.native_bf16", lambda device: (False, "none"))
     assert peak_flops(CPU, "bf16") == (1.0, "measured")
-    monkeypatch.setattr("pipeline.logs.hardware.native_bf16", lambda device: (True, "some"))
+    monkeypatch.setattr("pipeline.hardware.native_bf16", lambda device: (True, "some"))
     peak_flops(CPU, "bf16")
     assert measured == [torch.float32, torch.bfloat16]
