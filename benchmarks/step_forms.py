@@ -19,7 +19,7 @@ from pipeline.distributed.world import World
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
 from pipeline.models.pervit.model import PerViT
-from pipeline.optim.adamw import build_optimizer
+from pipeline.optim.build import build_optimizer
 from pipeline.optim.engine import build_engine, optimizer_step
 from pipeline.run.loss import mixed_cross_entropy, spread_nonfinite
 

@@ -31,8 +31,8 @@ from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs import console, curves, pictures
 from pipeline.logs.run_log import StepRecord
-from pipeline.optim.adamw import learning_rate
 from pipeline.optim.engine import micro_batches, optimizer_step, set_learning_rate
+from pipeline.optim.schedule import learning_rate
 from pipeline.run.building import check_alone
 from pipeline.run.determinism import make_deterministic, refusals_explained
 from pipeline.run.dry_run import dry_run

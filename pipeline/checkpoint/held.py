@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine
-from pipeline.optim.slices import SliceOptimizer, inner_optimizer, slice_of, updated_tensors
+from pipeline.optim.slices import create_state, inner_optimizer, slice_of, updated_tensors
 
 WEIGHT, EMA = "weight", "ema"
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")  # and LAMB's
@@ -67,16 +67,12 @@ def held(engine: Engine, ema: WeightAverage | None) -> Iterator[Held]:
 
 
 def create_moments(engine: Engine, optimizer_step: int) -> None:
-    """Create the optimizer's state before the first step, filled with zeros, so that a checkpoint can be loaded into it."""
+    """Create the optimizer's state before the first step, so that a checkpoint can be loaded into it. Collective."""
     if optimizer_step == 0:
         return
-    optimizer = inner_optimizer(engine)
-    for tensor in updated_tensors(engine):
-        if isinstance(optimizer, SliceOptimizer):
-            optimizer.state[tensor] = optimizer.initial_state(tensor, optimizer_step)
-            continue
-        step = torch.tensor(float(optimizer_step), dtype=torch.float32, device=tensor.device)
-        optimizer.state[tensor] = {"step": step, **{moment: torch.zeros_like(tensor) for moment in ADAM_MOMENTS}}
+    create_state(engine)
+    for state in inner_optimizer(engine).state.values():
+        state["step"].fill_(optimizer_step)
 
 
 def optimizer_step_count(engine: Engine) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -31,6 +32,7 @@ from pipeline.config.bounds import (
 from pipeline.config.data_sections import AugmentConfig, DataConfig
 from pipeline.errors import UserError
 
+BUILT_IN_OPTIMIZERS = ("adamw", "lamb", "muon")  # optim.name; others are module:Class
 AUTO = "auto"  # train.micro_batch_size: as many images as fit into memory
 _TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with if it is no run
 
@@ -50,11 +52,15 @@ class ModelConfig(Section):
     @field_validator("switches")
     @classmethod
     def _plain_values(cls, switches: dict[str, Any]) -> dict[str, Any]:
-        for name, value in switches.items():
-            parts = value if isinstance(value, list | tuple) else [value]
-            if not all(_is_plain(part) for part in parts):
-                raise ValueError(f"{name!a:.80} must be a boolean, a number, a string, null, or a list of these")
-        return switches
+        return _checked_plain(switches)
+
+
+def _checked_plain(values: dict[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        if not all(_is_plain(part) for part in parts):
+            raise ValueError(f"{name!a:.80} must be a boolean, a number, a string, null, or a list of these")
+    return values
 
 
 def _is_plain(value: Any) -> bool:
@@ -147,10 +153,12 @@ class TrainConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW (Loshchilov & Hutter, 2019), LAMB or Muon; norms, biases and other 1-D parameters are not decayed."""
+    """AdamW (Loshchilov & Hutter, 2019), LAMB, Muon or any other; norms, biases and other 1-D parameters are not decayed."""
 
-    name: Literal["adamw", "lamb", "muon"] = "adamw"
-    """The optimizer. lamb: of large batches and DeiT III, with clip_grad_norm 1.0 as timm's and apex's. muon: for the matrices of the blocks, AdamW for all else."""
+    name: Annotated[Text, Field(max_length=200)] = "adamw"
+    """The optimizer. adamw. lamb: of large batches and DeiT III, with clip_grad_norm 1.0 as timm's and apex's. muon: for the matrices of the blocks, AdamW for all else. `module:Class`: any class of `torch.optim.Optimizer`, such as `torch.optim:NAdam`, or one in a file in the current folder or on PYTHONPATH."""
+    options: dict[str, Any] = {}
+    """With `module:Class`: arguments of its constructor beside lr, such as `{betas: [0.9, 0.99]}`. It keeps its own defaults for the others: betas, momentum and eps below are those of the built-in optimizers. weight_decay works as the class defines it."""
     lr: PositiveRate = 5e-4
     """Peak learning rate at a global batch size of lr_batch_size; scaled linearly to global_batch_size."""
     lr_batch_size: GlobalBatchSize = 512
@@ -166,7 +174,7 @@ class OptimConfig(Section):
     warmup_lr: Rate = 1e-6
     """Learning rate of the first step."""
     weight_decay: Rate = 0.05
-    """Decoupled weight decay."""
+    """Weight decay, decoupled in the built-in optimizers."""
     layer_decay: Share | None = None
     """Layer-wise decay of the learning rate, for fine-tuning: each layer below the classifier learns at this fraction of the one above it, such as 0.75; null: all at the same rate."""
     decay_embeddings: bool = False
@@ -179,6 +187,35 @@ class OptimConfig(Section):
     """AdamW's and LAMB's epsilon, added to the denominator."""
     clip_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Maximum global gradient norm; null: no clipping."""
+
+    @field_validator("name")
+    @classmethod
+    def _built_in_or_a_class(cls, name: str) -> str:
+        if name not in BUILT_IN_OPTIMIZERS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
+            built_in = ", ".join(f"'{known}'" for known in BUILT_IN_OPTIMIZERS)
+            raise ValueError(f"should be {built_in} or a class as 'module:Class'")
+        return name
+
+    @field_validator("options")
+    @classmethod
+    def _plain_values(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return _checked_plain(options)
+
+    @model_validator(mode="after")
+    def _options_are_of_a_class(self) -> OptimConfig:
+        if self.name in BUILT_IN_OPTIMIZERS:
+            if self.options:
+                raise ValueError(f"optim.options requires optim.name=module:Class, got {self.name}; remove optim.options")
+            return self
+        for key in ("betas", "momentum", "eps"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"optim.{key} must be left at its default with optim.name={self.name}; set optim.options={{{key}: ...}} instead"
+                )
+        for key in ("lr", "weight_decay", "params"):
+            if key in self.options:
+                raise ValueError(f"optim.options must not have {key}, which the run sets; set optim.{key} instead")
+        return self
 
 
 class EvalConfig(Section):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from pipeline.config import Config, accumulation_steps
 from pipeline.distributed.world import World, import_deepspeed, quiet_deepspeed
-from pipeline.optim.adamw import build_optimizer
-from pipeline.optim.engine_protocol import Engine as Engine
-from pipeline.optim.groups import LR_SCALE
+from pipeline.errors import UserError
+from pipeline.optim.build import LR_SCALE, build_optimizer, optimizer_description
+from pipeline.optim.slices import Engine as Engine
 from pipeline.optim.slices import SliceOptimizer, inner_optimizer
 
 # Elements of a gradient bucket: 20 MB in fp32, large enough for the full bandwidth of NCCL and gloo, small enough that models of
@@ -33,8 +33,18 @@ def zero_stage(config: Config, world_size: int) -> int:
     """The ZeRO stage that a run takes: ``train.zero_stage``, or 0 for one process, which has nobody to share with.
 
     Stages 1 to 3 would copy every gradient into a bucket, the gradients into a flat shard, and keep the weights twice.
+
+    Raises:
+        UserError: the optimizer cannot step on slices of parameters, which is what ZeRO gives it.
     """
-    return config.train.zero_stage if world_size > 1 else 0
+    stage = config.train.zero_stage if world_size > 1 else 0
+    if stage and not optimizer_description(config.optim).takes_slices:
+        raise UserError(
+            f"train.zero_stage must be 0 on several processes with optim.name={config.optim.name}, which needs whole parameters, "
+            f"got {stage}",
+            "set train.zero_stage=0",
+        )
+    return stage
 
 
 def deepspeed_config(config: Config, world_size: int) -> dict:

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.config import OptimConfig
+from pipeline.optim.description import Group, OptimizerDescription, StateNames
 from pipeline.optim.slices import Slice, SliceOptimizer
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Lamb(SliceOptimizer):
@@ -32,11 +36,6 @@ class Lamb(SliceOptimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "names": []})
 
-    def initial_state(self, tensor: Tensor, step: int) -> dict[str, Tensor]:
-        # The step is on the CPU: reading it must not wait for a GPU.
-        zeros = {name: torch.zeros_like(tensor) for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.tensor(float(step), device="cpu"), **zeros}
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every tensor that has a gradient. Collective where parameters are split over ranks."""
@@ -47,12 +46,13 @@ class Lamb(SliceOptimizer):
 
     def _step_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            if not self.state[tensor]:
-                self.state[tensor] = self.initial_state(tensor, 0)
+            if not self.state[tensor]:  # the step is on the CPU: reading it must not wait for a GPU
+                zeros = {name: torch.zeros_like(tensor) for name in _MOMENTS}
+                self.state[tensor] = {"step": torch.tensor(0.0, device="cpu"), **zeros}
             self.state[tensor]["step"] += 1
         (beta1, beta2), step = group["betas"], self.state[tensors[0]]["step"].item()
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        first, second = ([self.state[tensor][name] for tensor in tensors] for name in ("exp_avg", "exp_avg_sq"))
+        first, second = ([self.state[tensor][name] for tensor in tensors] for name in _MOMENTS)
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, gradients, gradients, value=1 - beta2)
@@ -96,3 +96,24 @@ def _norms(weights: list[Tensor], updates: list[Tensor], like: Tensor) -> Tensor
     if not weights:  # this rank's shard of the group is padding
         return like.new_zeros(2, 0, dtype=torch.float64)
     return torch.stack(torch._foreach_norm([*weights, *updates])).double().view(2, -1)
+
+
+class LambDescription(OptimizerDescription):
+    """LAMB: Adam's moments; norms of weights and updates, and an update that is written before it is applied."""
+
+    title = "LAMB"
+    passes = 12
+
+    def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+        return Lamb(groups, config.warmup_lr, config.betas, config.eps)
+
+    def state(self, group: Group) -> StateNames:
+        return StateNames(_MOMENTS, ("step",))
+
+    def temporaries(self, group: Group, size: float, split: bool) -> float:
+        return 2 * size  # denominators and updates
+
+    def remark(self, config: OptimConfig) -> str | None:
+        if config.clip_grad_norm:
+            return None
+        return "optim.clip_grad_norm is null, so nothing clips the gradients; LAMB in timm and apex clips them at 1.0"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipeline.distributed.world import World
-from pipeline.optim.engine_protocol import Engine
-from pipeline.optim.groups import MATRICES
+from pipeline.config import OptimConfig
+from pipeline.errors import UserError
+from pipeline.optim.description import MATRICES, AdamW, Group, StateNames
 from pipeline.optim.slices import Slice, SliceOptimizer
+
+_ITERATIONS = 5
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic iteration (Jordan et al., 2024)
+_SMALLEST_NORM = 1e-7
 
 
 class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
@@ -41,25 +46,6 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self._momentum = momentum
-        unused = torch.zeros(1, 1, device="cpu")
-        self._orthogonalizer = torch.optim.Muon(
-            [unused], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
-        )
-        self._of_matrices: set[Tensor] = {
-            tensor for group in self.param_groups if group[MATRICES] for tensor in group["params"]
-        }
-
-    def place(self, engine: Engine, world: World) -> None:
-        super().place(engine, world)
-        assert self._placed is not None
-        matrices = {name for group in self.param_groups if group[MATRICES] for name in group["names"]}
-        self._of_matrices = {tensor for tensor, slices in self._placed.items() if slices[0].name in matrices}
-
-    def initial_state(self, tensor: Tensor, step: int) -> dict[str, Tensor]:
-        if tensor in self._of_matrices:  # the step is on the CPU: counting must not start a kernel
-            return {"step": torch.tensor(float(step), device="cpu"), "momentum_buffer": torch.zeros_like(tensor)}
-        zeros = {name: torch.zeros_like(tensor) for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.tensor(float(step), dtype=torch.float32, device=tensor.device), **zeros}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -78,8 +64,8 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
     def _step_matrices(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         lr, updates = group["lr"], {}
         for tensor in tensors:
-            if not self.state[tensor]:
-                self.state[tensor] = self.initial_state(tensor, 0)
+            if not self.state[tensor]:  # the step is on the CPU: counting must not start a kernel
+                self.state[tensor] = {"step": torch.tensor(0.0, device="cpu"), "momentum_buffer": torch.zeros_like(tensor)}
             state, gradient = self.state[tensor], tensor.grad
             assert gradient is not None
             state["step"] += 1
@@ -91,8 +77,8 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
         joined = self._joined(group, slices, steps, tensors[0])
         for piece, step in zip(slices, steps):
             matrix = joined[piece.name] if piece.name in joined else step
-            direction = self._orthogonalized(matrix.view(piece.shape))
-            piece.of(piece.tensor).add_(direction.view(-1)[piece.start : piece.start + piece.count], alpha=-lr)
+            direction = _orthogonalized(matrix.view(piece.shape))
+            piece.of(piece.tensor).add_(direction.reshape(-1)[piece.start : piece.start + piece.count], alpha=-lr)
 
     def _joined(self, group: dict[str, Any], slices: list[Slice], steps: list[Tensor], like: Tensor) -> dict[str, Tensor]:
         """The group's matrices that are split over ranks, flattened, from the slices of all ranks, in bf16.
@@ -111,13 +97,67 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
         dist.all_reduce(flat)  # exact: each number is from one rank, 0 from the others
         return joined
 
-    def _orthogonalized(self, matrix: Tensor) -> Tensor:
-        """The nearest semi-orthogonal matrix, approximately, with the scale of AdamW's step: (m, n) -> (m, n) float32."""
-        scratch = torch.zeros_like(matrix, dtype=torch.float32)
-        scratch.grad = matrix.float()
-        self._orthogonalizer.param_groups[0]["params"] = [scratch]
-        self._orthogonalizer.step()  # without momentum and decay, at a rate of 1: from 0 to minus the direction
-        self._orthogonalizer.state.clear()
-        # Else the next step begins with this matrix, and where its gradient is a view, with all that it is a view of.
-        self._orthogonalizer.param_groups[0]["params"], scratch.grad = [], None
-        return scratch.neg_()
+
+def _orthogonalized(matrix: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrix, approximately, with the scale of AdamW's step: (m, n) -> (m, n) float32.
+
+    The arithmetic is that of ``torch.optim.Muon``, whose own function for it is private.
+    """
+    rows, columns = matrix.shape
+    x = matrix.to(torch.bfloat16)
+    x = x.T if rows > columns else x
+    x = x / x.norm().clamp(min=_SMALLEST_NORM)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    x = x.T if rows > columns else x
+    return x.float() * (0.2 * math.sqrt(max(rows, columns)))
+
+
+class MuonDescription(AdamW):
+    """Muon: a momentum for the matrices of the blocks, AdamW's moments for the rest."""
+
+    title = "Muon"
+    passes = 8
+
+    def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+        return MuonAdamW(groups, config.warmup_lr, config.momentum, config.betas, config.eps)
+
+    def state(self, group: Group) -> StateNames:
+        return StateNames(("momentum_buffer",), ("step",)) if group[MATRICES] else super().state(group)
+
+    def matrices(self, model: nn.Module) -> set[str]:
+        names = set(_hidden_matrices(model))
+        if not names:
+            raise UserError(
+                f"optim.name=muon requires a model with weight matrices in its blocks, got {type(model).__name__}, which has none",
+                "set optim.name=adamw",
+            )
+        return names
+
+    def temporaries(self, group: Group, size: float, split: bool) -> float:
+        if not group[MATRICES]:
+            return super().temporaries(group, size, split)
+        sizes = [parameter.numel() for parameter in group["params"]]
+        joined = 0.5 * sum(sizes) if split else 0.0  # split matrices put together, in bf16
+        return size + joined + 5 * max(sizes)  # updates; scratch and iterates of one matrix
+
+    def matrix_flops(self, shape: tuple[int, ...]) -> float:
+        """The iterations' products for a matrix: X Xᵀ, its square, and their product with X."""
+        if len(shape) != 2:
+            return 0.0
+        small, large = sorted(shape)
+        return _ITERATIONS * 2 * (2 * small * small * large + small**3)
+
+    def summary(self, parameters: Mapping[str, nn.Parameter], matrices: set[str]) -> str:
+        share = sum(parameters[name].numel() for name in matrices) / sum(p.numel() for p in parameters.values())
+        return f"Muon for {len(matrices)} matrices ({share:.0%} of the parameters) and AdamW for the rest"
+
+
+def _hidden_matrices(model: nn.Module) -> Iterator[str]:
+    """Names of the weights of linear layers between stem and classifier, for which Muon is made (Jordan et al., 2024)."""
+    last = model.num_layers - 1  # type: ignore[operator]
+    for module_name, module in model.named_modules():
+        name = f"{module_name}.weight"
+        if isinstance(module, nn.Linear) and module.weight.requires_grad and 0 < model.layer_of(name) < last:  # type: ignore[operator]
+            yield name

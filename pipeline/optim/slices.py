@@ -1,4 +1,4 @@
-"""Where an engine keeps what the optimizer updates: the slice of each trainable parameter that this rank holds.
+"""What is used of DeepSpeed's engine, and where it keeps what the optimizer updates: a slice of each parameter on every rank.
 
 Under ZeRO 1 to 3 the optimizer sees flat shards of many parameters, which begin and end anywhere within one. AdamW does not mind, since
 it treats every element by itself; an optimizer that needs a whole parameter, its norm for example, must put the slices together.
@@ -8,12 +8,64 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.distributed.world import World
-from pipeline.optim.engine_protocol import Engine
+
+WrappedModel = TypeVar("WrappedModel", bound=nn.Module, covariant=True)
+
+
+class Engine(Protocol[WrappedModel]):
+    """What is used of ``deepspeed.DeepSpeedEngine``, which has no types: the whole dependence on DeepSpeed's interface.
+
+    Parameters under ZeRO-3 have more attributes (``ds_tensor``, ``ds_shape``); the functions below read those, and the
+    flat shards of the optimizer.
+    """
+
+    clip_grad_norm: float  # ours, for ZeRO 0: see :func:`pipeline.optim.engine.deepspeed_config`
+    enable_backward_allreduce: bool
+
+    @property
+    def module(self) -> WrappedModel:
+        """The model itself."""
+
+    @property
+    def optimizer(self) -> Any:
+        """PyTorch's optimizer under ZeRO 0, else DeepSpeed's around it, another class for each stage."""
+
+    def __call__(self, images: Tensor, noise: Tensor | None = ...) -> Tensor:
+        """The model's forward pass, with autocast where the config says so."""
+
+    def backward(self, loss: Tensor) -> Any:
+        """Accumulate the gradients of a micro-batch and reduce them over ranks. Collective."""
+
+    def step(self) -> None:
+        """End a micro-batch; after the last one of a step, take the step. Collective."""
+
+    def zero_grad(self) -> None: ...
+
+    def train(self, mode: bool = ...) -> Any: ...
+
+    def eval(self) -> Any: ...
+
+    def gradient_accumulation_steps(self) -> int: ...
+
+    def is_gradient_accumulation_boundary(self) -> bool: ...
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next micro-batch is the last one of a step, instead of counting them."""
+
+    def was_step_applied(self) -> bool: ...
+
+    def get_global_grad_norm(self) -> float | Tensor | None: ...
+
+    def zero_optimization_stage(self) -> int: ...
+
+    def empty_partition_cache(self) -> None:
+        """ZeRO-3: release gathered parameters."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +125,27 @@ def updated_tensors(engine: Engine) -> list[Tensor]:
     return list(optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups)
 
 
+@torch.no_grad()
+def create_state(engine: Engine) -> None:
+    """Let the optimizer create its state, by a step on gradients of zero. Collective.
+
+    Weights and state are then to be overwritten: they are those after such a step.
+    """
+    optimizer, tensors, stage = inner_optimizer(engine), updated_tensors(engine), engine.zero_optimization_stage()
+    groups = optimizer.param_groups
+    for tensor in tensors:
+        tensor.grad = torch.zeros_like(tensor)
+    if stage == 0:
+        optimizer.step()
+    for number, tensor in enumerate(tensors if stage else ()):  # a flat shard at a time, as DeepSpeed steps
+        group = groups[engine.optimizer.sub_group_to_group_id[number] if stage == 3 else number]
+        optimizer.param_groups = [{**group, "params": [tensor]}]
+        optimizer.step()
+    optimizer.param_groups = groups
+    for tensor in tensors:
+        tensor.grad = None
+
+
 class SliceOptimizer(torch.optim.Optimizer):
     """Base of optimizers that need whole parameters. Until :meth:`place` says otherwise, each tensor is one parameter.
 
@@ -106,7 +179,3 @@ class SliceOptimizer(torch.optim.Optimizer):
     def split_names(self, group: dict) -> list[str]:
         """The names of a group's parameters that are split over ranks, the same list on every rank."""
         return [name for name in group["names"] if name in self._split] if self._split else []
-
-    def initial_state(self, tensor: Tensor, step: int) -> dict[str, Tensor]:
-        """The state of a tensor after ``step`` steps, its moments zero."""
-        raise NotImplementedError

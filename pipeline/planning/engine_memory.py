@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import OptimConfig
-from pipeline.optim.groups import MATRICES, parameter_groups
+from pipeline.optim.build import parameter_groups
+from pipeline.optim.description import MATRICES
 from pipeline.planning.live_memory import PARAMETERS, LiveMemory
 
 GRADIENTS, OPTIMIZER, BUCKETS = "gradients", "optimizer state", "communication buckets"

@@ -13,7 +13,7 @@ from pipeline.distributed.world import World
 from pipeline.logs import console
 from pipeline.models import load_pretrained, model_of
 from pipeline.models.common.base import VisionModel
-from pipeline.optim.groups import parameter_groups
+from pipeline.optim.build import parameter_groups
 from pipeline.run.compiling import choose_compilation
 
 

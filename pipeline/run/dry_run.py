@@ -29,9 +29,9 @@ from pipeline.files import write_error
 from pipeline.hardware import memory_gib
 from pipeline.logs import console
 from pipeline.logs.run_files import check_run_files
-from pipeline.optim.adamw import learning_rate
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.engine import optimizer_step, set_learning_rate
+from pipeline.optim.schedule import learning_rate
 from pipeline.run.building import check_alone
 from pipeline.run.cache_room import check_cache_room
 from pipeline.run.compiling import OFF, choose_compilation

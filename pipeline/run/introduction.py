@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeline import checkpoint
 from pipeline.config import AUTO, Recipe, accumulation_steps
 from pipeline.models import flops
+from pipeline.optim.build import optimizer_description
 from pipeline.run.precision import Precision
 from pipeline.run.state import Run
 
@@ -31,10 +32,8 @@ def introduce(
             f"train.global_batch_size is {whole:,}, but the train split has only {images:,} images, so that each step takes some of "
             f"them more than once: set it to {images:,} at most"
         )
-    if config.optim.name == "lamb" and not config.optim.clip_grad_norm:
-        run.log.say(
-            "note: optim.clip_grad_norm is null, so nothing clips the gradients; LAMB in timm and apex clips them at 1.0"
-        )
+    if note := optimizer_description(config.optim).remark(config.optim):
+        run.log.say(f"note: {note}")
     if config.optim.warmup_epochs >= schedule.epochs:
         run.log.say(
             f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"

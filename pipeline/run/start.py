@@ -30,9 +30,9 @@ from pipeline.logs.store_report import store_report
 from pipeline.models import flops
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
+from pipeline.optim.build import describe
 from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import Engine, build_engine, zero_stage
-from pipeline.optim.groups import describe
 from pipeline.run.building import build_model as build_model
 from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import choose_decoding, training_loader

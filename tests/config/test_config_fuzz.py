@@ -24,8 +24,8 @@ from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.models import model_entry
-from pipeline.optim.adamw import learning_rate
 from pipeline.optim.engine import deepspeed_config
+from pipeline.optim.schedule import learning_rate
 from pipeline.run.evaluation import check_classes, check_same_classes
 from pipeline.run.folder import config_hash, open_run_folder
 from pipeline.run.progress import make_schedule

@@ -15,7 +15,7 @@ from pipeline.models.common.peg import PositionGenerator
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import ViTLayout
 from pipeline.models.deit import DeiT, DeiTSwitches
-from pipeline.optim.adamw import build_optimizer
+from pipeline.optim.build import build_optimizer
 from support.two_steps import two_steps
 
 SMALL = ViTLayout(heads=2, width=12, depth=3, mlp_ratio=2)

@@ -20,8 +20,8 @@ from pipeline.config import OptimConfig
 from pipeline.errors import UserError
 from pipeline.models import create_model, list_models, reference_state_dict
 from pipeline.models.common.base import Switches, VisionModel
-from pipeline.optim.adamw import build_optimizer
-from pipeline.optim.groups import MATRICES, describe, parameter_groups
+from pipeline.optim.build import build_optimizer, describe, parameter_groups
+from pipeline.optim.description import MATRICES
 from pipeline.optim.muon import MuonAdamW
 from pipeline.planning.live_memory import LiveMemory
 from support.ranks import run_forked
@@ -224,11 +224,12 @@ class OneLayer(VisionModel):
     [
         (
             {"name": "muon"},
-            "optim.name is muon, but OneLayer has no weight matrices in its blocks, at least one needed: set optim.name=adamw.",
+            "optim.name=muon requires a model with weight matrices in its blocks, got OneLayer, which has none: set optim.name=adamw.",
         ),
         (
             {"layer_decay": 0.7},
-            "optim.layer_decay is 0.7, but all parameters of OneLayer are of one layer, two needed: set optim.layer_decay=null.",
+            "optim.layer_decay requires a model of two layers or more, got 0.7 for OneLayer, whose parameters are all of one layer: "
+            "set optim.layer_decay=null.",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from pipeline.config import load_config
 from pipeline.models import create_model
 from pipeline.models.weights.reference_names import authors_names
-from pipeline.optim.adamw import build_optimizer
+from pipeline.optim.build import build_optimizer
 from support import parity
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from pipeline.config import load_config
 from pipeline.models.weights.reference_names import authors_names, load_reference_state_dict, reference_state_dict
-from pipeline.optim.adamw import build_optimizer
+from pipeline.optim.build import build_optimizer
 from pipeline.run.loss import mixture_of_two
 from support import parity
 from support.small_models import build

@@ -10,7 +10,7 @@ from pipeline.config import OptimConfig
 from pipeline.errors import UserError
 from pipeline.models import create_model
 from pipeline.models.common.probe import recorded
-from pipeline.optim.adamw import build_optimizer
+from pipeline.optim.build import build_optimizer
 from support.two_steps import two_steps
 
 GPSA_NAMES = {

@@ -1,32 +1,10 @@
-"""The optimizer of a config, AdamW if it names no other, and the learning-rate schedule."""
+"""Compute the learning rate of a step: linear warm-up, then cosine decay."""
 
 from __future__ import annotations
 
 import math
 
-import torch
-from torch import nn
-
 from pipeline.config import OptimConfig
-from pipeline.optim.groups import parameter_groups
-from pipeline.optim.lamb import Lamb
-from pipeline.optim.muon import MuonAdamW
-
-
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer ``optim.name``, with the groups of :func:`~pipeline.optim.groups.parameter_groups`.
-
-    The learning rate is a placeholder: :func:`learning_rate` gives it before every step.
-
-    Raises:
-        UserError: the optimizer or ``layer_decay`` does not suit the model.
-    """
-    groups, lr = parameter_groups(model, config), config.warmup_lr
-    if config.name == "lamb":
-        return Lamb(groups, lr, config.betas, config.eps)
-    if config.name == "muon":
-        return MuonAdamW(groups, lr, config.momentum, config.betas, config.eps)
-    return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, steps_per_epoch: float, epochs: float, global_batch_size: int, config: OptimConfig) -> float:

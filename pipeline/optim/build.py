@@ -1,0 +1,101 @@
+"""Build the optimizer of a config for a model: its description, its parameter groups, and the optimizer itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.config import OptimConfig
+from pipeline.errors import UserError
+from pipeline.optim.description import MATRICES, AdamW, OptimizerDescription
+from pipeline.optim.imported import imported_optimizer
+from pipeline.optim.lamb import LambDescription
+from pipeline.optim.muon import MuonDescription
+
+LR_SCALE = "lr_scale"  # key of a group: fraction of the schedule's learning rate; without it, all of it
+BUILT_IN: dict[str, OptimizerDescription] = {"adamw": AdamW(), "lamb": LambDescription(), "muon": MuonDescription()}
+
+
+def optimizer_description(config: OptimConfig) -> OptimizerDescription:
+    """The description of the config's optimizer: the only place where anything is known about it.
+
+    A class from another package (``optim.name=module:Class``) is tried out on a few small parameters, once for each process.
+
+    Raises:
+        UserError: the class cannot be imported or cannot be trained with; see :mod:`pipeline.optim.imported`.
+    """
+    return BUILT_IN[config.name] if config.name in BUILT_IN else imported_optimizer(config)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Build the optimizer ``optim.name`` with the groups of :func:`parameter_groups`.
+
+    The learning rate is a placeholder: :func:`pipeline.optim.schedule.learning_rate` gives it before every step.
+
+    Raises:
+        UserError: the optimizer or ``layer_decay`` does not suit the model.
+    """
+    return optimizer_description(config).build(parameter_groups(model, config), config)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the parameters of a group have in common."""
+
+    layer: int  # 0 without layer-wise decay
+    matrices: bool
+    decays: bool
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Groups of trainable parameters with their ``names``, ``weight_decay`` and :data:`~pipeline.optim.description.MATRICES`.
+
+    1-D parameters (norms, biases) do not decay, as in DeiT, and neither do, unless ``decay_embeddings``, those that the model lists in
+    ``no_weight_decay()``. With ``layer_decay``, there are groups for every layer, whose ``lr_scale`` is that of timm's
+    ``param_groups_layer_decay``: ``layer_decay ** (num_layers - 1 - layer)``.
+
+    Raises:
+        UserError: the model has no layers to tell apart, or no matrices for an optimizer of matrices.
+    """
+    # Every VisionModel has these methods; this package knows no models.
+    exempt = set() if config.decay_embeddings else model.no_weight_decay()  # type: ignore[operator]
+    matrices = optimizer_description(config).matrices(model) - exempt
+    if config.layer_decay is not None and model.num_layers < 2:  # type: ignore[operator]
+        raise UserError(
+            f"optim.layer_decay requires a model of two layers or more, got {config.layer_decay:g} for {type(model).__name__}, "
+            "whose parameters are all of one layer",
+            "set optim.layer_decay=null",
+        )
+    members: dict[_Kind, dict[str, nn.Parameter]] = {}
+    if config.layer_decay is None:  # these two and in this order, even if one is empty
+        members = {_Kind(0, False, decays): {} for decays in (True, False)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layer = 0 if config.layer_decay is None else model.layer_of(name)  # type: ignore[operator]
+            kind = _Kind(layer, name in matrices, parameter.ndim > 1 and name not in exempt)
+            members.setdefault(kind, {})[name] = parameter
+    groups = []
+    for kind, parameters in members.items():
+        group: dict[str, Any] = {
+            "params": list(parameters.values()),
+            "names": list(parameters),
+            "weight_decay": config.weight_decay if kind.decays else 0.0,
+            MATRICES: kind.matrices,
+        }
+        if config.layer_decay is not None:
+            group[LR_SCALE] = config.layer_decay ** (model.num_layers - 1 - kind.layer)  # type: ignore[operator]
+        groups.append(group)
+    return groups
+
+
+def describe(model: nn.Module, config: OptimConfig) -> str:
+    """The optimizer in a few words, for the log."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = {name for group in parameter_groups(model, config) if group[MATRICES] for name in group["names"]}
+    words = optimizer_description(config).summary(trained, matrices)
+    if config.layer_decay is not None:
+        words += f", learning rate times {config.layer_decay:g} per layer below the last of {model.num_layers}"
+    return words
