@@ -71,9 +71,10 @@ def measure(overrides: list[str], world: Any, evaluates: bool = False) -> int:
     from pipeline.optim.batchnorm import StepStatistics
     from pipeline.optim.ema import WeightAverage
     from pipeline.optim.engine import build_engine, micro_batches, optimizer_step
-    from pipeline.run.micro_step import forward_backward
-    from pipeline.run.start import build_model
+    from pipeline.run.building import build_model
     from pipeline.run.teacher import load_teacher
+    from pipeline.step.loss import Objective, label_loss
+    from pipeline.step.train_step import forward_backward
 
     config = load_config("pervit_t", overrides)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -81,6 +82,7 @@ def measure(overrides: list[str], world: Any, evaluates: bool = False) -> int:
         average = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
         statistics = StepStatistics(engine.module, world)
         teacher = load_teacher(config, world.device) if config.train.teacher else None
+        objective = Objective(label_loss(config.train), teacher)
         engine.train()
         began = ended = time.time_ns()
         for step in range(STEPS + _AFTER):
@@ -93,7 +95,7 @@ def measure(overrides: list[str], world: Any, evaluates: bool = False) -> int:
                 statistics.micro_batch(number)
                 batch = _batch(config)
                 noise = torch.rand(len(batch.images), engine.module.noise_per_sample)
-                forward_backward(engine, batch, noise, config.train, teacher)
+                forward_backward(engine, engine.backward, batch, noise, objective)
                 optimizer_step(engine)
             statistics.end(True)
             if average:
@@ -102,7 +104,7 @@ def measure(overrides: list[str], world: Any, evaluates: bool = False) -> int:
     if engine.zero_optimization_stage():
         engine.optimizer.destroy()
     engine.destroy()
-    del engine, average, statistics, profiler, batch, noise, teacher
+    del engine, average, statistics, profiler, batch, noise, teacher, objective
     gc.collect()
     return peak
 

@@ -16,8 +16,9 @@ from pipeline.data.loader import Batch, Loader
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.optim.engine import build_engine, optimizer_step
-from pipeline.run.loss import mixed_cross_entropy, spread_nonfinite
-from pipeline.run.noise import sample_noise
+from pipeline.step.forward import sample_noise
+from pipeline.step.loss import Objective, label_loss
+from pipeline.step.train_step import forward_backward
 
 _STEPS = 4  # of each kind in a round
 
@@ -66,10 +67,10 @@ def build_step(config: Config, classes: int, device: torch.device) -> Callable[[
     """Forward, loss, backward and optimizer through the engine: the work of one rank between two batches."""
     world = World(0, 1, device, torch.get_num_threads())
     engine = build_engine(Setting(config, classes, world).model(), config, world)
+    objective = Objective(label_loss(config.train))
 
     def step(batch: Batch) -> None:
-        scores = engine(batch.images, sample_noise(engine.module, batch, config.seed))
-        engine.backward(spread_nonfinite(mixed_cross_entropy(scores, batch, config.train.label_smoothing)))
+        forward_backward(engine, engine.backward, batch, sample_noise(engine.module, batch, config.seed), objective)
         optimizer_step(engine)
 
     return step

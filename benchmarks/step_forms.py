@@ -21,7 +21,8 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.pervit.model import PerViT
 from pipeline.optim.build import build_optimizer
 from pipeline.optim.engine import build_engine, optimizer_step
-from pipeline.run.loss import mixed_cross_entropy, spread_nonfinite
+from pipeline.step.loss import Objective, label_loss
+from pipeline.step.train_step import forward_backward
 
 OURS, PLAIN, AUTHORS, COMPILED = "ours", "plain PyTorch", "authors' form", "ours, compiled"
 _COMPILING = "pipeline.run.compiling"  # train.compile, where this version has it
@@ -84,15 +85,13 @@ def ours(setting: Setting, compiled: bool = False) -> Step:
     config = setting.config
     engine, batch = build_engine(setting.model(), config, setting.world), setting.batch()
     noise = setting.noise(engine.module)
-    loss_options: dict[str, Any] = {}
+    objective = Objective(label_loss(config.train))
     if compiled:
-        compilation = importlib.import_module(_COMPILING).Compilation(config, setting.world, engine.module)
+        compilation = importlib.import_module(_COMPILING).Compilation(config, setting.world, engine.module, objective)
         compilation.prepare(batch, noise, False)
-        loss_options["compute"] = compilation.loss
 
     def step() -> None:
-        loss = mixed_cross_entropy(engine(batch.images, noise), batch, config.train.label_smoothing, **loss_options)
-        engine.backward(spread_nonfinite(loss))
+        forward_backward(engine, engine.backward, batch, noise, objective)
         optimizer_step(engine)
 
     return step
@@ -102,11 +101,12 @@ def plain(setting: Setting) -> Step:
     """Our model, loss and optimizer without DeepSpeed."""
     config, model, batch = setting.config, setting.model(), setting.batch()
     noise, optimizer = setting.noise(model), build_optimizer(model, config.optim)
+    objective = Objective(label_loss(config.train))
 
     def step() -> None:
         with setting.autocast():
             scores = model(batch.images, noise)
-        mixed_cross_entropy(scores, batch, config.train.label_smoothing).backward()
+        objective(scores, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 

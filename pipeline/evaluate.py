@@ -100,10 +100,11 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.logs import console
     from pipeline.run.decoding import with_decoding
     from pipeline.run.evaluation import check_same_classes, evaluate, evaluation_loader
-    from pipeline.run.precision import autocast, choose_evaluation_precision
+    from pipeline.run.precision import choose_evaluation_precision
     from pipeline.run.prediction import collect_evaluated
     from pipeline.run.predictions import Names, prediction_dtype, write_rows
     from pipeline.run.rank_rows import RankRows
+    from pipeline.step.forward import autocast
 
     console.install()
     trained = read_trained(args.checkpoint, args.step, args.weights)

@@ -72,10 +72,11 @@ def run(args: argparse.Namespace) -> int:
     from pipeline.logs import console
     from pipeline.run.decoding import with_decoding
     from pipeline.run.evaluation import evaluation_loader
-    from pipeline.run.precision import autocast, choose_evaluation_precision
+    from pipeline.run.precision import choose_evaluation_precision
     from pipeline.run.prediction import compute_features, predict
     from pipeline.run.predictions import Names, features_dtype, prediction_dtype
     from pipeline.run.rank_rows import RankRows
+    from pipeline.step.forward import autocast
 
     console.install()
     trained = read_trained(args.checkpoint, args.step, args.weights)

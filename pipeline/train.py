@@ -15,12 +15,11 @@ if __name__ == "__main__":
 
     train_command()
 
-import math
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
 from pipeline.config import Config, Recipe
@@ -31,17 +30,15 @@ from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs import console, curves, pictures
 from pipeline.logs.run_log import StepRecord
-from pipeline.optim.engine import micro_batches, optimizer_step, set_learning_rate
-from pipeline.optim.schedule import learning_rate
+from pipeline.optim.learning_rate import learning_rate
 from pipeline.run.building import check_alone
 from pipeline.run.determinism import make_deterministic, refusals_explained
 from pipeline.run.dry_run import dry_run
 from pipeline.run.evaluation import evaluate
-from pipeline.run.micro_step import forward_backward
-from pipeline.run.noise import sample_noise
-from pipeline.run.nonfinite import MicroBatch, skip_or_stop
+from pipeline.run.nonfinite import skip_or_stop
 from pipeline.run.start import start_run
 from pipeline.run.state import NO_MORE_DATA, Run
+from pipeline.step.train_step import train_step
 
 _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
 
@@ -87,7 +84,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
         if run is None:
             return 0
         with run:
-            if config.eval.analyses and (reason := nothing_to_follow(run.engine.module)):
+            if config.eval.analyses and (reason := nothing_to_follow(run.trained.engine.module)):
                 run.log.say(f"note: eval.analyses writes nothing for {config.model.name}: {reason}")
             stopping = stopped_early = run.agreement.ask(stop.received != 0)  # received while the run was built
             no_more_data = False
@@ -120,45 +117,34 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
 
 
 def training_step(run: Run) -> Batch:
-    """Take one optimizer step; returns its last micro-batch."""
-    config, engine, schedule, step = run.config, run.engine, run.schedule, run.step + 1  # the step's number once it is taken
-    lr = learning_rate(run.step, schedule.steps_per_epoch, schedule.epochs, config.train.global_batch_size, config.optim)
-    set_learning_rate(engine, lr)
-    run.batchnorm.begin()
-    data_seconds, replaced, seen = 0.0, 0, []
-    for number in micro_batches(engine):
+    """Take one optimizer step and log it; returns its last micro-batch."""
+    schedule, step = run.schedule, run.step + 1  # the step's number once it is taken
+    lr = learning_rate(run.step, schedule.steps_per_epoch, schedule.epochs, schedule.global_batch_size, run.config.optim)
+
+    def next_batch() -> Batch:
         run.heartbeat.at(step, "reading data")
-        started = time.perf_counter()
-        batch = next(run.loader)
-        data_seconds += time.perf_counter() - started
-        replaced += batch.replaced
-        noise = sample_noise(engine.module, batch, config.seed)
+        return next(run.loader)
+
+    def before_forward(batch: Batch, noise: Tensor | None) -> None:
         if run.compilation.pending:
             run.heartbeat.at(step, "compiling")
-            run.compilation.prepare(batch, noise, accumulates=engine.gradient_accumulation_steps() > 1)
+            run.compilation.prepare(batch, noise, run.trained.engine.gradient_accumulation_steps() > 1)
             run.log.restart_clock()
         run.heartbeat.at(step, "training")
-        run.batchnorm.micro_batch(number)
-        loss = forward_backward(engine, batch, noise, config.train, run.teacher, run.compilation.loss)
-        grad_norm = optimizer_step(engine)
-        seen.append(MicroBatch(batch.request, loss.detach()))
-    assert grad_norm is not None  # the last micro-batch completes the step
-    taken = math.isfinite(grad_norm)  # the same on all ranks
-    run.batchnorm.end(taken)
-    if not taken:
-        skip_or_stop(run, step, seen)
-    elif run.ema:
-        run.ema.update()
+
+    result = train_step(run.trained, next_batch, lr, run.config.seed, before_forward)
+    if not result.taken:
+        skip_or_stop(run, step, result.micro_batches)
     run.step = step
-    loss_mean = torch.stack([each.loss for each in seen]).mean()
     where = (step, schedule.epoch(step), schedule.samples(step))
     bad = run.loader.bad.take_unreported()
-    run.log.step(StepRecord(*where, lr, loss_mean, grad_norm, data_seconds, replaced, bad, run.skipped_steps))
-    if run.samples and taken:
-        for each in seen:
-            run.samples.add(each.request)
+    record = StepRecord(*where, lr, result.loss, result.grad_norm, result.data_seconds, result.replaced, bad, run.skipped_steps)
+    run.log.step(record)
+    if run.samples and result.taken:
+        for micro_batch in result.micro_batches:
+            run.samples.add(micro_batch.request)
         run.samples.write(step)
-    return batch
+    return result.batch
 
 
 def write_profile(run: Run) -> None:
@@ -189,7 +175,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
         if results:
             improved = note_results(run, results)
             run.evaluation_due = False
-        run.engine.train()
+        run.trained.engine.train()
         stopping = results is None
     reasons = {
         "a signal": stopping,
@@ -202,7 +188,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
         run.heartbeat.at(run.step, "saving")
         run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
         began = time.perf_counter()
-        run.saver.save(run.engine, run.ema, run.state())
+        run.saver.save(run.trained.engine, run.trained.ema, run.state())
         reason = next(reason for reason, applies in reasons.items() if applies)
         run.events.add("save", run.step, seconds=round(time.perf_counter() - began, 3), reason=reason)
         run.log.restart_clock()
@@ -219,15 +205,15 @@ def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
         run.heartbeat.at(run.step, "evaluating")
         return run.tell().stop != 0
 
-    run.engine.eval()
-    first = FirstImages.of(run.engine, run.config, run.world)
-    own = evaluate(run.engine, run.val_loader, run.world, stopped, consumer=first)
+    run.trained.engine.eval()
+    first = FirstImages.of(run.trained.engine, run.config, run.world)
+    own = evaluate(run.trained.engine, run.val_loader, run.world, stopped, consumer=first)
     if own is None:
         return None
     results = {"model": own}
-    if run.ema:
-        with run.ema.applied():
-            average = evaluate(run.engine, run.val_loader, run.world, stopped)
+    if run.trained.ema:
+        with run.trained.ema.applied():
+            average = evaluate(run.trained.engine, run.val_loader, run.world, stopped)
         if average is None:
             return None
         results["ema"] = average
@@ -252,7 +238,7 @@ def note_results(run: Run, results: dict[str, dict[str, Any]]) -> bool:
             run.log.warn(f"{weights} scores of {result['nonfinite']} images are not finite: these count as wrong")
         bars = pictures.class_bars(run.train_set.class_names, result["class_correct"], result["class_count"])
         run.log.image(pictures.CLASSES + curves.suffix(weights), bars, run.step)
-    phi = pictures.peripheral_maps(run.engine.module, run.config.model.image_size)
+    phi = pictures.peripheral_maps(run.trained.engine.module, run.config.model.image_size)
     if phi is not None:
         run.log.image(pictures.PHI, pictures.map_grid(phi), run.step)
     weights, result = max(results.items(), key=lambda item: item[1]["top1"])

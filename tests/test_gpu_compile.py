@@ -16,8 +16,8 @@ from pipeline.config import Config, TrainConfig
 from pipeline.distributed.world import World
 from pipeline.models import create_model
 from pipeline.run.compiling import Compilation
-from pipeline.run.loss import mixed_cross_entropy
-from pipeline.run.precision import autocast
+from pipeline.step.forward import autocast
+from pipeline.step.loss import Objective, label_loss
 from support import launching
 from support.launching import run_module
 from support.runs import step_rows
@@ -74,14 +74,15 @@ def test_gradients_and_launches(
         for _ in range(2)
     ]
     config = Config(output_dir=str(tmp_path / "run"), train=TrainConfig(compile=kind, precision=precision))
-    compilation = Compilation(config, world, model)
+    objective = Objective(label_loss(config.train))
+    compilation = Compilation(config, world, model, objective)
 
     def step() -> torch.Tensor:
         model.zero_grad()
         for batch in batches:
             with autocast(GPU, precision):
                 scores = model(batch.images, noise)
-            mixed_cross_entropy(scores, batch, 0.1, compilation.loss).backward()
+            objective(scores, batch).backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
     expected, before = step(), launches(step)

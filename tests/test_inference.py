@@ -27,8 +27,8 @@ from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.models.weights.exported import read_tensors, write_exported
+from pipeline.run.building import build_model
 from pipeline.run.evaluation import evaluate, evaluation_loader
-from pipeline.run.start import build_model
 from pipeline.run.teacher import load_teacher
 from support.launching import REPOSITORY, run_script
 from support.photos import write_photos

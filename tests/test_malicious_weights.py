@@ -19,7 +19,7 @@ from pipeline.checkpoint.trained import read_trained
 from pipeline.config import Config, ModelConfig, TrainConfig, config_from_dict
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.run.start import build_model
+from pipeline.run.building import build_model
 from pipeline.run.teacher import load_teacher
 from support.launching import REPOSITORY
 

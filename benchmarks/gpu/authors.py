@@ -21,7 +21,7 @@ from benchmarks.gpu.trace import idle, profiled
 from pipeline.config import Config
 from pipeline.data.shards import ShardSet
 from pipeline.models import create_model
-from pipeline.run.noise import sample_noise
+from pipeline.step.forward import sample_noise
 
 
 def measure_authors(context: Context, config: Config, flops_per_image: float, peak: float) -> Values:

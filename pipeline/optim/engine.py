@@ -150,20 +150,36 @@ def set_learning_rate(engine: Engine, lr: float) -> None:
         group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
 
-def micro_batches(engine: Engine) -> Iterator[int]:
-    """Count the micro-batches of a step from 0, while autocast keeps the weights that it has cast to bf16.
+def micro_batches(engine: Engine, count: int | None = None) -> Iterator[int]:
+    """Count the micro-batches of a step from 0, within :func:`weights_cast_once`.
+
+    Args:
+        count: the step ends after so many; None: after ``engine.gradient_accumulation_steps()``.
+    """
+    with weights_cast_once(engine.zero_optimization_stage()):
+        for number in range(count or engine.gradient_accumulation_steps()):
+            if count:
+                engine.set_gradient_accumulation_boundary(number == count - 1)
+            yield number
+
+
+@contextmanager
+def weights_cast_once(stage: int) -> Iterator[None]:
+    """Autocast keeps the weights that it has cast to bf16 until the block ends: the micro-batches of a step.
 
     It would forget them after every forward pass, although they change with the optimizer's step only. Results are the same to
     the bit: a copy passes its gradients on to the fp32 weight, where they are summed. Not under ZeRO 3, which would then hold
     the whole model, nor in a recomputation on a GPU, which runs in a thread of autograd with a count of its own.
+
+    Args:
+        stage: of ZeRO.
     """
-    numbers = range(engine.gradient_accumulation_steps())
-    if engine.zero_optimization_stage() == 3:
-        yield from numbers
+    if stage == 3:
+        yield
         return
     torch.autocast_increment_nesting()  # the outermost context empties the cache when it ends: be that, without casting here
     try:
-        yield from numbers
+        yield
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
 from pipeline.config import Config
 from pipeline.data.manifest import MANIFEST, SplitInfo
 from pipeline.data.mixture import Mixture
+from pipeline.data.schedule import make_schedule
 from pipeline.data.shard_files import open_files
-from pipeline.data.views import epoch_length
 from pipeline.errors import UserError
 from pipeline.planning.network import NETWORK
 from pipeline.stores.place import Place, parse_place
@@ -127,28 +126,15 @@ class Length:
 
 
 def length_of(config: Config, images: Images) -> Length:
-    """The same arithmetic as ``pipeline.run.progress``, which a test compares.
+    """What the run's schedule comes to.
 
     Raises:
         UserError: the schedule is shorter than a step.
     """
-    train, batch = config.train, config.train.global_batch_size
-    epoch = epoch_length(images.train, config.augment.repeats)
-    epochs = train.epochs / images.subset if train.scale_epochs else train.epochs
-    steps = math.ceil((epochs + config.optim.cooldown_epochs) * (epoch / batch) - 1e-9)
-    steps = steps if train.max_steps is None else min(steps, train.max_steps)
-    if steps < 1:
-        raise UserError(
-            f"train.epochs is {train.epochs:g}, which with {epoch} images an epoch is not one optimizer step",
-            "raise train.epochs",
-        )
-    evaluations = 1
-    if config.eval.every_epochs:
-        every = Fraction(str(config.eval.every_epochs)) * epoch
-        crossed = min(steps, batch * steps // every)  # steps that complete another every_epochs
-        evaluations = crossed + (batch * steps // every == batch * (steps - 1) // every)  # and the last
-    saves = 1 if config.checkpoint.every_steps is None else math.ceil(steps / config.checkpoint.every_steps)
-    return Length(steps, steps * batch / epoch, int(evaluations), saves)
+    schedule = make_schedule(config, images.train, images.subset)
+    steps, every = schedule.last_step, config.checkpoint.every_steps
+    saves = 1 if every is None else math.ceil(steps / every)
+    return Length(steps, schedule.epoch(steps), schedule.evaluations(config.eval.every_epochs), saves)
 
 
 def parse_time_limit(text: str) -> float:

@@ -44,7 +44,7 @@ def _config_of(source: str) -> Config:
 
 
 def _library_network(config: Config) -> nn.Module:
-    """As :mod:`pipeline.run.library_teacher` builds it, whose normalization of a batch is left out."""
+    """As :mod:`pipeline.run.teacher` builds it, whose normalization of a batch is left out."""
     assert config.train.teacher
     library, _, name = config.train.teacher.partition(":")
     module = importlib.import_module(library)

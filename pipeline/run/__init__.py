@@ -6,15 +6,12 @@
 ``folder.py``       the run folder: may this config continue the run in it?
 ``run_keys.py``     which keys of a config a resumed run may change
 ``lock.py``         one run per folder
-``progress.py``     the schedule: steps, epochs, evaluations, the end
 ``precision.py``    bf16 or fp32
 ``determinism.py``  ``train.deterministic``
 ``compiling.py``    torch.compile of a step's parts; ``compile_cache.py``: where it keeps them
 ``decoding.py``     GPU or CPU decodes the images
 ``state.py``        ``Run``: everything that the training loop works with
-``loss.py``         cross entropy of mixed labels
-``noise.py``        the random numbers of a forward pass
-``teacher.py``      hard distillation; ``library_teacher.py``: by a network of torchvision or timm
+``teacher.py``      loads the teacher of hard distillation
 ``evaluation.py``   exact evaluation, also for the command ``pipeline.evaluate``
 ``predictions.py``  the table of predictions, of ``pipeline.predict`` and ``pipeline.evaluate --predictions``
 ``nonfinite.py``    non-finite gradients: skip the step, or dump what reproduces it

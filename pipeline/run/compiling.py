@@ -40,8 +40,9 @@ from pipeline.models.common.tables import compile_tables_as_constants
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.optim.engine import zero_stage
 from pipeline.run.compile_cache import drop_compile_cache, open_compile_cache
-from pipeline.run.loss import LossFunction, loss_function, spread_nonfinite, training_loss
-from pipeline.run.precision import autocast
+from pipeline.step.forward import autocast
+from pipeline.step.loss import LabelLoss, Objective
+from pipeline.step.train_step import forward_backward
 
 OFF, BLOCKS, MODEL, GRAPHS = "off", "blocks", "model", "graphs"
 AUTO = "auto"
@@ -90,23 +91,19 @@ class Compilation:
         config: the run, with its precision settled.
         world: all ranks.
         model: the module that trains, inside of its engine.
+        objective: gets the compiled loss.
 
     Attributes:
         kind: "off", "blocks", "model" or "graphs"; "off" after compiling has failed.
     """
 
-    def __init__(self, config: Config, world: World, model: VisionModel) -> None:
+    def __init__(self, config: Config, world: World, model: VisionModel, objective: Objective) -> None:
         self.kind = choose_compilation(config, world)
-        self._config, self._world, self._model = config, world, model
+        self._config, self._world, self._model, self._objective = config, world, model, objective
         self._pending = self.kind != OFF
         self._replaced: list[tuple[nn.Module, str]] = []
-        self._loss: LossFunction | None = None
+        self._eager_loss: LabelLoss = objective.label_loss
         self._hooks: list[Any] = []
-
-    @property
-    def loss(self) -> LossFunction | None:
-        """:func:`~pipeline.run.loss.loss_function`, compiled; None if it is not."""
-        return self._loss
 
     @property
     def pending(self) -> bool:
@@ -173,9 +170,8 @@ class Compilation:
         if self.kind != BLOCKS:
             for module in self._eager_children():
                 self._replace(module, "forward", torch.compiler.disable(module.forward), always=True)
-        self._loss = _compiled(
-            loss_function(self._config.train)
-        )  # never a CUDA graph: the step keeps its result beyond the next micro-batch
+        # Never a CUDA graph: the step keeps its result beyond the next micro-batch.
+        self._objective.label_loss = _compiled(self._eager_loss)
         if self.kind == GRAPHS and accumulates:
             # A graph's gradients lie in memory that its next replay overwrites, while AccumulateGrad would keep them as they are.
             self._hooks = [p.register_hook(torch.clone) for p in self._model.parameters() if p.requires_grad]
@@ -211,7 +207,7 @@ class Compilation:
             delattr(module, name)
         for hook in self._hooks:
             hook.remove()
-        self._replaced, self._hooks, self._loss = [], [], None
+        self._replaced, self._hooks, self._objective.label_loss = [], [], self._eager_loss
         with suppress(Exception):  # whatever is broken there, it must not end the run
             torch.compiler.reset()
         if self._world.device.type == "cuda":
@@ -219,17 +215,22 @@ class Compilation:
 
     def _try_out(self, batch: Batch, noise: Tensor | None) -> None:
         """What a step computes up to the gradients. They go nowhere: no hook of DeepSpeed sees them."""
-        train, model = self._config.train, self._model
+        model, objective = self._model, Objective(self._objective.label_loss)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+        def forward(images: Tensor, noise: Tensor | None) -> Tensor:
+            with autocast(self._world.device, self._config.train.precision):
+                return model.forward(images, noise)  # not the module's hooks, which are DeepSpeed's
+
+        def backward(loss: Tensor) -> None:
+            torch.autograd.grad(loss, trained, allow_unused=True)
+
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the compilers about themselves
                 for _ in range(_GRAPH_PASSES if self.kind == GRAPHS else 1):
-                    with autocast(self._world.device, train.precision):
-                        scores = model.forward(batch.images, noise)  # not the module's hooks, which are DeepSpeed's
-                    loss = training_loss(scores, batch, train, self._loss)
-                    torch.autograd.grad(spread_nonfinite(loss), trained, allow_unused=True)
+                    forward_backward(forward, backward, batch, noise, objective)
                 if self._world.device.type == "cuda":
                     torch.cuda.synchronize(self._world.device)  # a kernel that fails does so here
         finally:

@@ -29,18 +29,15 @@ from pipeline.files import write_error
 from pipeline.hardware import memory_gib
 from pipeline.logs import console
 from pipeline.logs.run_files import check_run_files
-from pipeline.optim.batchnorm import StepStatistics
-from pipeline.optim.engine import optimizer_step, set_learning_rate
-from pipeline.optim.schedule import learning_rate
+from pipeline.optim.learning_rate import learning_rate
 from pipeline.run.building import check_alone
 from pipeline.run.cache_room import check_cache_room
 from pipeline.run.compiling import OFF, choose_compilation
 from pipeline.run.decoding import training_loader
 from pipeline.run.determinism import refusals_explained
 from pipeline.run.lock import check_lock
-from pipeline.run.micro_step import forward_backward
-from pipeline.run.noise import sample_noise
 from pipeline.run.start import Ready, RunData, find_start, nothing_to_train, open_data, prepare
+from pipeline.step.train_step import train_step
 
 _MICRO_BATCHES = 2  # of the step: with the second, gradients and activations are in memory together, as in all that follow
 _STOPPED = "stopped by a signal: a dry run has nothing to save"
@@ -89,7 +86,7 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
         heartbeat.at(0, "training")
         step = _take_step(ready, data, world)
         sizes = world.gather(
-            sum(each.nbytes for each in saved_tensors(ready.learner.engine, ready.learner.ema, world).values())
+            sum(each.nbytes for each in saved_tensors(ready.trained.engine, ready.trained.ema, world).values())
         )
         do_in_main(lambda: check_space(folder, sum(sizes)), world)
         heartbeat.still("ending")
@@ -117,30 +114,18 @@ def _end(world: World, sentence: str, code: int = 0) -> int:
 
 def _take_step(ready: Ready, data: RunData, world: World) -> _Step:
     """One optimizer step, of the first micro-batches only, with the labels and augmentation of the first batch and random pixels."""
-    config, learner, step = ready.config, ready.learner, ready.before.step if ready.before else 0
-    engine = learner.engine
+    config, trained, step = ready.config, ready.trained, ready.before.step if ready.before else 0
     batch, read_seconds = _fake_batch(ready, data, world, step)
     epochs, per_epoch = data.schedule.epochs, data.schedule.steps_per_epoch
-    set_learning_rate(engine, learning_rate(step, per_epoch, epochs, config.train.global_batch_size, config.optim))
-    engine.train()
-    statistics = StepStatistics(engine.module, world)
-    statistics.begin()
-    count = min(_MICRO_BATCHES, engine.gradient_accumulation_steps())
-    grad_norm, losses, began = None, [], time.perf_counter()
-    for number in range(count):
-        noise = sample_noise(engine.module, batch, config.seed)
-        statistics.micro_batch(number)
-        engine.set_gradient_accumulation_boundary(number == count - 1)
-        losses.append(forward_backward(engine, batch, noise, config.train, learner.teacher).detach())
-        grad_norm = optimizer_step(engine)
-    assert grad_norm is not None  # the last micro-batch completes the step
-    statistics.end(taken=True)
-    if learner.ema:
-        learner.ema.update()
-    loss = (world.sum(torch.stack(losses).mean()) / world.size).item()  # waits for the device
+    lr = learning_rate(step, per_epoch, epochs, config.train.global_batch_size, config.optim)
+    count = min(_MICRO_BATCHES, trained.engine.gradient_accumulation_steps())
+    trained.engine.train()
+    began = time.perf_counter()
+    result = train_step(trained, lambda: batch, lr, config.seed, count=count)
+    loss = (world.sum(result.loss) / world.size).item()  # waits for the device
     seconds = time.perf_counter() - began
     peak = max(world.gather(memory_gib(world.device)[1]))
-    return _Step(count, loss, float(grad_norm), seconds, read_seconds, peak)
+    return _Step(count, loss, float(result.grad_norm), seconds, read_seconds, peak)
 
 
 def _fake_batch(ready: Ready, data: RunData, world: World, step: int) -> tuple[Batch, float]:
@@ -184,7 +169,7 @@ def _summary(ready: Ready, data: RunData, world: World, step: _Step, checkpoint_
     rows = {
         "run": f"{config.output_dir}: {where}; {last}",
         "data": f"{data.description()}; a batch was read in {step.read_seconds:.1f} s",
-        "model": f"{config.model.name}, {ready.learner.cost.params:,} parameters, on {world.device}; {ready.precision}",
+        "model": f"{config.model.name}, {ready.cost.params:,} parameters, on {world.device}; {ready.precision}",
         "batch": f"{config.train.global_batch_size} = {config.train.micro_batch} x {processes} x {accumulation}"
         + (f"; {ready.micro_batch}" if ready.micro_batch else ""),
         "step": f"{step.micro_batches} of {accumulation} micro-batches of random images: loss {step.loss:.4f}, gradient norm "

@@ -39,12 +39,12 @@ def introduce(
             f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"
         )
     micro_batch_size = before.config["train"]["micro_batch_size"] if before else config.train.micro_batch_size
-    if micro_batch_size != config.train.micro_batch_size and run.batchnorm:
+    if micro_batch_size != config.train.micro_batch_size and run.trained.batchnorm:
         run.log.say(
             f"note: train.micro_batch_size was {micro_batch_size} and is {config.train.micro_batch_size}: {config.model.name} has BatchNorm, which "
             f"normalizes over a micro-batch, so the run goes on a little differently"
         )
-    if recipe and recipe.config.train.micro_batch_size not in (AUTO, config.train.micro_batch_size) and run.batchnorm:
+    if recipe and recipe.config.train.micro_batch_size not in (AUTO, config.train.micro_batch_size) and run.trained.batchnorm:
         run.log.say(
             f"note: train.micro_batch_size is {config.train.micro_batch_size}, {recipe.config.train.micro_batch_size} in {recipe.name}: "
             f"{config.model.name} has BatchNorm, which normalizes over a micro-batch, so this is not quite its recipe"
@@ -55,7 +55,7 @@ def introduce(
         f"{config.train.micro_batch_size} x {world.size} process{'' if world.size == 1 else 'es'} x {steps}; steps {run.step} to "
         f"{schedule.last_step}, {round(per_epoch, 1) or per_epoch:,.10g} per epoch"
     )
-    for sentence in [*run.engine.module.remarks(config.data.mean, config.data.std), *cost.remarks()]:
+    for sentence in [*run.trained.engine.module.remarks(config.data.mean, config.data.std), *cost.remarks()]:
         run.log.say(sentence)
     if remark := run.profiler.remark():
         run.log.warn(remark)

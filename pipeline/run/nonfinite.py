@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from pipeline.checkpoint import Saver
 from pipeline.config import config_to_yaml
-from pipeline.data.batches import BatchRequest
 from pipeline.distributed.agreement import Agreement, do_in_main
 from pipeline.errors import UserError
 from pipeline.files import replace_text, write_error
 from pipeline.run.state import Run
+from pipeline.step.train_step import MicroBatch
 
 FOLDER, REPORT = "nonfinite", "report.json"
 _SHOWN = 8  # losses in a message; the report has all
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A micro-batch of this rank and its loss."""
-
-    request: BatchRequest
-    loss: Tensor  # ()
 
 
 def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
@@ -91,7 +80,7 @@ def _write_dump(run: Run, step: int, folder: Path, seen: list[MicroBatch]) -> No
     do_in_main(write, run.world)
     agreement = Agreement(run.config.distributed.collective_timeout)  # a separate one: the run's counts the run's saves
     saver = Saver(folder, run.world, run.config.checkpoint, agreement, partial(run.heartbeat.still, "saving"))
-    saver.save(run.engine, run.ema, dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1))
+    saver.save(run.trained.engine, run.trained.ema, dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1))
     saver.finish()
 
 

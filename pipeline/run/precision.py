@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from pipeline.config import Config
+from pipeline.config import AUTO, Config
 from pipeline.distributed.world import World
 from pipeline.hardware import native_bf16
+from pipeline.step.forward import BF16, FP32
 
-AUTO, BF16, FP32 = "auto", "bf16", "fp32"
 # Emulated bf16 against fp32: measured on a CPU with AVX2 only, training steps of PerViT-T with batches of 4 and 16.
 _SLOWDOWN = "11 to 17 times"
 
@@ -81,8 +79,3 @@ def native_on_all(world: World) -> tuple[bool, str]:
 def with_precision(config: Config, name: str) -> Config:
     """The config with ``train.precision`` settled."""
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": name})})
-
-
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The context in which a forward pass computes in ``precision``, "bf16" or "fp32"."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == BF16)

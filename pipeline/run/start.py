@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,8 @@ from pipeline.checkpoint.whole import Verified
 from pipeline.config import Config, Recipe, flatten
 from pipeline.data.cached_files import cache_of
 from pipeline.data.mixed_set import MixedSet, open_training_set
+from pipeline.data.samples import images_per_epoch
+from pipeline.data.schedule import Schedule, make_schedule
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.agreement import Agreement, do_in_main
 from pipeline.distributed.world import World
@@ -28,12 +29,11 @@ from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
 from pipeline.logs.store_report import store_report
 from pipeline.models import flops
-from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.build import describe
 from pipeline.optim.ema import WeightAverage
-from pipeline.optim.engine import Engine, build_engine, zero_stage
-from pipeline.run.building import build_model as build_model
+from pipeline.optim.engine import build_engine, zero_stage
+from pipeline.run.building import build_model
 from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import choose_decoding, training_loader
 from pipeline.run.evaluation import check_classes, check_same_classes, evaluation_loader
@@ -42,10 +42,11 @@ from pipeline.run.introduction import introduce
 from pipeline.run.micro_batch import choose_micro_batch, with_micro_batch
 from pipeline.run.precision import Precision, choose_precision, with_precision
 from pipeline.run.profiling import StepProfiler
-from pipeline.run.progress import Schedule, make_schedule
 from pipeline.run.run_keys import recorded_config
 from pipeline.run.state import Run
 from pipeline.run.teacher import describe_teacher, load_teacher
+from pipeline.step.loss import Objective, label_loss
+from pipeline.step.train_step import TrainState
 
 
 def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbeat, recipe: Recipe | None = None) -> Run | None:
@@ -74,13 +75,13 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
                 lock.release()
             return None
         ready = prepare(config, world, data, verified)
-        config, before, learner = ready.config, ready.before, ready.learner
+        config, before = ready.config, ready.before
 
         _say(world, "opening the loaders and the log")
         step = before.step if before else 0
         # Only now: a start that was refused does not change them.
         number = write_run_files(config, world, step + 1, str(ready.precision), ready.micro_batch)
-        flops_per_image = learner.cost.training_flops_per_image(config.train.micro_batch)
+        flops_per_image = ready.cost.training_flops_per_image(config.train.micro_batch)
         known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
         agreement, folder = Agreement(config.distributed.collective_timeout), Path(config.output_dir)
         events, stage = RunEvents(folder, world), zero_stage(config, world.size)
@@ -94,11 +95,8 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
             lock=lock,
             schedule=data.schedule,
             train_set=data.train_set,
-            engine=learner.engine,
-            compilation=Compilation(config, world, learner.engine.module),
-            batchnorm=StepStatistics(learner.engine.module, world),
-            ema=learner.ema,
-            teacher=learner.teacher,
+            trained=ready.trained,
+            compilation=Compilation(config, world, ready.trained.engine.module, ready.trained.objective),
             loader=training_loader(data.train_set, config, ready.decode, world, step),
             val_loader=evaluation_loader(data.val_set, config, world),
             agreement=agreement,
@@ -125,9 +123,9 @@ def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbe
         if lock:
             lock.abandon()
         raise
-    if learner.first_maps is not None:
-        run.log.image(pictures.PHI, pictures.map_grid(learner.first_maps), step)
-    introduce(run, ready.precision, learner.cost, before, recipe)
+    if ready.first_maps is not None:
+        run.log.image(pictures.PHI, pictures.map_grid(ready.first_maps), step)
+    introduce(run, ready.precision, ready.cost, before, recipe)
     return run
 
 
@@ -163,7 +161,7 @@ def open_data(config: Config, world: World) -> RunData:
     val_set = ShardSet(config.data.path, "val", readers=world.size, cache=cache)
     check_classes(config, train_set)
     check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
-    return RunData(train_set, val_set, make_schedule(config, train_set))
+    return RunData(train_set, val_set, make_schedule(config, images_per_epoch(train_set), train_set.subset))
 
 
 def nothing_to_train(config: Config, schedule: Schedule, verified: Verified | None) -> str | None:
@@ -213,7 +211,9 @@ class Ready:
     precision: Precision
     decode: str
     micro_batch: str | None  # why it has the size that it has; None: the config states it
-    learner: Learner
+    trained: TrainState
+    cost: flops.FlopRow  # of the model
+    first_maps: Tensor | None  # peripheral attention before the first step, for the log; rank 0 of a new run only
 
 
 def prepare(config: Config, world: World, data: RunData, verified: Verified | None) -> Ready:
@@ -238,22 +238,13 @@ def prepare(config: Config, world: World, data: RunData, verified: Verified | No
     decode = choose_decoding(config.data.decode, begun_with, world, repeatable=config.train.deterministic)
     micro_batch = choose_micro_batch(config, before, world)
     config = with_micro_batch(config, micro_batch.size)
-    learner = _build_learner(config, world, train_set.classes, verified)
-    return Ready(config, before, precision, decode, micro_batch.reason, learner)
+    built = _build(config, world, train_set.classes, verified)
+    return Ready(config, before, precision, decode, micro_batch.reason, *built)
 
 
-@dataclass(frozen=True)
-class Learner:
-    """What is trained, and what it costs."""
-
-    engine: Engine[VisionModel]
-    ema: WeightAverage | None
-    teacher: Callable[[Tensor], Tensor] | None
-    cost: flops.FlopRow
-    first_maps: Tensor | None  # peripheral attention before the first step, for the log; rank 0 of a new run only
-
-
-def _build_learner(config: Config, world: World, classes: list[str], verified: Verified | None) -> Learner:
+def _build(
+    config: Config, world: World, classes: list[str], verified: Verified | None
+) -> tuple[TrainState, flops.FlopRow, Tensor | None]:
     """The model in its engine, with first weights or those of the checkpoint. Collective."""
     fresh = verified is None
     _say(world, f"building {config.model.name}")
@@ -275,7 +266,8 @@ def _build_learner(config: Config, world: World, classes: list[str], verified: V
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if verified:
         checkpoint.load(engine, verified, ema, world)
-    return Learner(engine, ema, teacher, flops.FlopRow(**counted), first_maps)
+    trained = TrainState(engine, StepStatistics(engine.module, world), ema, Objective(label_loss(config.train), teacher))
+    return trained, flops.FlopRow(**counted), first_maps
 
 
 def _say(world: World, text: str) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from pipeline import checkpoint
 from pipeline.checkpoint.held import optimizer_step_count
@@ -19,6 +16,7 @@ from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.decoding_trial import TrialLoader
 from pipeline.data.loader import Loader
 from pipeline.data.mixed_set import MixedSet
+from pipeline.data.schedule import Schedule
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.agreement import Agreed, Agreement
 from pipeline.distributed.world import World
@@ -28,16 +26,12 @@ from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs.run_events import RunEvents
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
-from pipeline.models.common.base import VisionModel
-from pipeline.optim.batchnorm import StepStatistics
-from pipeline.optim.ema import WeightAverage
-from pipeline.optim.engine import Engine
 from pipeline.run.compiling import Compilation
 from pipeline.run.decoding import with_decoding
 from pipeline.run.folder import config_hash
 from pipeline.run.lock import RunLock
 from pipeline.run.profiling import StepProfiler
-from pipeline.run.progress import Schedule
+from pipeline.step.train_step import TrainState
 from pipeline.stores.store import StoreAway, StoreFails
 
 NO_MORE_DATA = 1000  # told in place of a signal, and above all of them: a rank's loader has failed ahead of time
@@ -55,11 +49,8 @@ class Run:
     lock: RunLock | None  # held by rank 0
     schedule: Schedule
     train_set: ShardSet | MixedSet
-    engine: Engine[VisionModel]
+    trained: TrainState
     compilation: Compilation
-    batchnorm: StepStatistics
-    ema: WeightAverage | None
-    teacher: Callable[[Tensor], Tensor] | None
     loader: Loader[TrainBatches] | TrialLoader
     val_loader: Loader[EvalBatches]
     agreement: Agreement
@@ -101,7 +92,7 @@ class Run:
         return checkpoint.RunState(
             step=self.step,
             samples=self.schedule.samples(self.step),
-            optimizer_step=optimizer_step_count(self.engine),
+            optimizer_step=optimizer_step_count(self.trained.engine),
             skipped_steps=self.skipped_steps,
             config=with_decoding(self.config, self.loader.decode).model_dump(mode="json"),
             config_hash=config_hash(self.config),
@@ -109,7 +100,7 @@ class Run:
             class_names=self.train_set.named,
             data=self.train_set.identity(),
             world_size=self.world.size,
-            zero_stage=int(self.engine.zero_optimization_stage()),
+            zero_stage=int(self.trained.engine.zero_optimization_stage()),
             bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.state().items()},
             best=self.best,
             evaluation_due=self.evaluation_due,

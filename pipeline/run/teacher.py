@@ -1,49 +1,31 @@
-"""Hard distillation (Touvron et al., "Training data-efficient image transformers", ICML 2021, Eq. 3).
+"""Load the teacher of hard distillation: another run's model, or a network of torchvision or timm with a local weight file.
 
-The teacher's predicted class is a second label for the student. ConViT's Appendix B (Table 4) uses this form: its DeiT figures,
-80.9 and 83.0, are those of hard distillation through the class token, so no student here needs a distillation token.
+ConViT's teacher, a RegNetY-16GF (Table 4), is ``torchvision:regnet_y_16gf``, or ``timm:regnety_160.deit_in1k`` with the file that
+DeiT's authors published (``train.teacher_weights``). Nothing is downloaded. The libraries are imported where they are used: nothing
+else needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import importlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from pipeline.checkpoint import read_initial_weights
 from pipeline.checkpoint.trained import read_trained
 from pipeline.config import Config
 from pipeline.errors import UserError
-from pipeline.models.weights.transfer import first_difference
-from pipeline.run.library_teacher import load_library_teacher
-from pipeline.run.precision import autocast
+from pipeline.models.weights.transfer import check_finite, first_difference
+from pipeline.step.forward import autocast
 
-
-def hard_distillation_loss(label_loss: Tensor, scores: Tensor, teacher_scores: Tensor, teacher_share: float = 0.5) -> Tensor:
-    """(1 - share) * label loss + share * cross entropy with the teacher's most likely class.
-
-    Args:
-        label_loss: (), the student's loss against the labels, with Mixup and label smoothing as usual.
-        scores: (B, classes), the student's logits, any floating type.
-        teacher_scores: (B, classes), the teacher's logits for the same augmented images, in eval mode, without gradients.
-        teacher_share: weight of the teacher's label; one half in DeiT.
-
-    Returns:
-        (), float32.
-
-    Raises:
-        UserError: student and teacher have different numbers of classes.
-    """
-    if scores.shape != teacher_scores.shape:
-        raise UserError(
-            f"the teacher gives {teacher_scores.shape[-1]} classes for each of {len(teacher_scores)} images, the model "
-            f"{scores.shape[-1]} for {len(scores)}, equal numbers needed",
-            "choose a teacher that was trained on the same classes",
-        )
-    decisions = teacher_scores.argmax(dim=-1)  # (B,)
-    return (1 - teacher_share) * label_loss + teacher_share * F.cross_entropy(scores.float(), decisions)
+# What all of torchvision's weights for ImageNet were trained with: the preset `ImageClassification` of torchvision.transforms.
+TORCHVISION_MEAN, TORCHVISION_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_SHOWN = 3  # names listed in a message
 
 
 def load_teacher(config: Config, device: torch.device, classes: list[str] | None = None) -> Callable[[Tensor], Tensor]:
@@ -51,7 +33,7 @@ def load_teacher(config: Config, device: torch.device, classes: list[str] | None
 
     Args:
         config: of the student; ``train.teacher`` is the other run's folder, one of its checkpoints, an exported file, or a
-            library and a name (:mod:`pipeline.run.library_teacher`).
+            library and a name.
         device: of the teacher.
         classes: the student's class names, in order; None: not compared. Libraries do not name theirs.
 
@@ -91,3 +73,155 @@ def describe_teacher(config: Config) -> str:
     if not train.teacher_weights:
         return f"the model of {train.teacher}"
     return f"{train.teacher} with {train.teacher_weights}, which does not name its classes: they must be the data set's, in the same order"
+
+
+class LibraryTeacher(nn.Module):
+    """A network behind its own normalization.
+
+    Args:
+        network: takes (B, 3, H, W) and returns (B, classes).
+        mean, std: of the images that the network was trained on.
+        run_mean, run_std: of the images that the run gives it.
+
+    ``forward``: images (B, 3, H, W), normalized as the run's -> (B, classes).
+    """
+
+    scale: Tensor  # (3, 1, 1), a buffer
+    offset: Tensor  # (3, 1, 1), a buffer
+
+    def __init__(
+        self,
+        network: nn.Module,
+        mean: Sequence[float],
+        std: Sequence[float],
+        run_mean: Sequence[float],
+        run_std: Sequence[float],
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.converts = (tuple(mean), tuple(std)) != (tuple(run_mean), tuple(run_std))
+        theirs, ours = (torch.tensor([m, s], dtype=torch.float64) for m, s in ((mean, std), (run_mean, run_std)))  # (2, 3)
+        self.register_buffer("scale", (ours[1] / theirs[1]).float().view(3, 1, 1))
+        self.register_buffer("offset", ((ours[0] - theirs[0]) / theirs[1]).float().view(3, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images * self.scale + self.offset if self.converts else images)
+
+
+def load_library_teacher(config: Config) -> LibraryTeacher:
+    """The network that ``train.teacher`` names, with the weights of ``train.teacher_weights``.
+
+    Args:
+        config: of the student, whose number of classes and image size the network must have.
+
+    Returns:
+        The teacher in eval mode, on the CPU.
+
+    Raises:
+        UserError: the library is missing or does not load, it has no such network, the file cannot be read, its weights are not
+            those of the network with this number of classes, or the network does not take images of this size.
+    """
+    train, model = config.train, config.model
+    assert train.teacher and train.teacher_weights  # the config has both or none
+    library, _, name = train.teacher.partition(":")
+    module = _imported(library)
+    _check_name(library, name, module)
+    file = Path(train.teacher_weights)
+    if not file.is_file():
+        raise UserError(
+            f"train.teacher_weights {file} is not a file, the weights of {train.teacher} needed",
+            "download them; the repository's docs/models.md says from where",
+        )
+    weights = read_initial_weights(file, key="train.teacher_weights").weights
+    network, mean, std = _build(library, name, module, model.num_classes)
+    _check_fits(network, weights, config)
+    check_finite(weights, f"train.teacher_weights {file}")
+    network.load_state_dict(weights)
+    teacher = LibraryTeacher(network, mean, std, config.data.mean, config.data.std).eval()
+    _try_out(teacher, config)
+    return teacher
+
+
+def _imported(library: str) -> ModuleType:
+    try:
+        return importlib.import_module(library)
+    except ModuleNotFoundError as error:
+        if error.name != library:
+            reason = str(error)
+        else:
+            source = "'.[torchvision]'" if library == "torchvision" else library
+            raise UserError(
+                f"train.teacher is of {library}, which is not installed",
+                f"install it beside this PyTorch, {torch.__version__}, from the same index: pip install -c constraints.txt {source}",
+            ) from None
+    except Exception as error:  # its operators are not loaded: of another build of PyTorch, RuntimeError or OSError
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    raise UserError(
+        f"train.teacher is of {library}, which does not load beside PyTorch {torch.__version__} ({reason})",
+        "install the two from the same index, PyPI or download.pytorch.org/whl/...",
+    )
+
+
+def _check_name(library: str, name: str, module: ModuleType) -> None:
+    if library == "timm":
+        known = module.list_models()
+        found = module.is_model(name)  # also with the tag of its weights: regnety_160.deit_in1k
+    else:
+        known = module.models.list_models(module=module.models)  # classification alone
+        found = name in known
+    if not found:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {library}:{close[0]}?" if close else f"{library}.list_models() has the names"
+        raise UserError(f"train.teacher is {library}:{name}, but {library} has no classifier of that name", hint)
+
+
+def _build(library: str, name: str, module: ModuleType, classes: int) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
+    """The network with random weights, and the mean and deviation that it expects."""
+    if library == "torchvision":
+        return module.models.get_model(name, weights=None, num_classes=classes), TORCHVISION_MEAN, TORCHVISION_STD
+    try:
+        network = module.create_model(name, pretrained=False, num_classes=classes)
+    except RuntimeError as error:  # a tag of weights that there are not
+        raise UserError(
+            f"train.teacher is timm:{name}, which timm does not make ({error})", "leave out the tag, or correct it"
+        ) from None
+    return network, network.pretrained_cfg["mean"], network.pretrained_cfg["std"]
+
+
+def _check_fits(network: nn.Module, weights: dict[str, Tensor], config: Config) -> None:
+    own = network.state_dict()
+    missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    misfits = [
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
+        for name, value in own.items()
+        if name in weights and weights[name].shape != value.shape
+    ]
+    if missing or unknown or misfits:
+        parts = ((missing, "missing"), (unknown, "unknown"), (misfits, "of another shape"))
+        found = ", ".join(
+            f"{len(names)} {what}" + (f" ({', '.join(names[:_SHOWN])})" if names else "") for names, what in parts
+        )
+        raise UserError(
+            f"train.teacher_weights {config.train.teacher_weights} does not fit {config.train.teacher} with {config.model.num_classes} classes: "
+            f"of its tensors {found}, 0 of each needed",
+            "pass the weights of that network, trained on the classes of this data set",
+        )
+
+
+def _try_out(teacher: LibraryTeacher, config: Config) -> None:
+    """One image through the network, so that a size that it does not take is found before the first step."""
+    size, classes = config.model.image_size, config.model.num_classes
+    try:
+        with torch.no_grad():
+            scores = teacher(torch.zeros(1, 3, size, size))
+    except Exception as error:  # of the library's own code, or of PyTorch's operators
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"train.teacher {config.train.teacher} takes no images of {size} x {size} pixels ({reason})",
+            "choose another teacher or another model.image_size",
+        ) from None
+    found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    if found != (1, classes):
+        raise UserError(
+            f"train.teacher {config.train.teacher} gives {found} for an image, (1, {classes}) needed", "choose another teacher"
+        )

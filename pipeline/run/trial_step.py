@@ -11,21 +11,18 @@ import gc
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.command_line import lacks_memory
 from pipeline.config import Config, accumulation_steps
-from pipeline.data.augment.crop import eval_geometry
-from pipeline.data.batches import BatchRequest
-from pipeline.data.loader import Batch
 from pipeline.distributed.world import World
 from pipeline.hardware import memory_gib
 from pipeline.run.building import build_model
-from pipeline.run.loss import spread_nonfinite, training_loss
-from pipeline.run.precision import autocast
-from pipeline.run.teacher import hard_distillation_loss, load_teacher
+from pipeline.run.teacher import load_teacher
+from pipeline.step.forward import autocast, random_batch
+from pipeline.step.loss import Objective, label_loss
+from pipeline.step.train_step import forward_backward
 
 _MOMENTS = 2  # of a parameter, AdamW's
 _MICRO_BATCHES = 2  # with the second, gradients and activations are in memory together
@@ -65,37 +62,24 @@ def _compute(config: Config, world: World) -> None:
     model = build_model(config, world, [], fresh=False).to(device).train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     teacher = load_teacher(config, device, None) if train.teacher else None
-    batch = random_batch(config, device)
+    batch = random_batch(train.micro_batch, config.model, device)
     copies = _MOMENTS + (train.ema_decay is not None) + (world.size > 1)  # the last: ZeRO's buckets and its copy of a shard
     held = [torch.ones(copies, *parameter.shape, device=device) for parameter in parameters]
     held += [torch.ones_like(batch.images) for _ in range(config.data.prefetch)]
     noise = torch.rand(len(batch.images), model.noise_per_sample, device=device) if model.noise_per_sample else None
     if model.draws_from_generator:
         model.generator_seed = 0
-    for _ in range(min(_MICRO_BATCHES, accumulation_steps(train, world.size, config.augment.unit))):
+    objective = Objective(label_loss(train), teacher)
+
+    def forward(images: Tensor, noise: Tensor | None) -> Tensor:
         with autocast(device, train.precision):
-            scores = model(batch.images, noise)
-        loss = training_loss(scores, batch, train)
-        if teacher:
-            loss = hard_distillation_loss(loss, scores, teacher(batch.images))
-        spread_nonfinite(loss).backward()
-        del scores, loss
+            return model(images, noise)
+
+    for _ in range(min(_MICRO_BATCHES, accumulation_steps(train, world.size, config.augment.unit))):
+        forward_backward(forward, torch.Tensor.backward, batch, noise, objective)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     del held
-
-
-def random_batch(config: Config, device: torch.device) -> Batch:
-    """A micro-batch of noise: the shapes of a batch, without data."""
-    size, side = config.train.micro_batch, config.model.image_size
-    images = torch.randn(size, 3, side, side, device=device)
-    labels = torch.arange(size, device=device) % config.model.num_classes
-    numbers = np.arange(size, dtype=np.int64)
-    sides = np.full(size, side)
-    geometry = eval_geometry(sides, sides, side, 1.0)
-    request = BatchRequest(numbers, numbers, np.zeros_like(numbers), numbers, np.ones(size, dtype=bool), geometry)
-    weight: Tensor = torch.ones(size, device=device)
-    return Batch(images, labels, labels, weight, weight > 0, request, 0)
 
 
 def _forget_peak() -> None:

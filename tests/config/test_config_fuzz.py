@@ -20,15 +20,15 @@ from pipeline.config import config_from_dict, config_to_yaml, flatten, load_conf
 from pipeline.config.sections import Config
 from pipeline.data.augment.randaugment import fill_color
 from pipeline.data.batches import EvalBatches, TrainBatches
+from pipeline.data.schedule import make_schedule
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.models import model_entry
 from pipeline.optim.engine import deepspeed_config
-from pipeline.optim.schedule import learning_rate
+from pipeline.optim.learning_rate import learning_rate
 from pipeline.run.evaluation import check_classes, check_same_classes
 from pipeline.run.folder import config_hash, open_run_folder
-from pipeline.run.progress import make_schedule
 from pipeline.run.start import find_start
 
 CASES, LONGEST = 1000, 1.0  # seconds of this process's CPU time, which no other process's load makes longer

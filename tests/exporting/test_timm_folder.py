@@ -21,7 +21,7 @@ from pipeline.exporting import timm_folder
 from pipeline.exporting.subject import Options
 from pipeline.models.weights.exported import load_exported
 from pipeline.models.weights.timm_folder import read_timm_folder
-from pipeline.run.start import build_model
+from pipeline.run.building import build_model
 from support.ranks import run_forked
 from support.runs import write_small_config
 from support.timm_folders import CLASSES, export_small, scores, small

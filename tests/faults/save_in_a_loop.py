@@ -33,9 +33,9 @@ def main() -> None:
         run.step += 1
         for stretch in _weights(run):
             stretch.values.fill_(run.step)
-        run.saver.save(run.engine, run.ema, run.state())
+        run.saver.save(run.trained.engine, run.trained.ema, run.state())
         run.saver.finish()
 
 
 def _weights(run):
-    return (stretch for stretch in held(run.engine, run.ema) if stretch.quantity in (WEIGHT, EMA))
+    return (stretch for stretch in held(run.trained.engine, run.trained.ema) if stretch.quantity in (WEIGHT, EMA))

@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 from pipeline.models import create_model, flops, load_reference_state_dict
 from pipeline.models.common.probe import recorded
 from pipeline.optim.build import build_optimizer
-from pipeline.run.teacher import hard_distillation_loss
+from pipeline.step.loss import hard_distillation_loss
 from support.deit_weights import published_weights
 from support.two_steps import two_steps
 

@@ -22,8 +22,8 @@ from pipeline.models import create_model
 from pipeline.models.weights.reference_names import authors_names, reference_state_dict
 from pipeline.models.weights.transfer import resample_positions
 from pipeline.optim.build import build_optimizer
-from pipeline.optim.schedule import learning_rate
-from pipeline.run.loss import training_loss
+from pipeline.optim.learning_rate import learning_rate
+from pipeline.step.loss import Objective, label_loss
 from support.deit_code import authors_module, authors_source, needs_code
 
 timm = pytest.importorskip("timm", reason="timm is not installed")
@@ -48,7 +48,7 @@ def test_the_loss_and_its_gradient_are_timms(threshold: float | None, smoothing:
         batch = types.SimpleNamespace(labels=labels, other_labels=labels.flip(0), weight=torch.full((16,), share))
         targets = mixup_target(labels, 50, share, smoothing)
         theirs = gradient(scores, lambda x, y=targets: BinaryCrossEntropy(smoothing, target_threshold=threshold)(x, y))
-        ours = gradient(scores, lambda x, b=batch: training_loss(x, b, train))
+        ours = gradient(scores, lambda x, b=batch: Objective(label_loss(train))(x, b))
         assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
         torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-9)
     if threshold == 0:  # the authors' engine.py and main.py

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pipeline.config import load_config
 from pipeline.models.weights.reference_names import authors_names, load_reference_state_dict, reference_state_dict
 from pipeline.optim.build import build_optimizer
-from pipeline.run.loss import mixture_of_two
+from pipeline.step.loss import cross_entropy
 from support import parity
 from support.small_models import build
 
@@ -74,7 +74,7 @@ def trajectory(name: str) -> dict[str, Any]:
         if step == 0:
             share = torch.full((len(labels),), given.own_share)
             found["scores"] = scores.detach().numpy()
-            found["training_loss"] = mixture_of_two(scores.detach(), labels, labels.flip(0), share, parity.SMOOTHING).item()
+            found["training_loss"] = cross_entropy(scores.detach(), labels, labels.flip(0), share, parity.SMOOTHING).item()
         loss = _loss(scores, labels, given.own_share)
         optimizer.zero_grad()
         loss.backward()
@@ -90,6 +90,6 @@ def trajectory(name: str) -> dict[str, Any]:
 
 
 def _loss(scores: torch.Tensor, labels: torch.Tensor, own_share: float) -> torch.Tensor:
-    """:func:`mixture_of_two` in float64, which computes in float32."""
+    """:func:`cross_entropy` in float64, which computes in float32."""
     own, other = (F.cross_entropy(scores, each, label_smoothing=parity.SMOOTHING) for each in (labels, labels.flip(0)))
     return own_share * own + (1 - own_share) * other

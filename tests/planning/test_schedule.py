@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load_config
+from pipeline.data.schedule import Schedule
 from pipeline.errors import UserError
 from pipeline.planning.loader_need import measure_loader
 from pipeline.planning.schedule import Images, count_images, jobs_within, length_of, parse_time_limit
-from pipeline.run.progress import Schedule
 from pipeline.stores.place import place_argument
 from support.runs import write_small_config
 from support.stores import nginx

@@ -6,7 +6,7 @@ import copy
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +30,13 @@ from pipeline.optim.batchnorm import StepStatistics
 from pipeline.run import compiling
 from pipeline.run.compile_cache import INDUCTOR, TRITON, cache_folder, drop_compile_cache, open_compile_cache
 from pipeline.run.compiling import Compilation, choose_compilation
-from pipeline.run.loss import mixed_cross_entropy
-from pipeline.run.precision import autocast
+from pipeline.step.forward import autocast
+from pipeline.step.loss import Objective, label_loss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = {"pervit_t": 32, "convit_ti": 32, "deit_t": 32, "lsat_t_224": 56, "posmlp_t": 32, "gmlp_s": 32}
 # A width or kind of block is a graph: PerViT's four stages and their ends, LSAT's local block and its levels.
+LOSS = label_loss(TrainConfig())  # nothing compiled, no teacher
 GRAPHS = {"pervit_t": 7, "convit_ti": 2, "deit_t": 1, "lsat_t_224": 7, "posmlp_t": 4, "gmlp_s": 1}
 LIMITS = {"fp32": 1e-6, "bf16": 1e-2}  # relative; traced backward passes add in another order
 STEM_AND_REST = 1  # breaks: the stem is called from between what precedes and what follows it
@@ -75,14 +76,18 @@ def micro_batch(size: int = 4) -> Any:
     return SimpleNamespace(images=images, labels=labels, other_labels=(labels + 3) % 10, weight=weight)
 
 
+def plain() -> Objective:
+    return Objective(LOSS)
+
+
 def gradients(
-    model: VisionModel, batch: Any, noise: Tensor, precision: str, loss: Callable | None = None
+    model: VisionModel, batch: Any, noise: Tensor, precision: str, objective: Objective | None = None
 ) -> tuple[float, Tensor]:
     """Loss and all gradients of one micro-batch."""
     model.zero_grad()
     with autocast(CPU, precision):
         scores = model(batch.images, noise)
-    value = mixed_cross_entropy(scores, batch, 0.1, loss)
+    value = (objective or plain())(scores, batch)
     value.backward()
     return value.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -129,7 +134,7 @@ def test_a_compiled_step_is_the_same(
     expected = gradients(model, batch, noise, precision)
     model.load_state_dict(state)
 
-    compilation = Compilation(config(tmp_path, kind, precision), world, model)
+    compilation = Compilation(config(tmp_path, kind, precision), world, model, objective := plain())
     compilation.prepare(batch, noise, accumulates=True)
     assert compilation.kind == kind and not compilation.pending
     assert list(model.state_dict()) == list(state) and list(dict(model.named_parameters())) == [
@@ -143,7 +148,7 @@ def test_a_compiled_step_is_the_same(
     statistics.begin()
     for number in range(3):
         statistics.micro_batch(number)
-        loss, gradient = gradients(model, batch, noise, precision, compilation.loss)
+        loss, gradient = gradients(model, batch, noise, precision, objective)
         assert loss == pytest.approx(expected[0], rel=LIMITS[precision])
         assert (gradient - expected[1]).norm() < LIMITS[precision] * expected[1].norm()
     statistics.end(taken=True)
@@ -166,10 +171,10 @@ def test_inductor_gives_the_same_gradients(world: World, tmp_path: Path) -> None
     batch, noise = micro_batch(), torch.rand(4, model.noise_per_sample)
     reference = copy.deepcopy(model)
     expected = gradients(reference, batch, noise, "fp32")
-    compilation = Compilation(config(tmp_path, "blocks"), world, model)
+    compilation = Compilation(config(tmp_path, "blocks"), world, model, objective := plain())
     compilation.prepare(batch, noise, accumulates=False)
     assert compilation.kind == "blocks"
-    loss, gradient = gradients(model, batch, noise, "fp32", compilation.loss)
+    loss, gradient = gradients(model, batch, noise, "fp32", objective)
     assert loss == pytest.approx(expected[0], rel=1e-6)
     assert (gradient - expected[1]).norm() < 1e-5 * expected[1].norm()
     folder = cache_folder(tmp_path / "run", 0)
@@ -195,16 +200,16 @@ def test_a_failure_leaves_everything_as_it_was(
     batch, noise = micro_batch(), torch.rand(4, model.noise_per_sample)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     expected = gradients(copy.deepcopy(model), batch, noise, "fp32")
-    compilation = Compilation(config(tmp_path, "blocks"), world, model)
+    compilation = Compilation(config(tmp_path, "blocks"), world, model, objective := plain())
     compilation.prepare(batch, noise, accumulates=False)
-    assert compilation.kind == "off" and compilation.loss is None and not compilation.pending
+    assert compilation.kind == "off" and objective == plain() and not compilation.pending
     (warning,) = capsys.readouterr().err.splitlines()
     assert (
         warning.startswith("warning: train.compile=blocks failed (") and "g++ is not here" in warning and "more" not in warning
     )
     assert not any({"forward", "class_scores", "log_phi"} & vars(module).keys() for module in model.modules())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    loss, gradient = gradients(model, batch, noise, "fp32", compilation.loss)
+    loss, gradient = gradients(model, batch, noise, "fp32", objective)
     assert loss == expected[0] and torch.equal(gradient, expected[1])
 
 

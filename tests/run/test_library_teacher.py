@@ -15,8 +15,7 @@ from pipeline.config import Config, DataConfig, ModelConfig, TrainConfig, load_c
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.run.folder import check_same_run
-from pipeline.run.library_teacher import LibraryTeacher
-from pipeline.run.teacher import describe_teacher, load_teacher
+from pipeline.run.teacher import LibraryTeacher, describe_teacher, load_teacher
 from support.ranks import Job, run_forked
 from support.runs import step_rows
 

@@ -12,14 +12,14 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.config import AugmentConfig, DataConfig
+from pipeline.config import AugmentConfig, DataConfig, TrainConfig
 from pipeline.data.augment import erasing, mixing
 from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.dali_graph import full_graph, full_inputs
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.normalize import Normalization
 from pipeline.data.shards import ShardSet
-from pipeline.run.loss import mixed_cross_entropy
+from pipeline.step.loss import Objective, label_loss
 from support.pillow_recipe import training_image
 
 SIZE = 64
@@ -152,10 +152,11 @@ def test_the_loss_is_the_cross_entropy_with_the_mixed_smoothed_target(digits_sha
     weight = batch.weight[:, None]
     target = weight * smoothed(batch.labels) + (1 - weight) * smoothed(batch.other_labels)  # (48, 10)
     expected = -(target * F.log_softmax(scores, dim=1)).sum(dim=1).mean()
-    torch.testing.assert_close(mixed_cross_entropy(scores, batch, 0.1), expected)
+    loss = Objective(label_loss(TrainConfig(label_smoothing=0.1)))
+    torch.testing.assert_close(loss(scores, batch), expected)
     (unmixed,) = batches_of(digits_shards, AugmentConfig(), 1)
     expected = F.cross_entropy(scores, unmixed.labels, label_smoothing=0.1)
-    torch.testing.assert_close(mixed_cross_entropy(scores, unmixed, 0.1), expected)
+    torch.testing.assert_close(loss(scores, unmixed), expected)
 
 
 @pytest.mark.parametrize("order", ["the papers'", "evaluation"])

@@ -21,7 +21,7 @@ from pipeline.errors import UserError
 from pipeline.models import create_model, load_exported, reference_state_dict
 from pipeline.models.weights.exported import Description, read_exported, write_exported
 from pipeline.models.weights.transfer import check_finite
-from pipeline.run.start import build_model
+from pipeline.run.building import build_model
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)
 SWITCHES = {"widths": [16, 16, 16, 16]}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pipeline.config import TrainConfig, load_config
 from pipeline.errors import UserError
-from pipeline.run.loss import mixture_of_two, training_loss
+from pipeline.step.loss import Objective, cross_entropy, label_loss
 
 CLASSES = 7
 
@@ -40,7 +40,7 @@ def test_binary_cross_entropy_is_its_definition(threshold: float | None, smoothi
     """Guards against a sum in place of the mean, targets on the wrong side of the threshold, and smoothing that is left out."""
     batch, scores = mixed_batch(), torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(0), requires_grad=True)
     train = TrainConfig(loss="bce", bce_threshold=threshold, label_smoothing=smoothing)
-    loss = training_loss(scores, batch, train)
+    loss = Objective(label_loss(train))(scores, batch)
     loss.backward()
     wanted = targets(batch, smoothing)
     if threshold is not None:
@@ -55,7 +55,7 @@ def test_binary_cross_entropy_is_its_definition(threshold: float | None, smoothi
 def test_in_deit_iii_both_labels_of_a_mixture_count_fully() -> None:
     """Guards against a label of weight 0 that counts, and against the mixture's shares as targets."""
     batch, scores = mixed_batch(), torch.zeros(4, CLASSES, requires_grad=True)
-    training_loss(scores, batch, TrainConfig(loss="bce", label_smoothing=0)).backward()
+    Objective(label_loss(TrainConfig(loss="bce", label_smoothing=0)))(scores, batch).backward()
     present = scores.grad < 0
     assert [row.nonzero().flatten().tolist() for row in present] == [[0, 4], [1], [6], [3]]
 
@@ -63,8 +63,8 @@ def test_in_deit_iii_both_labels_of_a_mixture_count_fully() -> None:
 def test_cross_entropy_is_what_it_was() -> None:
     """Guards against another loss for configs that do not name one, to the last bit."""
     batch, scores = mixed_batch(), torch.randn(4, CLASSES)
-    expected = mixture_of_two(scores, batch.labels, batch.other_labels, batch.weight, 0.1)
-    assert torch.equal(training_loss(scores, batch, TrainConfig()), expected)
+    expected = cross_entropy(scores, batch.labels, batch.other_labels, batch.weight, 0.1)
+    assert torch.equal(Objective(label_loss(TrainConfig()))(scores, batch), expected)
 
 
 REFUSED = {

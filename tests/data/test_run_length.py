@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.run.progress import Schedule
+from pipeline.data.schedule import Schedule
 
 
 def test_the_cooldown_comes_after_the_epochs() -> None:

@@ -1,16 +1,26 @@
-"""The random numbers of a forward pass: a function of each image's place in the stream, as everything that is drawn."""
+"""Run a model's forward pass: its precision, its random numbers, and random images in place of real ones."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from pipeline.config import ModelConfig
+from pipeline.data.augment.crop import eval_geometry
 from pipeline.data.device_stream import to_device
 from pipeline.data.loader import Batch
+from pipeline.data.batches import BatchRequest
 from pipeline.models.common.base import VisionModel
 from pipeline.philox import Stream, random_words, uniforms
 
+BF16, FP32 = "bf16", "fp32"
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The context in which a forward pass computes in ``precision``, "bf16" or "fp32"."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == BF16)
 
 
 def sample_noise(model: VisionModel, batch: Batch, seed: int) -> Tensor | None:
@@ -34,8 +44,21 @@ def sample_noise(model: VisionModel, batch: Batch, seed: int) -> Tensor | None:
 def _generator_seed(batch: Batch, seed: int, used: int) -> int:
     """Below 2**63: the words of the micro-batch's first image that follow those ``used`` for stochastic depth.
 
-    The image's place is of one step, micro-batch and rank, and differs between them.
+    The image's place belongs to one step, micro-batch and rank, and differs between them.
     """
     first = (batch.request.epoch[:1], batch.request.position[:1])
     low, high = random_words(Stream.STOCHASTIC_DEPTH, seed, *first, used + 2)[0, used:].tolist()
     return low | (high & 0x7FFFFFFF) << 32
+
+
+def random_batch(size: int, model: ModelConfig, device: torch.device) -> Batch:
+    """A micro-batch of ``size`` random images: everything that a step takes of a batch, without data."""
+    side = model.image_size
+    images = torch.randn(size, 3, side, side, device=device)
+    labels = torch.arange(size, device=device) % model.num_classes
+    numbers = np.arange(size, dtype=np.int64)
+    sides = np.full(size, side)
+    geometry = eval_geometry(sides, sides, side, 1.0)
+    request = BatchRequest(numbers, numbers, np.zeros_like(numbers), numbers, np.ones(size, dtype=bool), geometry)
+    weight = torch.ones(size, device=device)
+    return Batch(images, labels, labels, weight, weight > 0, request, 0)

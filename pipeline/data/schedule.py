@@ -1,4 +1,4 @@
-"""The schedule of a run: its length in steps and epochs, and when evaluations are due."""
+"""Compute the length of a run in steps and epochs, and when its evaluations are due."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from pipeline.config import Config
-from pipeline.data.mixed_set import MixedSet
-from pipeline.data.samples import images_per_epoch
-from pipeline.data.shards import ShardSet
 from pipeline.data.views import epoch_length
 from pipeline.errors import UserError
 
@@ -43,29 +40,40 @@ class Schedule:
 
     def passes(self, step: int, every_epochs: float | None) -> bool:
         """Whether this step completes another ``every_epochs`` epochs, or the run."""
-        if step == self.last_step:
-            return True
+        return step == self.last_step or self._periods(step, every_epochs) > self._periods(step - 1, every_epochs)
+
+    def evaluations(self, every_epochs: float | None) -> int:
+        """How many steps of the run :meth:`passes` is true of."""
+        before_last = self.last_step - 1
+        return min(before_last, self._periods(before_last, every_epochs)) + 1  # a step may complete several periods
+
+    def _periods(self, step: int, every_epochs: float | None) -> int:
+        """How many times ``every_epochs`` epochs are complete after ``step``."""
         if every_epochs is None:
-            return False
+            return 0
         every_samples = Fraction(str(every_epochs)) * self.images  # exact: 0.3 // 0.1 is 2 in floating point
-        return self.samples(step) // every_samples > self.samples(step - 1) // every_samples
+        return int(self.samples(step) // every_samples)
 
 
-def make_schedule(config: Config, train_set: ShardSet | MixedSet) -> Schedule:
-    """The run's schedule; with ``train.scale_epochs``, training on a subset takes as many steps as on the full set.
+def make_schedule(config: Config, images: int, subset: float) -> Schedule:
+    """The run's schedule.
+
+    Args:
+        config: of the run.
+        images: that an epoch takes without repeated augmentation (:func:`~pipeline.data.samples.images_per_epoch`).
+        subset: share of the source's images that ``--subset`` kept; with ``train.scale_epochs``, training on it takes as many steps as
+            on the full set.
 
     Raises:
         UserError: it is shorter than one step.
     """
-    images = epoch_length(images_per_epoch(train_set), config.augment.repeats)
-    epochs = config.train.epochs
-    if config.train.scale_epochs:
-        epochs /= train_set.subset
-    schedule = Schedule(images, config.train.global_batch_size, epochs, config.train.max_steps, config.optim.cooldown_epochs)
+    train, images = config.train, epoch_length(images, config.augment.repeats)
+    epochs = train.epochs / subset if train.scale_epochs else train.epochs
+    schedule = Schedule(images, train.global_batch_size, epochs, train.max_steps, config.optim.cooldown_epochs)
     if schedule.last_step < 1:
         raise UserError(
-            f"train.epochs is {config.train.epochs:g}, which with {images} images an epoch and train.global_batch_size "
-            f"{config.train.global_batch_size} is not one optimizer step, at least one needed",
+            f"train.epochs must give at least one optimizer step, got {train.epochs:g} with {images} images an epoch and "
+            f"train.global_batch_size {train.global_batch_size}",
             "raise train.epochs",
         )
     return schedule

@@ -1,0 +1,133 @@
+"""Take a training step: forward and backward passes of its micro-batches, then the optimizer, the weight average and BatchNorm."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.data.loader import Batch
+from pipeline.data.batches import BatchRequest
+from pipeline.models.common.base import VisionModel
+from pipeline.optim.batchnorm import StepStatistics
+from pipeline.optim.ema import WeightAverage
+from pipeline.optim.engine import Engine, micro_batches, optimizer_step, set_learning_rate
+from pipeline.step.forward import sample_noise
+from pipeline.step.loss import Objective, spread_nonfinite
+
+
+@dataclass
+class TrainState:
+    """What is trained."""
+
+    engine: Engine[VisionModel]  # the model and its optimizer
+    batchnorm: StepStatistics
+    ema: WeightAverage | None
+    objective: Objective
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of this rank and its loss."""
+
+    request: BatchRequest
+    loss: Tensor  # ()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step has found.
+
+    Attributes:
+        micro_batches: of this rank.
+        batch: the last of them.
+        grad_norm: over all ranks, before clipping; not finite if the step was skipped.
+        data_seconds: that this rank waited for its batches.
+        replaced: substitutes for bad samples in its batches.
+    """
+
+    micro_batches: list[MicroBatch]
+    batch: Batch
+    grad_norm: float | Tensor
+    data_seconds: float
+    replaced: int
+
+    @property
+    def taken(self) -> bool:
+        """Whether the step changed weights and statistics, the same on all ranks."""
+        return math.isfinite(self.grad_norm)
+
+    @property
+    def loss(self) -> Tensor:
+        """(), the mean of this rank's micro-batches."""
+        return torch.stack([micro_batch.loss for micro_batch in self.micro_batches]).mean()
+
+
+def train_step(
+    state: TrainState,
+    next_batch: Callable[[], Batch],
+    lr: float,
+    seed: int,
+    before_forward: Callable[[Batch, Tensor | None], None] | None = None,
+    count: int | None = None,
+) -> StepResult:
+    """Take one optimizer step; a gradient that is not finite changes nothing, on any rank. Collective.
+
+    Args:
+        state: with its engine in training mode.
+        next_batch: gives this rank's next micro-batch.
+        lr: the learning rate of the step.
+        seed: of the run, for :func:`sample_noise`.
+        before_forward: called with each micro-batch and its noise.
+        count: end the step after so many micro-batches; None: after those of the config.
+    """
+    engine, seen, data_seconds, replaced, grad_norm = state.engine, [], 0.0, 0, None
+    set_learning_rate(engine, lr)
+    state.batchnorm.begin()
+    for number in micro_batches(engine, count):
+        asked = time.perf_counter()
+        batch = next_batch()
+        data_seconds += time.perf_counter() - asked
+        replaced += batch.replaced
+        noise = sample_noise(engine.module, batch, seed)
+        if before_forward:
+            before_forward(batch, noise)
+        state.batchnorm.micro_batch(number)
+        loss = forward_backward(engine, engine.backward, batch, noise, state.objective)
+        grad_norm = optimizer_step(engine)
+        seen.append(MicroBatch(batch.request, loss))
+    assert grad_norm is not None  # the last micro-batch completes the step
+    result = StepResult(seen, batch, grad_norm, data_seconds, replaced)
+    state.batchnorm.end(result.taken)
+    if state.ema and result.taken:
+        state.ema.update()
+    return result
+
+
+def forward_backward(
+    forward: Callable[[Tensor, Tensor | None], Tensor],
+    backward: Callable[[Tensor], Any],
+    batch: Batch,
+    noise: Tensor | None,
+    objective: Objective,
+) -> Tensor:
+    """Run the forward pass of a micro-batch, its loss and its backward pass. Collective with an engine.
+
+    Args:
+        forward: images (B, 3, H, W) and noise -> scores (B, classes); the engine, or a model under autocast.
+        backward: computes the gradients of a loss, ().
+        batch: of this rank.
+        noise: what the model takes besides: (B, noise_per_sample), or None.
+        objective: the loss.
+
+    Returns:
+        (), float32, the loss without its graph.
+    """
+    loss = objective(forward(batch.images, noise), batch)
+    backward(spread_nonfinite(loss))
+    return loss.detach()
