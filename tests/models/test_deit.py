@@ -146,5 +146,5 @@ def test_hard_distillation_learns_the_teachers_decision() -> None:
     assert teacher.grad is None and scores.grad.abs().sum() > 0
     assert hard_distillation_loss(torch.tensor(3.0), scores, teacher, teacher_share=0.0) == 3.0
     assert hard_distillation_loss(torch.tensor(3.0), scores.bfloat16(), teacher).dtype == torch.float32
-    with pytest.raises(UserError, match="the teacher gives 10 classes for each of 2 images, the model 3 for 2"):
+    with pytest.raises(UserError, match="score the model's 3 classes for each of 2 images, got 10 for 2"):
         hard_distillation_loss(torch.tensor(3.0), scores, torch.zeros(2, 10))
