@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,6 @@ from support.launching import REPOSITORY
 
 IMAGES = 1_281_167  # of ImageNet-1k's train split
 PAPERS = r"(convit_table2|pervit_table4|posmlp_figure1_f)_"
-
-
-@dataclass
-class Part:
-    """What a schedule asks of the shards that ``--subset`` wrote."""
-
-    subset: float
-    mixture = None  # one set
-
-    def __len__(self) -> int:
-        return round(self.subset * IMAGES)
 
 
 def listed() -> list[tuple[str, int, int, int]]:
@@ -49,7 +37,8 @@ def test_a_part_is_shown_as_often_as_the_table_says(name: str, percent: int, epo
     """Guards against a point of a curve that trains longer or shorter than the others, and on another part than its name says."""
     config = load_config(file_of(name))
     assert config.data.path == ("data/imagenet" if percent == 100 else f"data/imagenet_{percent:02d}")
-    schedule = make_schedule(config, Part(percent / 100))  # type: ignore[arg-type]  # a part of a set of shards
+    subset = percent / 100  # that --subset wrote
+    schedule = make_schedule(config, round(subset * IMAGES), subset)
     assert schedule.epochs == pytest.approx(epochs)
     seen = schedule.samples(schedule.last_step)
     full = (300 if images == 384 else 60) * IMAGES
