@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.data.loader import Batch
 from pipeline.data.batches import BatchRequest
+from pipeline.data.loader import Batch
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.optim.ema import WeightAverage
