@@ -17,11 +17,9 @@ import torch
 from loader_peers_dali import our_plan
 from loader_settings import IMAGE_SIZE, MEAN, STD, Settings, StoredImages
 
-from pipeline.data.augment.erasing import erase_
-from pipeline.data.augment.mixing import mix_
-from pipeline.data.cpu_transform import Finisher, resize_and_crop
+from pipeline.data.augment import BatchAugmentation
+from pipeline.data.cpu_transform import Finisher, Normalization, resize_and_crop
 from pipeline.data.dali_graph import decoding_graph, window_inputs
-from pipeline.data.normalize import Normalization
 
 Result = TypeVar("Result")
 BATCHES = 4  # per round: their windows and floats fit into memory, and DALI's start costs little
@@ -73,8 +71,9 @@ def measure_parts(settings: Settings, full: bool, rounds: int) -> dict[str, floa
 
             def erase_and_mix() -> None:
                 for request, batch in zip(requests, floats):
-                    erase_(batch, request.erasing)
-                    mix_(batch, request.mixing)
+                    for augmentation in request.draws:
+                        if isinstance(augmentation, BatchAugmentation):
+                            augmentation.apply_(batch, request)
 
             timed("erase and mix", erase_and_mix)
 

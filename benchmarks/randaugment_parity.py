@@ -22,17 +22,17 @@ from nvidia.dali import pipeline_def
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, draw_ops  # noqa: E402
-from pipeline.data.augment.randaugment_cpu import apply  # noqa: E402
-from pipeline.data.augment.randaugment_dali import augment, graph_inputs  # noqa: E402
+from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, affine_matrices, draw_ops  # noqa: E402
+from pipeline.data.augment.randaugment.dali import augment  # noqa: E402
 from pipeline.philox import Stream, uniforms  # noqa: E402
-from support.randaugment_reference import AMOUNTS, FILL, SIZE, photographs, reference  # noqa: E402
+from support.randaugment_reference import AMOUNTS, FILL, SIZE, apply, photographs, reference  # noqa: E402
 
 
 def graph_results(images: list[np.ndarray], op: Op, amount: float, device: str) -> list[np.ndarray]:
     """One operation in DALI."""
     batch = len(images)
-    inputs = graph_inputs(Ops(np.full((batch, 1), op, np.int32), np.full((batch, 1), amount, np.float32)), SIZE)
+    ops = Ops(np.full((batch, 1), op, np.int32), np.full((batch, 1), amount, np.float32))
+    matrices = affine_matrices(ops, SIZE)
 
     @pipeline_def(
         batch_size=batch,
@@ -43,7 +43,7 @@ def graph_results(images: list[np.ndarray], op: Op, amount: float, device: str) 
     )
     def graph():
         pixels = fn.external_source(source=lambda: np.stack(images), batch=True, layout="HWC", device=device)
-        numbers = fn.external_source(source=lambda: (inputs.op, inputs.amount, inputs.matrix), num_outputs=3, batch=True)
+        numbers = fn.external_source(source=lambda: (ops.op, ops.amount, matrices), num_outputs=3, batch=True)
         return augment(pixels, *numbers, 1, SIZE, FILL)
 
     pipeline = graph()

@@ -83,9 +83,8 @@ def _open(args: argparse.Namespace, path: str, cache: Path | None) -> Source:
     import torch
 
     from pipeline.config import AugmentConfig, DataConfig
-    from pipeline.data.bad_samples import BadSamples
     from pipeline.data.loader import Loader
-    from pipeline.data.reader import Reader
+    from pipeline.data.reader import BadSamples, Reader
     from pipeline.data.shard_cache import ShardCache
     from pipeline.data.shards import ShardSet
     from support.plans import train_plan

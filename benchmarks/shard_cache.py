@@ -32,11 +32,10 @@ from pathlib import Path
 import torch
 
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.bad_samples import BadSamples
 from pipeline.data.batches import TrainBatches
 from pipeline.data.cached_files import CachedFiles
 from pipeline.data.loader import Loader
-from pipeline.data.reader import Reader
+from pipeline.data.reader import BadSamples, Reader
 from pipeline.data.shard_cache import ShardCache
 from pipeline.data.shards import ShardSet
 

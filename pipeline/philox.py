@@ -20,7 +20,10 @@ _BLOCKS_PER_STREAM = 1 << 16  # counters reserved per stream: 4 * 65,536 words p
 
 
 class Stream(IntEnum):
-    """Purposes of random numbers, with disjoint counters. Never renumber or reuse a stream: runs could not resume."""
+    """Purposes of random numbers, with disjoint counters. Never renumber or reuse a stream: runs could not resume.
+
+    An augmentation that is not among them takes its name (:func:`pipeline.data.augment.stream_number`).
+    """
 
     SHARD_ORDER = 0  # order of the samples in the shards
     SAMPLE_ORDER = 1  # order of an epoch
@@ -61,11 +64,11 @@ def philox4x32(counter: np.ndarray, seed: int) -> np.ndarray:
     return np.stack([c0, c1, c2, c3], axis=-1)
 
 
-def random_words(stream: Stream, seed: int, epoch: np.ndarray, position: np.ndarray, count: int) -> np.ndarray:
+def random_words(stream: int, seed: int, epoch: np.ndarray, position: np.ndarray, count: int) -> np.ndarray:
     """``count`` random 32-bit words for each (epoch, position).
 
     Args:
-        stream: what the words are for.
+        stream: what the words are for: a :class:`Stream`, or another number below 65,536.
         seed: the run's seed, 0 to 2**64 - 1.
         epoch: (n,) integers below 2**32.
         position: (n,) integers below 2**64: position in the epoch, or another index.
@@ -84,6 +87,6 @@ def random_words(stream: Stream, seed: int, epoch: np.ndarray, position: np.ndar
     return philox4x32(counter, seed).reshape(position.size, 4 * blocks)[:, :count]
 
 
-def uniforms(stream: Stream, seed: int, epoch: np.ndarray, position: np.ndarray, count: int) -> np.ndarray:
+def uniforms(stream: int, seed: int, epoch: np.ndarray, position: np.ndarray, count: int) -> np.ndarray:
     """:func:`random_words` scaled to [0, 1): (n, count) float64."""
     return random_words(stream, seed, epoch, position, count) * 2.0**-32

@@ -55,9 +55,9 @@ class InMemory:
     decode = "gpu"  # where a run's checkpoint would say that images are decoded
 
     def __init__(self, plan: Any, device: torch.device, max_bad_samples: int, start: int = 0) -> None:
-        from pipeline.data.bad_samples import BadSamples
+        from pipeline.data.reader import BadSamples
 
-        self.plan, self.device, self._next = plan, device, start
+        self.batches, self.device, self._next = plan, device, start
         self.bad = BadSamples(plan.shards, max_bad_samples, left_out=False)
         self._images = torch.randn(plan.batch_size, 3, plan.image_size, plan.image_size, device=device)  # (B, 3, H, W)
 
@@ -65,15 +65,16 @@ class InMemory:
         return self
 
     def __next__(self) -> Batch:
-        from pipeline.data.augment.mixing import mixed_labels
+        from pipeline.data.augment.mixing import MixupCutmix, mixed_labels
         from pipeline.data.loader import Batch
 
-        request = self.plan.request(self._next)
+        request = self.batches.request(self._next)
         self._next += 1
         labels = other_labels = request.label
         weight = np.ones(len(labels), dtype=np.float32)
-        if request.mixing is not None:
-            other_labels, weight = mixed_labels(labels, request.mixing)
+        mixing = request.drawn(MixupCutmix)
+        if mixing is not None:
+            other_labels, weight = mixed_labels(labels, mixing)
         arrays = [self._put(each) for each in (labels, other_labels, weight, request.valid)]
         return Batch(self._images, *arrays, request=request, replaced=0)
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.trained import read_trained
 from pipeline.data.augment.crop import eval_geometry
-from pipeline.data.cpu_transform import resize_and_crop
-from pipeline.data.normalize import Normalization
+from pipeline.data.cpu_transform import Normalization, resize_and_crop
 from pipeline.models.common.base import VisionModel
 from pipeline.models.weights.exported import Kind
 

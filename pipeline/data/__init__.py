@@ -13,15 +13,13 @@
 ``image_checks``  checks and re-encodes images before they are stored
 ``jpeg``          parses and checks JPEG headers
 ``kept_formats``  the PNG, WebP, TIFF and BMP images that shards hold as they are
-``order``         the permutation of an epoch
-``plan``          samples and augmentation of every batch, as a pure function
-``reader``        reads encoded images ahead of time
-``bad_samples``   counts and replaces samples that cannot be read or decoded
+``order``         the permutation of an epoch, and the places of an image's views in a global batch
+``samples``       what batches know of a split, and the order of several sets
+``batches``       samples and augmentation of every batch, as a pure function
+``reader``        reads encoded images ahead of time; counts and replaces samples that cannot be read or decoded
 ``decoder``       runs DALI
 ``dali_graph``    the DALI graphs
-``cpu_transform``  resize, crop and RandAugment on the CPU
-``normalize``     8-bit pixels to float32, on any device
-``buffers``       reusable batch memory
+``cpu_transform``  resize, crop, augmentation and normalization on the CPU
 ``device_stream``  the loader's CUDA stream, copies to the device, the hand-over to the consumer
 ``loader``        puts the stages together and yields batches of tensors
 ``decoding_trial``  measures which of GPU and CPU should decode

@@ -2,68 +2,46 @@
 
 A training run is one infinite stream of samples, epoch after epoch without gaps. Step ``s`` takes samples
 ``s * global_batch_size`` to ``(s + 1) * global_batch_size`` of the stream. They are the slots of its global batch, in the stream's
-order or, under repeated augmentation, as :mod:`pipeline.data.views` spreads the views of an image. Micro-batch by micro-batch, and
+order or, under repeated augmentation, as :class:`~pipeline.data.order.Placing` spreads the views of an image. Micro-batch by micro-batch, and
 within a micro-batch rank by rank, the slots are given out. Neither a slot's sample nor any random number of it depends on the world
 size. The length of an epoch need not be a multiple of the batch size: a step may span two epochs.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
 from pipeline.config import AugmentConfig, Config, DataConfig
-from pipeline.data.augment import crop, erasing, interpolation, mixing, randaugment, three_augment
-from pipeline.data.augment.crop import Geometry, eval_geometry, simple_geometry, train_geometry
-from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
+from pipeline.data.augment import Augmentation, BatchRequest, Places, active, crop
+from pipeline.data.augment.crop import eval_geometry, simple_geometry, train_geometry
+from pipeline.data.order import Blocks, Placing, block_sample_at, blocks_of_window, count_windows, epoch_length, sample_at
 from pipeline.data.samples import Samples, images_per_epoch
-from pipeline.data.views import Placing, epoch_length
-from pipeline.philox import Stream, uniforms
+from pipeline.philox import Stream
 
 
-@dataclass(frozen=True)
-class BatchRequest:
-    """Samples and augmentation of one batch of one rank."""
-
-    index: np.ndarray  # (B,) int64: sample numbers of the shard set
-    label: np.ndarray  # (B,) int64
-    epoch: np.ndarray  # (B,) int64
-    position: np.ndarray  # (B,) int64: position in the epoch
-    valid: np.ndarray  # (B,) bool: False marks padding
-    geometry: Geometry
-    ops: randaugment.Ops | None = None  # here and below, None: not applied
-    erasing: erasing.Erasing | None = None
-    mixing: mixing.Mixing | None = None
-    interpolation: interpolation.Interpolation | None = None  # None: bicubic
-    blur: np.ndarray | None = (
-        None  # (B,) float32, 3-Augment: standard deviation in pixels, 0: none; then ``ops`` are 3-Augment's
-    )
-
-
-class Batches(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Batches(ABC):
     """The batches of one rank, as the loader sees them.
 
-    Attributes:
+    Args:
         shards: the split.
         image_size: side of the output in pixels.
-        batch_size: B, images per batch.
+        batch_size: B, images per batch: per forward pass and rank.
+        rank, world_size: of this process.
     """
 
     shards: Samples
     image_size: int
     batch_size: int
+    rank: int
+    world_size: int
 
-    @property
-    def rand_augment_ops(self) -> int:
-        """RandAugment operations per image; 0: none."""
-        return 0
-
-    @property
-    def three_augment(self) -> bool:
-        """Whether the requests have 3-Augment or colour jitter."""
-        return False
+    substitutes_count: ClassVar[bool] = False  # whether a bad sample's substitute counts as a sample, or only fills the batch
 
     @property
     def crop_pad(self) -> int:
@@ -71,14 +49,16 @@ class Batches(Protocol):
         return 0
 
     @property
-    def bilinear_share(self) -> float:
-        """Probability of bilinear interpolation in place of bicubic."""
-        return 0.0
+    def chosen_filters(self) -> bool:
+        """Whether the requests say which filters are bilinear."""
+        return False
 
     @property
-    def substitutes_count(self) -> bool:
-        """Whether the substitute for a bad sample counts as a sample (training) or only fills the batch (evaluation)."""
+    def augmentations(self) -> tuple[Augmentation, ...]:
+        """What the requests have draws of, in order of application."""
+        return ()
 
+    @abstractmethod
     def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
         """Batch ``i``.
 
@@ -97,27 +77,18 @@ class TrainBatches(Batches):
     """The micro-batches of one rank of a training run.
 
     Args:
-        shards: the training split.
         seed: the run's seed.
-        image_size: side of the output in pixels.
         global_batch_size: images per optimizer step over all ranks.
-        batch_size: images per micro-batch: per forward pass and rank.
-        rank, world_size: of this process.
         data: order, crop and flip.
         augment: augmentation after the crop.
     """
 
-    shards: Samples
     seed: int
-    image_size: int
     global_batch_size: int
-    batch_size: int
-    rank: int
-    world_size: int
     data: DataConfig
     augment: AugmentConfig
 
-    substitutes_count = True
+    substitutes_count: ClassVar[bool] = True
 
     @classmethod
     def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> TrainBatches:
@@ -126,25 +97,21 @@ class TrainBatches(Batches):
         sizes = {"image_size": size, "global_batch_size": batch_size, "batch_size": batch_size}
         return cls(shards=shards, seed=config.seed, **sizes, rank=0, world_size=1, data=data, augment=augment)
 
-    @property
-    def rand_augment_ops(self) -> int:
-        return self.augment.rand_augment_ops
-
-    @property
-    def three_augment(self) -> bool:
-        return self.augment.three_augment or self.augment.color_jitter > 0
+    @cached_property
+    def augmentations(self) -> tuple[Augmentation, ...]:
+        return active(self.augment, self.data, self.image_size)
 
     @property
     def crop_pad(self) -> int:
         return crop.SIMPLE_CROP_PAD if self.data.train_crop == "simple" else 0
 
     @property
-    def bilinear_share(self) -> float:
-        return interpolation.BILINEAR_SHARE[self.data.train_interpolation]
+    def chosen_filters(self) -> bool:
+        return crop.BILINEAR_SHARE[self.data.train_interpolation] > 0
 
     @property
     def epoch_length(self) -> int:
-        """Images per epoch; see :func:`~pipeline.data.views.epoch_length`."""
+        """Images per epoch; see :func:`~pipeline.data.order.epoch_length`."""
         return epoch_length(images_per_epoch(self.shards), self.augment.repeats)
 
     @property
@@ -159,45 +126,35 @@ class TrainBatches(Batches):
             i: number of the micro-batch.
             replacement: bad sample -> its substitute, which gets the random numbers of the original position.
         """
-        epoch, position = np.divmod(self._placing.positions(*self._slots(i)), self.epoch_length)
+        step, slot = self._slots(i)
+        epoch, position = np.divmod(self._placing.positions(step, slot), self.epoch_length)
         index = self._sample_at(position, epoch)
         if replacement:
             index = np.array([replacement.get(sample, sample) for sample in index.tolist()])
         samples = self.shards.samples[index]
+        number = step * self.global_batch_size + slot
+        places = Places(self.seed, epoch, position, number, self._placing.mixing_distance)
 
-        def draw(use: Stream, count: int) -> np.ndarray:
-            return uniforms(use, self.seed, epoch, position, count)  # (B, count)
-
-        data, chosen = self.data, self.augment
-        sides, numbers = (samples["height"], samples["width"]), draw(Stream.CROP_AND_FLIP, crop.UNIFORMS_PER_SAMPLE)
+        data, sides = self.data, (samples["height"], samples["width"])
+        numbers = places.uniforms(Stream.CROP_AND_FLIP, crop.UNIFORMS_PER_SAMPLE)
         if data.train_crop == "simple":
             geometry = simple_geometry(*sides, numbers, self.image_size, data.flip)
         else:
             geometry = train_geometry(*sides, numbers, self.image_size, data.crop_scale, data.crop_ratio, data.flip)
-        ops = boxes = filters = blur = None
-        if self.bilinear_share:
-            numbers = draw(Stream.INTERPOLATION, interpolation.uniforms_per_sample(self.rand_augment_ops))
-            filters = interpolation.draw_interpolation(numbers, self.bilinear_share)
-        if chosen.rand_augment_ops:
-            settings = randaugment.RandAugment(chosen.rand_augment_ops, chosen.rand_augment_magnitude, chosen.rand_augment_std)
-            numbers = draw(Stream.RAND_AUGMENT, settings.layers * randaugment.UNIFORMS_PER_LAYER)
-            ops = randaugment.draw_ops(numbers, settings, self.image_size)
-        if self.three_augment:
-            numbers = draw(Stream.THREE_AUGMENT, three_augment.UNIFORMS_PER_SAMPLE)
-            drawn = three_augment.draw_three_augment(numbers, chosen.three_augment, chosen.color_jitter)
-            ops, blur = drawn.ops, drawn.blur
-        if chosen.erasing:
-            numbers = draw(Stream.ERASING, erasing.UNIFORMS_PER_SAMPLE)
-            boxes = erasing.draw_erasing(numbers, self.image_size, chosen.erasing)
-        valid = np.ones(len(index), dtype=bool)
-        label = samples["label"].astype(np.int64)
-        return BatchRequest(index, label, epoch, position, valid, geometry, ops, boxes, self._mixing(i), filters, blur)
+        bilinear = None
+        if self.chosen_filters:
+            count = 1 + sum(augmentation.filters for augmentation in self.augmentations)
+            share = crop.BILINEAR_SHARE[data.train_interpolation]
+            bilinear = places.uniforms(Stream.INTERPOLATION, count) < share
+        draws = {augmentation: augmentation.draw(places) for augmentation in self.augmentations}
+        label, valid = samples["label"].astype(np.int64), np.ones(len(index), dtype=bool)
+        return BatchRequest(index, label, epoch, position, valid, geometry, bilinear, draws)
 
     def coming_blocks(self, i: int) -> list[tuple[int, int]]:
         """In block order, when batch i is the first to reach into a window: the runs that the next window reads."""
-        if self.data.order != "block":
+        blocks, size = self._blocks, len(self.shards)
+        if blocks is None:
             return []
-        blocks, size = Blocks(self.data.block_size, self.data.window_blocks), len(self.shards)
         last_place = (self.epoch_length - 1) // self.augment.repeats  # an epoch with repeats does not reach every sample
         windows = min(last_place // blocks.window_samples, count_windows(size, blocks) - 1) + 1  # that an epoch reaches
 
@@ -223,6 +180,10 @@ class TrainBatches(Batches):
     def _placing(self) -> Placing:
         return Placing(self.global_batch_size, self.augment.repeats, self.epoch_length, self.augment.unit)
 
+    @property
+    def _blocks(self) -> Blocks | None:
+        return Blocks(self.data.block_size, self.data.window_blocks) if self.data.order == "block" else None
+
     def _slots(self, i: int) -> tuple[int, np.ndarray]:
         """Step of the i-th micro-batch, and its slots in the step's global batch: (B,) int64."""
         step, part = divmod(i, self.batches_per_step)
@@ -230,22 +191,12 @@ class TrainBatches(Batches):
 
     def _sample_at(self, position: np.ndarray, epoch: np.ndarray) -> np.ndarray:
         place = position // self.augment.repeats
-        blocks = Blocks(self.data.block_size, self.data.window_blocks) if self.data.order == "block" else None
+        blocks = self._blocks
         if self.shards.mixture:
             return self.shards.mixture.sample_at(place, epoch, self.seed, blocks)
         if blocks is None:
             return sample_at(place, epoch, len(self.shards), self.seed)
         return block_sample_at(place, epoch, len(self.shards), self.seed, blocks)
-
-    def _mixing(self, i: int) -> mixing.Mixing | None:
-        chosen = self.augment
-        if not chosen.mixes:
-            return None
-        step, slot = self._slots(i)
-        group = (step * self.global_batch_size + slot[:: chosen.mix_group]) // chosen.mix_group  # its number in the run
-        draws = uniforms(Stream.MIXING, self.seed, np.zeros_like(group), group, mixing.UNIFORMS_PER_GROUP)
-        sizes, apart = (chosen.mix_group, self.image_size), self._placing.mixing_distance
-        return mixing.draw_mixing(draws, *sizes, chosen.mixup, chosen.cutmix, chosen.mix_switch, apart)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,21 +207,10 @@ class EvalBatches(Batches):
     the last image, marked as not valid.
 
     Args:
-        shards: the split to evaluate on.
-        image_size: side of the output in pixels.
-        batch_size: images per forward pass and rank.
-        rank, world_size: of this process.
         eval_crop: see :func:`~pipeline.data.augment.crop.eval_geometry`.
     """
 
-    shards: Samples
-    image_size: int
-    batch_size: int
-    rank: int
-    world_size: int
     eval_crop: float
-
-    substitutes_count = False
 
     def __len__(self) -> int:
         """Batches per rank."""

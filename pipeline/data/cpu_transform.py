@@ -1,4 +1,4 @@
-"""CPU path from decoded crops to normalized images, multithreaded.
+"""From decoded crops to normalized images on the CPU, multithreaded; and the normalization, on any device.
 
 On a CPU, DALI's bicubic resize takes longer than its decoder (2.0 and 1.3 ms per ImageNet crop). PyTorch's uint8 channels-last
 kernel has the same arithmetic as Pillow's and takes 0.3 ms, so on a CPU DALI only decodes. On a GPU it does everything
@@ -7,7 +7,8 @@ kernel has the same arithmetic as Pillow's and takes 0.3 ms, so on a CPU DALI on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,17 +17,76 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.data.augment import randaugment_cpu
+from pipeline.data.augment import BatchRequest, PixelAugmentation
 from pipeline.data.augment.crop import Geometry
-from pipeline.data.augment.gaussian_blur import blur_picture
-from pipeline.data.augment.randaugment import fill_color
-from pipeline.data.batches import BatchRequest
-from pipeline.data.buffers import TensorPool
-from pipeline.data.normalize import Normalization
+
+
+class Normalization:
+    """(pixel / 255 - mean) / std, computed as ``pixel * scale + shift`` in float32, rounded after each operation.
+
+    Args:
+        mean, std: per RGB channel, of pixels in [0, 1].
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self._scale = np.array([1 / (255 * s) for s in std], dtype=np.float32)[:, None, None]  # (3, 1, 1)
+        self._shift = np.array([-m / s for m, s in zip(mean, std)], dtype=np.float32)[:, None, None]
+        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}  # scale and shift on each device
+
+    def __call__(self, pixels: Tensor, out: Tensor | None = None) -> Tensor:
+        """Normalize images. Asynchronous on a GPU: one kernel, on the current stream.
+
+        Args:
+            pixels: (B, 3, H, W) uint8 in any memory format; channels_last is what :class:`Finisher` makes.
+            out: (B, 3, H, W) float32 on the same device, in any memory format; None: a new, contiguous one.
+
+        Returns:
+            (B, 3, H, W) float32. On a GPU, the product may be rounded together with the sum, in one step.
+        """
+        if out is None:
+            out = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
+        if pixels.device.type == "cpu":
+            for image, result in zip(pixels.permute(0, 2, 3, 1).numpy(), out.numpy()):  # (H, W, 3), (3, H, W)
+                self.write(image, result)
+        else:
+            scale, shift = self._on(pixels.device)
+            torch.addcmul(shift, pixels, scale, out=out)
+        return out
+
+    def write(self, pixels: np.ndarray, output: np.ndarray) -> None:
+        """Normalize ``pixels`` (H, W, 3) uint8 into ``output`` (3, H, W) float32, in the calling thread."""
+        # NumPy, because PyTorch operators would start an OpenMP team in each of our threads.
+        np.copyto(output, pixels.transpose(2, 0, 1), casting="safe")
+        output *= self._scale
+        output += self._shift
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._constants:
+            self._constants[device] = (torch.from_numpy(self._scale).to(device), torch.from_numpy(self._shift).to(device))
+        return self._constants[device]
+
+
+class _TensorPool:
+    """A pool of float32 tensors of one shape; memory returns to the pool when its last tensor is garbage-collected.
+
+    Page faults on newly allocated batches would cost more CPU time than resizing the images.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self._free: list[np.ndarray] = []
+
+    def take(self) -> Tensor:
+        """An uninitialized tensor on the CPU."""
+        memory = self._free.pop() if self._free else np.empty(self._shape, dtype=np.float32)
+        # The tensor's storage, and so every tensor that shares it, keeps `handle` alive.
+        handle = memory.view()
+        weakref.finalize(handle, self._free.append, memory).atexit = False
+        return torch.from_numpy(handle)
 
 
 class Finisher:
-    """Resize, crop, flip, RandAugment or 3-Augment, normalize.
+    """Resize, crop, flip, augment, normalize.
 
     Args:
         batch_size: B.
@@ -45,8 +105,7 @@ class Finisher:
     ) -> None:
         self._batch_size, self._size = batch_size, image_size
         self._normalization = Normalization(mean, std)
-        self._fill = fill_color(mean)  # RandAugment's colour outside the image
-        self._memory = TensorPool((batch_size, 3, image_size, image_size))
+        self._memory = _TensorPool((batch_size, 3, image_size, image_size))
         self._threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="finish")
 
@@ -98,36 +157,31 @@ class Finisher:
         list(self._pool.map(share, range(self._threads)))
 
     def flip_and_augment(self, pixels: np.ndarray, request: BatchRequest, i: int, interleaved: bool = True) -> np.ndarray:
-        """Flip image i of a batch, blur it and apply its operations.
+        """Flip image i of a batch and augment it.
 
         Args:
             pixels: (S, S, 3) uint8.
             request: of the batch.
             i: index of the image in the batch.
-            interleaved: False allows three planes in memory, cheaper to make and to normalize where an operation applies.
+            interleaved: False allows three planes in memory, cheaper to make and to normalize where an augmentation applies.
 
         Returns:
-            (S, S, 3) uint8; ``pixels`` or a view of it where no operation applies and, if flipped, ``interleaved`` is false.
+            (S, S, 3) uint8; ``pixels`` or a view of it where no augmentation applies and, if flipped, ``interleaved`` is false.
         """
         flip = bool(request.geometry.flip[i])
-        blur = 0.0 if request.blur is None else float(request.blur[i])
-        augmented = request.ops is not None and request.ops.op[i].any()
-        if not augmented and not blur and not (flip and interleaved):
+        chosen = [each for each in request.draws if isinstance(each, PixelAugmentation) and each.applies(request, i)]
+        if not chosen and not (flip and interleaved):
             return pixels[:, ::-1] if flip else pixels  # the view costs its reader little where it splits the channels anyway
         picture = Image.fromarray(pixels)
         if flip:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)  # a third of the time that NumPy takes
-        if blur:
-            picture = blur_picture(picture, blur)
-        if request.ops is not None and augmented:
-            chosen = request.blur is None and request.interpolation is not None  # 3-Augment has no geometry to interpolate
-            bilinear = request.interpolation.ops[i] if chosen and request.interpolation is not None else None
-            picture = randaugment_cpu.augment(picture, request.ops.op[i], request.ops.amount[i], self._fill, bilinear)
+        for augmentation in chosen:
+            picture = augmentation.on_picture(picture, request, i)
         return np.asarray(picture) if interleaved else _planes(picture)
 
     def _pixels(self, crop: Tensor, request: BatchRequest, i: int, interleaved: bool) -> np.ndarray:
         """Image i, (S, S, 3) uint8."""
-        bilinear = request.interpolation is not None and bool(request.interpolation.crop[i])
+        bilinear = request.bilinear is not None and bool(request.bilinear[i, 0])
         pixels = resize_and_crop(crop, request.geometry, i, self._size, bilinear)
         return self.flip_and_augment(pixels, request, i, interleaved)
 
@@ -146,7 +200,7 @@ def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int,
         geometry: of the batch.
         i: index of the image in the batch.
         image_size: S.
-        bilinear: resize with the bilinear filter in place of the bicubic one.
+        bilinear: resize with the bilinear filter instead of the bicubic one.
 
     Returns:
         (S, S, 3) uint8.

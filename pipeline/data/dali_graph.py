@@ -9,7 +9,7 @@ they belong to is done. A source must never write into an array that it has retu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import nvidia.dali.fn as fn
@@ -18,19 +18,16 @@ import nvidia.dali.types as types
 from nvidia.dali import Pipeline, pipeline_def
 from nvidia.dali.data_node import DataNode
 
-from pipeline.data.augment import randaugment_dali, three_augment
-from pipeline.data.augment.gaussian_blur import blur_images, box_weights
-from pipeline.data.augment.randaugment import fill_color
-from pipeline.data.augment.resize_borders import resize_borders
-from pipeline.data.batches import BatchRequest
+from pipeline.data.augment import BatchRequest, PixelAugmentation
+from pipeline.data.augment.crop import resize_borders
+from pipeline.data.batches import Batches
 
 Source = Callable[[], tuple]
-_WINDOW_TYPES = [types.UINT8, types.INT32, types.INT32]  # jpegs, start, shape
-_PIXEL_TYPES = [*[types.FLOAT] * 5, types.INT32]  # resize, borders of rows and columns, crop_y, crop_x, flip
-_FILTER_TYPES = [types.INT32]  # of the resize
-_OP_TYPES = [types.INT32, types.FLOAT, types.FLOAT, types.FLOAT]  # op, amount, matrix, bilinear
-_OP_DIMS = [1, 1, 3, 1]
-_THREE_TYPES, _THREE_DIMS = [types.FLOAT, types.FLOAT, types.INT32, types.FLOAT], [0, 2, 1, 1]  # blur, its weights, op, amount
+_TYPES = {np.uint8: types.UINT8, np.int32: types.INT32, np.float32: types.FLOAT}
+_WINDOW = (np.uint8, 1), (np.int32, 1), (np.int32, 1)  # type and dimensions of jpegs, start, shape
+# Of resize, borders of rows and columns, crop_y, crop_x, flip, and where filters are chosen, that of the resize.
+_PIXELS = (np.float32, 1), (np.float32, 2), (np.float32, 2), (np.float32, 0), (np.float32, 0), (np.int32, 0)
+_FILTER = ((np.int32, 0),)
 _CUBIC, _LINEAR = (kind.value for kind in (types.INTERP_CUBIC, types.INTERP_LINEAR))
 
 
@@ -39,23 +36,15 @@ def window_inputs(images: list, request: BatchRequest) -> tuple:
     return images, request.geometry.start, request.geometry.shape
 
 
-def full_inputs(images: list, request: BatchRequest, image_size: int) -> tuple:
-    """The inputs of :func:`full_graph`: those of :func:`decoding_graph`, resize, crop, flip, a chosen filter, RandAugment's or 3-Augment's if on."""
-    geometry, interpolation = request.geometry, request.interpolation
-    bilinear = None if interpolation is None else interpolation.crop
+def full_inputs(images: list, request: BatchRequest) -> tuple:
+    """The inputs of :func:`full_graph`: those of :func:`decoding_graph`, resize, crop, flip, a chosen filter, the augmentations'."""
+    geometry = request.geometry
+    bilinear = None if request.bilinear is None else request.bilinear[:, 0]
     pixels = geometry.resize, *resize_borders(geometry, bilinear), *geometry.crop.T.copy(), geometry.flip
-    filters: tuple = ()
-    if interpolation is not None:
-        filters = (np.where(interpolation.crop, _LINEAR, _CUBIC).astype(np.int32),)
-    ops: tuple = ()
-    if request.blur is not None and request.ops is not None:
-        ops = request.blur, box_weights(request.blur), request.ops.op, request.ops.amount
-    elif request.ops is not None:
-        fed = randaugment_dali.graph_inputs(request.ops, image_size)
-        ops = fed.op, fed.amount, fed.matrix
-        if interpolation is not None:
-            ops += (interpolation.ops.astype(np.float32),)
-    return *window_inputs(images, request), *pixels, *filters, *ops
+    filters = () if bilinear is None else (np.where(bilinear, _LINEAR, _CUBIC).astype(np.int32),)
+    augmentations = (each for each in request.draws if isinstance(each, PixelAugmentation))
+    drawn = (values for augmentation in augmentations for values in augmentation.graph_inputs(request))
+    return *window_inputs(images, request), *pixels, *filters, *drawn
 
 
 def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: int) -> Pipeline:
@@ -74,102 +63,63 @@ def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: 
 
     @pipeline_def(batch_size=batch_size, num_threads=num_threads, device_id=None, prefetch_queue_depth=prefetch)
     def graph() -> DataNode:
-        jpegs, start, shape = fn.external_source(
-            source=source, num_outputs=3, batch=True, dtype=_WINDOW_TYPES, ndim=[1, 1, 1], no_copy=True
-        )
+        jpegs, start, shape = _inputs(source, _WINDOW)
         return _decode_window(jpegs, start, shape, device="cpu")
 
     return _built(graph())
 
 
-def full_graph(
-    source: Source,
-    batch_size: int,
-    image_size: int,
-    mean: tuple[float, float, float],
-    device_id: int | None,
-    num_threads: int,
-    prefetch: int,
-    rand_augment_ops: int = 0,
-    chosen_filters: bool = False,
-    three_augment_on: bool = False,
-    crop_pad: int = 0,
-) -> Pipeline:
-    """Decode, resize, crop, flip, RandAugment or 3-Augment.
+def full_graph(source: Source, batches: Batches, device_id: int | None, num_threads: int, prefetch: int) -> Pipeline:
+    """Decode, resize, crop, flip, augment.
 
     Args:
         source: called once per batch, ahead of time; returns :func:`full_inputs`.
-        batch_size: B.
-        image_size: S, side of the output.
-        mean: per RGB channel, of pixels in [0, 1]: RandAugment's colour outside the image.
+        batches: their sizes, crop, filters and augmentations.
         device_id: CUDA device that decodes and transforms; None: the CPU.
         num_threads: CPU threads.
         prefetch: depth of DALI's prefetch queue, in batches.
-        rand_augment_ops: RandAugment operations per image.
-        chosen_filters: the requests say which images are interpolated bilinearly; else all are bicubic.
-        three_augment_on: the requests have 3-Augment's blur and operations.
-        crop_pad: ``Geometry.pad`` of the requests, pixels.
 
     Returns:
         A built pipeline with one output: (B, S, S, 3) uint8 on the device.
     """
-    op_inputs = 0 if not rand_augment_ops else 4 if chosen_filters else 3
-    more_types = [
-        *(_FILTER_TYPES if chosen_filters else []),
-        *_OP_TYPES[:op_inputs],
-        *(_THREE_TYPES if three_augment_on else []),
-    ]
-    more_dims = [*([0] if chosen_filters else []), *_OP_DIMS[:op_inputs], *(_THREE_DIMS if three_augment_on else [])]
+    size, pad = batches.image_size, batches.crop_pad
+    filters = _FILTER if batches.chosen_filters else ()
+    augmentations = [each for each in batches.augmentations if isinstance(each, PixelAugmentation)]
+    drawn = [kind for augmentation in augmentations for kind in augmentation.graph_types]
 
     @pipeline_def(
-        batch_size=batch_size,
+        batch_size=batches.batch_size,
         num_threads=num_threads,
         device_id=device_id,
         prefetch_queue_depth=prefetch,
         enable_conditionals=True,
     )
     def graph() -> DataNode:
-        jpegs, start, shape, resize, rows, columns, crop_y, crop_x, flip, *more = fn.external_source(
-            source=source,
-            num_outputs=9 + len(more_types),
-            batch=True,
-            no_copy=True,
-            dtype=[*_WINDOW_TYPES, *_PIXEL_TYPES, *more_types],
-            ndim=[1, 1, 1, 1, 2, 2, 0, 0, 0, *more_dims],
+        jpegs, start, shape, resize, rows, columns, crop_y, crop_x, flip, *more = _inputs(
+            source, (*_WINDOW, *_PIXELS, *filters, *drawn)
         )
         images = _decode_window(jpegs, start, shape, device="cpu" if device_id is None else "mixed")
-        filter_ = fn.reinterpret(more.pop(0), dtype=types.INTERP_TYPE) if chosen_filters else types.INTERP_CUBIC
+        filter_ = fn.reinterpret(more.pop(0), dtype=types.INTERP_TYPE) if filters else types.INTERP_CUBIC
         # As in Pillow, columns first, rounded to 8 bits before the rows: in one step, DALI keeps floats beyond 0 and 255.
         images = _resize_axis(images, fn.stack(fn.cast(shape[0], dtype=types.FLOAT), resize[1]), columns, filter_, axis=1)
         images = _resize_axis(images, resize, rows, filter_, axis=0)
-        if crop_pad:
-            images = _mirror_borders(_mirror_borders(images, crop_pad, axis=0), crop_pad, axis=1)
-        images = fn.crop(images, crop=(image_size, image_size), crop_pos_y=crop_y, crop_pos_x=crop_x)
+        if pad:
+            images = _mirror_borders(_mirror_borders(images, pad, axis=0), pad, axis=1)
+        images = fn.crop(images, crop=(size, size), crop_pos_y=crop_y, crop_pos_x=crop_x)
         images = fn.flip(images, horizontal=flip)
-        if rand_augment_ops:
-            op, amount, matrix, *bilinear = more
-            images = randaugment_dali.augment(
-                images, op, amount, matrix, rand_augment_ops, image_size, fill_color(mean), *bilinear
-            )
-        if three_augment_on:
-            images = three_augmented(images, *more)
+        for augmentation in augmentations:
+            inputs, more = more[: len(augmentation.graph_types)], more[len(augmentation.graph_types) :]
+            images = augmentation.in_graph(images, *inputs)
         return images
 
     return _built(graph())
 
 
-def three_augmented(images: DataNode, blur: DataNode, weights: DataNode, op: DataNode, amount: DataNode) -> DataNode:
-    """3-Augment, within a ``pipeline_def`` with ``enable_conditionals=True``.
-
-    Args:
-        images: (S, S, 3) uint8 with layout HWC, on the CPU or the GPU.
-        blur: () float32 on the CPU, standard deviation in pixels; 0: none.
-        weights: (2, TAPS) float32 on the CPU, of :func:`~pipeline.data.augment.gaussian_blur.box_weights`.
-        op, amount: (LAYERS,) on the CPU, of :class:`~pipeline.data.augment.three_augment.ThreeAugment`.
-    """
-    if blur > 0:
-        images = blur_images(images, weights)
-    return randaugment_dali.recolor(images, op, amount, three_augment.LAYERS)
+def _inputs(source: Source, kinds: tuple[tuple[type, int], ...]) -> Sequence[DataNode]:
+    """The arrays of a source, of these types and dimensions."""
+    dtypes, dims = zip(*kinds)
+    types_ = [_TYPES[dtype] for dtype in dtypes]
+    return fn.external_source(source=source, num_outputs=len(kinds), batch=True, no_copy=True, dtype=types_, ndim=list(dims))
 
 
 def _mirror_borders(images: DataNode, pad: int, axis: int) -> DataNode:
@@ -192,7 +142,7 @@ def _resize_axis(
     Args:
         images: on the CPU or the GPU.
         size: (2,) rows and columns of the result, as many as now along the other axis.
-        borders: :func:`~pipeline.data.augment.resize_borders.border_weights` along the axis.
+        borders: :func:`~pipeline.data.augment.crop.border_weights` along the axis.
         filter_: cubic or linear, of all images or of each.
         axis: 0 rows, 1 columns.
     """

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from pipeline.config import DataConfig
 from pipeline.data import dali_graph
-from pipeline.data.bad_samples import undecodable
 from pipeline.data.device_stream import DeviceStream
-from pipeline.data.reader import Encoded, Reader
+from pipeline.data.reader import Encoded, Reader, undecodable
 
 
 class Decoder:
@@ -22,7 +21,7 @@ class Decoder:
 
     Args:
         reader: source of encoded batches; its ``bad`` records samples that DALI cannot decode.
-        config: RandAugment's fill colour and the prefetch depth.
+        config: the prefetch depth.
         whole: run the whole transform, on ``device``; else decode windows, on the CPU.
         stream: of the batches' device.
         threads: CPU threads.
@@ -97,19 +96,7 @@ class Decoder:
         batches, config = self._batches, self._config
         if not self._whole:
             return dali_graph.decoding_graph(self._feed, batches.batch_size, self._threads, config.prefetch)
-        return dali_graph.full_graph(
-            self._feed,
-            batches.batch_size,
-            batches.image_size,
-            config.mean,
-            self._stream.device.index,
-            self._threads,
-            config.prefetch,
-            batches.rand_augment_ops,
-            batches.bilinear_share > 0,
-            batches.three_augment,
-            batches.crop_pad,
-        )
+        return dali_graph.full_graph(self._feed, batches, self._stream.device.index, self._threads, config.prefetch)
 
     def _feed(self) -> tuple:
         """DALI's external-source callback: the inputs of the next batch."""
@@ -121,4 +108,4 @@ class Decoder:
         self._in_dali.append(encoded)
         if not self._whole:
             return dali_graph.window_inputs(encoded.images, encoded.request)
-        return dali_graph.full_inputs(encoded.images, encoded.request, self._batches.image_size)
+        return dali_graph.full_inputs(encoded.images, encoded.request)

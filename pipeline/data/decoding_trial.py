@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from pipeline.data.bad_samples import BadSamples
 from pipeline.data.batches import TrainBatches
 from pipeline.data.loader import AUTO, CPU, GPU, Batch, Loader
+from pipeline.data.reader import BadSamples
 from pipeline.stores.store import StoreFails
 
 _ROUNDS = 2  # turns of each; the better one counts, so that something slow in one of them, such as an evaluation, does not

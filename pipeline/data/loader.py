@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, islice
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -21,15 +21,12 @@ import torch
 from torch import Tensor
 
 from pipeline.config import DataConfig
-from pipeline.data.augment import erasing, mixing
-from pipeline.data.bad_samples import BadSamples
-from pipeline.data.batches import Batches, BatchRequest
-from pipeline.data.cpu_transform import Finisher
+from pipeline.data.augment import BatchAugmentation, BatchRequest
+from pipeline.data.batches import Batches
+from pipeline.data.cpu_transform import Finisher, Normalization
 from pipeline.data.decoder import Decoder
 from pipeline.data.device_stream import DeviceStream, upload
-from pipeline.data.device_stream import to_device as to_device  # importable from here, too
-from pipeline.data.normalize import Normalization
-from pipeline.data.reader import Ahead, Encoded, Reader
+from pipeline.data.reader import Ahead, BadSamples, Encoded, Reader
 from pipeline.errors import UserError
 from pipeline.stores.store import StoreFails
 
@@ -152,7 +149,7 @@ class Loader(Generic[AnyBatches]):
 
 
 def augmented(images: Tensor, request: BatchRequest, replaced: int = 0) -> Batch:
-    """Erase and mix, in place, and add the labels.
+    """Apply what follows normalization, in place, and add the labels.
 
     On a CPU it goes image by image and group by group, as suits its caches; on a GPU in a few operations on the whole batch and
     with one copy to the device. The pixels are the same; on a GPU Mixup rounds in its own way.
@@ -164,35 +161,30 @@ def augmented(images: Tensor, request: BatchRequest, replaced: int = 0) -> Batch
     """
     labels = other_labels = request.label
     weight = np.ones(len(labels), dtype=np.float32)
-    if request.mixing is not None:
-        other_labels, weight = mixing.mixed_labels(labels, request.mixing)
-    arrays: tuple[np.ndarray, ...] = (labels, other_labels, weight, request.valid)
+    augmentations = [each for each in request.draws if isinstance(each, BatchAugmentation)]
+    for augmentation in augmentations:
+        mixed = augmentation.mixed_labels(request)
+        if mixed:
+            other_labels, weight = mixed
+    arrays: list[np.ndarray] = [labels, other_labels, weight, request.valid]
     if images.device.type == "cpu":
-        if request.erasing is not None:
-            erasing.erase_(images, request.erasing)
-        if request.mixing is not None:
-            mixing.mix_(images, request.mixing)
-        own, other, share, valid = upload(arrays, images.device)
+        for augmentation in augmentations:
+            augmentation.apply_(images, request)
+        there = upload(arrays, images.device)
     else:
-        own, other, share, valid = augment_batch_(images, request, arrays)
+        there = augment_batch_(images, request, arrays)
+    own, other, share, valid = there
     return Batch(images, own, other, share, valid, request, replaced)
 
 
-def augment_batch_(images: Tensor, request: BatchRequest, arrays: tuple[np.ndarray, ...]) -> list[Tensor]:
-    """Erase and mix as a GPU needs it, in place; returns the arrays, (B,) each, on the device of the images."""
-    rows: tuple[np.ndarray, ...] = ()
-    weights: tuple[np.ndarray, ...] = ()
-    if request.erasing is not None and request.erasing.box.any():
-        noise = erasing.erasing_noise(request.erasing, images.shape[1]).numpy()
-        rows = (noise, *erasing.erased_rows(request.erasing, images.shape))
-    if request.mixing is not None:
-        weights = mixing.mixing_weights(request.mixing, *images.shape[2:])
-    there = upload([*arrays, *rows, *weights], images.device)
-    plain, rest = there[: len(arrays)], there[len(arrays) :]
-    if rows:
-        erasing.erase_batch_(images, *rest[: len(rows)])
-    if weights:
-        mixing.mix_batch_(images, *rest[len(rows) :])
+def augment_batch_(images: Tensor, request: BatchRequest, arrays: list[np.ndarray]) -> list[Tensor]:
+    """Augment a batch as a GPU needs it, in place; returns the arrays, (B,) each, on the device of the images."""
+    augmentations = [each for each in request.draws if isinstance(each, BatchAugmentation)]
+    needed = [each.device_arrays(request, tuple(images.shape)) for each in augmentations]
+    there = iter(upload([*arrays, *chain.from_iterable(needed)], images.device))
+    plain = list(islice(there, len(arrays)))
+    for augmentation, own in zip(augmentations, needed):
+        augmentation.apply_batch_(images, request, *islice(there, len(own)))
     return plain
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.data.manifest import SAMPLE_DTYPE
-from pipeline.data.mixture import Mixture
+from pipeline.data.samples import Mixture
 from pipeline.data.shard_cache import ShardCache
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError

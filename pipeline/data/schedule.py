@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from pipeline.config import Config
-from pipeline.data.views import epoch_length
+from pipeline.data.order import epoch_length
 from pipeline.errors import UserError
 
 

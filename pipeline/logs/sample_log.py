@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from pipeline.data.batches import BatchRequest
+from pipeline.data.augment import BatchRequest
 from pipeline.distributed.world import World
 from pipeline.files import GrowingFile, write_error
 
@@ -78,30 +78,13 @@ class SampleLog:
 def augmentation_digests(request: BatchRequest) -> list[str]:
     """XXH3-64 of all random draws for an image, as 16 hexadecimal digits.
 
-    These are the crop and flip, RandAugment's or 3-Augment's operations, the filters if they are chosen, the erased box with its noise seed, and
-    the mixing: the partner's sample, the weight, the box. For equal samples, equal digests mean equal pixels.
+    These are the crop and flip, the filters if they are chosen, and what each augmentation drew, of mixing the partner's sample too. For
+    equal samples, equal digests mean equal pixels.
 
     Args:
         request: of B images.
     """
-    geometry = request.geometry
-    drawn = [geometry.start, geometry.shape, geometry.resize, geometry.crop, geometry.flip]
-    if request.ops is not None:
-        drawn += [request.ops.op, request.ops.amount]
-    if request.blur is not None:
-        drawn += [request.blur]
-    if request.interpolation is not None:
-        drawn += [np.column_stack([request.interpolation.crop, request.interpolation.ops])]
-    if request.erasing is not None:
-        drawn += [request.erasing.box, request.erasing.noise_seed]
-    if request.mixing is not None:
-        mixing = request.mixing
-        place = np.arange(mixing.group)
-        partner = (place + mixing.distance[:, None]) % mixing.group  # (G, group)
-        samples = np.take_along_axis(request.index.reshape(-1, mixing.group), partner, axis=1)  # (G, group)
-        of_group = [np.repeat(values, mixing.group, axis=0) for values in (mixing.weight, mixing.box, mixing.blend)]  # (B, ...)
-        drawn += [samples.reshape(-1), *of_group]
-    rows = np.concatenate([_bytes_of_images(values) for values in drawn], axis=1)  # (B, bytes)
+    rows = np.concatenate([_bytes_of_images(values) for values in request.digested()], axis=1)  # (B, bytes)
     return [xxh3_64_hexdigest(row.tobytes()) for row in rows]
 
 

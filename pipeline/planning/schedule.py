@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.config import Config
 from pipeline.data.manifest import MANIFEST, SplitInfo
-from pipeline.data.mixture import Mixture
+from pipeline.data.samples import Mixture
 from pipeline.data.schedule import make_schedule
 from pipeline.data.shard_files import open_files
 from pipeline.errors import UserError

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from pipeline.config import Config
-from pipeline.data.bad_samples import BadSamples
 from pipeline.data.batches import TrainBatches
 from pipeline.data.decoding_trial import TrialLoader, Turns
 from pipeline.data.loader import AUTO, CPU, GPU, Loader, decoding_device
 from pipeline.data.mixed_set import MixedSet
+from pipeline.data.reader import BadSamples
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.logs import console

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config import ModelConfig
+from pipeline.data.augment import BatchRequest
 from pipeline.data.augment.crop import eval_geometry
-from pipeline.data.batches import BatchRequest
 from pipeline.data.device_stream import to_device
 from pipeline.data.loader import Batch
 from pipeline.models.common.base import VisionModel

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.data.batches import BatchRequest
+from pipeline.data.augment import BatchRequest
 from pipeline.data.loader import Batch
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.batchnorm import StepStatistics

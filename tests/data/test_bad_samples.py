@@ -17,10 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.bad_samples import BadSamples
 from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.image_checks import ImageRules
 from pipeline.data.loader import Loader
+from pipeline.data.reader import BadSamples
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 from support.ranks import run_forked

@@ -17,10 +17,9 @@ import pytest
 
 import pipeline.data.cache_filler as cache_filler
 from pipeline.config import DataConfig
-from pipeline.data.bad_samples import BadSamples
 from pipeline.data.cached_files import CachedFiles, cache_of
 from pipeline.data.manifest import ShardManifest, file_sha256
-from pipeline.data.reader import Reader
+from pipeline.data.reader import BadSamples, Reader
 from pipeline.data.shard_cache import ShardCache
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError

@@ -10,9 +10,9 @@ from PIL import Image
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment.crop import Geometry
+from pipeline.data.augment.randaugment import RandAugment
 from pipeline.data.batches import TrainBatches
-from pipeline.data.cpu_transform import Finisher, resize_and_crop
-from pipeline.data.normalize import Normalization
+from pipeline.data.cpu_transform import Finisher, Normalization, resize_and_crop
 from pipeline.data.shards import ShardSet
 
 CONFIG = DataConfig()
@@ -34,7 +34,7 @@ def test_uint8_batches_normalized_are_the_float_batches(digits_shards: Path) -> 
         augment=AugmentConfig(rand_augment_ops=2),
     )
     request = plan.request(0)
-    augmented, flip = request.ops.op.any(axis=1), request.geometry.flip.astype(bool)
+    augmented, flip = request.drawn(RandAugment).op.any(axis=1), request.geometry.flip.astype(bool)
     assert all((augmented == a)[flip == f].any() for a in (False, True) for f in (False, True)), "every case occurs"
     generator = torch.Generator().manual_seed(0)
     windows = [

@@ -11,9 +11,9 @@ from packaging.version import Version
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.batches import EvalBatches, TrainBatches
+from pipeline.data.cpu_transform import Normalization
 from pipeline.data.dali_graph import full_graph, full_inputs
 from pipeline.data.loader import Loader
-from pipeline.data.normalize import Normalization
 from pipeline.data.shards import ShardSet
 from support.launching import REPOSITORY
 
@@ -36,8 +36,8 @@ def test_the_graph_is_within_two_levels_of_the_cpu(mode: str, size: int, eval_cr
     else:
         plan = EvalBatches(**common, eval_crop=eval_crop)
     request = plan.request(0)
-    inputs = full_inputs(shards.read_jpegs(request.index), request, size)
-    (output,) = full_graph(lambda: inputs, BATCH, size, CONFIG.mean, None, 1, 1).run()
+    inputs = full_inputs(shards.read_jpegs(request.index), request)
+    (output,) = full_graph(lambda: inputs, plan, None, 1, 1).run()
     whole = Normalization(CONFIG.mean, CONFIG.std)(torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2))
     with torch.no_grad():
         split = next(Loader(plan, CONFIG, torch.device("cpu"))).images

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from pipeline.config import AugmentConfig, Config, DataConfig
-from pipeline.data.bad_samples import BadSamples
 from pipeline.data.batches import TrainBatches
 from pipeline.data.decoding_trial import TrialLoader, Turns
 from pipeline.data.loader import Batch, Loader, decoding_device
+from pipeline.data.reader import BadSamples
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError

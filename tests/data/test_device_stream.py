@@ -11,12 +11,11 @@ import torch
 
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data import loader as loader_module
-from pipeline.data.bad_samples import BadSamples
 from pipeline.data.batches import TrainBatches
 from pipeline.data.decoder import Decoder
 from pipeline.data.device_stream import DeviceStream, pack, unpack, upload
 from pipeline.data.loader import Loader
-from pipeline.data.reader import Reader
+from pipeline.data.reader import BadSamples, Reader
 from pipeline.data.shards import ShardSet
 
 ARRAYS = [

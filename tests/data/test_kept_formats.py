@@ -175,8 +175,8 @@ def test_a_batch_is_that_of_the_jpegs_bit_for_bit(suffix: str, twins: dict[str, 
             batch = next(loader)
             loader.close()
         request = plan.request(0)
-        inputs = full_inputs(twins[name].read_jpegs(request.index), request, plan.image_size)
-        (whole,) = full_graph(given(inputs), 12, plan.image_size, config.mean, None, 1, 1, 2).run()
+        inputs = full_inputs(twins[name].read_jpegs(request.index), request)
+        (whole,) = full_graph(given(inputs), plan, None, 1, 1).run()
         seen[name] = batch.images.numpy(), batch.labels.numpy(), np.array(whole.as_tensor())
     for ours, theirs in zip(seen[suffix], seen["jpg"]):
         assert np.array_equal(ours, theirs)

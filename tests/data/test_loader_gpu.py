@@ -12,11 +12,11 @@ from torch import Tensor
 from pipeline.checkpoint import read_weights
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment import mixing
-from pipeline.data.bad_samples import BadSamples
 from pipeline.data.batches import TrainBatches
 from pipeline.data.decoding_trial import TrialLoader, Turns
 from pipeline.data.device_stream import upload
 from pipeline.data.loader import Loader, augment_batch_, augmented
+from pipeline.data.reader import BadSamples
 from pipeline.data.shards import ShardSet
 from support import launching
 from support.launching import run_module
@@ -106,7 +106,7 @@ def test_a_whole_batch_is_augmented_in_a_few_kernels(digits_shards: Path) -> Non
     """Guards against kernels per image or group, and against erasing and mixing that differ from the CPU's."""
     plan = plan_of(digits_shards)
     request = plan.request(3)
-    arrays = (request.label, *mixing.mixed_labels(request.label, request.mixing), request.valid)
+    arrays = (request.label, *mixing.mixed_labels(request.label, request.drawn(mixing.MixupCutmix)), request.valid)
     images = torch.randn(32, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     augment_batch_(images.to(GPU), request, arrays)  # the first use loads kernels
     there = images.to(GPU)
@@ -131,7 +131,7 @@ def test_arrays_survive_the_copy_to_a_busy_device() -> None:
 def test_a_trial_on_a_gpu_yields_the_stream(digits_shards: Path) -> None:
     """Guards against a trial that loses or repeats a batch where the two ways of decoding are really two."""
     plan, turns = plan_of(digits_shards, AugmentConfig()), Turns(0, settling=2, measured=2)
-    open_loader = lambda part, decode, bad: Loader(part, config_of(decode), GPU, bad=bad)  # noqa: E731
+    open_loader = lambda numbers, decode, bad: Loader(plan, config_of(decode), GPU, start=numbers, bad=bad)  # noqa: E731
     tried, plain = (
         TrialLoader(plan, turns, BadSamples(plan.shards, 0), open_loader, lambda _: "cpu"),
         Loader(plan, DataConfig(), GPU),

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pipeline.data.mixture import Mixture
 from pipeline.data.order import Blocks, blocks_of_window
+from pipeline.data.samples import Mixture
 
 SMALL, ODD = Blocks(4, 3), Blocks(1, 1)
 SEED = 11

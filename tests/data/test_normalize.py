@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.config import DataConfig
-from pipeline.data.normalize import Normalization
+from pipeline.data.cpu_transform import Normalization
 
 CONFIG = DataConfig()
 

@@ -14,9 +14,8 @@ import torch
 pytest.importorskip("obstore", reason="needs the extra `remote`")
 
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.bad_samples import BadSamples
 from pipeline.data.loader import Loader
-from pipeline.data.reader import Reader
+from pipeline.data.reader import BadSamples, Reader
 from pipeline.data.remote_files import join_ranges
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError

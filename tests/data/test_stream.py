@@ -12,7 +12,7 @@ import pytest
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.batches import TrainBatches
 from pipeline.data.manifest import SAMPLE_DTYPE
-from pipeline.data.mixture import Mixture
+from pipeline.data.samples import Mixture
 from pipeline.logs.sample_log import augmentation_digests
 
 DEIT = {"rand_augment_ops": 2, "erasing": 0.25, "mixup": 0.8, "cutmix": 1.0, "mix_group": 8}

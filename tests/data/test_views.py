@@ -13,8 +13,8 @@ import pytest
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment import mixing
 from pipeline.data.batches import TrainBatches
+from pipeline.data.order import Placing, epoch_length
 from pipeline.data.shards import ShardSet
-from pipeline.data.views import Placing, epoch_length
 from support.plans import train_plan
 
 FULL, BLOCK = DataConfig(), DataConfig(order="block", block_size=50, window_blocks=4)
@@ -46,6 +46,9 @@ def _arrays(values: object, prefix: str = "") -> Iterator[tuple[str, np.ndarray]
         value = getattr(values, field.name)
         if is_dataclass(value):
             yield from _arrays(value, f"{prefix}{field.name}.")
+        elif isinstance(value, dict):
+            for augmentation, draw in value.items():
+                yield from _arrays(draw, f"{type(augmentation).__name__}.")
         elif isinstance(value, np.ndarray):
             yield prefix + field.name, value
 
@@ -127,9 +130,9 @@ def test_views_of_one_image_are_never_mixed_with_each_other(group: int, digits_s
     distances = set()
     for step in range(27):
         request = plan.request(step)
-        other, _ = mixing.mixed_labels(request.index, request.mixing)
+        other, _ = mixing.mixed_labels(request.index, request.drawn(mixing.MixupCutmix))
         assert (other != request.index)[request.epoch == request.epoch.min()].all()
-        distances |= set(request.mixing.distance.tolist())
+        distances |= set(request.drawn(mixing.MixupCutmix).distance.tolist())
         if group <= 16 and request.epoch.max() == 0:
             assert all(len(set(members)) == group for members in request.index.reshape(-1, group).tolist())
     least = 3 if group > 16 else 1
@@ -142,7 +145,14 @@ def test_a_chain_of_world_sizes_has_the_same_views_at_the_same_slots(digits_shar
     splits = [(1, 48), (1, 12), (2, 24), (2, 6), (4, 12), (4, 6)]
     for step in range(30):
         alone = global_batch(shards, step, 1, 48)
-        assert {"epoch", "position", "geometry.start", "ops.op", "erasing.box", "mixing.distance"} <= alone.keys()
+        assert {
+            "epoch",
+            "position",
+            "geometry.start",
+            "RandAugment.op",
+            "RandomErasing.box",
+            "MixupCutmix.distance",
+        } <= alone.keys()
         changed = global_batch(shards, step, *splits[step // 5])  # a resume on other processes every five steps
         for name, values in changed.items():
             assert np.array_equal(values, alone[name]), (name, step)

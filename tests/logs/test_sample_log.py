@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from pipeline.config import AugmentConfig
-from pipeline.data.batches import BatchRequest, TrainBatches
+from pipeline.data.augment import BatchRequest
+from pipeline.data.augment.mixing import MixupCutmix
+from pipeline.data.batches import TrainBatches
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -31,7 +33,7 @@ import sys
 from pathlib import Path
 import numpy as np, torch
 from pipeline.data.augment.crop import Geometry
-from pipeline.data.batches import BatchRequest
+from pipeline.data.augment import BatchRequest
 from pipeline.distributed.world import World
 from pipeline.logs.sample_log import SampleLog
 count = 3000
@@ -92,31 +94,34 @@ def test_the_record_does_not_depend_on_the_processes(digits_shards: Path, tmp_pa
     assert all(len(digest) == 16 and int(digest, 16) >= 0 for digest in first["augmentation"])
 
 
-def change(request: BatchRequest, part: str | None, name: str, image: int) -> BatchRequest:
+def change(request: BatchRequest, part: str, name: str, image: int) -> BatchRequest:
     """The same request, one number of one image (or of its group) changed by the least amount."""
-    owner = request if part is None else getattr(request, part)
+    augmentation = next((each for each in request.draws if type(each).__name__ == part), None)
+    owner = request.geometry if augmentation is None else request.draws[augmentation]
     values = getattr(owner, name).copy()
-    row = image // request.mixing.group if part == "mixing" else image
+    row = image // owner.group if part == "MixupCutmix" else image
     flat = values.reshape(len(values), -1)
     last = flat[row, -1]
     flat[row, -1] = ~last if values.dtype == bool else np.nextafter(last, np.inf) if values.dtype.kind == "f" else last + 1
     changed = dataclasses.replace(owner, **{name: values})
-    return changed if part is None else dataclasses.replace(request, **{part: changed})
+    if augmentation is None:
+        return dataclasses.replace(request, geometry=changed)
+    return dataclasses.replace(request, draws={**request.draws, augmentation: changed})
 
 
 @pytest.mark.parametrize(
     ("part", "name"),
     [("geometry", name) for name in ("start", "shape", "resize", "crop", "flip")]
-    + [("ops", name) for name in ("op", "amount")]
-    + [("erasing", name) for name in ("box", "noise_seed")]
-    + [("mixing", name) for name in ("distance", "weight", "box", "blend")],
+    + [("RandAugment", name) for name in ("op", "amount")]
+    + [("RandomErasing", name) for name in ("box", "noise_seed")]
+    + [("MixupCutmix", name) for name in ("distance", "weight", "box", "blend")],
 )
 def test_every_number_that_was_drawn_is_in_the_digest(part: str, name: str, digits_shards: Path) -> None:
     """Guards against two runs that are called equal although a crop, an operation, a noise seed or a mixing partner differs."""
     request = plan(digits_shards).request(3)
     before, after = augmentation_digests(request), augmentation_digests(change(request, part, name, image=5))
     differ = [i for i in range(16) if before[i] != after[i]]
-    assert differ == ([4, 5, 6, 7] if part == "mixing" else [5])
+    assert differ == ([4, 5, 6, 7] if part == "MixupCutmix" else [5])
 
 
 def test_a_partner_that_is_another_sample_is_in_the_digest(digits_shards: Path) -> None:
@@ -124,7 +129,7 @@ def test_a_partner_that_is_another_sample_is_in_the_digest(digits_shards: Path) 
     request = plan(digits_shards).request(3)
     other = dataclasses.replace(request, index=np.where(np.arange(16) == 5, 0, request.index))
     before, after = augmentation_digests(request), augmentation_digests(other)
-    partner_of = (5 - int(request.mixing.distance[1]) - 4) % 4 + 4  # whose partner image 5 is
+    partner_of = (5 - int(request.drawn(MixupCutmix).distance[1]) - 4) % 4 + 4  # whose partner image 5 is
     assert [i for i in range(16) if before[i] != after[i]] == [partner_of]
     plain = plan(digits_shards, augment=AugmentConfig()).request(3)  # nothing but crop and flip
     assert len(set(augmentation_digests(plain))) == 16

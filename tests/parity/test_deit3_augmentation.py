@@ -17,9 +17,8 @@ from PIL import Image
 
 from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
 from pipeline.data.augment.crop import simple_geometry
-from pipeline.data.augment.gaussian_blur import blur_picture
 from pipeline.data.augment.randaugment import Op
-from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, draw_three_augment
+from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, blur_picture, draw_three_augment
 from pipeline.data.cpu_transform import Finisher, resize_and_crop
 from pipeline.philox import Stream, uniforms
 from support.deit_code import authors_module, needs_code
@@ -51,7 +50,7 @@ def test_three_augment_is_torchvisions(pictures: list[Image.Image]) -> None:
     """Every image with each of the three and a jitter: equal to the last level to torchvision's operations in the same order."""
     count = 6 * len(pictures)
     chosen, finisher = drawn(count), Finisher(count, SIZE, MEAN, STD, 1)
-    request = types.SimpleNamespace(ops=chosen.ops, blur=chosen.blur, interpolation=None)
+    request = types.SimpleNamespace(draws={ThreeAugment(True, 0.3): chosen})
     request.geometry = simple_geometry(*np.full((2, count), SIZE), np.full((count, CROP_UNIFORMS), 0.9), SIZE, 0.5)
     gray = transforms.Grayscale(3)
     for i in range(count):

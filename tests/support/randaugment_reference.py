@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 from pipeline.data.augment.randaugment import Op
+from pipeline.data.augment.randaugment.cpu import augment
 
 SIZE = 224
 FILL = (124, 116, 104)
@@ -80,3 +81,10 @@ def flat_and_extreme_images() -> list[Image.Image]:
         generator.integers(0, 256, (2, 3, 3)),
     ]
     return [Image.fromarray(array.astype(np.uint8)) for array in arrays]
+
+
+def apply(
+    image: np.ndarray, ops: np.ndarray, amounts: np.ndarray, fill: tuple, bilinear: np.ndarray | None = None
+) -> np.ndarray:
+    """Ours on an array, (H, W, 3) uint8."""
+    return np.asarray(augment(Image.fromarray(image), ops, amounts, fill, bilinear))

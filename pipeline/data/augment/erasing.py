@@ -11,6 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data.augment import BatchAugmentation, BatchRequest, Places, register
+from pipeline.philox import Stream
+
 AREA = (0.02, 1 / 3)  # share of the image
 ASPECT = (0.3, 1 / 0.3)  # height / width
 ATTEMPTS = 10
@@ -23,6 +27,45 @@ class Erasing:
 
     box: np.ndarray  # (B, 4) int64: top, left, height, width in pixels; height 0: none
     noise_seed: np.ndarray  # (B,) int64
+
+
+@register
+@dataclass(frozen=True)
+class RandomErasing(BatchAugmentation):
+    """Random erasing; noise has the scale of normalized pixels."""
+
+    probability: float
+    image_size: int
+    stream = Stream.ERASING
+    place = 10
+
+    @classmethod
+    def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> RandomErasing | None:
+        return cls(augment.erasing, image_size) if augment.erasing else None
+
+    def draw(self, places: Places) -> Erasing:
+        return draw_erasing(places.uniforms(self.stream, UNIFORMS_PER_SAMPLE), self.image_size, self.probability)
+
+    def apply_(self, images: Tensor, request: BatchRequest) -> None:
+        erasing, channels = request.draws[self], images.shape[1]
+        noise, end = erasing_noise(erasing, channels), 0
+        for i in np.flatnonzero(erasing.box[:, 2]):
+            top, left, height, width = erasing.box[i].tolist()
+            begin, end = end, end + channels * height * width
+            images[i, :, top : top + height, left : left + width] = noise[begin:end].view(channels, height, width)
+
+    def device_arrays(self, request: BatchRequest, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+        erasing = request.draws[self]
+        return (erasing_noise(erasing, shape[1]).numpy(), *erased_rows(erasing, shape)) if erasing.box.any() else ()
+
+    def apply_batch_(self, images: Tensor, request: BatchRequest, *arrays: Tensor) -> None:
+        if arrays:
+            noise, offset, width = arrays
+            place = torch.repeat_interleave(
+                offset, width, output_size=len(noise)
+            )  # (n,); with its size given, nothing synchronizes
+            place += torch.arange(len(noise), device=noise.device)
+            images.view(-1).index_copy_(0, place, noise)  # no place occurs twice
 
 
 def draw_erasing(uniforms: np.ndarray, image_size: int, probability: float) -> Erasing:
@@ -76,23 +119,8 @@ def erasing_noise(erasing: Erasing, channels: int) -> Tensor:
     return noise
 
 
-def erase_(images: Tensor, erasing: Erasing) -> None:
-    """Fill the rectangles with N(0, 1) noise, the scale of normalized pixels, in place, image by image.
-
-    Args:
-        images: (B, 3, H, W) float32, normalized, on the CPU.
-        erasing: rectangles and seeds.
-    """
-    channels = images.shape[1]
-    noise, end = erasing_noise(erasing, channels), 0
-    for i in np.flatnonzero(erasing.box[:, 2]):
-        top, left, height, width = erasing.box[i].tolist()
-        begin, end = end, end + channels * height * width
-        images[i, :, top : top + height, left : left + width] = noise[begin:end].view(channels, height, width)
-
-
 def erased_rows(erasing: Erasing, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Where :func:`erase_batch_` puts the noise: the rows of all rectangles, in its order.
+    """Where :meth:`RandomErasing.apply_batch_` puts the noise: the rows of all rectangles, in its order.
 
     Args:
         erasing: rectangles.
@@ -104,22 +132,9 @@ def erased_rows(erasing: Erasing, shape: tuple[int, ...]) -> tuple[np.ndarray, n
     _, channels, height, width = shape
     image = np.flatnonzero(erasing.box[:, 2])
     top, left, rows, columns = erasing.box[image].T  # (n,) each
-    of = np.repeat(np.arange(len(image)), channels * rows)  # (R,): a row's rectangle
-    within = np.arange(len(of)) - np.repeat(np.cumsum(channels * rows) - channels * rows, channels * rows)
-    channel, row = np.divmod(within, rows[of])
-    first = ((image[of] * channels + channel) * height + top[of] + row) * width + left[of]
-    widths = columns[of]
+    rectangle = np.repeat(np.arange(len(image)), channels * rows)  # (R,): a row's
+    within = np.arange(len(rectangle)) - np.repeat(np.cumsum(channels * rows) - channels * rows, channels * rows)
+    channel, row = np.divmod(within, rows[rectangle])
+    first = ((image[rectangle] * channels + channel) * height + top[rectangle] + row) * width + left[rectangle]
+    widths = columns[rectangle]
     return first - (np.cumsum(widths) - widths), widths
-
-
-def erase_batch_(images: Tensor, noise: Tensor, offset: Tensor, width: Tensor) -> None:
-    """:func:`erase_` for a whole batch in a few operations, as a GPU needs it, in place.
-
-    Args:
-        images: (B, 3, H, W) float32, contiguous, on the device.
-        noise: of :func:`erasing_noise`, on the device.
-        offset, width: of :func:`erased_rows`, on the device.
-    """
-    place = torch.repeat_interleave(offset, width, output_size=len(noise))  # (n,); with its size given, nothing synchronizes
-    place += torch.arange(len(noise), device=noise.device)
-    images.view(-1).index_copy_(0, place, noise)  # no place occurs twice

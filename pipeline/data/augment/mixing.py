@@ -5,7 +5,7 @@ distance, and mixes each image with the one at that distance in the group, cycli
 the mixed global batch is the same on any world size.
 
 The reference code (timm) mixes image i with image B-1-i of a rank's batch. A cyclic distance has the same effect. Where the views of
-an image stand side by side (:mod:`pipeline.data.views`), it is large enough that no two of them are paired.
+an image stand side by side (:mod:`pipeline.data.order`), it is large enough that no two of them are paired.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from functools import partial
 
 import numpy as np
 from torch import Tensor
+
+from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data.augment import BatchAugmentation, BatchRequest, Places, register
+from pipeline.philox import Stream, uniforms
 
 # Rejection sampling accepts with probability >= 1/2 for alpha <= 1, 1/6 for alpha = 2: all 64 fail with at most 1e-5.
 BETA_ATTEMPTS = 64
@@ -32,23 +36,78 @@ class Mixing:
     blend: np.ndarray  # (G,) bool: True for Mixup, False for CutMix, whose box may be empty
 
 
+@register
+@dataclass(frozen=True)
+class MixupCutmix(BatchAugmentation):
+    """Mixup, CutMix, or one of the two for each group."""
+
+    mixup: float  # alpha of the Beta distributions; 0: off
+    cutmix: float
+    switch: float  # probability of CutMix if both are on
+    group: int  # images
+    image_size: int
+    stream = Stream.MIXING
+    place = 20
+
+    @classmethod
+    def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> MixupCutmix | None:
+        settings = augment.mixup, augment.cutmix, augment.mix_switch, augment.mix_group
+        return cls(*settings, image_size) if augment.mixes else None
+
+    def draw(self, places: Places) -> Mixing:
+        group = places.number[:: self.group] // self.group  # its number in the run
+        numbers = uniforms(self.stream, places.seed, np.zeros_like(group), group, UNIFORMS_PER_GROUP)
+        sizes = self.group, self.image_size
+        return draw_mixing(numbers, *sizes, self.mixup, self.cutmix, self.switch, places.different)
+
+    def digested(self, request: BatchRequest) -> list[np.ndarray]:
+        mixing = request.draws[self]
+        samples = np.take_along_axis(request.index.reshape(-1, mixing.group), _partners(mixing), axis=1)  # (G, group)
+        return [
+            samples.reshape(-1),
+            *(np.repeat(values, mixing.group, axis=0) for values in (mixing.weight, mixing.box, mixing.blend)),
+        ]
+
+    def apply_(self, images: Tensor, request: BatchRequest) -> None:
+        mixing = request.draws[self]
+        for g, members in enumerate(images.split(mixing.group)):  # members: (group, 3, H, W), a view
+            shift = -int(mixing.distance[g])
+            if mixing.blend[g]:
+                members.lerp_(members.roll(shift, 0), 1 - float(mixing.weight[g]))
+            elif mixing.box[g, 2:].all():
+                top, left, height, width = mixing.box[g].tolist()
+                window = members[:, :, top : top + height, left : left + width]
+                window.copy_(window.roll(shift, 0))
+
+    def device_arrays(self, request: BatchRequest, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+        return mixing_weights(request.draws[self], *shape[2:])
+
+    def apply_batch_(self, images: Tensor, request: BatchRequest, *arrays: Tensor) -> None:
+        partner, by_row, by_column = arrays
+        share = by_row[:, None, :, None] * by_column[:, None, None, :]
+        images.lerp_(images.index_select(0, partner), share)  # exact at 0 and at 1
+
+    def mixed_labels(self, request: BatchRequest) -> tuple[np.ndarray, np.ndarray]:
+        return mixed_labels(request.label, request.draws[self])
+
+
 def draw_mixing(
-    uniforms: np.ndarray, group: int, image_size: int, mixup: float, cutmix: float, switch: float, apart: int
+    numbers: np.ndarray, group: int, image_size: int, mixup: float, cutmix: float, switch: float, apart: int
 ) -> Mixing:
     """Sample how each group is mixed.
 
     Args:
-        uniforms: (G, UNIFORMS_PER_GROUP) in [0, 1).
+        numbers: (G, UNIFORMS_PER_GROUP) in [0, 1).
         group: images per group, at least 2 * apart.
         image_size: side of the images in pixels.
         mixup, cutmix: alpha of the Beta distributions; 0: off (not both).
         switch: probability of CutMix if both are on.
         apart: least distance, also around the end of the group.
     """
-    method, distance, row, column = uniforms[:, 2 * BETA_ATTEMPTS :].T
+    method, distance, row, column = numbers[:, 2 * BETA_ATTEMPTS :].T
     cut = method < (switch if mixup and cutmix else float(bool(cutmix)))
     alpha = np.where(cut, cutmix, mixup)
-    weight = _beta(uniforms[:, : 2 * BETA_ATTEMPTS], alpha)
+    weight = _beta(numbers[:, : 2 * BETA_ATTEMPTS], alpha)
 
     side = (image_size * np.sqrt(1 - weight)).astype(np.int64)  # CutMix, Eq. 2: side of the box
     row, column = (row * image_size).astype(np.int64), (column * image_size).astype(np.int64)
@@ -65,25 +124,8 @@ def draw_mixing(
     )
 
 
-def mix_(images: Tensor, mixing: Mixing) -> None:
-    """Mix the images of each group, in place, group by group: on a CPU a group stays in the caches.
-
-    Args:
-        images: (B, 3, H, W) float32.
-        mixing: of this batch.
-    """
-    for g, members in enumerate(images.split(mixing.group)):  # members: (group, 3, H, W), a view
-        shift = -int(mixing.distance[g])
-        if mixing.blend[g]:
-            members.lerp_(members.roll(shift, 0), 1 - float(mixing.weight[g]))
-        elif mixing.box[g, 2:].all():
-            top, left, height, width = mixing.box[g].tolist()
-            window = members[:, :, top : top + height, left : left + width]
-            window.copy_(window.roll(shift, 0))
-
-
 def mixing_weights(mixing: Mixing, height: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What :func:`mix_batch_` needs: Mixup and CutMix as one interpolation, whose weight depends on the pixel.
+    """Mixup and CutMix as one interpolation, whose weight depends on the pixel.
 
     The partner's weight at a pixel is the product of that of its row and that of its column: for CutMix 1 inside the box and 0
     outside, for Mixup the same everywhere.
@@ -99,20 +141,16 @@ def mixing_weights(mixing: Mixing, height: int, width: int) -> tuple[np.ndarray,
     y, x = np.arange(height), np.arange(width)
     by_row = (y >= top) & (y < top + rows)  # (G, H)
     by_column = ((x >= left) & (x < left + columns)) | mixing.blend[:, None]  # (G, W)
-    shares = np.where(mixing.blend[:, None], 1 - mixing.weight.astype(np.float64)[:, None], by_row)  # rounded once, as in mix_
+    shares = np.where(
+        mixing.blend[:, None], 1 - mixing.weight.astype(np.float64)[:, None], by_row
+    )  # rounded once, as in apply_
     first = mixing.group * np.arange(len(mixing.distance))[:, None]
-    each = partial(np.repeat, repeats=mixing.group, axis=0)
-    return (first + _partners(mixing)).reshape(-1), each(shares.astype(np.float32)), each(by_column.astype(np.float32))
-
-
-def mix_batch_(images: Tensor, partner: Tensor, by_row: Tensor, by_column: Tensor) -> None:
-    """:func:`mix_` for a whole batch in three operations, as a GPU needs it, in place: the same numbers.
-
-    Args:
-        images: (B, 3, H, W) float32.
-        partner, by_row, by_column: of :func:`mixing_weights`, on the images' device.
-    """
-    images.lerp_(images.index_select(0, partner), by_row[:, None, :, None] * by_column[:, None, None, :])  # exact at 0 and at 1
+    to_images = partial(np.repeat, repeats=mixing.group, axis=0)
+    return (
+        (first + _partners(mixing)).reshape(-1),
+        to_images(shares.astype(np.float32)),
+        to_images(by_column.astype(np.float32)),
+    )
 
 
 def mixed_labels(labels: np.ndarray, mixing: Mixing) -> tuple[np.ndarray, np.ndarray]:
@@ -134,9 +172,9 @@ def _partners(mixing: Mixing) -> np.ndarray:
     return (np.arange(mixing.group) + mixing.distance[:, None]) % mixing.group
 
 
-def _beta(uniforms: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-    """Sample Beta(alpha, alpha) by rejection (Jöhnk, Metrika 1964): uniforms (G, 2 * BETA_ATTEMPTS), alpha (G,) -> (G,)."""
-    log_x, log_y = (np.log1p(-draw) / alpha[:, None] for draw in np.split(uniforms, 2, axis=1))  # (G, attempts); 1-u is > 0
+def _beta(numbers: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    """Sample Beta(alpha, alpha) by rejection (Jöhnk, Metrika 1964): numbers (G, 2 * BETA_ATTEMPTS), alpha (G,) -> (G,)."""
+    log_x, log_y = (np.log1p(-draw) / alpha[:, None] for draw in np.split(numbers, 2, axis=1))  # (G, attempts); 1-u is > 0
     accepted = np.logaddexp(log_x, log_y) <= 0  # x + y <= 1, without underflow for a small alpha
     first = accepted.argmax(axis=1)
     rows = np.arange(len(alpha))

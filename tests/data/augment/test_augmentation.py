@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from pipeline.config import AugmentConfig, DataConfig, TrainConfig
 from pipeline.data.augment import erasing, mixing
+from pipeline.data.augment.randaugment import RandAugment
 from pipeline.data.batches import EvalBatches, TrainBatches
+from pipeline.data.cpu_transform import Normalization
 from pipeline.data.dali_graph import full_graph, full_inputs
 from pipeline.data.loader import Batch, Loader
-from pipeline.data.normalize import Normalization
 from pipeline.data.shards import ShardSet
 from pipeline.step.loss import Objective, label_loss
 from support.pillow_recipe import training_image
@@ -82,7 +83,7 @@ def test_erasing_puts_unit_noise_there_and_nothing_elsewhere(digits_shards: Path
     erased = batches_of(digits_shards, AugmentConfig(erasing=0.5), 4)
     noise = []
     for before, after in zip(plain, erased):
-        boxes = after.request.erasing.box
+        boxes = after.request.drawn(erasing.RandomErasing).box
         assert 10 < (boxes[:, 2] > 0).sum() < 38
         for i, (top, left, height, width) in enumerate(boxes.tolist()):
             inside = torch.zeros(SIZE, SIZE, dtype=torch.bool)
@@ -122,7 +123,7 @@ def test_mixed_pixels_and_labels_agree(digits_shards: Path) -> None:
     mixed = batches_of(digits_shards, AugmentConfig(mixup=0.8, cutmix=1.0, mix_group=8), 6)
     methods = set()
     for before, after in zip(plain, mixed):
-        m = after.request.mixing
+        m = after.request.drawn(mixing.MixupCutmix)
         for i in range(48):
             group, place = divmod(i, 8)
             partner = group * 8 + (place + int(m.distance[group])) % 8
@@ -182,14 +183,15 @@ def test_the_graph_for_gpus_gives_the_pixels_that_the_cpu_gets(order: str, image
             augment=augment,
         )
     request = plan.request(0)
-    inputs = full_inputs(shards.read_jpegs(request.index), request, 160)
-    graph = full_graph(lambda: inputs, 48, 160, CONFIG.mean, None, 1, 1, plan.rand_augment_ops)
+    inputs = full_inputs(shards.read_jpegs(request.index), request)
+    graph = full_graph(lambda: inputs, plan, None, 1, 1)
     (output,) = graph.run()
     whole = Normalization(CONFIG.mean, CONFIG.std)(torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2))
     split = next(Loader(plan, CONFIG, torch.device("cpu"))).images
     std = torch.tensor(CONFIG.std)[:, None, None]
     difference = ((whole - split) * std * 255).abs().mean(dim=(1, 2, 3))  # (48,) levels
-    changed = torch.zeros(48, dtype=torch.bool) if request.ops is None else torch.from_numpy(request.ops.op.any(axis=1))
+    ops = request.drawn(RandAugment)
+    changed = torch.zeros(48, dtype=torch.bool) if ops is None else torch.from_numpy(ops.op.any(axis=1))
     assert difference[~changed].max() < 1.0
     assert difference.max() < 6.0 and difference.mean() < 1.0
 

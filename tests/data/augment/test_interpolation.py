@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from pipeline.config import AugmentConfig, DataConfig, load_config
+from pipeline.data.augment import BatchRequest
 from pipeline.data.augment.crop import Geometry
-from pipeline.data.augment.interpolation import Interpolation, draw_interpolation, uniforms_per_sample
-from pipeline.data.augment.randaugment import Op, Ops
-from pipeline.data.batches import BatchRequest, TrainBatches
+from pipeline.data.augment.randaugment import Op, Ops, RandAugment
+from pipeline.data.batches import TrainBatches
 from pipeline.data.cpu_transform import resize_and_crop
 from pipeline.data.dali_graph import full_graph, full_inputs
 from pipeline.data.loader import Loader
@@ -56,46 +56,56 @@ def loaded(plan: TrainBatches) -> np.ndarray:
 
 def draws(request: BatchRequest) -> list[np.ndarray]:
     """All that was drawn for a batch but the filters."""
-    parts = [getattr(request, field.name) for field in fields(request) if field.name != "interpolation"]
-    arrays = [part if isinstance(part, np.ndarray) else list(vars(part).values()) for part in parts if part is not None]
-    return [array for group in arrays for array in (group if isinstance(group, list) else [group])]
+    parts = [
+        getattr(request, field.name)
+        for field in fields(request)
+        if field.name != "bilinear" and isinstance(getattr(request, field.name), np.ndarray)
+    ]
+    return [
+        *parts,
+        *vars(request.geometry).values(),
+        *(array for draw in request.draws.values() for array in vars(draw).values()),
+    ]
 
 
-def test_random_is_a_fair_coin_for_each_crop_and_each_operation() -> None:
+def test_random_is_a_fair_coin_for_each_crop_and_each_operation(digits_shards: Path) -> None:
     """Guards against one choice for a whole image, which timm does not make, and against choices that follow the other draws."""
-    n, layers = 50_000, 3
-    numbers = uniforms(Stream.INTERPOLATION, 3, np.zeros(n), np.arange(n), uniforms_per_sample(layers))
-    drawn = draw_interpolation(numbers, 0.5)
-    chosen = np.column_stack([drawn.crop, drawn.ops]).astype(float)  # (n, 4)
-    crops = uniforms(Stream.CROP_AND_FLIP, 3, np.zeros(n), np.arange(n), 4)
+    augment = AugmentConfig(rand_augment_ops=3)
+    plan = train_plan(
+        ShardSet(digits_shards, "train"),
+        global_batch=50_000,
+        micro_batch=50_000,
+        data=DataConfig(train_interpolation="random"),
+        augment=augment,
+    )
+    request = plan.request(0)
+    chosen = request.bilinear.astype(float)  # (n, 4)
+    crops = uniforms(Stream.CROP_AND_FLIP, plan.seed, request.epoch, request.position, 4)
     np.testing.assert_allclose(chosen.mean(axis=0), 0.5, atol=0.012)  # 5 standard deviations
     together = np.corrcoef(np.column_stack([chosen, crops]).T)  # (8, 8)
     assert np.abs(together - np.eye(8)).max() < 0.023  # 5 standard deviations
-    for share, expected in ((0.0, False), (1.0, True)):
-        constant = draw_interpolation(numbers[:100], share)
-        assert (constant.crop == expected).all() and (constant.ops == expected).all()
+    assert plan_of(digits_shards, "bilinear").request(0).bilinear.all()
 
 
 @pytest.mark.parametrize("augment", [PLAIN, LAYERS])
 def test_the_key_changes_no_other_draw(augment: AugmentConfig, digits_shards: Path) -> None:
     """Guards against runs with bicubic filters that are another stream than before there was a choice."""
     plain = plan_of(digits_shards, "bicubic", augment).request(3)
-    assert plain.interpolation is None
+    assert plain.bilinear is None
     for rule in ("bilinear", "random"):
         request = plan_of(digits_shards, rule, augment).request(3)
         for before, after in zip(draws(plain), draws(request), strict=True):
             np.testing.assert_array_equal(before, after)
-        assert request.interpolation.ops.shape == (BATCH, augment.rand_augment_ops)
+        assert request.bilinear.shape == (BATCH, 1 + augment.rand_augment_ops)
         assert np.not_equal(augmentation_digests(plain), augmentation_digests(request)).all(), "the sample log tells them apart"
-    assert 0 < request.interpolation.crop.sum() < BATCH
+    assert 0 < request.bilinear[:, 0].sum() < BATCH
 
 
 def test_filters_do_not_depend_on_the_number_of_processes(digits_shards: Path) -> None:
     """Guards against a restart on other hardware that trains on other pixels."""
-    whole = plan_of(digits_shards, "random").request(2).interpolation
-    parts = [plan_of(digits_shards, "random", rank=rank, ranks=4).request(2).interpolation for rank in range(4)]
-    for name in ("crop", "ops"):
-        np.testing.assert_array_equal(getattr(whole, name), np.concatenate([getattr(part, name) for part in parts]))
+    whole = plan_of(digits_shards, "random").request(2).bilinear
+    parts = [plan_of(digits_shards, "random", rank=rank, ranks=4).request(2).bilinear for rank in range(4)]
+    np.testing.assert_array_equal(whole, np.concatenate(parts))
 
 
 def test_images_with_bicubic_draws_are_those_of_a_bicubic_run(digits_shards: Path) -> None:
@@ -103,8 +113,8 @@ def test_images_with_bicubic_draws_are_those_of_a_bicubic_run(digits_shards: Pat
     plan = plan_of(digits_shards, "random")
     bicubic, bilinear, random = (loaded(plan_of(digits_shards, rule)) for rule in ("bicubic", "bilinear", "random"))
     request = plan.request(0)
-    geometric = np.isin(request.ops.op, GEOMETRIC)
-    chosen = np.column_stack([request.interpolation.crop, request.interpolation.ops & geometric])
+    geometric = np.isin(request.drawn(RandAugment).op, GEOMETRIC)
+    chosen = np.column_stack([request.bilinear[:, 0], request.bilinear[:, 1:] & geometric])
     matters = np.column_stack([np.ones(BATCH, bool), geometric])
     cases = {}
     for i in range(BATCH):
@@ -136,8 +146,8 @@ def test_the_graph_is_within_two_levels_of_the_cpu(rule: str, size: int, imagene
     """Guards against a graph for GPUs that takes another filter, or repeats the border's pixels where Pillow leaves them out."""
     plan = plan_of(imagenet_shards, rule, PLAIN, size=size)
     request = plan.request(0)
-    inputs = full_inputs(plan.shards.read_jpegs(request.index), request, size)
-    (output,) = full_graph(lambda: inputs, BATCH, size, plan.data.mean, None, 1, 1, 0, chosen_filters=True).run()
+    inputs = full_inputs(plan.shards.read_jpegs(request.index), request)
+    (output,) = full_graph(lambda: inputs, plan, None, 1, 1).run()
     graph = torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2).numpy().astype(int)
     difference = np.abs(graph - loaded(plan))
     assert difference.max() <= 2
@@ -148,18 +158,19 @@ def test_the_graph_gives_each_operation_its_filter(imagenet_shards: Path) -> Non
     """Guards against RandAugment's filters in another order than the images' or the operations' in the graph for GPUs."""
     plan = plan_of(imagenet_shards, "random", AugmentConfig(rand_augment_ops=3))
     request = plan.request(0)
-    fixed = Interpolation(np.zeros(BATCH, bool), request.interpolation.ops)
+    linear = request.bilinear[:, 1:]
     op = np.where(np.arange(BATCH)[:, None] % 3 == np.arange(3), Op.ROTATE, Op.NOTHING).astype(np.int32)  # one layer of three
-    request = replace(request, interpolation=fixed, ops=Ops(op, np.full(op.shape, 20, np.float32)))
-    inputs = full_inputs(plan.shards.read_jpegs(request.index), request, 64)
-    (output,) = full_graph(lambda: inputs, BATCH, 64, plan.data.mean, None, 1, 1, 3, chosen_filters=True).run()
+    (rand_augment,) = plan.augmentations
+    fixed = np.column_stack([np.zeros(BATCH, bool), linear])
+    request = replace(request, bilinear=fixed, draws={rand_augment: Ops(op, np.full(op.shape, 20, np.float32))})
+    inputs = full_inputs(plan.shards.read_jpegs(request.index), request)
+    (output,) = full_graph(lambda: inputs, plan, None, 1, 1).run()
     graph = torch.from_dlpack(output.as_tensor()).numpy().astype(int)
-    plain = replace(request, ops=None, interpolation=None)
-    (output,) = full_graph(
-        lambda: full_inputs(plan.shards.read_jpegs(plain.index), plain, 64), BATCH, 64, plan.data.mean, None, 1, 1
-    ).run()
+    plain = replace(request, draws={}, bilinear=None)
+    bare = full_inputs(plan.shards.read_jpegs(plain.index), plain)
+    (output,) = full_graph(lambda: bare, plan_of(imagenet_shards, "bicubic", PLAIN), None, 1, 1).run()
     before = torch.from_dlpack(output.as_tensor()).numpy()
-    linear = fixed.ops[np.arange(BATCH), np.arange(BATCH) % 3]
+    linear = linear[np.arange(BATCH), np.arange(BATCH) % 3]
     assert 0 < linear.sum() < BATCH
     for i in range(BATCH):
         filter_ = Image.Resampling.BILINEAR if linear[i] else Image.Resampling.BICUBIC

@@ -14,11 +14,19 @@ import torch
 from nvidia.dali import pipeline_def
 from PIL import Image
 
-from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, draw_ops, fill_color
-from pipeline.data.augment.randaugment_cpu import apply
-from pipeline.data.augment.randaugment_dali import augment, graph_inputs
+from pipeline.data.augment.randaugment import (
+    UNIFORMS_PER_LAYER,
+    Op,
+    Ops,
+    RandAugment,
+    affine_matrices,
+    cpu,
+    draw_ops,
+    fill_color,
+)
+from pipeline.data.augment.randaugment.dali import augment
 from pipeline.philox import Stream, uniforms
-from support.randaugment_reference import AMOUNTS, FILL, GEOMETRIC, SIZE, flat_and_extreme_images, photographs, reference
+from support.randaugment_reference import AMOUNTS, FILL, GEOMETRIC, SIZE, apply, flat_and_extreme_images, photographs, reference
 
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
@@ -78,8 +86,8 @@ def test_cpu_layers_follow_each_other(real_images: list[Image.Image]) -> None:
 
 def test_nothing_drawn_leaves_the_image() -> None:
     """Guards against a change of images that no operation applies to."""
-    image = np.asarray(flat_and_extreme_images()[2])
-    assert apply(image, np.zeros(2, np.int32), np.zeros(2, np.float32), FILL) is image
+    picture = flat_and_extreme_images()[2]
+    assert cpu.augment(picture, np.zeros(2, np.int32), np.zeros(2, np.float32), FILL) is picture
 
 
 # The DALI graph
@@ -102,7 +110,7 @@ def graph_device(device: str) -> int | None:
 def run_graph(images: list[np.ndarray], ops: Ops, device: str, bilinear: np.ndarray | None = None) -> list[np.ndarray]:
     """``images`` (B of (SIZE, SIZE, 3) uint8) through the graph; ``bilinear`` is (B, layers)."""
     chosen = () if bilinear is None else (bilinear.astype(np.float32),)
-    inputs, layers = graph_inputs(ops, SIZE), ops.op.shape[1]
+    matrices, layers = affine_matrices(ops, SIZE), ops.op.shape[1]
 
     @pipeline_def(batch_size=len(images), num_threads=2, device_id=graph_device(device), enable_conditionals=True)
     def graph():
@@ -110,7 +118,7 @@ def run_graph(images: list[np.ndarray], ops: Ops, device: str, bilinear: np.ndar
             source=lambda: np.stack(images), batch=True, layout="HWC", dtype=types.UINT8, ndim=3, device=device
         )
         op, amount, matrix, *linear = fn.external_source(
-            source=lambda: (inputs.op, inputs.amount, inputs.matrix, *chosen),
+            source=lambda: (ops.op, ops.amount, matrices, *chosen),
             num_outputs=3 + len(chosen),
             batch=True,
             dtype=[types.INT32, types.FLOAT, types.FLOAT, types.FLOAT][: 3 + len(chosen)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.data.augment.resize_borders import border_weights
+from pipeline.data.augment.crop import border_weights
 
 
 def triangle(x: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import nvidia.dali.fn as fn
@@ -16,14 +17,12 @@ from PIL import Image
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
 from pipeline.data.augment.crop import simple_geometry
-from pipeline.data.augment.gaussian_blur import blur_picture, box_weights
 from pipeline.data.augment.randaugment import Op
-from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, draw_three_augment
+from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, blur_picture, box_weights, draw_three_augment
 from pipeline.data.batches import TrainBatches
-from pipeline.data.cpu_transform import Finisher, resize_and_crop
-from pipeline.data.dali_graph import full_graph, full_inputs, three_augmented
+from pipeline.data.cpu_transform import Finisher, Normalization, resize_and_crop
+from pipeline.data.dali_graph import full_graph, full_inputs
 from pipeline.data.loader import Loader
-from pipeline.data.normalize import Normalization
 from pipeline.data.shards import ShardSet
 from pipeline.logs.sample_log import augmentation_digests
 from pipeline.philox import Stream, uniforms
@@ -72,7 +71,7 @@ def plan_of(folder: Path, rank: int = 0, world: int = 1, size: int = 96, **data:
 def test_cpu_pixels_equal_pillow(images: list[Image.Image]) -> None:
     """Guards against an operation, or an order of them, that is not the published one: each of the three with jitter, every level."""
     chosen = cases(80)
-    request = type("Request", (), {"ops": chosen.ops, "blur": chosen.blur, "interpolation": None})
+    request = SimpleNamespace(draws={ThreeAugment(True, 0.3): chosen})
     request.geometry = simple_geometry(
         *np.full((2, 80), SIZE), np.full((80, CROP_UNIFORMS), 0.9), SIZE, flip=0.5
     )  # not flipped
@@ -106,7 +105,7 @@ def test_graph_pixels_equal_pillow(device: str, images: list[Image.Image]) -> No
             dtype=[types.FLOAT, types.FLOAT, types.INT32, types.FLOAT],
             ndim=[0, 2, 1, 1],
         )
-        return three_augmented(source, *inputs)
+        return ThreeAugment(True, 0.3).in_graph(source, *inputs)
 
     built = graph()
     built.build()
@@ -203,17 +202,15 @@ def test_the_graph_for_gpus_gives_the_pixels_that_the_cpu_gets(imagenet_shards: 
     """
     plan = plan_of(imagenet_shards, train_crop="simple")
     request = plan.request(0)
-    inputs = full_inputs(plan.shards.read_jpegs(request.index), request, plan.image_size)
-    graph = full_graph(
-        lambda: inputs, BATCH, plan.image_size, CONFIG.mean, None, 1, 1, 0, False, plan.three_augment, plan.crop_pad
-    )
+    inputs = full_inputs(plan.shards.read_jpegs(request.index), request)
+    graph = full_graph(lambda: inputs, plan, None, 1, 1)
     (output,) = graph.run()
     whole = Normalization(CONFIG.mean, CONFIG.std)(torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2))
     loader = Loader(plan, CONFIG, torch.device("cpu"))
     split = next(loader).images
     loader.close()
     levels = ((whole - split) * torch.tensor(CONFIG.std)[:, None, None] * 255).abs()  # (B, 3, S, S)
-    solarized = torch.from_numpy(request.ops.op[:, 0] == Op.SOLARIZE)
+    solarized = torch.from_numpy(request.drawn(ThreeAugment).ops.op[:, 0] == Op.SOLARIZE)
     assert levels[~solarized].max() < 5 and levels.mean() < 0.1
     assert (levels[solarized] > 5).float().mean() < 0.002
 
@@ -224,9 +221,10 @@ def test_a_sample_is_the_same_on_two_ranks(imagenet_shards: Path) -> None:
     parts = [plan_of(imagenet_shards, rank, 2, train_crop="simple").request(3) for rank in (0, 1)]
     for ours, first, second in zip(*(augmentation_digests(each) for each in (whole, *parts)), strict=False):
         assert ours == first != second
-    assert np.array_equal(whole.blur, np.concatenate([part.blur for part in parts]))
+    blur = whole.drawn(ThreeAugment).blur
+    assert np.array_equal(blur, np.concatenate([part.drawn(ThreeAugment).blur for part in parts]))
     digests = augmentation_digests(whole)
-    whole.blur[0] += 0.5
+    blur[0] += 0.5
     changed = augmentation_digests(whole)
     assert changed[0] != digests[0] and changed[1:] == digests[1:]
 
@@ -238,4 +236,4 @@ def test_other_draws_stay_as_they_are(imagenet_shards: Path) -> None:
     with_it, without = ours.request(1), plain.request(1)
     for name in ("start", "shape", "resize", "crop", "flip"):
         np.testing.assert_array_equal(getattr(with_it.geometry, name), getattr(without.geometry, name))
-    assert without.ops is without.blur is None and without.geometry.pad == 0
+    assert not without.draws and without.geometry.pad == 0

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.data.augment import erasing, mixing
+from pipeline.data.augment import BatchRequest, erasing, mixing
 from pipeline.data.augment.crop import eval_geometry
-from pipeline.data.batches import BatchRequest
 from pipeline.data.loader import augment_batch_, augmented
 
 WITHOUT_KERNEL = (
@@ -51,13 +50,19 @@ def request_of(batch: int, size: int, seed: int, erased: float = 0.25, mixup: fl
         position=index,
         valid=index > 0,
         geometry=eval_geometry(index + 10, index + 20, size, 0.875),
-        erasing=erasing.draw_erasing(rng.random((batch, erasing.UNIFORMS_PER_SAMPLE)), size, erased),
-        mixing=mixing.draw_mixing(rng.random((batch // 8, mixing.UNIFORMS_PER_GROUP)), 8, size, mixup, cutmix, 0.5, 1),
+        draws={
+            erasing.RandomErasing(erased, size): erasing.draw_erasing(
+                rng.random((batch, erasing.UNIFORMS_PER_SAMPLE)), size, erased
+            ),
+            mixing.MixupCutmix(mixup, cutmix, 0.5, 8, size): mixing.draw_mixing(
+                rng.random((batch // 8, mixing.UNIFORMS_PER_GROUP)), 8, size, mixup, cutmix, 0.5, 1
+            ),
+        },
     )
 
 
 def arrays_of(request: BatchRequest) -> tuple[np.ndarray, ...]:
-    return (request.label, *mixing.mixed_labels(request.label, request.mixing), request.valid)
+    return (request.label, *mixing.mixed_labels(request.label, request.drawn(mixing.MixupCutmix)), request.valid)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,7 @@ def test_whole_batches_get_the_pixels_of_single_images(
 
 def test_noise_is_what_each_image_drew_alone() -> None:
     """Guards against noise that depends on an image's neighbours, and so on the number of processes; pinned since the first run."""
-    erased = request_of(32, 64, 0, erased=0.6).erasing
+    erased = request_of(32, 64, 0, erased=0.6).drawn(erasing.RandomErasing)
     noise = erasing.erasing_noise(erased, 3)
     end = 0
     for (_, _, height, width), seed in zip(erased.box.tolist(), erased.noise_seed.tolist()):
@@ -106,8 +111,8 @@ def test_a_batch_takes_a_handful_of_operations() -> None:
         request = request_of(batch, 32, 0)
         images = torch.randn(batch, 3, 32, 32)
         with CountKernels() as single:
-            erasing.erase_(images, request.erasing)
-            mixing.mix_(images, request.mixing)
+            for augmentation in request.draws:
+                augmentation.apply_(images, request)
         with CountKernels() as whole:
             augment_batch_(images, request, arrays_of(request))
         whole.operators.pop("normal_")  # on the CPU, whatever the device

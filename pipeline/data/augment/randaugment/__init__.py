@@ -1,7 +1,6 @@
 """RandAugment (Cubuk et al., 2019, arXiv:1909.13719): choice and strength of the operations.
 
-Numbers only; the pixels follow in ``randaugment_cpu.py`` and ``randaugment_dali.py``. They are pure functions of the uniform
-numbers passed in, so that a sample is augmented identically on any world size and after any restart.
+The pixels are in ``cpu.py`` and ``dali.py``.
 
 The papers' models were trained with timm's ``rand-m9-mstd0.5-inc1`` (DeiT: timm 0.3.2). This reproduces its operations,
 probabilities and ranges, on which timm 0.3.2, 0.4.12 and 1.0 agree for a finite ``mstd`` and magnitudes up to 10. It differs
@@ -13,8 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data.augment import BatchRequest, PixelAugmentation, Places, register
+from pipeline.philox import Stream
+
+if TYPE_CHECKING:
+    from nvidia.dali.data_node import DataNode
+    from PIL import Image
 
 APPLY_PROBABILITY = 0.5  # of applying a chosen operation
 MAX_MAGNITUDE = 10.0  # magnitudes are clipped to [0, 10]; 10 is the end of every range
@@ -43,20 +51,64 @@ class Op(IntEnum):
 
 
 @dataclass(frozen=True)
-class RandAugment:
-    """Settings of a recipe. The defaults are ``rand-m9-mstd0.5-inc1``; PosMLP's ``rand-m6-n3-mstd1.0-inc1`` is (3, 6, 1.0)."""
-
-    layers: int = 2  # operations per image, chosen with replacement
-    magnitude: float = 9.0  # 0 to 10
-    magnitude_std: float = 0.5  # standard deviation of the magnitude's Gaussian noise
-
-
-@dataclass(frozen=True)
 class Ops:
     """The operations on B images, in order of application."""
 
     op: np.ndarray  # (B, layers) int32: an Op
     amount: np.ndarray  # (B, layers) float32: in the unit of the Op
+
+
+@register
+@dataclass(frozen=True)
+class RandAugment(PixelAugmentation):
+    """Settings of a recipe. The defaults are ``rand-m9-mstd0.5-inc1``; PosMLP's ``rand-m6-n3-mstd1.0-inc1`` is (3, 6, 1.0)."""
+
+    layers: int = 2  # operations per image, chosen with replacement
+    magnitude: float = 9.0  # 0 to 10
+    magnitude_std: float = 0.5  # standard deviation of the magnitude's Gaussian noise
+    image_size: int = 224  # side of the square images, pixels
+    fill: tuple[int, int, int] = (0, 0, 0)  # colour outside the image after geometric operations
+    chosen_filters: bool = False  # requests say which geometric operations are bilinear; else all are bicubic
+    stream = Stream.RAND_AUGMENT
+    place = 10
+
+    @classmethod
+    def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> RandAugment | None:
+        settings = augment.rand_augment_ops, augment.rand_augment_magnitude, augment.rand_augment_std
+        colors = fill_color(data.mean), data.train_interpolation != "bicubic"
+        return cls(*settings, image_size, *colors) if augment.rand_augment_ops else None
+
+    @property
+    def filters(self) -> int:
+        return self.layers
+
+    @property
+    def graph_types(self) -> tuple[tuple[type, int], ...]:
+        """Operation, amount, matrix, and with chosen filters the layers that are bilinear."""
+        types = (np.int32, 1), (np.float32, 1), (np.float32, 3)
+        return (*types, (np.float32, 1)) if self.chosen_filters else types
+
+    def draw(self, places: Places) -> Ops:
+        return draw_ops(places.uniforms(self.stream, self.layers * UNIFORMS_PER_LAYER), self, self.image_size)
+
+    def applies(self, request: BatchRequest, i: int) -> bool:
+        return request.draws[self].op[i].any()
+
+    def on_picture(self, picture: Image.Image, request: BatchRequest, i: int) -> Image.Image:
+        from pipeline.data.augment.randaugment.cpu import augment
+
+        ops, bilinear = request.draws[self], None if request.bilinear is None else request.bilinear[i, 1:]
+        return augment(picture, ops.op[i], ops.amount[i], self.fill, bilinear)
+
+    def graph_inputs(self, request: BatchRequest) -> tuple[np.ndarray, ...]:
+        ops = request.draws[self]
+        inputs = ops.op, ops.amount, affine_matrices(ops, self.image_size)
+        return inputs if request.bilinear is None else (*inputs, request.bilinear[:, 1:].astype(np.float32))
+
+    def in_graph(self, images: DataNode, *inputs: DataNode) -> DataNode:
+        from pipeline.data.augment.randaugment.dali import augment
+
+        return augment(images, inputs[0], inputs[1], inputs[2], self.layers, self.image_size, self.fill, *inputs[3:])
 
 
 def fill_color(mean: tuple[float, float, float]) -> tuple[int, int, int]:
@@ -121,3 +173,25 @@ def _amount_of_each_op(level: np.ndarray, sign: np.ndarray, image_size: int) -> 
         Op.TRANSLATE_Y: translate,
     }
     return [amounts[op] for op in Op]
+
+
+def affine_matrices(ops: Ops, image_size: int) -> np.ndarray:
+    """Affine matrices of :class:`Ops` for a DALI graph; the identity for operations without geometry.
+
+    Returns:
+        (B, layers, 2, 3) float32: output (x, y) is input matrix @ (x, y, 1); pixel centres at .5.
+    """
+    matrix = np.zeros((*ops.op.shape, 2, 3))
+    matrix[..., 0, 0] = matrix[..., 1, 1] = 1
+    for op, row, column in (
+        (Op.SHEAR_X, 0, 1),
+        (Op.SHEAR_Y, 1, 0),
+        (Op.TRANSLATE_X, 0, 2),
+        (Op.TRANSLATE_Y, 1, 2),
+    ):
+        matrix[..., row, column] += np.where(ops.op == op, ops.amount, 0)
+    angle = np.deg2rad(np.where(ops.op == Op.ROTATE, ops.amount, 0))
+    turn = np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], -1).reshape(*angle.shape, 2, 2)
+    centre = np.full((2, 1), image_size / 2)
+    turn_about_centre = np.concatenate([turn, centre - turn @ centre], axis=-1)
+    return np.where((ops.op == Op.ROTATE)[..., None, None], turn_about_centre, matrix).astype(np.float32)

@@ -7,55 +7,16 @@ operations for values within float32's rounding error of the next level.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import nvidia.dali.fn as fn
 import nvidia.dali.math as math
 import nvidia.dali.types as types
 from nvidia.dali.pipeline import DataNode
 
-from pipeline.data.augment.randaugment import Op, Ops
+from pipeline.data.augment.randaugment import Op
 
 # Added before truncation: a float32 sum of 4 x 4 pixels can fall this far below the integer that it should be.
 _SHORT_OF_WHOLE = 2e-4
-
-
-@dataclass(frozen=True)
-class GraphInputs:
-    """The inputs of the graph for B images."""
-
-    op: np.ndarray  # (B, layers) int32: an Op
-    amount: np.ndarray  # (B, layers) float32: in the unit of that Op
-    matrix: np.ndarray  # (B, layers, 2, 3) float32: output (x, y) is input matrix @ (x, y, 1); pixel centres at .5
-
-
-def graph_inputs(ops: Ops, image_size: int) -> GraphInputs:
-    """The inputs of :func:`augment`.
-
-    Args:
-        ops: from :func:`~pipeline.data.augment.randaugment.draw_ops`.
-        image_size: side of the square images, in pixels.
-    """
-    return GraphInputs(op=ops.op, amount=ops.amount, matrix=_matrices(ops, image_size))
-
-
-def _matrices(ops: Ops, image_size: int) -> np.ndarray:
-    """Affine matrices (B, layers, 2, 3); the identity for operations without geometry."""
-    matrix = np.zeros((*ops.op.shape, 2, 3))
-    matrix[..., 0, 0] = matrix[..., 1, 1] = 1
-    for op, row, column in (
-        (Op.SHEAR_X, 0, 1),
-        (Op.SHEAR_Y, 1, 0),
-        (Op.TRANSLATE_X, 0, 2),
-        (Op.TRANSLATE_Y, 1, 2),
-    ):
-        matrix[..., row, column] += np.where(ops.op == op, ops.amount, 0)
-    angle = np.deg2rad(np.where(ops.op == Op.ROTATE, ops.amount, 0))
-    turn = np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], -1).reshape(*angle.shape, 2, 2)
-    centre = np.full((2, 1), image_size / 2)
-    turn_about_centre = np.concatenate([turn, centre - turn @ centre], axis=-1)
-    return np.where((ops.op == Op.ROTATE)[..., None, None], turn_about_centre, matrix).astype(np.float32)
 
 
 def augment(
@@ -72,7 +33,8 @@ def augment(
 
     Args:
         images: (image_size, image_size, 3) uint8 RGB with layout HWC, on the CPU or the GPU.
-        op, amount, matrix: the fields of :class:`GraphInputs`, on the CPU.
+        op, amount, matrix: (layers,) int32 of :class:`Op`, (layers,) float32 in its unit, and (layers, 2, 3) float32 of
+            :func:`affine_matrices`; on the CPU.
         layers: operations per image.
         image_size: side in pixels.
         fill: RGB colour outside the image after rotations, shears and translations.

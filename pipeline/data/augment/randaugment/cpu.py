@@ -11,36 +11,29 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-from pipeline.data.augment.cubic_shift import shift_rows, translate
 from pipeline.data.augment.randaugment import Op
+from pipeline.data.augment.randaugment.cubic_shift import shift_rows, translate
 
 Color = tuple[int, int, int]
 _LEVELS = np.arange(256)
 _RAMP = Image.fromarray(_LEVELS.astype(np.uint8)[None])  # (1, 256): every level once
 
 
-def apply(
-    image: np.ndarray, ops: np.ndarray, amounts: np.ndarray, fill: Color, bilinear: np.ndarray | None = None
-) -> np.ndarray:
+def augment(
+    picture: Image.Image, ops: np.ndarray, amounts: np.ndarray, fill: Color, bilinear: np.ndarray | None = None
+) -> Image.Image:
     """Augment one image.
 
     Args:
-        image: (H, W, 3) uint8 RGB; not changed.
+        picture: RGB; not changed.
         ops: (layers,) of :class:`~pipeline.data.augment.randaugment.Op`, in order of application.
         amounts: (layers,) in the unit of the Op.
         fill: RGB colour outside the image after rotations, shears and translations.
         bilinear: (layers,) bool, where these are bilinear; None: all bicubic.
 
     Returns:
-        (H, W, 3) uint8; ``image`` itself if no operation is applied.
+        An image of the same size; ``picture`` itself if no operation is applied.
     """
-    return np.asarray(augment(Image.fromarray(image), ops, amounts, fill, bilinear)) if ops.any() else image
-
-
-def augment(
-    picture: Image.Image, ops: np.ndarray, amounts: np.ndarray, fill: Color, bilinear: np.ndarray | None = None
-) -> Image.Image:
-    """:func:`apply` for an RGB image in Pillow's memory; not changed."""
     for layer, (op, amount) in enumerate(zip(ops, amounts)):
         if op != Op.NOTHING:
             operations = _PICTURE_OPS if bilinear is None or not bilinear[layer] else _BILINEAR_OPS
