@@ -18,7 +18,7 @@ from pipeline.command_line import command_parser, run_command
 from pipeline.models.timm_names import is_timm
 
 if TYPE_CHECKING:
-    from pipeline.models.registry import ModelEntry
+    from pipeline.models.entry import ModelEntry
 
 
 def parameter_count(entry: ModelEntry) -> int:

@@ -9,14 +9,15 @@ There is no separate distilled model: hard distillation supervises the class tok
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
-from pipeline.models.common.base import Switches, linear_drop_path, scales_of_block
+from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scales_of_block, settle
 from pipeline.models.common.irpe import RelativeSelfAttention
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.peg import PositionGenerator
@@ -32,9 +33,9 @@ from pipeline.models.common.vit import (
     ViTLayout,
     patch_grid,
 )
+from pipeline.models.entry import register
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
-from pipeline.models.registry import register
 
 
 class DeiTSwitches(Switches):
@@ -74,12 +75,8 @@ class DeiT(ClassTokenModel, PhiModel):
 
     Args:
         layout: heads and width.
-        num_classes: outputs of the classifier.
-        image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding. With
+        options: see :class:`ModelOptions`. ``image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding. With
             ``conditional_position``, and in the feature form, it takes any, also images that are not square.
-        drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
-        activation_checkpointing: recompute each block in the backward pass.
-        switches: ablations.
 
     Raises:
         UserError: ``image_size`` is not a multiple of 16.
@@ -90,18 +87,10 @@ class DeiT(ClassTokenModel, PhiModel):
     reference_switches = frozenset({"mask_position_embedding", "relative_position"})
     leading_tokens = 1
 
-    def __init__(
-        self,
-        layout: ViTLayout,
-        num_classes: int = 1000,
-        image_size: int = 224,
-        drop_path: float = 0.0,
-        activation_checkpointing: bool = False,
-        switches: DeiTSwitches | None = None,
-    ) -> None:
-        switches = switches or DeiTSwitches()
-        super().__init__(linear_drop_path(drop_path, layout.depth), activation_checkpointing, switches)
-        width = layout.width
+    def __init__(self, layout: ViTLayout, **options: Unpack[ModelOptions]) -> None:
+        settings, switches = settle(options, DeiTSwitches)
+        super().__init__(linear_drop_path(settings.drop_path, layout.depth), settings.activation_checkpointing, switches)
+        width, image_size = layout.width, settings.image_size
         if switches.conditional_position:
             patch_grid(image_size, image_size)  # raises for a size that no patches fit
         else:
@@ -118,7 +107,7 @@ class DeiT(ClassTokenModel, PhiModel):
             self.add_phi_inputs(layout.heads, image_size // PATCH, PhiDesign())
             for layer, block in enumerate(self.blocks):
                 block.position = PeripheralPosition(layout.heads, layer, layout.depth)  # called by PhiModel, once per step
-        self.add_classifier(width, num_classes)
+        self.add_classifier(width, settings.num_classes)
 
     def no_weight_decay(self) -> set[str]:
         """Also the generators of CPVT, as in their authors' Twins; iRPE's tables are decayed, as in its authors' code."""
@@ -160,35 +149,23 @@ def _with_class_token(log_phi: Tensor) -> Tensor:
     return F.pad(log_phi, (1, 0, 1, 0))
 
 
-_PAPER = "Training data-efficient image transformers (ICML 2021), Table 1; figures of ConViT (ICML 2021), Table 1"
-_PLUS = "ConViT (ICML 2021), Table 1"
-
-
-@register("DeiT Tiny, 3 heads", paper=_PAPER, switches=DeiTSwitches, paper_params_m=6, paper_gmacs=1, paper_top1=72.2)
-def deit_t(**options: Any) -> DeiT:
-    return DeiT(ViTLayout(3, 192), **options)
-
-
-@register("DeiT Small, 6 heads", paper=_PAPER, switches=DeiTSwitches, paper_params_m=22, paper_gmacs=4.3, paper_top1=79.8)
-def deit_s(**options: Any) -> DeiT:
-    return DeiT(ViTLayout(6, 384), **options)
-
-
-@register("DeiT Base, 12 heads", paper=_PAPER, switches=DeiTSwitches, paper_params_m=86, paper_gmacs=17, paper_top1=81.8)
-def deit_b(**options: Any) -> DeiT:
-    return DeiT(ViTLayout(12, 768), **options)
-
-
-@register("DeiT Tiny+, 4 heads", paper=_PLUS, switches=DeiTSwitches, paper_params_m=10, paper_gmacs=2, paper_top1=75.9)
-def deit_ti_plus(**options: Any) -> DeiT:
-    return DeiT(ViTLayout(4, 256), **options)
-
-
-@register("DeiT Small+, 9 heads", paper=_PLUS, switches=DeiTSwitches, paper_params_m=48, paper_gmacs=10, paper_top1=79.0)
-def deit_s_plus(**options: Any) -> DeiT:
-    return DeiT(ViTLayout(9, 576), **options)
-
-
-@register("DeiT Base+, 16 heads", paper=_PLUS, switches=DeiTSwitches, paper_params_m=152, paper_gmacs=30, paper_top1=77.5)
-def deit_b_plus(**options: Any) -> DeiT:
-    return DeiT(ViTLayout(16, 1024), **options)
+register(
+    DeiT,
+    DeiTSwitches,
+    "Training data-efficient image transformers (ICML 2021), Table 1; figures of ConViT (ICML 2021), Table 1",
+    {
+        "deit_t": (ViTLayout(3, 192), "DeiT Tiny, 3 heads", 6, 1, 72.2),
+        "deit_s": (ViTLayout(6, 384), "DeiT Small, 6 heads", 22, 4.3, 79.8),
+        "deit_b": (ViTLayout(12, 768), "DeiT Base, 12 heads", 86, 17, 81.8),
+    },
+)
+register(
+    DeiT,
+    DeiTSwitches,
+    "ConViT (ICML 2021), Table 1",
+    {
+        "deit_ti_plus": (ViTLayout(4, 256), "DeiT Tiny+, 4 heads", 10, 2, 75.9),
+        "deit_s_plus": (ViTLayout(9, 576), "DeiT Small+, 9 heads", 48, 10, 79.0),
+        "deit_b_plus": (ViTLayout(16, 1024), "DeiT Base+, 16 heads", 152, 30, 77.5),
+    },
+)

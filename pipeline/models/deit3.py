@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from pipeline.models.common.base import Switches, scale_branch, scales_of_block
+from pipeline.models.common.base import ModelOptions, Switches, scale_branch, scales_of_block, settle
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.vit import (
     REFERENCE_NAMES,
@@ -25,7 +26,7 @@ from pipeline.models.common.vit import (
     ViTLayout,
     patch_grid,
 )
-from pipeline.models.registry import register
+from pipeline.models.entry import register
 
 _BRANCHES = 2  # per block
 
@@ -63,12 +64,8 @@ class DeiT3(ClassTokenModel):
 
     Args:
         layout: heads and width.
-        num_classes: outputs of the classifier.
-        image_size: a multiple of 16; ``forward`` takes no other size. In the feature form it takes any, also images that are not
-            square.
-        drop_path: stochastic depth rate of every block.
-        activation_checkpointing: recompute each block in the backward pass.
-        switches: LayerScale's initial value.
+        options: see :class:`ModelOptions`. ``image_size``: a multiple of 16; ``forward`` takes no other size. In the feature form it
+            takes any, also images that are not square. ``drop_path``: of every block.
 
     Raises:
         UserError: ``image_size`` is not a multiple of 16.
@@ -81,19 +78,11 @@ class DeiT3(ClassTokenModel):
     )
     reference_switches = frozenset({"layer_scale"})
 
-    def __init__(
-        self,
-        layout: ViTLayout,
-        num_classes: int = 1000,
-        image_size: int = 224,
-        drop_path: float = 0.0,
-        activation_checkpointing: bool = False,
-        switches: DeiT3Switches | None = None,
-    ) -> None:
-        switches = switches or DeiT3Switches()
-        super().__init__([drop_path] * (_BRANCHES * layout.depth), activation_checkpointing, switches)
+    def __init__(self, layout: ViTLayout, **options: Unpack[ModelOptions]) -> None:
+        settings, switches = settle(options, DeiT3Switches)
+        super().__init__([settings.drop_path] * (_BRANCHES * layout.depth), settings.activation_checkpointing, switches)
         width, initial = layout.width, switches.layer_scale
-        self.position_embedding = PositionEmbedding(image_size, 0, width, masked_at_test=False)
+        self.position_embedding = PositionEmbedding(settings.image_size, 0, width, masked_at_test=False)
         self.patch_embedding = PatchEmbedding(width)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
 
@@ -104,7 +93,7 @@ class DeiT3(ClassTokenModel):
             return ScaledBlock(width, attention, layout.mlp_ratio, initial)
 
         self.blocks = ModuleList(block() for _ in range(layout.depth))
-        self.add_classifier(width, num_classes)
+        self.add_classifier(width, settings.num_classes)
 
     def no_weight_decay(self) -> set[str]:
         return super().no_weight_decay() | {"class_token", "position_embedding.weight"}
@@ -122,25 +111,13 @@ class DeiT3(ClassTokenModel):
         return patch_grid(*images.shape[-2:])
 
 
-_PAPER = "DeiT III: Revenge of the ViT (ECCV 2022); figures of the authors' model zoo"
-
-
-@register(
-    "DeiT III Small, 6 heads", paper=_PAPER, switches=DeiT3Switches, paper_params_m=22.0, paper_gmacs=4.6, paper_top1=81.4
+register(
+    DeiT3,
+    DeiT3Switches,
+    "DeiT III: Revenge of the ViT (ECCV 2022); figures of the authors' model zoo",
+    {
+        "deit3_s": (ViTLayout(6, 384), "DeiT III Small, 6 heads", 22.0, 4.6, 81.4),
+        "deit3_m": (ViTLayout(8, 512), "DeiT III Medium, 8 heads", 38.8, 8.0, 83.0),
+        "deit3_b": (ViTLayout(12, 768), "DeiT III Base, 12 heads", 86.6, 17.5, 83.8),
+    },
 )
-def deit3_s(**options: Any) -> DeiT3:
-    return DeiT3(ViTLayout(6, 384), **options)
-
-
-@register(
-    "DeiT III Medium, 8 heads", paper=_PAPER, switches=DeiT3Switches, paper_params_m=38.8, paper_gmacs=8.0, paper_top1=83.0
-)
-def deit3_m(**options: Any) -> DeiT3:
-    return DeiT3(ViTLayout(8, 512), **options)
-
-
-@register(
-    "DeiT III Base, 12 heads", paper=_PAPER, switches=DeiT3Switches, paper_params_m=86.6, paper_gmacs=17.5, paper_top1=83.8
-)
-def deit3_b(**options: Any) -> DeiT3:
-    return DeiT3(ViTLayout(12, 768), **options)

@@ -1,40 +1,21 @@
-"""The registry of models: names, papers and builders. The names are known without PyTorch."""
+"""Find models by name and build them. The names are known without PyTorch."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
+from pipeline.models.entry import ModelEntry, registered
 from pipeline.models.timm_names import check_timm_name, is_timm
 
 if TYPE_CHECKING:
     from pipeline.config import Config
-    from pipeline.models.common.base import Switches, VisionModel
-
-Builder = TypeVar("Builder", bound="Callable[..., VisionModel]")
-
-
-@dataclass(frozen=True)
-class ModelEntry:
-    """A registered model and its paper's figures."""
-
-    name: str
-    build: Callable[..., VisionModel]
-    description: str
-    paper: str  # with the table
-    paper_params_m: float | None  # millions; None, here and below: not in the paper
-    paper_gmacs: float | None  # 1e9 multiply-accumulates at the paper's image size
-    paper_top1: float | None  # percent, on the paper's data set
-    switches: type[Switches]  # the family's ablations
-    image_size: int = 224  # that the paper's figures are for
-    num_classes: int = 1000
-
+    from pipeline.models.common.base import VisionModel
 
 _FAMILIES = {  # module of this package -> the models that it registers: it is imported when one of them is asked for
     "convit.model": "convit_ti convit_ti_plus convit_s convit_s_plus convit_b convit_b_plus",
@@ -46,31 +27,15 @@ _FAMILIES = {  # module of this package -> the models that it registers: it is i
     "pervit.model": "pervit_t pervit_s pervit_m",
 }
 _MODULE_OF = {name: module for module, names in _FAMILIES.items() for name in names.split()}
-_registered: dict[str, ModelEntry] = {}
-
-
-def register(description: str, **paper: Any) -> Callable[[Builder], Builder]:
-    """Decorator: register a builder function under its own name.
-
-    Args:
-        description: one line for the list of models.
-        paper: further fields of :class:`ModelEntry`.
-    """
-
-    def add(build: Builder) -> Builder:
-        _registered[build.__name__] = ModelEntry(build.__name__, build, description, **paper)
-        return build
-
-    return add
 
 
 def list_models() -> list[str]:
     """Names that :func:`create_model` knows, sorted."""
-    return sorted({*_MODULE_OF, *_registered})
+    return sorted({*_MODULE_OF, *registered})
 
 
 def check_name(name: str) -> None:
-    """See that there is a model of that name, one of ours or ``timm:NAME``, without importing any.
+    """Check that there is a model of that name, one of ours or ``timm:NAME``, without importing any.
 
     Raises:
         UserError: unknown name.
@@ -93,11 +58,12 @@ def model_entry(name: str) -> ModelEntry:
     """
     check_name(name)
     if is_timm(name):
-        entry: ModelEntry = importlib.import_module("pipeline.models.timm_classifier").timm_entry(name)
-        return entry
-    if name not in _registered:
+        from pipeline.models.timm_classifier import timm_entry  # imported late: timm is an extra
+
+        return timm_entry(name)
+    if name not in registered:
         importlib.import_module(f"pipeline.models.{_MODULE_OF[name]}")
-    return _registered[name]
+    return registered[name]
 
 
 def model_of(config: Config) -> VisionModel:

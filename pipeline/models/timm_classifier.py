@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import Switches, VisionModel
-from pipeline.models.registry import ModelEntry
+from pipeline.models.entry import ModelEntry
 from pipeline.models.timm_names import PREFIX, is_timm
 from pipeline.models.timm_network import Trial, build_network, first_line, import_timm, try_out
 from pipeline.models.timm_random import StreamDropPath, seeded
@@ -226,9 +226,6 @@ def timm_entry(name: str) -> ModelEntry:
         build=partial(build_timm, name),
         description="a model of timm",
         paper=f"timm {timm.__version__}",
-        paper_params_m=None,
-        paper_gmacs=None,
-        paper_top1=None,
         switches=TimmSwitches,
         image_size=cfg.input_size[-1] if cfg else 224,
         num_classes=(cfg.num_classes if cfg else 0) or 1000,

@@ -28,7 +28,11 @@ NAMES = ("omega_c", "omega_a", "psi_p", "psi_c")
 def small_model(kind: str = "pervit") -> PerViT | DeiT:
     torch.manual_seed(0)
     if kind == "deit":
-        return DeiT(ViTLayout(2, 12, 3, 2), 5, 64, switches=DeiTSwitches(peripheral_position=True)).double().eval()
+        return (
+            DeiT(ViTLayout(2, 12, 3, 2), num_classes=5, image_size=64, switches=DeiTSwitches(peripheral_position=True))
+            .double()
+            .eval()
+        )
     model = PerViT(SMALL, num_classes=3, image_size=64).double().eval()
     for block in model.blocks:
         torch.nn.init.normal_(block.attn.qkv.weight, std=0.5)

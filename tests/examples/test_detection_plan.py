@@ -21,7 +21,7 @@ from examples.detection.loader import mirrored
 from examples.detection.plan import Schedule, learning_rate, request
 from pipeline.config import load_config_as
 from pipeline.errors import UserError
-from pipeline.models import create_model, registry
+from pipeline.models import create_model, entry
 from support.launching import REPOSITORY
 
 CONFIGS = sorted((REPOSITORY / "examples" / "detection" / "configs").glob("*_posmlp_?.yaml"))
@@ -165,10 +165,10 @@ def test_checkpoints(tmp_path: Path) -> None:
 @pytest.fixture
 def narrow() -> Iterator[str]:
     """The name of a small backbone, which this process knows for one test."""
-    from support.narrow_detector import posmlp_narrow  # registers it
+    import support.narrow_detector  # noqa: F401  # registers it
 
-    yield posmlp_narrow.__name__
-    del registry._registered[posmlp_narrow.__name__]
+    yield "posmlp_narrow"
+    del entry.registered["posmlp_narrow"]
 
 
 def test_the_backbone_starts_from_a_classifier(narrow: str, tmp_path: Path) -> None:

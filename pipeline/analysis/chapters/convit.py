@@ -218,7 +218,9 @@ class ConViTChapter(Chapter):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             layout = ViTLayout(attention.heads, attention.proj.out_features, depth=1)
-            fresh = ConViT(layout, 1, self.request.image_size, switches=ConViTSwitches(gpsa_layers=0)).eval()
+            fresh = ConViT(
+                layout, num_classes=1, image_size=self.request.image_size, switches=ConViTSwitches(gpsa_layers=0)
+            ).eval()
         with recorded("attention") as values:
             fresh(example.image[None].float().cpu())
         return _row(values["attention"][0], self._number, self._grid[0] * self._grid[1])[0].unflatten(-1, self._grid)

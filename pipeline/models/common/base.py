@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,43 @@ from pipeline.models.common.layers import drop_path_scales
 
 class Switches(Section):
     """Base of a family's ablation switches (``model.switches`` in a config). The defaults are the paper's model."""
+
+
+AnySwitches = TypeVar("AnySwitches", bound=Switches)
+
+
+class ModelOptions(TypedDict, total=False):
+    """Arguments of every family's model, beside its layout.
+
+    Attributes:
+        num_classes: outputs of the classifier.
+        image_size: side of the square input in pixels.
+        drop_path: stochastic depth rate, of the last block where rates grow with the depth.
+        activation_checkpointing: recompute each block in the backward pass.
+        switches: of the family's class; None: the published model.
+    """
+
+    num_classes: int
+    image_size: int
+    drop_path: float
+    activation_checkpointing: bool
+    switches: Any
+
+
+class ModelSettings(NamedTuple):
+    """:class:`ModelOptions` with defaults."""
+
+    num_classes: int = 1000
+    image_size: int = 224
+    drop_path: float = 0.0
+    activation_checkpointing: bool = False
+
+
+def settle(options: ModelOptions, switches: type[AnySwitches]) -> tuple[ModelSettings, AnySwitches]:
+    """The arguments of a family's model, complete. Args: switches: the family's class."""
+    given: dict[str, Any] = {**options}
+    chosen = given.pop("switches", None)
+    return ModelSettings(**given), switches() if chosen is None else chosen
 
 
 class VisionModel(FeatureSource):

@@ -8,14 +8,15 @@ differ, this follows the code, so that ``load_reference_state_dict`` can load th
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from pipeline.config import Positive, section_from_dict
-from pipeline.models.common.base import Switches, linear_drop_path, scales_of_block
+from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scales_of_block, settle
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.vit import (
     REFERENCE_NAMES,
@@ -28,7 +29,7 @@ from pipeline.models.common.vit import (
     patch_grid,
 )
 from pipeline.models.convit.gpsa import GatedPositionalSelfAttention, PositionalSelfAttention, relative_positions
-from pipeline.models.registry import register
+from pipeline.models.entry import register
 
 DEPTH = 12
 
@@ -80,12 +81,8 @@ class ConViT(ClassTokenModel):
 
     Args:
         layout: heads and width. A square number of heads lets the convolutional initialization use all of them.
-        num_classes: outputs of the classifier.
-        image_size: a multiple of 16; ``forward`` takes no other size, because of the position embedding, but in
-            the feature form.
-        drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
-        activation_checkpointing: recompute each block in the backward pass.
-        switches: ablations.
+        options: see :class:`ModelOptions`. ``image_size``: a multiple of 16; ``forward`` takes no other size, because of the position
+            embedding, but in the feature form.
 
     Raises:
         UserError: ``image_size`` is not a multiple of 16.
@@ -99,24 +96,16 @@ class ConViT(ClassTokenModel):
     switches: ConViTSwitches
     reference_switches = frozenset(ConViTSwitches.model_fields) - {"positional_gating"}
 
-    def __init__(
-        self,
-        layout: ViTLayout,
-        num_classes: int = 1000,
-        image_size: int = 224,
-        drop_path: float = 0.0,
-        activation_checkpointing: bool = False,
-        switches: ConViTSwitches | None = None,
-    ) -> None:
-        switches = switches or ConViTSwitches()
-        super().__init__(linear_drop_path(drop_path, layout.depth), activation_checkpointing, switches)
+    def __init__(self, layout: ViTLayout, **options: Unpack[ModelOptions]) -> None:
+        settings, switches = settle(options, ConViTSwitches)
+        super().__init__(linear_drop_path(settings.drop_path, layout.depth), settings.activation_checkpointing, switches)
         width = layout.width
         self.gpsa_layers = switches.gpsa_layers
-        self.position_embedding = PositionEmbedding(image_size, 0, width, switches.mask_position_embedding)
+        self.position_embedding = PositionEmbedding(settings.image_size, 0, width, switches.mask_position_embedding)
         self.patch_embedding = PatchEmbedding(width)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
         self.blocks = ModuleList(_block(layout, switches, layer) for layer in range(layout.depth))
-        self.add_classifier(width, num_classes)
+        self.add_classifier(width, settings.num_classes)
         self.mask_attention_at_test(switches.mask_content_layers, switches.mask_position_layers)
 
     def no_weight_decay(self) -> set[str]:
@@ -166,34 +155,16 @@ def _block(layout: ViTLayout, switches: ConViTSwitches, layer: int) -> Block:
     return block
 
 
-_PAPER = "ConViT (ICML 2021), Table 1"
-
-
-@register("ConViT Tiny, 4 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=6, paper_gmacs=1, paper_top1=73.1)
-def convit_ti(**options: Any) -> ConViT:
-    return ConViT(ViTLayout(4, 192), **options)
-
-
-@register("ConViT Tiny+, 4 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=10, paper_gmacs=2, paper_top1=76.7)
-def convit_ti_plus(**options: Any) -> ConViT:
-    return ConViT(ViTLayout(4, 256), **options)
-
-
-@register("ConViT Small, 9 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=27, paper_gmacs=5.4, paper_top1=81.3)
-def convit_s(**options: Any) -> ConViT:
-    return ConViT(ViTLayout(9, 432), **options)
-
-
-@register("ConViT Small+, 9 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=48, paper_gmacs=10, paper_top1=82.2)
-def convit_s_plus(**options: Any) -> ConViT:
-    return ConViT(ViTLayout(9, 576), **options)
-
-
-@register("ConViT Base, 16 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=86, paper_gmacs=17, paper_top1=82.4)
-def convit_b(**options: Any) -> ConViT:
-    return ConViT(ViTLayout(16, 768), **options)
-
-
-@register("ConViT Base+, 16 heads", paper=_PAPER, switches=ConViTSwitches, paper_params_m=152, paper_gmacs=30, paper_top1=82.5)
-def convit_b_plus(**options: Any) -> ConViT:
-    return ConViT(ViTLayout(16, 1024), **options)
+register(
+    ConViT,
+    ConViTSwitches,
+    "ConViT (ICML 2021), Table 1",
+    {
+        "convit_ti": (ViTLayout(4, 192), "ConViT Tiny, 4 heads", 6, 1, 73.1),
+        "convit_ti_plus": (ViTLayout(4, 256), "ConViT Tiny+, 4 heads", 10, 2, 76.7),
+        "convit_s": (ViTLayout(9, 432), "ConViT Small, 9 heads", 27, 5.4, 81.3),
+        "convit_s_plus": (ViTLayout(9, 576), "ConViT Small+, 9 heads", 48, 10, 82.2),
+        "convit_b": (ViTLayout(16, 768), "ConViT Base, 16 heads", 86, 17, 82.4),
+        "convit_b_plus": (ViTLayout(16, 1024), "ConViT Base+, 16 heads", 152, 30, 82.5),
+    },
+)

@@ -7,17 +7,19 @@ Probes of every block: ``position`` and, with ``mixing: ggqpe``, ``covariance`` 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 from pydantic import PositiveInt, model_validator
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from pipeline.errors import UserError
-from pipeline.models.common.base import VisionModel
+from pipeline.models.common.base import ModelOptions, VisionModel, settle
 from pipeline.models.common.module_list import ModuleList
+from pipeline.models.entry import register
 from pipeline.models.gated_mlp.gating import GMLP_CODE, GROUPED, LAYER_NORM_EPS, GatedBlock, GatingSwitches
 from pipeline.models.gated_mlp.partition import PaddedTiling
-from pipeline.models.registry import register
 
 PATCH = 16  # side of a patch in pixels
 TRUNCATED_STD = 0.87962566103423978  # of a normal distribution cut off at two standard deviations
@@ -46,12 +48,8 @@ class GMLP(VisionModel):
         width: channels of a token.
         depth: number of blocks.
         ratio: the gating units have ``ratio * width`` input channels.
-        num_classes: outputs of the classifier.
-        image_size: a multiple of 16; ``forward`` takes no other size, because there is a mixing weight per pair of tokens, but in
-            the feature form.
-        drop_path: stochastic depth rate, the same for all blocks.
-        activation_checkpointing: recompute each block in the backward pass.
-        switches: ablations; None: gMLP itself.
+        options: see :class:`ModelOptions`. ``image_size``: a multiple of 16; ``forward`` takes no other size, because there is a mixing
+            weight per pair of tokens, but in the feature form. ``drop_path``: of all blocks.
 
     Raises:
         UserError: ``image_size`` or the groups do not fit.
@@ -66,19 +64,10 @@ class GMLP(VisionModel):
         ("blocks.*.mlp_channels.gate.proj.bias", "blocks.*.gate.bias"),
     )
 
-    def __init__(
-        self,
-        width: int,
-        depth: int,
-        ratio: int,
-        num_classes: int = 1000,
-        image_size: int = 224,
-        drop_path: float = 0.0,
-        activation_checkpointing: bool = False,
-        switches: GMLPSwitches | None = None,
-    ) -> None:
-        switches = switches or GMLPSwitches()
-        super().__init__([drop_path] * depth, activation_checkpointing, switches)
+    def __init__(self, width: int, depth: int, ratio: int, **options: Unpack[ModelOptions]) -> None:
+        settings, switches = settle(options, GMLPSwitches)
+        super().__init__([settings.drop_path] * depth, settings.activation_checkpointing, switches)
+        image_size = settings.image_size
         if image_size % PATCH or image_size < PATCH:
             raise UserError(
                 f"model.image_size is {image_size}, but gMLP's patches need a multiple of {PATCH}",
@@ -95,7 +84,7 @@ class GMLP(VisionModel):
         window = image_size // PATCH
         self.blocks = ModuleList(GatedBlock(width, ratio, window, groups, switches, GMLP_CODE) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.head = nn.Linear(width, num_classes)
+        self.head = nn.Linear(width, settings.num_classes)
         self._init_weights()
 
     def _init_weights(self) -> None:
@@ -178,13 +167,9 @@ def _check_sides(height: int, width: int) -> None:
             )
 
 
-@register(
-    "gMLP Small, width 256, 30 blocks",
-    paper="Pay Attention to MLPs (NeurIPS 2021), Table 2; with other maps: PosMLP (ACM MM 2022), Tables 1 and 3",
-    switches=GMLPSwitches,
-    paper_params_m=20,
-    paper_gmacs=4.5,
-    paper_top1=79.6,
+register(
+    partial(GMLP, depth=30, ratio=6),
+    GMLPSwitches,
+    "Pay Attention to MLPs (NeurIPS 2021), Table 2; with other maps: PosMLP (ACM MM 2022), Tables 1 and 3",
+    {"gmlp_s": (256, "gMLP Small, width 256, 30 blocks", 20, 4.5, 79.6)},
 )
-def gmlp_s(**options: Any) -> GMLP:
-    return GMLP(256, 30, 6, **options)

@@ -8,15 +8,15 @@ A four-stage pyramid of gated blocks on windows. Where paper and published code 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from pipeline.models.common.base import VisionModel, linear_drop_path
+from pipeline.models.common.base import ModelOptions, VisionModel, linear_drop_path, settle
 from pipeline.models.common.layers import drop_path_scales
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.windows import relative_index
+from pipeline.models.entry import register
 from pipeline.models.gated_mlp.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBlock
 from pipeline.models.gated_mlp.partition import PaddedTiling, Tiling
 from pipeline.models.gated_mlp.posmlp_layers import (
@@ -39,7 +39,6 @@ from pipeline.models.gated_mlp.posmlp_sizes import (
 )
 from pipeline.models.gated_mlp.posmlp_switches import PosMLPSwitches
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, quadratic_terms
-from pipeline.models.registry import register
 
 
 class Stage(nn.Module):
@@ -79,13 +78,9 @@ class PosMLP(VisionModel):
 
     Args:
         width: channels of the first stage; each further stage doubles them.
-        num_classes: outputs of the classifier.
-        image_size: a multiple of 32. ``forward`` takes other sizes too if the windows tile their tokens: with the default
-            windows, multiples of ``image_size``. The feature form takes any multiple of 4: see :meth:`feature_maps`.
-        drop_path: stochastic depth rate of the last block; rates grow linearly from 0.
-        activation_checkpointing: recompute each block in the backward pass; not the stem, whose BatchNorm would update its
-            running statistics twice.
-        switches: ablations; None: the published model.
+        options: see :class:`ModelOptions`. ``image_size``: a multiple of 32. ``forward`` takes other sizes too if the windows tile their
+            tokens: with the default windows, multiples of ``image_size``. The feature form takes any multiple of 4: see
+            :meth:`feature_maps`. ``activation_checkpointing``: not of the stem, whose BatchNorm would update its statistics twice.
 
     Raises:
         UserError: ``image_size``, windows or groups do not fit.
@@ -96,17 +91,12 @@ class PosMLP(VisionModel):
         {"mixing", "covariance", "norm", "groups", "windows", "shift_windows", "block_dropout", "head_dropout"}
     )
 
-    def __init__(
-        self,
-        width: int,
-        num_classes: int = 1000,
-        image_size: int = 224,
-        drop_path: float = 0.0,
-        activation_checkpointing: bool = False,
-        switches: PosMLPSwitches | None = None,
-    ) -> None:
-        switches = switches or PosMLPSwitches()
-        super().__init__(linear_drop_path(drop_path, sum(DEPTHS), branches=1), activation_checkpointing, switches)
+    def __init__(self, width: int, **options: Unpack[ModelOptions]) -> None:
+        settings, switches = settle(options, PosMLPSwitches)
+        super().__init__(
+            linear_drop_path(settings.drop_path, sum(DEPTHS), branches=1), settings.activation_checkpointing, switches
+        )
+        image_size = settings.image_size
         self.reference_names = (*(_SGU_NAMES if switches.mixing == "sgu" else _POSGU_NAMES), *_NAMES)
         widths = [width * 2**stage for stage in range(len(DEPTHS))]
         check_size(image_size)
@@ -133,7 +123,7 @@ class PosMLP(VisionModel):
             for i in range(len(DEPTHS))
         )
         self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
-        self.head = nn.Linear(widths[-1], num_classes)
+        self.head = nn.Linear(widths[-1], settings.num_classes)
         self.apply(_init_weights)
 
     def reference_tables(self) -> dict[str, Tensor]:
@@ -264,19 +254,13 @@ def _init_weights(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-_PAPER = "PosMLP (ACM MM 2022), Table 2"
-
-
-@register("PosMLP Tiny, width 96", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=21, paper_gmacs=5.2, paper_top1=82.1)
-def posmlp_t(**options: Any) -> PosMLP:
-    return PosMLP(96, **options)
-
-
-@register("PosMLP Small, width 128", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=37, paper_gmacs=8.7, paper_top1=83.0)
-def posmlp_s(**options: Any) -> PosMLP:
-    return PosMLP(128, **options)
-
-
-@register("PosMLP Base, width 192", paper=_PAPER, switches=PosMLPSwitches, paper_params_m=82, paper_gmacs=18.6, paper_top1=83.6)
-def posmlp_b(**options: Any) -> PosMLP:
-    return PosMLP(192, **options)
+register(
+    PosMLP,
+    PosMLPSwitches,
+    "PosMLP (ACM MM 2022), Table 2",
+    {
+        "posmlp_t": (96, "PosMLP Tiny, width 96", 21, 5.2, 82.1),
+        "posmlp_s": (128, "PosMLP Small, width 128", 37, 8.7, 83.0),
+        "posmlp_b": (192, "PosMLP Base, width 192", 82, 18.6, 83.6),
+    },
+)

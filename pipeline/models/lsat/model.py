@@ -16,22 +16,23 @@ takes, and the global blocks are LSAT's.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import model_validator
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
-from pipeline.models.common.base import Switches, VisionModel
+from pipeline.models.common.base import ModelOptions, Switches, VisionModel, settle
 from pipeline.models.common.layers import init_linear
 from pipeline.models.common.module_list import ModuleList
+from pipeline.models.entry import register
 from pipeline.models.lsat.blocks import LAYER_NORM_EPS, AnyBlock, Block, Downsampling, Level
 from pipeline.models.lsat.cvt import ConvolutionalProjection, CvTBlock, TokenEmbedding, overlapping
 from pipeline.models.lsat.layout import LSATLayout, check_size, grid_side, layout_32, layout_224
 from pipeline.models.lsat.shifts import PositionEmbedding, ShiftEmbedding
 from pipeline.models.lsat.swin import SwinBlock
-from pipeline.models.registry import register
 
 
 class LSATSwitches(Switches):
@@ -66,12 +67,9 @@ class LSAT(VisionModel):
 
     Args:
         layout: a column of Table 2.
-        num_classes: outputs of the classifier.
-        image_size: a multiple of the patch embedding's stride, large enough for a token on the last level. ``forward`` takes no
-            other size, because of the position embeddings, but in the feature form.
-        drop_path: stochastic depth rate, the same for every branch (0.1 in the published code).
-        activation_checkpointing: recompute each block in the backward pass.
-        switches: ablations; None: the published model.
+        options: see :class:`ModelOptions`. ``image_size``: a multiple of the patch embedding's stride, large enough for a token on the
+            last level. ``forward`` takes no other size, because of the position embeddings, but in the feature form. ``drop_path``:
+            of every branch (0.1 in the published code).
 
     Raises:
         UserError: ``image_size`` or ``switches.heads`` does not suit the layout.
@@ -93,20 +91,13 @@ class LSAT(VisionModel):
     )
     reference_switches = frozenset({"heads"})
 
-    def __init__(
-        self,
-        layout: LSATLayout,
-        num_classes: int = 1000,
-        image_size: int = 224,
-        drop_path: float = 0.0,
-        activation_checkpointing: bool = False,
-        switches: LSATSwitches | None = None,
-    ) -> None:
-        switches = switches or LSATSwitches()
+    def __init__(self, layout: LSATLayout, **options: Unpack[ModelOptions]) -> None:
+        settings, switches = settle(options, LSATSwitches)
         if switches.kv_heads == layout.kv_heads:  # the published setting, stated explicitly
             switches = switches.model_copy(update={"kv_heads": None})
         blocks = sum(layout.depths) + (switches.local == "swin_pair")
-        super().__init__([drop_path] * 2 * blocks, activation_checkpointing, switches)
+        super().__init__([settings.drop_path] * 2 * blocks, settings.activation_checkpointing, switches)
+        image_size = settings.image_size
         check_size(image_size, layout, "model.image_size")
         self.image_size, self.layout, self.stride = image_size, layout, layout.stride
         self.embedding = _build_embedding(layout, switches)
@@ -115,7 +106,7 @@ class LSAT(VisionModel):
         self.levels = ModuleList(_build_level(layout, i, image_size, variants, switches) for i in range(len(layout.widths)))
         self.downsamplings = nn.ModuleList(Downsampling(*layout.widths[i : i + 2]) for i in range(len(layout.widths) - 1))
         self.norm = nn.LayerNorm(layout.widths[-1], eps=LAYER_NORM_EPS)
-        self.head = nn.Linear(layout.widths[-1], num_classes)
+        self.head = nn.Linear(layout.widths[-1], settings.num_classes)
         self.apply(_init_weights)
 
     def layer_of(self, name: str) -> int:
@@ -244,34 +235,28 @@ def _init_weights(module: nn.Module) -> None:
 
 # The paper's GMACs include the matrix products of attention but not the shift embeddings (0.48 of 3.63 and 0.10 of 7.72 GMACs).
 _PAPER = "Locally Shifted Attention With Early Global Integration (2021)"
-_IMAGENET = dict(paper=f"{_PAPER}, Tables 2 and 4", switches=LSATSwitches, image_size=224, num_classes=1000)
-_CIFAR = dict(
-    paper=f"{_PAPER}, Tables 2 and 3 (CIFAR-10)", switches=LSATSwitches, image_size=32, num_classes=10, paper_gmacs=None
+# Table 2 says kernel 7 without padding for the Tiny; the published code's kernel 9 gives the 9.9 M parameters of Table 4.
+_TINY = layout_224((192,) * 4, (4,) * 4, (2, 4, 4, 4), kernel=9, stride=7, padding=1)
+_SMALL = layout_224((64, 192, 384), (2, 6, 12), (2, 2, 10), kernel=4, stride=4, padding=0)
+register(
+    LSAT,
+    LSATSwitches,
+    f"{_PAPER}, Tables 2 and 4",
+    {
+        "lsat_t_224": (_TINY, "LSAT Tiny, 224 pixels, 10 shifts", 9.9, 3.1, 76.0),
+        "lsat_s_224": (_SMALL, "LSAT Small, 224 pixels, 10 shifts", 22.0, 7.6, 82.2),
+    },
 )
-
-
-@register("LSAT Tiny, 224 pixels, 10 shifts", paper_params_m=9.9, paper_gmacs=3.1, paper_top1=76.0, **_IMAGENET)
-def lsat_t_224(**options: Any) -> LSAT:
-    # Table 2 says kernel 7 without padding; the published code's kernel 9 gives the 9.9 M parameters of Table 4.
-    return LSAT(layout_224((192,) * 4, (4,) * 4, (2, 4, 4, 4), kernel=9, stride=7, padding=1), **options)
-
-
-@register("LSAT Small, 224 pixels, 10 shifts", paper_params_m=22.0, paper_gmacs=7.6, paper_top1=82.2, **_IMAGENET)
-def lsat_s_224(**options: Any) -> LSAT:
-    return LSAT(layout_224((64, 192, 384), (2, 6, 12), (2, 2, 10), kernel=4, stride=4, padding=0), **options)
-
-
 # The paper's parameter counts at 32 pixels are for other head layouts: see LSATSwitches.kv_heads and heads.
-@register("LSAT Tiny, 32 pixels, 18 shifts", paper_params_m=10.2, paper_top1=97.0, **_CIFAR)
-def lsat_t_32(**options: Any) -> LSAT:
-    return LSAT(layout_32(192, 4, (2, 4, 4, 4)), **options)
-
-
-@register("LSAT Small, 32 pixels, 18 shifts", paper_params_m=36.2, paper_top1=97.64, **_CIFAR)
-def lsat_s_32(**options: Any) -> LSAT:
-    return LSAT(layout_32(384, 6, (2, 4, 4, 4)), **options)
-
-
-@register("LSAT Base, 32 pixels, 18 shifts", paper_params_m=115.8, paper_top1=97.75, **_CIFAR)
-def lsat_b_32(**options: Any) -> LSAT:
-    return LSAT(layout_32(768, 12, (3, 3, 3, 3)), **options)
+register(
+    LSAT,
+    LSATSwitches,
+    f"{_PAPER}, Tables 2 and 3 (CIFAR-10)",
+    {
+        "lsat_t_32": (layout_32(192, 4, (2, 4, 4, 4)), "LSAT Tiny, 32 pixels, 18 shifts", 10.2, None, 97.0),
+        "lsat_s_32": (layout_32(384, 6, (2, 4, 4, 4)), "LSAT Small, 32 pixels, 18 shifts", 36.2, None, 97.64),
+        "lsat_b_32": (layout_32(768, 12, (3, 3, 3, 3)), "LSAT Base, 32 pixels, 18 shifts", 115.8, None, 97.75),
+    },
+    image_size=32,
+    num_classes=10,
+)

@@ -7,21 +7,21 @@ weights; each such place says so.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from pipeline.errors import UserError
-from pipeline.models.common.base import linear_drop_path, scale_branch, scales_of_block
+from pipeline.models.common.base import ModelOptions, linear_drop_path, scale_branch, scales_of_block, settle
 from pipeline.models.common.layers import MLP, init_linear
 from pipeline.models.common.module_list import ModuleList
 from pipeline.models.common.vit import PositionEmbedding
+from pipeline.models.entry import register
 from pipeline.models.pervit.attention import PeripheralAttention, StaticAttention
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import PeripheralPosition
 from pipeline.models.pervit.switches import PerViTSwitches
-from pipeline.models.registry import register
 
 STEM_STRIDE = 16  # pixels per token
 LAYER_NORM_EPS = 1e-6
@@ -125,12 +125,9 @@ class PerViT(PhiModel):
 
     Args:
         layout: widths and depths.
-        num_classes: outputs of the classifier.
-        image_size: a multiple of 16, at least 32. ``forward`` takes other sizes too: Φp is computed for the grid of the image.
-        drop_path: stochastic depth rate of the last block; rates grow linearly from 0 (DeiT's rule).
-        activation_checkpointing: recompute each block in the backward pass; not the stem, whose BatchNorm would update its
-            running statistics twice, nor Φp, whose activations do not grow with the batch.
-        switches: ablations; None: the published model.
+        options: see :class:`ModelOptions`. ``image_size``: a multiple of 16, at least 32. ``forward`` takes other sizes too: Φp is
+            computed for the grid of the image. ``activation_checkpointing``: neither of the stem, whose BatchNorm would update its
+            statistics twice, nor of Φp, whose activations do not grow with the batch.
 
     Probes of every layer: ``phi_p``, ``phi_c`` and ``attention``, see :mod:`pipeline.models.pervit.attention`.
 
@@ -151,20 +148,13 @@ class PerViT(PhiModel):
     blocks: ModuleList[Block]
     reference_switches = frozenset({"widths", "phi_p_init", "phi_p_frozen"})
 
-    def __init__(
-        self,
-        layout: PerViTLayout,
-        num_classes: int = 1000,
-        image_size: int = 224,
-        drop_path: float = 0.0,
-        activation_checkpointing: bool = False,
-        switches: PerViTSwitches | None = None,
-    ) -> None:
-        switches = switches or PerViTSwitches()
+    def __init__(self, layout: PerViTLayout, **options: Unpack[ModelOptions]) -> None:
+        settings, switches = settle(options, PerViTSwitches)
         if switches.widths is not None:
             layout = layout.with_widths(switches.widths)
         depth = sum(layout.depths)
-        super().__init__(linear_drop_path(drop_path, depth), activation_checkpointing, switches)
+        super().__init__(linear_drop_path(settings.drop_path, depth), settings.activation_checkpointing, switches)
+        image_size = settings.image_size
         _check_size(image_size, image_size)
         stage_of = [stage for stage, blocks in enumerate(layout.depths) for _ in range(blocks)]
         widths = [layout.widths[stage] for stage in stage_of]
@@ -175,7 +165,7 @@ class PerViT(PhiModel):
             self.add_phi_inputs(layout.heads, image_size // STEM_STRIDE, switches.phi_design)
         self.blocks = ModuleList(Block(widths[i], widths[min(i + 1, depth - 1)], layout, i, switches) for i in range(depth))
         self.norm = nn.LayerNorm(widths[-1], eps=LAYER_NORM_EPS)
-        self.head = nn.Linear(widths[-1], num_classes)
+        self.head = nn.Linear(widths[-1], settings.num_classes)
         # Residual linears, stem and CPE keep PyTorch's own initialization, as in the authors' code.
         for block in self.blocks:
             block.attn.apply(init_linear)
@@ -257,22 +247,17 @@ def _check_size(height: int, width: int) -> None:
             )
 
 
-_PAPER = "Peripheral Vision Transformer (NeurIPS 2022), Supplement Table S5"
-
-
-@register("PerViT Tiny, 4 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=7.6, paper_gmacs=1.6, paper_top1=78.8)
-def pervit_t(**options: Any) -> PerViT:
-    return PerViT(PerViTLayout(4, (128, 192, 224, 280), (48, 64, 96, 128)), **options)
-
-
-@register("PerViT Small, 8 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=21.3, paper_gmacs=4.4, paper_top1=82.1)
-def pervit_s(**options: Any) -> PerViT:
-    # The supplement says 262 for the stem's last width; the published code has 272, the width of the first stage.
-    return PerViT(PerViTLayout(8, (272, 320, 368, 464), (64, 128, 192, 272)), **options)
-
-
-@register(
-    "PerViT Medium, 12 heads", paper=_PAPER, switches=PerViTSwitches, paper_params_m=43.7, paper_gmacs=9.0, paper_top1=82.9
+_TINY = PerViTLayout(4, (128, 192, 224, 280), (48, 64, 96, 128))
+# The supplement says 262 for the stem's last width of the Small; the published code has 272, the width of the first stage.
+_SMALL = PerViTLayout(8, (272, 320, 368, 464), (64, 128, 192, 272))
+_MEDIUM = PerViTLayout(12, (312, 468, 540, 684), (64, 192, 256, 312))
+register(
+    PerViT,
+    PerViTSwitches,
+    "Peripheral Vision Transformer (NeurIPS 2022), Supplement Table S5",
+    {
+        "pervit_t": (_TINY, "PerViT Tiny, 4 heads", 7.6, 1.6, 78.8),
+        "pervit_s": (_SMALL, "PerViT Small, 8 heads", 21.3, 4.4, 82.1),
+        "pervit_m": (_MEDIUM, "PerViT Medium, 12 heads", 43.7, 9.0, 82.9),
+    },
 )
-def pervit_m(**options: Any) -> PerViT:
-    return PerViT(PerViTLayout(12, (312, 468, 540, 684), (64, 192, 256, 312)), **options)

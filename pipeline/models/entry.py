@@ -1,0 +1,60 @@
+"""Describe the models: what a family registers for each of its sizes. The registry reads it, and loads the families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.models.common.base import Switches, VisionModel
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model and its paper's figures.
+
+    Attributes:
+        build: called with ``switches``, ``num_classes``, ``image_size``, ``drop_path`` and ``activation_checkpointing``.
+        description: one line for the list of models.
+        paper: with the table.
+        switches: the family's ablations.
+        paper_params_m: millions; None, here and below: not in the paper.
+        paper_gmacs: 1e9 multiply-accumulates at the paper's image size.
+        paper_top1: percent, on the paper's data set.
+        image_size, num_classes: that the paper's figures are for.
+    """
+
+    name: str
+    build: Callable[..., VisionModel]
+    description: str
+    paper: str
+    switches: type[Switches]
+    paper_params_m: float | None = None
+    paper_gmacs: float | None = None
+    paper_top1: float | None = None
+    image_size: int = 224
+    num_classes: int = 1000
+
+
+registered: dict[str, ModelEntry] = {}
+
+Size = tuple[Any, str, float | None, float | None, float | None]
+
+
+def register(
+    family: Callable[..., VisionModel], switches: type[Switches], paper: str, sizes: Mapping[str, Size], **settings: int
+) -> None:
+    """Register the sizes of a family.
+
+    Args:
+        family: called with a layout and with ``create_model``'s arguments.
+        switches: the family's ablations.
+        paper: with the table.
+        sizes: name -> (layout, one line for the list of models, the paper's parameters in millions, GMACs and top-1 in percent).
+        settings: ``image_size`` and ``num_classes`` that the paper's figures are for.
+    """
+    for name, (layout, description, params_m, gmacs, top1) in sizes.items():
+        build = partial(family, layout)
+        registered[name] = ModelEntry(name, build, description, paper, switches, params_m, gmacs, top1, **settings)
