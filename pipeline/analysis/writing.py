@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.analysis.findings import Findings
-from pipeline.analysis.page import Picture, page
+from pipeline.analysis.page import Picture, analysis_page
 from pipeline.analysis.style import style
 from pipeline.errors import UserError
 from pipeline.files import sync_folder
@@ -75,7 +75,7 @@ def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> l
         }
         files = [Path(file) for each in pictures for file in each.entry["files"]] + [Path(ANALYSIS), Path(PAGE)]
         (hidden / ANALYSIS).write_text(_json(result), encoding="utf-8")
-        (hidden / PAGE).write_text(page(result, pictures), encoding="utf-8")
+        (hidden / PAGE).write_text(analysis_page(result, pictures), encoding="utf-8")
         former = _former_files(folder)
         (folder / FIGURES).mkdir(exist_ok=True)
         for file in files:  # the page is the last

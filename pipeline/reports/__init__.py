@@ -9,7 +9,6 @@
 ``predictions.py``  per-image results of ``pipeline.evaluate``
 ``pictures.py``     images of the data set, by their keys
 ``curves.py``       curves as plotly figures, thinned where they are long
-``page.py``         the frame of a page: one HTML file that opens without a network
 ``known_runs.py``   several run folders, and what a comparison needs of each
 ``comparison.py``   which runs differ only in their seed, in what the others differ; ``comparison_page.py``: their page
 ``paper_tables.py`` the papers' tables, ``tables/*.yml``; ``row_runs.py``: which runs belong to a row

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import UserError
+from pipeline.page import COLOURS, Figure, Html, Section, figure, html, join, page, table
 from pipeline.reports.comparison import Group, SameData, by_data, differing_keys, group_runs, mean_curve, mean_text, value_text
-from pipeline.reports.curves import COLOURS, numbers, smoothed
+from pipeline.reports.curves import numbers, smoothed
 from pipeline.reports.known_runs import KnownRun, find_runs, read_runs
-from pipeline.reports.page import Figure, Html, Section, figure, html, join, page, table
 
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _POINTS = 30_000  # of all curves of a figure: a page with a hundred runs stays small

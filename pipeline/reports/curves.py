@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.reports.page import Figure
+from pipeline.page import COLOURS, Figure
 
 BINS = 1000  # of a thinned curve: two points each, the least and the greatest
-COLOURS = ("#3f7fd0", "#d9762b", "#2f9e6b", "#b4518f", "#8a6fd1", "#a08a1c", "#2aa0b5", "#c9504a")  # legible on light and dark
 _DIGITS = 6  # significant ones of a value in a page
 
 

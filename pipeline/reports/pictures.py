@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.data.image_folder import ImageFolder, open_split
 from pipeline.data.manifest import sample_key
 from pipeline.data.shards import DamagedSample, ShardSet
-from pipeline.reports.page import Html, html
+from pipeline.page import Html, html
 from pipeline.stores.place import Place
 
 _SIDE = 160  # pixels of the longer side of a picture in the page

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.reports.page import Html, Section, html, page
+from pipeline.page import Html, Section, html, page
 from pipeline.reports.paper import paper_recipe
 from pipeline.reports.pictures import Pictures
 from pipeline.reports.predictions import find_predictions, read_predictions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pipeline.page import Html, Section, html, page
 from pipeline.reports.known_runs import find_runs, read_runs
-from pipeline.reports.page import Html, Section, html, page
 from pipeline.reports.paper_tables import find_table
 from pipeline.reports.row_runs import fill
 from pipeline.reports.table_formats import column_groups, comma_separated, latex, markdown

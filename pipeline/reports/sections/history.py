@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.reports.page import Html, html, join, table
+from pipeline.page import Html, html, join, table
 from pipeline.reports.run_folder import RunFolder
 from pipeline.reports.story import Start, clock, duration
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.page import Figure, Html, figure, html, join
 from pipeline.reports.curves import Curve, curve_figure
 from pipeline.reports.metric_rows import is_number
-from pipeline.reports.page import Figure, Html, figure, html, join
 from pipeline.reports.pictures import data_uri, file_uri
 from pipeline.reports.run_folder import TENSORBOARD, RunFolder
 

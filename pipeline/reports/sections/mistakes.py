@@ -7,8 +7,8 @@ from html import escape
 
 import numpy as np
 
-from pipeline.reports.curves import COLOURS, numbers
-from pipeline.reports.page import Figure, Html, figure, html, join, table
+from pipeline.page import COLOURS, Figure, Html, figure, html, join, table
+from pipeline.reports.curves import numbers
 from pipeline.reports.pictures import Pictures
 from pipeline.reports.predictions import Predictions, class_namer
 

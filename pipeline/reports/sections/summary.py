@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.page import Html, html, join, table
 from pipeline.reports.metric_rows import is_number
-from pipeline.reports.page import Html, html, join, table
 from pipeline.reports.paper import PaperRecipe
 from pipeline.reports.run_folder import RunFolder
 from pipeline.reports.story import Start, clock, duration

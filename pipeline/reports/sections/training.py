@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.reports.curves import BINS, COLOURS, Curve, Mark, curve_figure, with_mean
+from pipeline.page import COLOURS, Figure, Html, figure, html, join
+from pipeline.reports.curves import BINS, Curve, Mark, curve_figure, with_mean
 from pipeline.reports.metric_rows import is_number
-from pipeline.reports.page import Figure, Html, figure, html, join
 from pipeline.reports.run_folder import RunFolder
 from pipeline.reports.story import Start, duration
 

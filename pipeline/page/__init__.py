@@ -1,4 +1,4 @@
-"""The frame of a page: one HTML file with its style, its scripts and its pictures inside, which opens without a network.
+"""Build a page: one HTML file with its style, its scripts and its pictures inside, which opens without a network; and its colours.
 
 Whatever comes from a file (names of classes, keys, messages) goes through :func:`html`, which escapes it.
 """
@@ -14,6 +14,11 @@ from importlib.resources import files
 from typing import Any
 
 from pipeline.errors import UserError
+
+BLUE, ORANGE, GREEN, PINK, PURPLE, GREY, SKY, RED = COLOURS = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#8A6FD1", "#6E6E6E", "#56B4E9", "#D55E00",
+)  # fmt: skip
+"""Colours of categories, in this order, which can be told apart without red and green (Okabe and Ito), on light and dark."""
 
 
 class Html(str):
@@ -49,11 +54,13 @@ class Section:
         title: its heading, and its entry in the list of contents.
         body: HTML.
         closed: whether it is folded up when the page opens; it is printed all the same.
+        name: its anchor; empty: by its number.
     """
 
     title: str
     body: Html
     closed: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
 
     Args:
         title: of the page and its window.
-        subtitle: a line below it.
+        subtitle: a line below it; HTML or text.
         sections: in their order.
         notes: what the reader must know first, above all sections: what is missing or damaged.
         plots: whether there are figures, which need plotly's script (4.8 MB).
@@ -135,7 +142,7 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
     Raises:
         UserError: plotly is not installed.
     """
-    names = [f"s{number}" for number, _ in enumerate(sections)]
+    names = [section.name or f"s{number}" for number, section in enumerate(sections)]
     contents = [html('<a href="#{}">{}</a>', name, section.title) for name, section in zip(names, sections)]
     body = [
         html(
@@ -178,7 +185,7 @@ def plotly_script() -> str:
 
 
 def _resource(name: str) -> str:
-    return files("pipeline.reports").joinpath(name).read_text(encoding="utf-8")
+    return files("pipeline.page").joinpath(name).read_text(encoding="utf-8")
 
 
 _PAGE = """<!DOCTYPE html>
