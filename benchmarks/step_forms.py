@@ -87,7 +87,9 @@ def ours(setting: Setting, compiled: bool = False) -> Step:
     noise = setting.noise(engine.module)
     objective = Objective(label_loss(config.train))
     if compiled:
-        compilation = importlib.import_module(_COMPILING).Compilation(config, setting.world, engine.module, objective)
+        compilation = importlib.import_module(_COMPILING).Compilation(
+            config.train.compile, config.train.precision, Path(config.output_dir), setting.world, engine.module, objective
+        )
         compilation.prepare(batch, noise, False)
 
     def step() -> None:

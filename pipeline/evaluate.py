@@ -98,7 +98,6 @@ def run(args: argparse.Namespace) -> None:
     from pipeline.data.loader import decoding_device
     from pipeline.distributed.world import disconnect, init_world
     from pipeline.logs import console
-    from pipeline.run.decoding import with_decoding
     from pipeline.run.evaluation import check_same_classes, evaluate, evaluation_loader
     from pipeline.run.precision import choose_evaluation_precision
     from pipeline.run.prediction import collect_evaluated
@@ -111,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
     config = trained.config
     if args.batch_size is not None:
         config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
-    config = with_decoding(with_switches(config, args.switch), args.decode)
+    config = with_switches(config, args.switch).with_values({"data.decode": args.decode})
     images = open_split(args.data, args.split, trained.classes if trained.named else None)
     if trained.named:
         check_same_classes(images, trained.classes, of=str(args.checkpoint))
@@ -213,7 +212,7 @@ def with_switches(config: Config, changes: list[str]) -> Config:
     from pipeline.config.values import parse_switches
 
     switches = {**config.model.switches, **parse_switches(changes)}
-    return config.model_copy(update={"model": config.model.model_copy(update={"switches": switches})})
+    return config.with_values({"model.switches": switches})
 
 
 def table(row: dict, why_precision: str) -> str:

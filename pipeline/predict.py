@@ -70,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
     from pipeline.data.loader import decoding_device
     from pipeline.distributed.world import disconnect, init_world
     from pipeline.logs import console
-    from pipeline.run.decoding import with_decoding
     from pipeline.run.evaluation import evaluation_loader
     from pipeline.run.precision import choose_evaluation_precision
     from pipeline.run.prediction import compute_features, predict
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     tree = {**trained.config.model_dump(), "data": {**trained.config.data.model_dump(), "max_bad_samples": 2**31 - 1}}
     if args.batch_size is not None:
         tree["eval"] = {"batch_size": args.batch_size}
-    config = with_decoding(config_from_dict(tree, source="--batch-size"), args.decode)
+    config = config_from_dict(tree, source="--batch-size").with_values({"data.decode": args.decode})
     model = trained.build_model()
     world = init_world()
     decoding_device(args.decode, world.device, "--decode")

@@ -1,248 +1,64 @@
-"""Train a model.
+"""The command line of a training. It validates all it can before the slow import of PyTorch and DeepSpeed.
 
-    python -m pipeline.train --config configs/pervit_t.yaml [--dry-run] [dotted.key=value ...]
-
-The same command resumes a run that was stopped, with any world size. Several ranks: ``launch/local.sh`` on one machine,
-``sbatch launch/train.slurm configs/pervit_t.yaml`` on a cluster. On SIGTERM, SIGUSR1 or SIGHUP to any rank, all save what they
-have trained and exit with code 75.
+The same command resumes a run that was stopped, with any world size. On SIGTERM, SIGUSR1 or SIGHUP to any rank, all save what they
+have trained and exit with code 75. The loop is in :mod:`pipeline.training.loop`.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: --help, what is wrong with the config, the first line.
-    from pipeline.run.command import train_command
-
-    train_command()
-
-import time
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
-from torch import Tensor
+from pipeline.command_line import command_parser, run_command
 
-from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
-from pipeline.config import Config, Recipe
-from pipeline.data.loader import Batch
-from pipeline.distributed.world import World, disconnect, init_world
-from pipeline.errors import PREEMPTED
-from pipeline.faults.heartbeat import Heartbeat
-from pipeline.faults.stop_signal import StopSignal
-from pipeline.logs import console, curves, pictures
-from pipeline.logs.run_log import StepRecord
-from pipeline.optim.learning_rate import learning_rate
-from pipeline.run.building import check_alone
-from pipeline.run.determinism import make_deterministic, refusals_explained
-from pipeline.run.dry_run import dry_run
-from pipeline.run.evaluation import evaluate
-from pipeline.run.nonfinite import skip_or_stop
-from pipeline.run.start import start_run
-from pipeline.run.state import NO_MORE_DATA, Run
-from pipeline.step.train_step import train_step
+_TRAIN = """Train a model, or resume a run that was stopped: the same command, on any number of processes.
 
-_STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
+  python -m pipeline.train --config pervit_t data.path=SHARD_DIR output_dir=runs/pervit_t
+  bash launch/local.sh 8 -- pipeline.train --config pervit_t model.switches.conv_stem=false output_dir=runs/no_stem
+  python -m pipeline.train --config pervit_t data.path=SHARD_DIR --dry-run
+
+The first is one process, the second one per GPU of a machine with 8, the third tells whether a start would do. On a cluster: sbatch launch/train.slurm pervit_t
+The folder launch/ is in the repository, not in an installed package.
+"""
+_KEYS = """python -m pipeline.config lists all keys with their defaults; python -m pipeline.models lists the models, and with a
+model's name its switches. SIGTERM, SIGUSR1 or SIGHUP to any process: all save what they have trained and exit with code 75."""
 
 
-def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = None, dry: bool = False) -> int:
-    """Join the other ranks, then :func:`train`: the command once its config is loaded. Returns the exit code.
+def main() -> int:
+    """Parse the command line, load the config, train; returns the exit code."""
+    parser = command_parser("pipeline.train", _TRAIN, _KEYS)
+    parser.add_argument("--config", required=True, type=Path, help="a file, or the name of a shipped config: pervit_t")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything and take one step on random images with the real model, without writing or changing a file",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=100")
+    args = parser.parse_intermixed_args()
 
-    Args:
-        config, stop, recipe: as for :func:`train`.
-        dry: :func:`~pipeline.run.dry_run.dry_run` instead.
-    """
-    if config.train.deterministic:
-        make_deterministic()
-    world = init_world(config.distributed.collective_timeout, None if dry else Path(config.output_dir))
-    code = dry_run(config, world, stop) if dry else train(config, world, stop, recipe)
-    disconnect()
-    return code
+    from pipeline.faults.stop_signal import StopSignal
 
+    with StopSignal() as stop:  # from the beginning: starting takes a while
+        from pipeline.config import load_config, load_recipe
+        from pipeline.logs import console
+        from pipeline.models.registry import check_name
 
-def train(config: Config, world: World, stop: StopSignal | None = None, recipe: Recipe | None = None) -> int:
-    """Train to the end of the schedule, from the newest intact checkpoint if there is one. Collective.
+        console.outlive_the_terminal()
+        console.install()
+        config = load_config(args.config, args.overrides)
+        check_name(config.model.name)
+        if console.is_first_process():
+            start = "a dry run of " if args.dry_run else ""
+            console.say(f"{start}{config.model.name} into {config.output_dir}: loading PyTorch, DeepSpeed and DALI")
+        from pipeline.training.loop import connect_and_train
 
-    Args:
-        config: the run.
-        world: all ranks.
-        stop: tells whether this process has received a signal to stop.
-        recipe: what the config is made from, for the log; None: unknown.
-
-    Returns:
-        The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint if a step was taken.
-
-    Raises:
-        UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
-    """
-    stop = stop or StopSignal()
-    check_alone(config, world)
-    with Heartbeat(world, config.distributed, Path(config.output_dir)) as heartbeat, refusals_explained():
-        if any(world.gather(stop.received)):  # received while the libraries were loading: build nothing
-            if world.is_main:
-                console.say(_STOPPED_EARLY)
-            return PREEMPTED
-        run = start_run(config, world, stop, heartbeat, recipe)
-        if run is None:
-            return 0
-        with run:
-            if config.eval.analyses and (reason := nothing_to_follow(run.trained.engine.module)):
-                run.log.say(f"note: eval.analyses writes nothing for {config.model.name}: {reason}")
-            stopping = stopped_early = run.agreement.ask(stop.received != 0)  # received while the run was built
-            no_more_data = False
-            if run.evaluation_due and not stopping:
-                stopping = complete_step(run, stopping=False)
-            while run.step < run.schedule.last_step and not stopping:
-                with run.profiler.step(run.step + 1):
-                    batch = training_step(run)
-                write_profile(run)
-                agreed = run.tell()
-                run.evaluation_due = run.schedule.passes(run.step, config.eval.every_epochs)
-                if run.step == run.first_step + 1:
-                    grid = pictures.image_grid(batch, run.train_set.class_names, config.data.mean, config.data.std)
-                    run.log.image(pictures.IMAGES, grid, run.step)
-                stopping = complete_step(run, agreed.stop != 0 and run.step < run.schedule.last_step)
-                no_more_data = agreed.stop == NO_MORE_DATA
-            run.saver.finish()
-            if stopping and no_more_data:
-                run.raise_failure()
-            if stopped_early:
-                run.log.say(_STOPPED_EARLY)
-            elif stopping:
-                run.log.say(f"stopped by a signal at step {run.step}: the same command goes on from here")
-            else:
-                run.compilation.drop_cache()
-                run.log.say(
-                    f"done at step {run.step}; curves, beside those of other runs: tensorboard --logdir {run.folder.parent}"
-                )
-    return PREEMPTED if stopping else 0
+        return connect_and_train(config, stop, load_recipe(args.config), args.dry_run)
 
 
-def training_step(run: Run) -> Batch:
-    """Take one optimizer step and log it; returns its last micro-batch."""
-    schedule, step = run.schedule, run.step + 1  # the step's number once it is taken
-    lr = learning_rate(run.step, schedule.steps_per_epoch, schedule.epochs, schedule.global_batch_size, run.config.optim)
-
-    def next_batch() -> Batch:
-        run.heartbeat.at(step, "reading data")
-        return next(run.loader)
-
-    def before_forward(batch: Batch, noise: Tensor | None) -> None:
-        if run.compilation.pending:
-            run.heartbeat.at(step, "compiling")
-            run.compilation.prepare(batch, noise, run.trained.engine.gradient_accumulation_steps() > 1)
-            run.log.restart_clock()
-        run.heartbeat.at(step, "training")
-
-    result = train_step(run.trained, next_batch, lr, run.config.seed, before_forward)
-    if not result.taken:
-        skip_or_stop(run, step, result.micro_batches)
-    run.step = step
-    where = (step, schedule.epoch(step), schedule.samples(step))
-    bad = run.loader.bad.take_unreported()
-    record = StepRecord(*where, lr, result.loss, result.grad_norm, result.data_seconds, result.replaced, bad, run.skipped_steps)
-    run.log.step(record)
-    if run.samples and result.taken:
-        for micro_batch in result.micro_batches:
-            run.samples.add(micro_batch.request)
-        run.samples.write(step)
-    return result.batch
+def command() -> NoReturn:
+    """``python -m pipeline.train``."""
+    run_command(main)
 
 
-def write_profile(run: Run) -> None:
-    """After the last step of ``log.profile_steps``, write what the profiler has recorded."""
-    if run.profiler.ends_with(run.step):
-        run.heartbeat.still("writing a profile")
-        run.profiler.close()
-        run.log.restart_clock()
-
-
-def complete_step(run: Run, stopping: bool) -> bool:
-    """After a step, evaluate and save a checkpoint if they are due.
-
-    Args:
-        stopping: all ranks have agreed to stop here; an evaluation that is due is left to the next start.
-
-    Returns:
-        Whether the run stops here.
-    """
-    every, improved = run.config.checkpoint.every_steps, False
-    made_up_for = run.evaluation_due and run.step == run.first_step
-    if run.evaluation_due and not stopping:
-        run.heartbeat.at(run.step, "evaluating")
-        run.log.flush()
-        began = time.perf_counter()
-        results = evaluate_run(run)
-        run.events.add("evaluation", run.step, seconds=round(time.perf_counter() - began, 3))
-        if results:
-            improved = note_results(run, results)
-            run.evaluation_due = False
-        run.trained.engine.train()
-        stopping = results is None
-    reasons = {
-        "a signal": stopping,
-        "the best accuracy so far": improved,
-        "an evaluation that the last checkpoint says is due": made_up_for,
-        "the end of the schedule": run.step == run.schedule.last_step,
-        "checkpoint.every_steps": every is not None and run.step % every == 0,
-    }
-    if any(reasons.values()):
-        run.heartbeat.at(run.step, "saving")
-        run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
-        began = time.perf_counter()
-        run.saver.save(run.trained.engine, run.trained.ema, run.state())
-        reason = next(reason for reason, applies in reasons.items() if applies)
-        run.events.add("save", run.step, seconds=round(time.perf_counter() - began, 3), reason=reason)
-        run.log.restart_clock()
-    return stopping
-
-
-def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
-    """Evaluate the current weights, and their average if there is one; None if a signal interrupted it.
-
-    With ``eval.analyses``, also logs what the current weights do with the first images. Leaves the engine in eval mode.
-    """
-
-    def stopped() -> bool:
-        run.heartbeat.at(run.step, "evaluating")
-        return run.tell().stop != 0
-
-    run.trained.engine.eval()
-    first = FirstImages.of(run.trained.engine, run.config, run.world)
-    own = evaluate(run.trained.engine, run.val_loader, run.world, stopped, consumer=first)
-    if own is None:
-        return None
-    results = {"model": own}
-    if run.trained.ema:
-        with run.trained.ema.applied():
-            average = evaluate(run.trained.engine, run.val_loader, run.world, stopped)
-        if average is None:
-            return None
-        results["ema"] = average
-    if first:  # before the rows of the evaluation, which stay the last ones
-        measures = first.measures()
-        run.log.analysis(
-            run.step, run.schedule.epoch(run.step), run.schedule.samples(run.step), measures, layer_means(measures)
-        )
-    return results
-
-
-def note_results(run: Run, results: dict[str, dict[str, Any]]) -> bool:
-    """Log an evaluation.
-
-    Returns:
-        Whether this is the best accuracy so far, so that its checkpoint is kept.
-    """
-    where = (run.step, run.schedule.epoch(run.step), run.schedule.samples(run.step))
-    run.log.evaluation(*where, results)
-    for weights, result in results.items():
-        if "nonfinite" in result:
-            run.log.warn(f"{weights} scores of {result['nonfinite']} images are not finite: these count as wrong")
-        bars = pictures.class_bars(run.train_set.class_names, result["class_correct"], result["class_count"])
-        run.log.image(pictures.CLASSES + curves.suffix(weights), bars, run.step)
-    phi = pictures.peripheral_maps(run.trained.engine.module, run.config.model.image_size)
-    if phi is not None:
-        run.log.image(pictures.PHI, pictures.map_grid(phi), run.step)
-    weights, result = max(results.items(), key=lambda item: item[1]["top1"])
-    if run.best and result["top1"] <= run.best["top1"]:
-        return False
-    run.best = {"top1": result["top1"], "step": run.step, "weights": weights}
-    return run.config.checkpoint.keep_best
+if __name__ == "__main__":
+    command()

@@ -36,7 +36,7 @@ def test_help_has_the_name_that_was_typed(script: str, tmp_path: Path) -> None:
     assert "python -m" not in shown
     assert set(re.findall(r"pervit-[a-z-]+", shown)) <= PROJECT["scripts"].keys()
 
-    module = {"pipeline.run.command": "pipeline.train"}.get(module, module).removesuffix(".__main__")
+    module = module.removesuffix(".__main__")
     shown = ask_for_help(tmp_path, "-m", module)
     assert shown.startswith(f"usage: python -m {module} ") and "pervit-" not in shown
     assert re.search(rf"^ *python -m {module}\b", shown, re.MULTILINE)

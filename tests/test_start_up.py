@@ -69,7 +69,7 @@ def test_a_mistake_in_the_config_and_the_first_line_come_before_the_heavy_import
         assert wrong.returncode == 2 and hint in wrong.stderr and wrong.stdout == ""
         assert "| torch\n" not in wrong.stderr and "pydantic\n" in wrong.stderr
 
-    block = "import sys; sys.modules['torch'] = None; from pipeline.run.command import train_command; train_command()"
+    block = "import sys; sys.modules['torch'] = None; from pipeline.train import command; command()"
     begun = run_python("-c", block, "--config", "configs/demo.yaml")
     assert begun.returncode == 2 and "has no package 'torch': use the Python of the environment" in begun.stderr
     assert begun.stdout.endswith("pervit_t into runs/demo: loading PyTorch, DeepSpeed and DALI\n")

@@ -52,7 +52,7 @@ def measure(context: Context) -> Rows:
     from pipeline.distributed.world import disconnect, init_world
 
     if deterministic and has_key("train.deterministic"):
-        from pipeline.run.determinism import make_deterministic
+        from pipeline.run.precision import make_deterministic
 
         make_deterministic()
     world = init_world()
@@ -130,7 +130,7 @@ def measure_case(context: Context, config: Config, world: World, in_memory: bool
     from pipeline.faults.heartbeat import Heartbeat
     from pipeline.faults.stop_signal import StopSignal
     from pipeline.run.start import start_run
-    from pipeline.train import training_step
+    from pipeline.training.loop import training_step
 
     warm, timed, window = _counts(context)
     memory = PeakMemory(world.device)
@@ -142,7 +142,7 @@ def measure_case(context: Context, config: Config, world: World, in_memory: bool
 
         def step() -> None:
             training_step(run)
-            run.tell()
+            run.exchange_status()
 
         with run:
             began = time.perf_counter()

@@ -117,7 +117,7 @@ def _pass(
 
 
 def _with_batch_size(config: Config, batch_size: int) -> Config:
-    return config.model_copy(update={"eval": config.eval.model_copy(update={"batch_size": batch_size})})
+    return config.with_values({"eval.batch_size": batch_size})
 
 
 def _about(

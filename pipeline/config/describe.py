@@ -1,4 +1,4 @@
-"""A config as YAML, as flat dotted keys, and the table of all keys."""
+"""A config as YAML, as flat dotted keys, which of them a resumed run may change, and the table of all keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,30 @@ from pydantic.fields import FieldInfo
 
 from pipeline.config.bounds import Section
 from pipeline.config.sections import Config
+
+# Keys that a resumed run may change freely: they affect neither the order of samples nor the weights beyond rounding. The
+# micro-batch size is one of them so that a run can move to other hardware: all random draws, Mixup's groups too, depend on an
+# image's position in the global batch. Only BatchNorm, in models that have it, normalizes over a micro-batch.
+_FREE_SECTIONS = ("eval.", "checkpoint.", "log.", "distributed.")
+_FREE_KEYS = (
+    "output_dir",
+    "data.path",
+    "data.mix",  # as data.path: the sets themselves, and their weights, are compared by their identity
+    "data.cache",
+    "data.cache_gib",
+    "data.decode",
+    "data.num_threads",
+    "data.prefetch",
+    "data.read_ahead",
+    "data.max_bad_samples",
+    "train.activation_checkpointing",
+    "train.deterministic",
+    "train.compile",
+    "train.max_skipped_steps",
+    "train.max_steps",
+    "train.micro_batch_size",
+    "train.zero_stage",
+)
 
 
 def config_to_yaml(config: Section) -> str:
@@ -22,6 +46,11 @@ def flatten(config: Section) -> dict[str, Any]:
     for name, value in config.model_dump(mode="json").items():
         flat.update({f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value})
     return flat
+
+
+def is_free(key: str) -> bool:
+    """Whether a resumed run may change a key, given as in :func:`flatten`."""
+    return key in _FREE_KEYS or key.startswith(_FREE_SECTIONS)
 
 
 def section_fields(name: str, root: type[Section] = Config) -> dict[str, FieldInfo]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -291,6 +292,15 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     distributed: DistributedConfig = DistributedConfig()
+
+    def with_values(self, values: Mapping[str, Any]) -> Config:
+        """A copy with other values, which are not validated: dotted key -> value."""
+        config = self
+        for key, value in values.items():
+            section, _, name = key.rpartition(".")
+            update = {section: getattr(config, section).model_copy(update={name: value})} if section else {name: value}
+            config = config.model_copy(update=update)
+        return config
 
     @model_validator(mode="after")
     def _a_simple_crop_has_a_border(self) -> Config:

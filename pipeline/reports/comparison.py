@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from pipeline.config import is_free
 from pipeline.reports.known_runs import KnownRun
-from pipeline.run.run_keys import is_free
 
 _NOT_COMPARED = ("seed", "output_dir", "train.init_from")
 IMAGES = "training images"  # beside the config keys: data.path does not tell

@@ -9,10 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, flatten
+from pipeline.config import Config, config_from_dict, flatten
 from pipeline.errors import UserError
 from pipeline.reports.run_folder import CONFIG, METRICS, RunFolder, read_run
-from pipeline.run.run_keys import recorded_config
 
 _DEEPEST = 3  # levels of folders below one that holds runs
 
@@ -113,7 +112,7 @@ def read_runs(paths: list[Path]) -> tuple[list[KnownRun], list[str]]:
             folder = read_run(path)
             if not folder.config:
                 raise UserError(f"{path}: {folder.problems[0] if folder.problems else 'it has no config.'}")
-            runs.append(KnownRun(folder, recorded_config(folder.config, str(path / CONFIG))))
+            runs.append(KnownRun(folder, config_from_dict(folder.config, str(path / CONFIG))))
         except UserError as error:
             problems.append(str(error))
     return runs, problems

@@ -7,12 +7,12 @@ from statistics import median
 
 import numpy as np
 
+from pipeline.config import config_from_dict
 from pipeline.errors import UserError
 from pipeline.planning.measured import Measured
 from pipeline.reports.metric_rows import is_number
 from pipeline.reports.run_folder import CONFIG, METRICS, read_run
 from pipeline.reports.story import Start, starts_of
-from pipeline.run.run_keys import recorded_config
 
 _FEWEST = 5  # steps that are measured
 
@@ -29,7 +29,7 @@ def read_pace(path: Path) -> Measured:
     run = read_run(path)
     if not run.config:
         raise UserError(f"{path / CONFIG} cannot be read, a run's config needed", "pass another run")
-    config = recorded_config(run.config, str(path / CONFIG))
+    config = config_from_dict(run.config, str(path / CONFIG))
     columns = run.metrics.steps
     needed = "step", "images_per_second"
     if any(name not in columns for name in needed):

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from pipeline.config import load_config
+from pipeline.config import is_free, load_config
 from pipeline.reports.known_runs import KnownRun, flat_config
 from pipeline.reports.paper_tables import DATA_SETS, PaperRow, PaperTable, recipe_file
-from pipeline.run.run_keys import is_free
 
 _WIDTHS = "model.switches.widths"  # the one switch that is a size
 _OF_THE_RUN = ("seed", "train.precision", "data.order", "data.block_size", "data.window_blocks")  # no row is about these

@@ -1,19 +1,20 @@
-"""A training run, from its command line to its last step; the loop itself is ``pipeline.train``.
+"""Start a training run and hold what its loop works with; evaluate and predict with a trained model.
 
-=================== =================================================================
-``command.py``      the command line of ``pipeline.train``, before PyTorch is imported
-``start.py``        start or resume: find the checkpoint, compare, build everything
-``folder.py``       the run folder: may this config continue the run in it?
-``run_keys.py``     which keys of a config a resumed run may change
-``lock.py``         one run per folder
-``precision.py``    bf16 or fp32
-``determinism.py``  ``train.deterministic``
-``compiling.py``    torch.compile of a step's parts; ``compile_cache.py``: where it keeps them
-``decoding.py``     GPU or CPU decodes the images
-``state.py``        ``Run``: everything that the training loop works with
-``teacher.py``      loads the teacher of hard distillation
-``evaluation.py``   exact evaluation, also for the command ``pipeline.evaluate``
-``predictions.py``  the table of predictions, of ``pipeline.predict`` and ``pipeline.evaluate --predictions``
-``nonfinite.py``    non-finite gradients: skip the step, or dump what reproduces it
-=================== =================================================================
+================== =====================================================================================
+``settle.py``      settles what the config leaves open: precision, decoding, compiling, micro-batch
+``precision.py``   bf16 or fp32; ``train.deterministic``
+``micro_batch.py`` the largest micro-batch that fits, by a plan and a trial
+``building.py``    builds the model in its engine, its first weights, the loader
+``teacher.py``     loads the teacher of hard distillation
+``start.py``       starts or resumes: finds the checkpoint, compares, settles, builds, opens the log
+``dry_run.py``     a start that writes nothing, and a step on random images
+``folder.py``      may this config continue the run in this folder?
+``lock.py``        one run per folder
+``compiling.py``   torch.compile of a step's parts; ``compile_cache.py``: where it keeps them
+``state.py``       ``Run``: everything that the training loop works with
+``nonfinite.py``   non-finite gradients: skips the step, or dumps what reproduces it
+``profiling.py``   PyTorch's profiler for some steps
+``evaluation.py``  exact evaluation, also for the command ``pipeline.evaluate``
+``prediction.py``  what a model says of each image; ``predictions.py``, ``rank_rows.py``: its table
+================== =====================================================================================
 """

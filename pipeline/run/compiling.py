@@ -29,77 +29,46 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipeline.config import Config
 from pipeline.data.loader import Batch
 from pipeline.distributed.world import World
-from pipeline.errors import UserError
 from pipeline.logs import console
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.probe import is_recording
 from pipeline.models.common.tables import compile_tables_as_constants
 from pipeline.models.pervit.phi_model import PhiModel
-from pipeline.optim.engine import zero_stage
 from pipeline.run.compile_cache import drop_compile_cache, open_compile_cache
 from pipeline.step.forward import autocast
 from pipeline.step.loss import LabelLoss, Objective
 from pipeline.step.train_step import forward_backward
 
 OFF, BLOCKS, MODEL, GRAPHS = "off", "blocks", "model", "graphs"
-AUTO = "auto"
 BACKEND: str | Callable[..., Any] = "inductor"  # of torch.compile; tests take others
 _BLOCK = re.compile(r"(.*\.)?blocks\.\d+")  # how every family names them
-_HOOKED_STAGE = 3  # the ZeRO stage with hooks on every submodule
 _GRAPH_PASSES = 3  # a CUDA graph is warmed up, captured, and then replayed
 _LONGEST_REASON = 300  # characters of a compiler's message in ours
 _log = logging.getLogger(__name__)
 
 
-def choose_compilation(config: Config, world: World) -> str:
-    """Settle ``train.compile`` for this start: "off", "blocks", "model" or "graphs".
-
-    Raises:
-        UserError: ZeRO-3, activation checkpointing or the device rule out what the config asks for.
-    """
-    train, device = config.train, world.device
-    stage = zero_stage(config, world.size)
-    if train.compile == AUTO:
-        return BLOCKS if device.type == "cuda" and stage < _HOOKED_STAGE else OFF
-    if train.compile == OFF:
-        return OFF
-    if stage >= _HOOKED_STAGE:
-        raise UserError(
-            f"train.compile is {train.compile}, but train.zero_stage is {stage}, whose hooks on every submodule cannot be compiled",
-            "set train.compile=auto, or train.zero_stage to 0, 1 or 2",
-        )
-    if train.compile == GRAPHS and device.type != "cuda":
-        raise UserError(
-            f"train.compile is {GRAPHS}, but this run is on {device.type}, a CUDA GPU needed",
-            "set train.compile to auto or model",
-        )
-    if train.compile == GRAPHS and train.activation_checkpointing:
-        raise UserError(
-            f"train.compile is {GRAPHS}, but train.activation_checkpointing runs blocks again in the backward pass, which a graph of the forward pass does not hold",
-            "set train.compile to blocks or model, or train.activation_checkpointing to false",
-        )
-    return train.compile
-
-
 class Compilation:
-    """What ``train.compile`` asks for, done at the first micro-batch of a start.
+    """Compiles parts of the step at the first micro-batch of a start.
 
     Args:
-        config: the run, with its precision settled.
+        kind: "off", "blocks", "model" or "graphs".
+        precision: "bf16" or "fp32".
+        run_folder: of the run, which names the folder where compiled code is kept.
         world: all ranks.
         model: the module that trains, inside of its engine.
         objective: gets the compiled loss.
 
     Attributes:
-        kind: "off", "blocks", "model" or "graphs"; "off" after compiling has failed.
+        kind: as above; "off" after compiling has failed.
     """
 
-    def __init__(self, config: Config, world: World, model: VisionModel, objective: Objective) -> None:
-        self.kind = choose_compilation(config, world)
-        self._config, self._world, self._model, self._objective = config, world, model, objective
+    def __init__(
+        self, kind: str, precision: str, run_folder: Path, world: World, model: VisionModel, objective: Objective
+    ) -> None:
+        self.kind, self._precision, self._run_folder = kind, precision, run_folder
+        self._world, self._model, self._objective = world, model, objective
         self._pending = self.kind != OFF
         self._replaced: list[tuple[nn.Module, str]] = []
         self._eager_loss: LabelLoss = objective.label_loss
@@ -133,10 +102,8 @@ class Compilation:
             failure = _reason(error)
         failures = [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
         if not failures:
-            parts = len(self._replaced) + 1
-            self._say(
-                f"compiled {parts} part{'s'[: parts > 1]} of the step in {console.duration(time.perf_counter() - started)}"
-            )
+            parts = len(self._replaced) + 1  # the loss
+            self._say(f"compiled {parts} parts of the step in {console.duration(time.perf_counter() - started)}")
             return
         self._remove()
         rank, why = failures[0]
@@ -151,13 +118,13 @@ class Compilation:
     def drop_cache(self) -> None:
         """The run is complete: nothing of it will be compiled again."""
         if self.kind != OFF:
-            drop_compile_cache(Path(self._config.output_dir), self._world.rank)
+            drop_compile_cache(self._run_folder, self._world.rank)
 
     def _install(self, accumulates: bool) -> None:
         import torch._dynamo as dynamo
         from torch._inductor import config as inductor
 
-        open_compile_cache(Path(self._config.output_dir), self._world.rank)
+        open_compile_cache(self._run_folder, self._world.rank)
         compile_tables_as_constants()
         parts = list(self._parts())
         # One code object serves all blocks; each width and each set of options among them is a graph of its own.
@@ -220,7 +187,7 @@ class Compilation:
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
         def forward(images: Tensor, noise: Tensor | None) -> Tensor:
-            with autocast(self._world.device, self._config.train.precision):
+            with autocast(self._world.device, self._precision):
                 return model.forward(images, noise)  # not the module's hooks, which are DeepSpeed's
 
         def backward(loss: Tensor) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +19,11 @@ import torch
 
 from pipeline.checkpoint.folder import FOLDER
 from pipeline.checkpoint.snapshot import saved_tensors
-from pipeline.config import Config, accumulation_steps
+from pipeline.config import Config, DataConfig
+from pipeline.data.cached_files import cache_of, check_cache
 from pipeline.data.loader import Batch
+from pipeline.data.mixed_set import MixedSet
+from pipeline.data.shards import ShardSet
 from pipeline.distributed.agreement import do_in_main, raise_on_all
 from pipeline.distributed.world import World
 from pipeline.errors import PREEMPTED, UserError
@@ -27,16 +31,14 @@ from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.files import write_error
 from pipeline.hardware import memory_gib
-from pipeline.logs import console
 from pipeline.logs.run_files import check_run_files
 from pipeline.optim.learning_rate import learning_rate
-from pipeline.run.building import check_alone
-from pipeline.run.cache_room import check_cache_room
-from pipeline.run.compiling import OFF, choose_compilation
-from pipeline.run.decoding import training_loader
-from pipeline.run.determinism import refusals_explained
+from pipeline.run.building import say, training_loader
+from pipeline.run.compiling import OFF
 from pipeline.run.lock import check_lock
-from pipeline.run.start import Ready, RunData, find_start, nothing_to_train, open_data, prepare
+from pipeline.run.precision import refusals_explained
+from pipeline.run.settle import check_alone
+from pipeline.run.start import PreparedRun, find_start, nothing_to_train, open_data, prepare
 from pipeline.step.train_step import train_step
 
 _MICRO_BATCHES = 2  # of the step: with the second, gradients and activations are in memory together, as in all that follow
@@ -73,25 +75,26 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
     check_alone(config, world)
     with Heartbeat(world, config.distributed) as heartbeat, refusals_explained():
         # Without the node's cache, which reading would fill.
-        data = open_data(config.model_copy(update={"data": config.data.model_copy(update={"cache": None})}), world)
-        cache = _check_on_all(lambda: check_cache_room(config, (data.train_set, data.val_set)), world)
+        data = open_data(config.with_values({"data.cache": None}), world)
+        cache = _check_on_all(lambda: check_cache_room(config.data, (data.train_set, data.val_set)), world)
         do_in_main(lambda: check_lock(folder), world)
         verified = find_start(config, world, data.train_set, look_only=True)
-        if said := nothing_to_train(config, data.schedule, verified):
-            return _end(world, said)
-        ready = prepare(config, world, data, verified)
+        if sentence := nothing_to_train(config.output_dir, data.schedule, verified):
+            say(world, sentence)
+            return 0
+        prepared = prepare(config, world, data, verified)
         do_in_main(lambda: check_run_files(folder), world)
         if any(world.gather(stop.received)):
-            return _end(world, _STOPPED, PREEMPTED)
+            say(world, _STOPPED)
+            return PREEMPTED
         heartbeat.at(0, "training")
-        step = _take_step(ready, data, world)
-        sizes = world.gather(
-            sum(each.nbytes for each in saved_tensors(ready.trained.engine, ready.trained.ema, world).values())
-        )
-        do_in_main(lambda: check_space(folder, sum(sizes)), world)
+        step, trained = _take_step(prepared, world), prepared.built.trained
+        saved = sum(tensor.nbytes for tensor in saved_tensors(trained.engine, trained.ema, world).values())
+        checkpoint_bytes = sum(world.gather(saved))
+        do_in_main(lambda: check_space(folder, checkpoint_bytes), world)
         heartbeat.still("ending")
         if world.is_main:
-            print("\n".join(_summary(ready, data, world, step, sum(sizes), cache)), flush=True)
+            print("\n".join(_summary(prepared, world, step, checkpoint_bytes, cache)), flush=True)
     return 0
 
 
@@ -106,19 +109,12 @@ def _check_on_all(check: Callable[[], str | None], world: World) -> str | None:
     return found
 
 
-def _end(world: World, sentence: str, code: int = 0) -> int:
-    if world.is_main:
-        console.say(sentence)
-    return code
-
-
-def _take_step(ready: Ready, data: RunData, world: World) -> _Step:
+def _take_step(prepared: PreparedRun, world: World) -> _Step:
     """One optimizer step, of the first micro-batches only, with the labels and augmentation of the first batch and random pixels."""
-    config, trained, step = ready.config, ready.trained, ready.before.step if ready.before else 0
-    batch, read_seconds = _fake_batch(ready, data, world, step)
-    epochs, per_epoch = data.schedule.epochs, data.schedule.steps_per_epoch
-    lr = learning_rate(step, per_epoch, epochs, config.train.global_batch_size, config.optim)
-    count = min(_MICRO_BATCHES, trained.engine.gradient_accumulation_steps())
+    config, trained, schedule = prepared.settled.config, prepared.built.trained, prepared.data.schedule
+    batch, read_seconds = _fake_batch(prepared, world)
+    lr = learning_rate(prepared.step, schedule.steps_per_epoch, schedule.epochs, schedule.global_batch_size, config.optim)
+    count = min(_MICRO_BATCHES, prepared.settled.accumulation)
     trained.engine.train()
     began = time.perf_counter()
     result = train_step(trained, lambda: batch, lr, config.seed, count=count)
@@ -128,14 +124,14 @@ def _take_step(ready: Ready, data: RunData, world: World) -> _Step:
     return _Step(count, loss, float(result.grad_norm), seconds, read_seconds, peak)
 
 
-def _fake_batch(ready: Ready, data: RunData, world: World, step: int) -> tuple[Batch, float]:
-    """The run's next batch, read and decoded, with random pixels in place of its own; and the seconds until it was there."""
-    began = time.perf_counter()
-    loader = training_loader(data.train_set, ready.config, ready.decode, world, step)
+def _fake_batch(prepared: PreparedRun, world: World) -> tuple[Batch, float]:
+    """The run's next batch, read and decoded, with random pixels instead of its own; and the seconds until it was there."""
+    began, settled = time.perf_counter(), prepared.settled
+    loader = training_loader(prepared.data.train_set, settled.config, settled.decode, world, prepared.step)
     try:
         batch = next(loader)
         seconds = time.perf_counter() - began
-        generator = torch.Generator(world.device).manual_seed(ready.config.seed)
+        generator = torch.Generator(world.device).manual_seed(settled.config.seed)
         pixels = torch.randn(batch.images.shape, generator=generator, device=world.device)  # (B, 3, S, S)
         return replace(batch, images=pixels), seconds
     finally:
@@ -154,32 +150,81 @@ def check_space(folder: Path, needed: int) -> None:
 
 def _free(folder: Path) -> int:
     """Bytes free where the folder is, or will be."""
-    return shutil.disk_usage(next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())).free
+    return shutil.disk_usage(next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())).free
 
 
-def _summary(ready: Ready, data: RunData, world: World, step: _Step, checkpoint_bytes: int, cache: str | None) -> list[str]:
+def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> str | None:
+    """Look at the cache on this node, of which a training only warns, and write nothing.
+
+    Args:
+        data: of the config.
+        sets: that are read, opened without a cache.
+
+    Returns:
+        How much of the shards is there and fits; None without a cache.
+
+    Raises:
+        UserError: the folder cannot be written on this node, is that of the shards, or has no room for one of them.
+    """
+    cache = cache_of(data)
+    if cache is None:
+        return None
+    parts = [part for split in sets for part in (split.sets if isinstance(split, MixedSet) else [split])]
+    for part in parts:
+        check_cache(cache, part.files, "data.cache")
+    folder, host = cache.folder, socket.gethostname()
+    if why := _refusal(folder):
+        raise UserError(
+            f"data.cache {folder} cannot be used on {host}: {why}",
+            "have it made on every node, choose another folder, or leave data.cache out",
+        )
+    shards = {cache.path(shard): shard.bytes for part in parts for shard in part.info.shards}
+    wanted, largest = sum(shards.values()), max(shards.values())
+    there = sum(size for path, size in shards.items() if path.is_file() and path.stat().st_size == size)
+    room = cache.room()
+    if room < largest:
+        limit = "" if cache.limit is None else f"; data.cache_gib={data.cache_gib:g}"
+        raise UserError(
+            f"data.cache {folder} on {host} must have room for one shard, {largest / 1e9:,.2f} GB, got {max(room, 0) / 1e9:,.2f} GB "
+            f"(the last {cache.keep_free:.0%} of the disk stay free{limit})",
+            "free some space, or choose another folder",
+        )
+    fits = "all of it fits" if room >= wanted else f"{room / 1e9:,.2f} GB fit, the rest is read from data.path"
+    return f"{folder} on {host}: {there / 1e9:,.2f} of {wanted / 1e9:,.2f} GB there; {fits}"
+
+
+def _refusal(folder: Path) -> str:
+    """Why shards cannot be written into a folder, which is made if the one that it is in is there; empty if they can."""
+    if folder.exists():
+        if not folder.is_dir():
+            return "it is not a folder"
+        return "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
+    if not folder.absolute().parent.is_dir():
+        return f"{folder.absolute().parent} does not exist"
+    return "" if os.access(folder.absolute().parent, os.W_OK | os.X_OK) else f"{folder.absolute().parent} cannot be written to"
+
+
+def _summary(prepared: PreparedRun, world: World, step: _Step, checkpoint_bytes: int, cache: str | None) -> list[str]:
     """What a person reads: a line, and a table of what was found."""
-    config, before, schedule = ready.config, ready.before, data.schedule
-    accumulation = accumulation_steps(config.train, world.size)
+    settled, data, config = prepared.settled, prepared.data, prepared.settled.config
     processes = f"{world.size} process{'' if world.size == 1 else 'es'}"
-    last = f"the last is step {schedule.last_step:,}"
-    where = f"goes on from step {before.step:,}" if before else "a new run"
+    last = f"the last is step {data.schedule.last_step:,}"
+    where = f"goes on from step {prepared.step:,}" if prepared.before else "a new run"
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
-    compilation = choose_compilation(config, world)
     rows = {
         "run": f"{config.output_dir}: {where}; {last}",
         "data": f"{data.description()}; a batch was read in {step.read_seconds:.1f} s",
-        "model": f"{config.model.name}, {ready.cost.params:,} parameters, on {world.device}; {ready.precision}",
-        "batch": f"{config.train.global_batch_size} = {config.train.micro_batch} x {processes} x {accumulation}"
-        + (f"; {ready.micro_batch}" if ready.micro_batch else ""),
-        "step": f"{step.micro_batches} of {accumulation} micro-batches of random images: loss {step.loss:.4f}, gradient norm "
+        "model": f"{config.model.name}, {prepared.built.cost.params:,} parameters, on {world.device}; {settled.precision}",
+        "batch": f"{config.train.global_batch_size} = {config.train.micro_batch} x {processes} x {settled.accumulation}"
+        + (f"; {settled.micro_batch_reason}" if settled.micro_batch_reason else ""),
+        "step": f"{step.micro_batches} of {settled.accumulation} micro-batches of random images: loss {step.loss:.4f}, gradient norm "
         f"{step.grad_norm:.3g}, {step.seconds:.1f} s; at most {step.peak_gib:.2f} GiB in a process",
         "checkpoint": f"{checkpoint_bytes / 1e6:,.1f} MB, up to {kept} at a time; {_free(Path(config.output_dir)) / 1e9:,.1f} GB free",
     }
     if cache:
         rows["cache"] = cache
-    if compilation != OFF:
-        rows["not tried"] = f"train.compile={compilation}, which a start compiles at its first step"
+    if settled.compile != OFF:
+        rows["not tried"] = f"train.compile={settled.compile}, which a start compiles at its first step"
     width = max(map(len, rows))
     return [
         "the dry run found nothing wrong; no file was written",

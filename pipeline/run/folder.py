@@ -15,12 +15,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, flatten
+from pipeline.config import Config, flatten, is_free
 from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.run.lock import RunLock
-from pipeline.run.run_keys import FORMER, is_free
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ _DIGITS = 12  # of a digest in a message, as in `inspect`
 _DYING_SECONDS = 120.0  # for the previous start of a requeued job to end; NFS frees a dead node's locks after about 90
 
 
-def open_run_folder(config: Config, world: World) -> RunLock | None:
+def open_run_folder(folder: Path, world: World) -> RunLock | None:
     """Create the run folder and lock it. Collective.
 
     A requeued Slurm job waits for processes of its previous start to end.
@@ -44,24 +43,7 @@ def open_run_folder(config: Config, world: World) -> RunLock | None:
     Raises:
         UserError: on every rank: the folder cannot be created, written or locked, or another run holds it.
     """
-    return do_in_main(lambda: _lock(Path(config.output_dir)), world)
-
-
-def as_begun(config: Config, begun_with: Config | None) -> Config:
-    """The config of this start, in which a key with another default than when the run was begun keeps the run's value.
-
-    A value that this start states, in a file or an override, stays: :func:`check_same_run` judges it.
-
-    Args:
-        config: of this start.
-        begun_with: of the newest checkpoint (:func:`~pipeline.run.run_keys.recorded_config`); None if there is none.
-    """
-    for key in FORMER if begun_with else ():
-        section, _, name = key.partition(".")
-        ours, its = getattr(config, section), getattr(begun_with, section)
-        if name not in ours.model_fields_set:
-            config = config.model_copy(update={section: ours.model_copy(update={name: getattr(its, name)})})
-    return config
+    return do_in_main(lambda: _lock(folder), world)
 
 
 def check_same_run(config: Config, begun_with: Config | None, world: World) -> None:
@@ -69,7 +51,7 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
 
     Args:
         config: of this start.
-        begun_with: of the newest checkpoint (:func:`~pipeline.run.run_keys.recorded_config`); None if there is none, when everything may change.
+        begun_with: of the newest checkpoint; None if there is none, when everything may change.
         world: rank 0 logs the accepted changes.
 
     Raises:
@@ -78,7 +60,7 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
     _check_accepted_names(config)
     if begun_with is None:
         return
-    before, now = flatten(begun_with), flatten(as_begun(config, begun_with))
+    before, now = flatten(begun_with), flatten(config)
     if now["train.precision"] == "auto":  # auto keeps the precision of the run
         now["train.precision"] = before["train.precision"]
     changed = [key for key in now if not is_free(key) and before.get(key) != now[key]]

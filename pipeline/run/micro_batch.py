@@ -8,63 +8,66 @@ its number of processes does not divide the global batch by this one, or where i
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import socket
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
-from pipeline import checkpoint
-from pipeline.config import AUTO, Config, load_config
+from pipeline.command_line import lacks_memory
+from pipeline.config import AUTO, Config, accumulation_steps, load_config
 from pipeline.config.accumulation import fitting_micro_batches
 from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.hardware import DEFAULT_GPU, gpu_named
+from pipeline.hardware import DEFAULT_GPU, gpu_named, memory_gib
 from pipeline.logs import console
 from pipeline.logs.run_files import AUTO_REASON, CONFIG, earlier_starts
 from pipeline.planning.memory import largest_micro_batch, plan_memory
 from pipeline.planning.subject import Subject
+from pipeline.run.building import build_model
 from pipeline.run.folder import config_hash
-from pipeline.run.trial_step import try_step
+from pipeline.run.teacher import load_teacher
+from pipeline.step.forward import autocast, random_batch
+from pipeline.step.loss import Objective, label_loss
+from pipeline.step.train_step import forward_backward
+
+_SIZE = "train.micro_batch_size"
+_MOMENTS = 2  # of a parameter, AdamW's
+_MICRO_BATCHES = 2  # with the second, gradients and activations are in memory together
+_GIB = 2**30
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """The size that a start takes."""
-
-    size: int  # images per forward pass and rank
-    reason: str | None  # why, for the log; None: the config states the number
-
-
-def with_micro_batch(config: Config, size: int) -> Config:
-    """The config with ``train.micro_batch_size`` settled."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": size})})
-
-
-def choose_micro_batch(config: Config, before: checkpoint.RunState | None, world: World) -> MicroBatch:
+def choose_micro_batch(config: Config, begun_with: int | None, world: World) -> tuple[int, str | None]:
     """Settle ``train.micro_batch_size`` for all ranks alike. Collective.
 
     Args:
         config: of this start, with its precision settled.
-        before: the checkpoint that it goes on from; None: there is none.
+        begun_with: the size that the checkpoint has recorded; None: there is no checkpoint.
         world: all ranks.
+
+    Returns:
+        The size, images per forward pass and rank; and why, for the log, None if the config states it.
 
     Raises:
         UserError: on every rank: no micro-batch fits.
     """
     if config.train.micro_batch_size != AUTO:
-        return MicroBatch(config.train.micro_batch, None)
+        return config.train.micro_batch, None
     sizes = fitting_micro_batches(config.train, world.size, config.augment.unit)
-    begun, device = world.from_main(do_in_main(lambda: _begun_with(config, before), world))
-    chosen = _keep(config, world, sizes, begun, device) if begun else _largest(config, world, sizes)
+    begun, device = world.from_main(do_in_main(lambda: _begun_with(config, begun_with), world))
+    size, reason = _keep(config, world, sizes, begun, device) if begun else _largest(config, world, sizes)
     if world.is_main:
-        console.say(f"train.micro_batch_size is {chosen.size}: {chosen.reason}")
-    return chosen
+        console.say(f"train.micro_batch_size is {size}: {reason}")
+    return size, reason
 
 
-def _begun_with(config: Config, before: checkpoint.RunState | None) -> list[int | str | None]:
+def _begun_with(config: Config, recorded: int | None) -> list[int | str | None]:
     """The size of the run so far and the device of its last start; None: there is none.
 
     A start that was stopped before its first checkpoint counts if it left its choice to ``auto`` in the same run: what is begun again
@@ -72,8 +75,8 @@ def _begun_with(config: Config, before: checkpoint.RunState | None) -> list[int 
     """
     starts = earlier_starts(Path(config.output_dir))
     last = starts[-1] if starts else {}
-    if before:
-        return [before.config["train"]["micro_batch_size"], last.get("device")]
+    if recorded:
+        return [recorded, last.get("device")]
     try:
         same = AUTO_REASON in last and config_hash(load_config(Path(config.output_dir) / CONFIG)) == config_hash(config)
     except UserError:
@@ -81,7 +84,7 @@ def _begun_with(config: Config, before: checkpoint.RunState | None) -> list[int 
     return [last.get("micro_batch_size"), last.get("device")] if same else [None, None]
 
 
-def _keep(config: Config, world: World, sizes: list[int], begun: int, device: str | None) -> MicroBatch:
+def _keep(config: Config, world: World, sizes: list[int], begun: int, device: str | None) -> tuple[int, str]:
     """The size with which the run was begun, or the next smaller one that this start can have. Collective."""
     fitting = [size for size in sizes if size <= begun] or sizes[:1]
     if fitting[-1] == begun:
@@ -90,12 +93,12 @@ def _keep(config: Config, world: World, sizes: list[int], begun: int, device: st
         reason = f"auto; this run was begun with {begun}, by which {world.size} processes cannot share out {config.train.global_batch_size}"
     moved = world.device.type == "cuda" and device != torch.cuda.get_device_name(world.device)
     if not any(world.gather(moved)):
-        return MicroBatch(fitting[-1], reason)
+        return fitting[-1], reason
     size, refused = _largest_tried(config, world, fitting)
-    return MicroBatch(size, f"auto; this run was begun with {begun}, but {refused}" if refused else reason)
+    return size, f"auto; this run was begun with {begun}, but {refused}" if refused else reason
 
 
-def _largest(config: Config, world: World, sizes: list[int]) -> MicroBatch:
+def _largest(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
     """The largest size that the plan allows and a trial confirms. Collective."""
     if world.is_main:
         console.say("train.micro_batch_size=auto: planning the memory of a step, then trying it")
@@ -105,7 +108,7 @@ def _largest(config: Config, world: World, sizes: list[int]) -> MicroBatch:
         memory = free + torch.cuda.memory_reserved(world.device)
         gpu = replace(gpu_named(DEFAULT_GPU), name=torch.cuda.get_device_name(world.device), memory=memory)
     nodes = len(set(hosts)) if world.size % len(set(hosts)) == 0 else 1
-    subject = Subject(with_micro_batch(config, sizes[0]), nodes, world.size // nodes, gpu)
+    subject = Subject(config.with_values({_SIZE: sizes[0]}), nodes, world.size // nodes, gpu)
     allowed = largest_micro_batch(subject)
     if gpu is None:  # the plan is of the whole machine, of which others may have taken some
         fitting = (size for size in reversed(sizes) if size <= allowed and plan_memory(subject, size).total <= _free(hosts))
@@ -113,7 +116,7 @@ def _largest(config: Config, world: World, sizes: list[int]) -> MicroBatch:
     planned = min(world.gather(allowed))
     size, refused = _largest_tried(config, world, [size for size in sizes if size <= planned] or sizes[:1])
     why = f"the plan allows {planned}, but {refused}" if refused else "the largest that the plan allows, tried in a step"
-    return MicroBatch(size, f"auto: {why}")
+    return size, f"auto: {why}"
 
 
 def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
@@ -127,13 +130,13 @@ def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int,
     for size in reversed(sizes):
         capacity = _free(hosts)
         world.barrier()  # all have looked before any takes memory
-        refused = world.gather(try_step(with_micro_batch(config, size), world, capacity))
-        why = next((each for each in refused if each), "")
+        refused = world.gather(try_step(config.with_values({_SIZE: size}), world, capacity))
+        why = next((reason for reason in refused if reason), "")
         if not why:
             return size, first
         first = first or f"{size} does not fit: {why}"
     raise UserError(
-        f"train.micro_batch_size is auto, but not even {sizes[0]} images of each process fit into memory ({why})",
+        f"train.micro_batch_size=auto requires memory for {sizes[0]} images of each process at least, got too little ({why})",
         "set train.activation_checkpointing=true, take a larger train.zero_stage or more memory; python -m pipeline.plan says what helps",
     )
 
@@ -141,3 +144,78 @@ def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int,
 def _free(hosts: list[str]) -> int:
     """Bytes of this machine's memory for each of its processes. Args: hosts: of all ranks."""
     return psutil.virtual_memory().available // hosts.count(socket.gethostname())
+
+
+def try_step(config: Config, world: World, capacity: int) -> str | None:
+    """Compute the micro-batches of a step on random images, on this rank alone; nothing of it stays.
+
+    The step is computed without DeepSpeed, whose engine cannot be taken down again once an allocation within it has failed. What the
+    engine and the loader hold beside it is there as plain memory of that size. Not compiled, where a step takes the more memory.
+
+    Args:
+        config: with ``train.micro_batch_size`` and ``train.precision`` settled.
+        world: this rank's device.
+        capacity: bytes that this process may take besides what it has, on a CPU, where nothing else says so before the system kills it.
+
+    Returns:
+        Why it does not fit, in half a sentence; None: it does.
+    """
+    on_cpu = world.device.type == "cpu"
+    _forget_peak()
+    before = memory_gib(world.device)[0]
+    try:
+        _compute(config, world)
+        taken = int((memory_gib(world.device)[1] - before) * _GIB)
+        if on_cpu and taken > capacity:
+            return f"a step took {taken / _GIB:.1f} GiB, {capacity / _GIB:.1f} GiB are there for a process"
+        return None
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        return str(error).partition("\n")[0].rstrip(".") or "out of memory"
+    finally:
+        _give_back(world)
+
+
+def _compute(config: Config, world: World) -> None:
+    train, device = config.train, world.device
+    model = build_model(config, world, [], fresh=False).to(device).train()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    teacher = load_teacher(config, device, None) if train.teacher else None
+    batch = random_batch(train.micro_batch, config.model, device)
+    copies = _MOMENTS + (train.ema_decay is not None) + (world.size > 1)  # the last: ZeRO's buckets and its copy of a shard
+    held = [torch.ones(copies, *parameter.shape, device=device) for parameter in parameters]
+    held += [torch.ones_like(batch.images) for _ in range(config.data.prefetch)]
+    noise = torch.rand(len(batch.images), model.noise_per_sample, device=device) if model.noise_per_sample else None
+    if model.draws_from_generator:
+        model.generator_seed = 0
+    objective = Objective(label_loss(train), teacher)
+
+    def forward(images: Tensor, noise: Tensor | None) -> Tensor:
+        with autocast(device, train.precision):
+            return model(images, noise)
+
+    for _ in range(min(_MICRO_BATCHES, accumulation_steps(train, world.size, config.augment.unit))):
+        forward_backward(forward, torch.Tensor.backward, batch, noise, objective)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    del held
+
+
+def _forget_peak() -> None:
+    """Let the peak of this process's memory begin anew."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set
+
+
+def _give_back(world: World) -> None:
+    """Return what the trial has freed, so that it is there for the run, and for others."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc's
+    _forget_peak()

@@ -41,7 +41,7 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
         )
         return
     sentence = (
-        f"at step {step} the gradient is not finite (losses of its micro-batches: {shown}), finite numbers needed, and "
+        f"at step {step} the gradient is not finite (losses of its micro-batches: {shown}), and "
         f"train.max_skipped_steps is {run.config.train.max_skipped_steps}: lower optim.lr, raise optim.warmup_epochs, set "
         f"optim.clip_grad_norm or raise train.max_skipped_steps"
     )
@@ -66,8 +66,7 @@ def _write_dump(run: Run, step: int, folder: Path, seen: list[MicroBatch]) -> No
         "data": str(run.train_set.folder),
         "micro_batches": [row for part in rows for row in part],
     }
-    train = run.config.train.model_copy(update={"max_steps": step})
-    config = run.config.model_copy(update={"output_dir": str(folder), "train": train})
+    config = run.config.with_values({"output_dir": str(folder), "train.max_steps": step})
 
     def write() -> None:
         try:

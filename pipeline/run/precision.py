@@ -1,16 +1,27 @@
-"""The choice of precision: bf16 where all devices have instructions for it, else fp32."""
+"""Choose the precision, bf16 where all devices have instructions for it, else fp32; let sums be added in a fixed order."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pipeline.config import AUTO, Config
+import torch
+
+from pipeline.config import AUTO
 from pipeline.distributed.world import World
+from pipeline.errors import UserError
 from pipeline.hardware import native_bf16
 from pipeline.step.forward import BF16, FP32
 
 # Emulated bf16 against fp32: measured on a CPU with AVX2 only, training steps of PerViT-T with batches of 4 and 16.
 _SLOWDOWN = "11 to 17 times"
+# cuBLAS gives each stream a workspace of its own, of eight buffers of 4 MiB, instead of one whose use depends on timing; PyTorch
+# refuses matrix products without it (docs.nvidia.com/cuda/cublas, "Results reproducibility").
+_CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+_REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")  # of torch.use_deterministic_algorithms
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,33 @@ def native_on_all(world: World) -> tuple[bool, str]:
     return False, why if len(lacking) == world.size else f"rank {rank} of {world.size}: {why}"
 
 
-def with_precision(config: Config, name: str) -> Config:
-    """The config with ``train.precision`` settled."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"precision": name})})
+def make_deterministic() -> None:
+    """Let PyTorch, cuDNN and NCCL use deterministic algorithms only. Call before CUDA starts and before the first process group.
+
+    Strictly, without ``warn_only``: attention's memory-efficient backward pass adds in a fixed order only then, and NCCL leaves
+    out NVLS, whose sums have no fixed order.
+    """
+    os.environ.setdefault(*_CUBLAS)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False  # it may choose another algorithm in every start
+    # It would fill every new tensor with NaN: for programs that read memory before they write it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
+
+
+@contextmanager
+def refusals_explained() -> Iterator[None]:
+    """Turn PyTorch's refusal of an operation without deterministic form into a UserError.
+
+    Raises:
+        UserError: the block met such an operation.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not torch.are_deterministic_algorithms_enabled() or not (refused := _REFUSAL.search(str(error))):
+            raise
+        raise UserError(
+            f"train.deterministic=true requires a deterministic form of {refused[1]}, which the model uses, got none on this device",
+            "set train.deterministic=false, or train on CPUs",
+        ) from None

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.config import Config
 from pipeline.distributed.world import World
 from pipeline.files import disk_reason, replace_file
 from pipeline.logs import console
@@ -41,15 +40,16 @@ class StepProfiler:
     """Records the steps of ``log.profile_steps`` that this start takes.
 
     Args:
-        config: of the run.
+        run_folder: of the run.
+        window: first and last step to record (``log.profile_steps``); None: none.
         world: all ranks; each records itself.
         first_step: done before this start.
         last_step: of the schedule.
     """
 
-    def __init__(self, config: Config, world: World, first_step: int, last_step: int) -> None:
-        self._world, self._folder, self._window = world, Path(config.output_dir) / PROFILE, config.log.profile_steps
-        self._first, self._last = self._window or (0, -1)
+    def __init__(self, run_folder: Path, window: tuple[int, int] | None, world: World, first_step: int, last_step: int) -> None:
+        self._world, self._folder, self._window = world, run_folder / PROFILE, window
+        self._first, self._last = window or (0, -1)
         self._done, self._end = first_step, last_step
         self._recording: profile | None = None
         self._begun = self._reached = 0

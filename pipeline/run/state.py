@@ -18,7 +18,7 @@ from pipeline.data.loader import Loader
 from pipeline.data.mixed_set import MixedSet
 from pipeline.data.schedule import Schedule
 from pipeline.data.shards import ShardSet
-from pipeline.distributed.agreement import Agreed, Agreement
+from pipeline.distributed.agreement import Agreement
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.faults.heartbeat import Heartbeat
@@ -27,14 +27,12 @@ from pipeline.logs.run_events import RunEvents
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
 from pipeline.run.compiling import Compilation
-from pipeline.run.decoding import with_decoding
 from pipeline.run.folder import config_hash
 from pipeline.run.lock import RunLock
 from pipeline.run.profiling import StepProfiler
 from pipeline.step.train_step import TrainState
 from pipeline.stores.store import StoreAway, StoreFails
 
-NO_MORE_DATA = 1000  # told in place of a signal, and above all of them: a rank's loader has failed ahead of time
 _LONGEST_REASON = 2000  # characters of an error that events.jsonl keeps
 
 
@@ -72,17 +70,21 @@ class Run:
         """The run folder."""
         return Path(self.config.output_dir)
 
-    def tell(self) -> Agreed:
-        """Exchange status with all ranks, once per step or evaluation batch; publish a checkpoint that all have written. Collective."""
-        stop = NO_MORE_DATA if self.loader.failure else self.stop.received
+    def exchange_status(self) -> bool:
+        """Exchange status with all ranks, once per step or evaluation batch; publish a checkpoint that all have written. Collective.
+
+        Returns:
+            Whether all stop: some rank has received a signal, or its loader has failed ahead of time (:meth:`raise_failure`).
+        """
+        stop = self.stop.received != 0 or self.loader.failure is not None
         agreed = self.agreement.exchange(stop, self.saver.failed, self.saver.written)
         self.saver.settle(agreed)
-        return agreed
+        return agreed.stop != 0
 
     def raise_failure(self) -> None:
-        """Raise, on all ranks, what a rank's loader failed with ahead of time. Collective."""
+        """Raise, on all ranks, what a rank's loader failed with ahead of time, if one did. Collective."""
         failure = self.loader.failure
-        found = [each for each in self.world.gather([failure.exit_code, str(failure)] if failure else None) if each]
+        found = [said for said in self.world.gather([failure.exit_code, str(failure)] if failure else None) if said]
         if found:
             code, sentence = max(found)
             raise (StoreAway if code == StoreAway.exit_code else StoreFails)(sentence)
@@ -94,7 +96,7 @@ class Run:
             samples=self.schedule.samples(self.step),
             optimizer_step=optimizer_step_count(self.trained.engine),
             skipped_steps=self.skipped_steps,
-            config=with_decoding(self.config, self.loader.decode).model_dump(mode="json"),
+            config=self.config.with_values({"data.decode": self.loader.decode}).model_dump(mode="json"),
             config_hash=config_hash(self.config),
             classes=self.train_set.classes,
             class_names=self.train_set.named,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint import read_initial_weights
 from pipeline.checkpoint.trained import read_trained
-from pipeline.config import Config
+from pipeline.config import Config, TrainConfig
 from pipeline.errors import UserError
 from pipeline.models.weights.transfer import check_finite, first_difference
 from pipeline.step.forward import autocast
@@ -67,9 +67,8 @@ def _model_of_run(config: Config, classes: list[str] | None) -> nn.Module:
     return trained.build_model()
 
 
-def describe_teacher(config: Config) -> str:
+def describe_teacher(train: TrainConfig) -> str:
     """The teacher in words, for the log."""
-    train = config.train
     if not train.teacher_weights:
         return f"the model of {train.teacher}"
     return f"{train.teacher} with {train.teacher_weights}, which does not name its classes: they must be the data set's, in the same order"

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.config import flatten
+from pipeline.config import flatten, is_free
 from pipeline.errors import UserError
-from pipeline.run.run_keys import is_free
 from pipeline.sweep.lines import Sweep, SweepRun
 
 REPORT = "report.html"

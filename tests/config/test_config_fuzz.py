@@ -122,7 +122,7 @@ def plan(config: Config, world: World, shards: dict[str, tuple[ShardSet, ShardSe
     check_same_classes(val_set, train_set.classes, of="train")
     deepspeed_config(config, world.size)
     schedule = make_schedule(config, len(train_set), train_set.subset)
-    lock = open_run_folder(config, world)
+    lock = open_run_folder(Path(config.output_dir), world)
     try:
         assert find_start(config, world, train_set) is None
     finally:

@@ -20,8 +20,9 @@ from pipeline.data.reader import BadSamples
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.run.decoding import choose_decoding, keep_faster, with_decoding
+from pipeline.run.building import keep_faster
 from pipeline.run.folder import config_hash
+from pipeline.run.settle import choose_decoding
 from support.ranks import run_forked
 
 CPU = torch.device("cpu")
@@ -121,7 +122,9 @@ def test_a_run_keeps_what_it_has_measured() -> None:
     assert choose_decoding("gpu", "cpu", there) == "gpu" and choose_decoding("auto", "gpu", here) == "auto"
     assert choose_decoding("auto", None, there, repeatable=True) == "gpu", "what is measured may differ from start to start"
     config = Config()
-    assert config_hash(with_decoding(config, "cpu")) == config_hash(config), "a checkpoint may say what was measured"
+    assert config_hash(config.with_values({"data.decode": "cpu"})) == config_hash(config), (
+        "a checkpoint may say what was measured"
+    )
 
 
 def test_decoding_on_a_gpu_is_refused_where_there_is_none(small_run: Path) -> None:

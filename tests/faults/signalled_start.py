@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from pipeline.run.command import train_main
+from pipeline import train
 
 
 def main() -> int:
@@ -18,7 +18,7 @@ def main() -> int:
     del sys.argv[1:3]
     if os.environ["RANK"] == rank:
         _signal_at(*place.rsplit(".", 1))
-    return train_main()
+    return train.main()
 
 
 def _signal_at(module: str, name: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pipeline.config import load_config
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
-from pipeline.run.cache_room import check_cache_room
+from pipeline.run.dry_run import check_cache_room
 from support.runs import write_small_config
 
 
@@ -19,7 +19,7 @@ def test_what_fits_is_said_and_nothing_is_written(digits_shards: Path, tmp_path:
     sets = [ShardSet(digits_shards, split) for split in ("train", "val")]
 
     def check(*overrides: object) -> str | None:
-        return check_cache_room(load_config(config, list(map(str, overrides))), sets)
+        return check_cache_room(load_config(config, list(map(str, overrides))).data, sets)
 
     assert check() is None
     cache = tmp_path / "cache"

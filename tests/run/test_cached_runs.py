@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Config
+from pipeline.config import Config, is_free
 from pipeline.run.folder import config_hash
-from pipeline.run.run_keys import is_free
 from support.ranks import train
 from support.runs import step_rows
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from pipeline.config import Config, TrainConfig
+from pipeline.config import TrainConfig
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.models import create_model
@@ -29,7 +29,8 @@ from pipeline.models.pervit.model import PerViT, PerViTLayout
 from pipeline.optim.batchnorm import StepStatistics
 from pipeline.run import compiling
 from pipeline.run.compile_cache import INDUCTOR, TRITON, cache_folder, drop_compile_cache, open_compile_cache
-from pipeline.run.compiling import Compilation, choose_compilation
+from pipeline.run.compiling import Compilation
+from pipeline.run.settle import choose_compilation
 from pipeline.step.forward import autocast
 from pipeline.step.loss import Objective, label_loss
 
@@ -63,10 +64,6 @@ def small_pervit(checkpointing: bool = False, depths: tuple[int, int, int, int] 
     torch.manual_seed(0)
     layout = PerViTLayout(2, (16, 32, 32, 32), (8, 8, 16, 16), depths)
     return PerViT(layout, num_classes=10, image_size=32, drop_path=0.2, activation_checkpointing=checkpointing)
-
-
-def config(folder: Path, kind: str, precision: str = "fp32") -> Config:
-    return Config(output_dir=str(folder / "run"), train=TrainConfig(compile=kind, precision=precision))
 
 
 def micro_batch(size: int = 4) -> Any:
@@ -134,7 +131,7 @@ def test_a_compiled_step_is_the_same(
     expected = gradients(model, batch, noise, precision)
     model.load_state_dict(state)
 
-    compilation = Compilation(config(tmp_path, kind, precision), world, model, objective := plain())
+    compilation = Compilation(kind, precision, tmp_path / "run", world, model, objective := plain())
     compilation.prepare(batch, noise, accumulates=True)
     assert compilation.kind == kind and not compilation.pending
     assert list(model.state_dict()) == list(state) and list(dict(model.named_parameters())) == [
@@ -171,7 +168,7 @@ def test_inductor_gives_the_same_gradients(world: World, tmp_path: Path) -> None
     batch, noise = micro_batch(), torch.rand(4, model.noise_per_sample)
     reference = copy.deepcopy(model)
     expected = gradients(reference, batch, noise, "fp32")
-    compilation = Compilation(config(tmp_path, "blocks"), world, model, objective := plain())
+    compilation = Compilation("blocks", "fp32", tmp_path / "run", world, model, objective := plain())
     compilation.prepare(batch, noise, accumulates=False)
     assert compilation.kind == "blocks"
     loss, gradient = gradients(model, batch, noise, "fp32", objective)
@@ -200,7 +197,7 @@ def test_a_failure_leaves_everything_as_it_was(
     batch, noise = micro_batch(), torch.rand(4, model.noise_per_sample)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     expected = gradients(copy.deepcopy(model), batch, noise, "fp32")
-    compilation = Compilation(config(tmp_path, "blocks"), world, model, objective := plain())
+    compilation = Compilation("blocks", "fp32", tmp_path / "run", world, model, objective := plain())
     compilation.prepare(batch, noise, accumulates=False)
     assert compilation.kind == "off" and objective == plain() and not compilation.pending
     (warning,) = capsys.readouterr().err.splitlines()
@@ -213,10 +210,6 @@ def test_a_failure_leaves_everything_as_it_was(
     assert loss == expected[0] and torch.equal(gradient, expected[1])
 
 
-def _config(**train: Any) -> Config:
-    return Config(output_dir="run", train=TrainConfig(**train))
-
-
 @pytest.mark.parametrize(
     "options, device, chosen",
     [
@@ -227,26 +220,30 @@ def _config(**train: Any) -> Config:
         ({"compile": False}, CUDA, "off"),  # YAML's off
         ({"compile": "model"}, CPU, "model"),
         ({"compile": "graphs"}, CUDA, "graphs"),
-        ({"compile": "blocks", "zero_stage": 3}, CPU, "train.zero_stage is 3"),
-        ({"compile": "graphs"}, CPU, "a CUDA GPU needed"),
-        ({"compile": "graphs", "activation_checkpointing": True}, CUDA, "train.activation_checkpointing"),
+        ({"compile": "blocks", "zero_stage": 3}, CPU, "train.compile=blocks requires train.zero_stage 0, 1 or 2, got 3"),
+        ({"compile": "graphs"}, CPU, "train.compile=graphs requires a CUDA GPU, got cpu"),
+        (
+            {"compile": "graphs", "activation_checkpointing": True},
+            CUDA,
+            "requires train.activation_checkpointing=false, got true",
+        ),
     ],
 )
 def test_the_choice(options: dict[str, Any], device: torch.device, chosen: str) -> None:
     """Guards against a setting that the ZeRO stage or the device cannot have and that is silently another one."""
-    config, world = _config(**options), World(rank=0, size=2, device=device, cpu_threads=1)
+    train, world = TrainConfig(**options), World(rank=0, size=2, device=device, cpu_threads=1)
     if chosen in ("off", "blocks", "model", "graphs"):
-        assert choose_compilation(config, world) == chosen
+        assert choose_compilation(train, world) == chosen
     else:
         with pytest.raises(UserError, match=chosen):
-            choose_compilation(config, world)
+            choose_compilation(train, world)
 
 
 def test_one_process_runs_no_zero_3() -> None:
     """Guards against a config with ZeRO-3 that is refused, or not compiled, where one process runs it as stage 0."""
     world = World(rank=0, size=1, device=CUDA, cpu_threads=1)
-    assert choose_compilation(_config(zero_stage=3), world) == "blocks"
-    assert choose_compilation(_config(zero_stage=3, compile="model"), world) == "model"
+    assert choose_compilation(TrainConfig(zero_stage=3), world) == "blocks"
+    assert choose_compilation(TrainConfig(zero_stage=3, compile="model"), world) == "model"
 
 
 def test_each_rank_of_each_run_has_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

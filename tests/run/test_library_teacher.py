@@ -69,7 +69,7 @@ def test_a_teacher_decides_as_its_network(name: str, tmp_path: Path) -> None:
     scores = load_teacher(chosen, CPU, [*"0123456789"])(images)
     assert not scores.requires_grad
     assert torch.equal(scores, reference(images).detach())
-    assert "w.pth, which does not name its classes" in describe_teacher(chosen)
+    assert "w.pth, which does not name its classes" in describe_teacher(chosen.train)
 
 
 def test_images_are_normalized_for_the_teacher() -> None:

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from pipeline.checkpoint import read_weights
-from pipeline.config import config_from_dict
 from pipeline.distributed.world import World
 from pipeline.run.profiling import StepProfiler, memory_curve
-from pipeline.run.run_keys import is_free, recorded_config
 from support.ranks import run_forked
 from support.runs import step_rows
 from support.small_run import SMALL_MODEL
@@ -79,15 +77,13 @@ def test_the_result_is_the_same_and_each_rank_has_its_files(small_run: Path, tmp
 )
 def test_steps_that_will_not_come_are_named(window: list[int] | None, done: int, sentence: str | None) -> None:
     """Guards against waiting for a profile that never comes."""
-    config = config_from_dict({"log": {"profile_steps": window}}, source="test")
-    assert StepProfiler(config, WORLD, done, last_step=10).remark() == sentence
+    assert StepProfiler(Path(), window, WORLD, done, last_step=10).remark() == sentence
 
 
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Guards against a run that ends for its diagnosis; and a run that fails within the window leaves no half profile."""
     (tmp_path / "profile").write_text("a file where the folder should be")
-    config = config_from_dict({"output_dir": str(tmp_path), "log": {"profile_steps": [1, 2]}}, source="test")
-    profiler = StepProfiler(config, WORLD, 0, last_step=10)
+    profiler = StepProfiler(tmp_path, (1, 2), WORLD, 0, last_step=10)
     with profiler.step(1):
         torch.ones(3) + 1
     assert not profiler.ends_with(1) and profiler.ends_with(2)
@@ -117,8 +113,3 @@ def test_a_memory_curve() -> None:
         ("memory of CPU", 1, 1),
         ("memory of GPU 0", 2, 2),
     ]
-
-
-def test_a_run_that_was_begun_without_the_key() -> None:
-    """Guards against a former run that is refused, or profiled, for a key that it has not recorded."""
-    assert recorded_config({"log": {"every_steps": 10}}, "test").log.profile_steps is None and is_free("log.profile_steps")

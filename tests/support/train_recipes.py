@@ -19,7 +19,7 @@ from pipeline.config import Config, load_config
 from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.errors import UserError
 from pipeline.models import create_model, model_entry
-from pipeline.train import train
+from pipeline.training.loop import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BATCH = 8

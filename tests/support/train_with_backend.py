@@ -10,8 +10,8 @@ import os
 import sys
 from typing import Any
 
+from pipeline import train
 from pipeline.run import compiling
-from pipeline.run.command import train_main
 from pipeline.run.compile_cache import INDUCTOR
 
 
@@ -21,7 +21,7 @@ def main() -> int:
         compiling.BACKEND = _fail if backend == f"fails_on_{os.environ['RANK']}" else "aot_eager"
     else:
         compiling.BACKEND = backend
-    return train_main()
+    return train.main()
 
 
 def _fail(graph: Any, inputs: Any) -> Any:

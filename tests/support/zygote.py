@@ -37,7 +37,7 @@ _IMPORTED_LATE = (  # by DeepSpeed and the log when a run starts: six seconds
     "pipeline.logs.event_file",
     "setuptools",
 )
-_MODULES = (*_IMPORTED_LATE, "pipeline.train", "faults.save_in_a_loop")
+_MODULES = (*_IMPORTED_LATE, "pipeline.train", "pipeline.training.loop", "faults.save_in_a_loop")
 
 
 def main() -> None:
@@ -100,11 +100,10 @@ def _become(request: dict, stdout: int, stderr: int) -> None:
     os.environ.update(request["environment"])
     sys.argv = [request["module"], *request["arguments"]]
     from pipeline.command_line import run_command
-    from pipeline.run.command import train_main
 
     module = request["module"]
     try:
-        run_command(train_main if module == "pipeline.train" else importlib.import_module(module).main)
+        run_command(importlib.import_module(module).main)
     except SystemExit as ended:
         if isinstance(ended.code, int):
             _exit_at_once(ended.code)
