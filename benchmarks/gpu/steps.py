@@ -129,14 +129,14 @@ def measure_case(context: Context, config: Config, world: World, in_memory: bool
     from benchmarks.gpu.trace import idle, profiled
     from pipeline.faults.heartbeat import Heartbeat
     from pipeline.faults.stop_signal import StopSignal
-    from pipeline.run.start import start_run
+    from pipeline.run.start import Start
     from pipeline.training.loop import training_step
 
     warm, timed, window = _counts(context)
     memory = PeakMemory(world.device)
     place = batches_in_memory(also_for_evaluation=not with_loader) if in_memory else nullcontext()
     with place, Heartbeat(world, config.distributed) as heartbeat:
-        run = start_run(config, world, StopSignal(), heartbeat)
+        run = Start(config, world).open_run(StopSignal(), heartbeat)
         assert run is not None
         stage = run.trained.engine.zero_optimization_stage()  # one process may run another than it was asked for
 

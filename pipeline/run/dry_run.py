@@ -37,8 +37,7 @@ from pipeline.run.building import say, training_loader
 from pipeline.run.compiling import OFF
 from pipeline.run.lock import check_lock
 from pipeline.run.precision import refusals_explained
-from pipeline.run.settle import check_alone
-from pipeline.run.start import PreparedRun, find_start, nothing_to_train, open_data, prepare
+from pipeline.run.start import PreparedRun, Start
 from pipeline.step.train_step import train_step
 
 _MICRO_BATCHES = 2  # of the step: with the second, gradients and activations are in memory together, as in all that follow
@@ -71,19 +70,17 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
     Raises:
         UserError: what a real start would raise.
     """
-    folder = Path(config.output_dir)
-    check_alone(config, world)
+    start = Start(config, world, look_only=True)
+    start.check_alone()
     with Heartbeat(world, config.distributed) as heartbeat, refusals_explained():
-        # Without the node's cache, which reading would fill.
-        data = open_data(config.with_values({"data.cache": None}), world)
+        data = start.open_data(cached=False)  # the node's cache, which reading would fill
         cache = _check_on_all(lambda: check_cache_room(config.data, (data.train_set, data.val_set)), world)
-        do_in_main(lambda: check_lock(folder), world)
-        verified = find_start(config, world, data.train_set, look_only=True)
-        if sentence := nothing_to_train(config.output_dir, data.schedule, verified):
-            say(world, sentence)
+        do_in_main(lambda: check_lock(start.folder), world)
+        verified = start.find_checkpoint(data.train_set)
+        if start.is_complete(data, verified):
             return 0
-        prepared = prepare(config, world, data, verified)
-        do_in_main(lambda: check_run_files(folder), world)
+        prepared = start.prepare(data, verified)
+        do_in_main(lambda: check_run_files(start.folder), world)
         if any(world.gather(stop.received)):
             say(world, _STOPPED)
             return PREEMPTED
@@ -91,7 +88,7 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
         step, trained = _take_step(prepared, world), prepared.built.trained
         saved = sum(tensor.nbytes for tensor in saved_tensors(trained.engine, trained.ema, world).values())
         checkpoint_bytes = sum(world.gather(saved))
-        do_in_main(lambda: check_space(folder, checkpoint_bytes), world)
+        do_in_main(lambda: check_space(start.folder, checkpoint_bytes), world)
         heartbeat.still("ending")
         if world.is_main:
             print("\n".join(_summary(prepared, world, step, checkpoint_bytes, cache)), flush=True)

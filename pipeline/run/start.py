@@ -33,7 +33,7 @@ from pipeline.run.evaluation import check_classes, check_same_classes, evaluatio
 from pipeline.run.folder import check_same_data, check_same_run, open_run_folder
 from pipeline.run.lock import RunLock
 from pipeline.run.profiling import StepProfiler
-from pipeline.run.settle import Settled, settle
+from pipeline.run.settle import Settled, check_alone, settle
 from pipeline.run.state import Run
 
 
@@ -73,99 +73,107 @@ class PreparedRun:
         return self.before.step if self.before else 0
 
 
-def start_run(config: Config, world: World, stop: StopSignal, heartbeat: Heartbeat, recipe: Recipe | None = None) -> Run | None:
-    """Start a run, or resume it from its newest intact checkpoint. Collective.
+class Start:
+    """A start of a run. Its steps that write nothing are methods of their own, which a dry run takes too.
 
     Args:
-        config: the run.
+        config: the run, as asked for.
         world: all ranks.
-        stop: tells whether this process has received a signal to stop.
-        heartbeat: of this process.
-        recipe: what the config is made from, to say where they differ; None: unknown.
+        look_only: leave the run folder as it is, damaged and half written checkpoints too.
 
-    Returns:
-        None if there is nothing left to train.
-
-    Raises:
-        UserError: config, data and run folder do not fit together.
+    Attributes:
+        folder: of the run.
     """
-    data = open_data(config, world)
-    lock = open_run_folder(Path(config.output_dir), world)
-    try:
-        verified = find_start(config, world, data.train_set)
-        if sentence := nothing_to_train(config.output_dir, data.schedule, verified):
-            say(world, sentence)
+
+    def __init__(self, config: Config, world: World, look_only: bool = False) -> None:
+        self.config, self.world, self.look_only = config, world, look_only
+        self.folder = Path(config.output_dir)
+
+    def check_alone(self) -> None:
+        """:func:`~pipeline.run.settle.check_alone`."""
+        check_alone(self.config, self.world)
+
+    def open_run(self, stop: StopSignal, heartbeat: Heartbeat, recipe: Recipe | None = None) -> Run | None:
+        """Start the run, or resume it from its newest intact checkpoint. Collective.
+
+        Args:
+            stop: tells whether this process has received a signal to stop.
+            heartbeat: of this process.
+            recipe: what the config is made from, to say where they differ; None: unknown.
+
+        Returns:
+            None if there is nothing left to train.
+
+        Raises:
+            UserError: config, data and run folder do not fit together.
+        """
+        data = self.open_data()
+        lock = open_run_folder(self.folder, self.world)
+        try:
+            verified = self.find_checkpoint(data.train_set)
+            if self.is_complete(data, verified):
+                if lock:
+                    lock.release()
+                return None
+            prepared = self.prepare(data, verified)
+            run = _open(prepared, self.world, stop, heartbeat, lock)
+        except UserError:
             if lock:
-                lock.release()
-            return None
-        prepared = prepare(config, world, data, verified)
-        run = _open(prepared, world, stop, heartbeat, lock)
-    except UserError:
-        if lock:
-            lock.abandon()
-        raise
-    _introduce(run, prepared, recipe)
-    return run
+                lock.abandon()
+            raise
+        _introduce(run, prepared, recipe)
+        return run
 
+    def open_data(self, cached: bool = True) -> RunData:
+        """Open both shard sets.
 
-def open_data(config: Config, world: World) -> RunData:
-    """Open both shard sets.
+        Args:
+            cached: read by way of the node's cache, if there is one.
 
-    Raises:
-        UserError: they are not whole, or do not fit the config or each other.
-    """
-    cache = cache_of(config.data)
-    train_set = open_training_set(config.data.path, config.data.mix, readers=world.size, cache=cache)
-    val_set = ShardSet(config.data.path, "val", readers=world.size, cache=cache)
-    check_classes(config, train_set)
-    check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
-    return RunData(train_set, val_set, make_schedule(config, images_per_epoch(train_set), train_set.subset))
+        Raises:
+            UserError: they are not whole, or do not fit the config or each other.
+        """
+        data, cache, readers = self.config.data, cache_of(self.config.data) if cached else None, self.world.size
+        train_set = open_training_set(data.path, data.mix, readers=readers, cache=cache)
+        val_set = ShardSet(data.path, "val", readers=readers, cache=cache)
+        check_classes(self.config, train_set)
+        check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
+        return RunData(train_set, val_set, make_schedule(self.config, images_per_epoch(train_set), train_set.subset))
 
+    def find_checkpoint(self, train_set: ShardSet | MixedSet) -> Verified | None:
+        """The checkpoint that the run goes on from, None for a new run. Collective.
 
-def find_start(config: Config, world: World, train_set: ShardSet | MixedSet, look_only: bool = False) -> Verified | None:
-    """The checkpoint that the run goes on from, None for a new run. Collective.
+        Raises:
+            UserError: no checkpoint is whole, or they are of another config or data set.
+        """
+        if not self.look_only:
+            do_in_main(lambda: checkpoint.sweep(self.folder), self.world)
+        verified = checkpoint.newest_whole(self.folder, self.world, set_aside_damaged=not self.look_only)
+        before = verified.state if verified else None
+        begun_with = config_from_dict(before.config, source=str(self.folder)) if before else None
+        check_same_run(self.config, begun_with, self.world)
+        check_same_data(self.config, before.data if before else None, train_set.identity(), self.world)
+        return verified
 
-    Args:
-        look_only: leave the folder as it is, damaged and half written checkpoints too.
+    def is_complete(self, data: RunData, verified: Verified | None) -> bool:
+        """Whether nothing is left to train, which is said."""
+        before = verified.state if verified else None
+        complete = before is not None and before.step >= data.schedule.last_step and not before.evaluation_due
+        if before and complete:
+            say(self.world, f"{self.folder} is complete at step {before.step}: nothing to train.")
+        return complete
 
-    Raises:
-        UserError: no checkpoint is whole, or they are of another config or data set.
-    """
-    folder = Path(config.output_dir)
-    if not look_only:
-        do_in_main(lambda: checkpoint.sweep(folder), world)
-    verified = checkpoint.newest_whole(folder, world, set_aside_damaged=not look_only)
-    before = verified.state if verified else None
-    check_same_run(config, config_from_dict(before.config, source=str(folder)) if before else None, world)
-    check_same_data(config, before.data if before else None, train_set.identity(), world)
-    return verified
+    def prepare(self, data: RunData, verified: Verified | None) -> PreparedRun:
+        """Settle what the config leaves open and build everything that is trained. Collective.
 
-
-def nothing_to_train(folder: str, schedule: Schedule, verified: Verified | None) -> str | None:
-    """The sentence for a run that is at its end; None for any other."""
-    before = verified.state if verified else None
-    if before and before.step >= schedule.last_step and not before.evaluation_due:
-        return f"{folder} is complete at step {before.step}: nothing to train."
-    return None
-
-
-def prepare(config: Config, world: World, data: RunData, verified: Verified | None) -> PreparedRun:
-    """Settle what the config leaves open and build everything that is trained. Collective. Writes nothing.
-
-    Args:
-        config: of this start.
-        world: all ranks.
-        data: :func:`open_data`.
-        verified: :func:`find_start`.
-
-    Raises:
-        UserError: something does not fit.
-    """
-    before = verified.state if verified else None
-    say(world, f"data: {data.description()}")
-    say(world, f"resuming {config.output_dir} from step {before.step}" if before else f"a new run: {config.output_dir}")
-    settled = settle(config, before, world)
-    return PreparedRun(settled, data, before, build(settled.config, world, data.train_set.classes, verified))
+        Raises:
+            UserError: something does not fit.
+        """
+        before = verified.state if verified else None
+        say(self.world, f"data: {data.description()}")
+        say(self.world, f"resuming {self.folder} from step {before.step}" if before else f"a new run: {self.folder}")
+        settled = settle(self.config, before, self.world)
+        return PreparedRun(settled, data, before, build(settled.config, self.world, data.train_set.classes, verified))
 
 
 def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Heartbeat, lock: RunLock | None) -> Run:

@@ -23,8 +23,7 @@ from pipeline.run.dry_run import dry_run
 from pipeline.run.evaluation import evaluate
 from pipeline.run.nonfinite import skip_or_stop
 from pipeline.run.precision import make_deterministic, refusals_explained
-from pipeline.run.settle import check_alone
-from pipeline.run.start import start_run
+from pipeline.run.start import Start
 from pipeline.run.state import Run
 from pipeline.step.train_step import train_step
 
@@ -62,12 +61,13 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
         UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
     """
     stop = stop or StopSignal()
-    check_alone(config, world)
-    with Heartbeat(world, config.distributed, Path(config.output_dir)) as heartbeat, refusals_explained():
+    start = Start(config, world)
+    start.check_alone()
+    with Heartbeat(world, config.distributed, start.folder) as heartbeat, refusals_explained():
         if any(world.gather(stop.received)):  # received while the libraries were loading: build nothing
             say(world, _STOPPED_EARLY)
             return PREEMPTED
-        run = start_run(config, world, stop, heartbeat, recipe)
+        run = start.open_run(stop, heartbeat, recipe)
         if run is None:
             return 0
         with run:

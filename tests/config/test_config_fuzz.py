@@ -29,7 +29,7 @@ from pipeline.optim.engine import deepspeed_config
 from pipeline.optim.learning_rate import learning_rate
 from pipeline.run.evaluation import check_classes, check_same_classes
 from pipeline.run.folder import config_hash, open_run_folder
-from pipeline.run.start import find_start
+from pipeline.run.start import Start
 
 CASES, LONGEST = 1000, 1.0  # seconds of this process's CPU time, which no other process's load makes longer
 BASES = (
@@ -124,7 +124,7 @@ def plan(config: Config, world: World, shards: dict[str, tuple[ShardSet, ShardSe
     schedule = make_schedule(config, len(train_set), train_set.subset)
     lock = open_run_folder(Path(config.output_dir), world)
     try:
-        assert find_start(config, world, train_set) is None
+        assert Start(config, world).find_checkpoint(train_set) is None
     finally:
         lock.release()
         shutil.rmtree(config.output_dir)

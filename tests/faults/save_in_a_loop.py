@@ -17,13 +17,13 @@ from pipeline.config import load_config
 from pipeline.distributed.world import init_world
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
-from pipeline.run.start import start_run
+from pipeline.run.start import Start
 
 
 @torch.no_grad()
 def main() -> None:
     config, world = load_config(Path(sys.argv[2]), sys.argv[3:]), init_world()
-    run = start_run(config, world, StopSignal(), Heartbeat(world, config.distributed))
+    run = Start(config, world).open_run(StopSignal(), Heartbeat(world, config.distributed))
     wrong = 0
     for stretch in _weights(run):
         wrong += int((stretch.values != run.step).sum()) if run.step else 0
