@@ -70,7 +70,7 @@ def test_evaluation_says_what_is_wrong(arguments: list[str], expected: str, dama
     ("override", "expected"),
     [
         ("train.epoch=1", "error: override 'train.epoch=1': unknown key 'train.epoch'"),
-        ("train.global_batch_size=8", "= 12 does not divide it (8 / 12 = 0.6667 accumulation steps"),
+        ("train.global_batch_size=8", "= 12, got 8 (8 / 12 = 0.6667 accumulation steps"),
     ],
 )
 def test_what_all_ranks_find_wrong_is_said_once(override: str, expected: str, small_run: Path) -> None:

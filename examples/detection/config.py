@@ -77,7 +77,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _sides_ascend(self) -> DataConfig:
         if self.short_side > self.long_side:
-            raise ValueError(f"short_side {self.short_side} must not exceed long_side {self.long_side}")
+            raise ValueError(f"data.short_side must be at most data.long_side {self.long_side}, got {self.short_side}")
         return self
 
 
@@ -154,8 +154,8 @@ class DetectionConfig(Section):
     def _frozen_statistics_come_from_somewhere(self) -> DetectionConfig:
         if self.model.batchnorm == "frozen" and self.model.init_from is None:
             raise ValueError(
-                "model.batchnorm is frozen, which keeps the statistics of pretrained weights, but model.init_from is null; "
-                "name the weights, or set model.batchnorm=batch to train from scratch"
+                "model.batchnorm=frozen requires model.init_from, got null: name the pretrained weights whose statistics it keeps, or set "
+                "model.batchnorm=batch to train from scratch"
             )
         return self
 

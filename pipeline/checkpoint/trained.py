@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.checkpoint import read_weights
-from pipeline.config import Config, config_from_dict, load_config
-from pipeline.config.recipes import shipped_recipes
+from pipeline.config import Config, config_from_dict, load_config, shipped_recipes
 from pipeline.errors import UserError
 from pipeline.models import create_model, list_models
 from pipeline.models.common.base import VisionModel

@@ -19,8 +19,16 @@ a wrong type or a value out of range raises ``UserError``.
 from pipeline.config.accumulation import accumulation_steps
 from pipeline.config.bounds import Positive, PositiveInt, Section
 from pipeline.config.describe import config_to_yaml, flatten, is_free, markdown_page, markdown_table
-from pipeline.config.loading import Recipe, config_from_dict, load_config, load_config_as, load_recipe, section_from_dict
-from pipeline.config.recipes import find_recipe, shipped_recipes
+from pipeline.config.loading import (
+    Recipe,
+    config_from_dict,
+    find_recipe,
+    load_config,
+    load_config_as,
+    load_recipe,
+    section_from_dict,
+    shipped_recipes,
+)
 from pipeline.config.sections import (
     AUTO,
     AugmentConfig,

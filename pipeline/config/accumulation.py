@@ -26,8 +26,8 @@ def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> in
     if rest or steps == 0:
         processes = "process" if world_size == 1 else "processes"
         raise UserError(
-            f"train.global_batch_size is {global_batch}, but train.micro_batch_size {micro} x {world_size} {processes} = {per_pass} does "
-            f"not divide it ({global_batch} / {per_pass} = {global_batch / per_pass:.4g} accumulation steps, a whole number needed)",
+            f"train.global_batch_size must be a multiple of train.micro_batch_size {micro} x {world_size} {processes} = {per_pass}, got "
+            f"{global_batch} ({global_batch} / {per_pass} = {global_batch / per_pass:.4g} accumulation steps)",
             _remedy(global_batch, micro, world_size, unit),
         )
     return steps
@@ -44,8 +44,8 @@ def fitting_micro_batches(train: TrainConfig, world_size: int, unit: int = 1) ->
     if rest or not per_rank:
         of_units = f" in groups of {unit} images (augment.mix_group)" if unit > 1 else ""
         raise UserError(
-            f"train.global_batch_size is {global_batch}, which {world_size} processes cannot share{of_units} ({global_batch} / {whole} = "
-            f"{global_batch / whole:.4g}, a whole number needed)",
+            f"train.global_batch_size must be a multiple of {whole} for {world_size} processes{of_units}, got {global_batch} "
+            f"({global_batch} / {whole} = {global_batch / whole:.4g})",
             _remedy(global_batch, None, world_size, unit),
         )
     return [unit * number for number in _divisors(per_rank) if unit * number <= MAX_BATCH]

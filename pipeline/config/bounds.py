@@ -41,7 +41,7 @@ Deviation = Annotated[float, Field(ge=1e-3, le=10, allow_inf_nan=False)]
 def _printable(text: str) -> str:
     for character in text:
         if unicodedata.category(character) in ("Cc", "Zl", "Zp"):
-            raise ValueError(f"must not hold the control character U+{ord(character):04X}")
+            raise ValueError(f"must be printable, got the control character U+{ord(character):04X}")
     return text
 
 
@@ -60,5 +60,5 @@ class Section(BaseModel):
         annotation = str(cls.model_fields[str(info.field_name)].annotation)
         parts = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(part, bool) for part in parts) and "bool" not in annotation and "Any" not in annotation:
-            raise ValueError("Input should be a number or a string, not a boolean")
+            raise ValueError("must be a number or text, not a boolean")
         return value

@@ -65,13 +65,15 @@ class DataConfig(Section):
     def _weights_are_numbers(cls, mix: Any) -> Any:
         for folder, weight in mix.items() if isinstance(mix, dict) else ():
             if isinstance(weight, bool):  # which pydantic takes for 0 or 1
-                raise ValueError(f"the weight of {folder!a:.80} must be a number, not {str(weight).lower()}")
+                raise ValueError(f"must have a number as the weight of {folder!a:.80}, got {str(weight).lower()}")
         return mix
 
     @model_validator(mode="after")
     def _mix_is_of_other_sets(self) -> DataConfig:
         if self.path in self.mix:
-            raise ValueError(f"mix holds {self.path!a:.80}, which is data.path and has weight 1; remove it from mix")
+            raise ValueError(
+                f"data.mix must not hold data.path, which has weight 1, got {self.path!a:.80}: remove it from data.mix"
+            )
         return self
 
     @model_validator(mode="after")
@@ -79,20 +81,22 @@ class DataConfig(Section):
         for name in ("crop_scale", "crop_ratio"):
             low, high = getattr(self, name)
             if low > high:
-                raise ValueError(f"{name} must go from low to high, not [{low}, {high}]")
+                raise ValueError(f"data.{name} must go from low to high, got [{low}, {high}]")
         return self
 
     @field_validator("cache")
     @classmethod
     def _a_cache_is_on_the_node(cls, cache: str | None) -> str | None:
         if cache and "://" in cache:
-            raise ValueError(f"must be a folder on a disk of the node, not the URL {cache}")
+            raise ValueError("must be a folder on a disk of the node")
         return cache
 
     @model_validator(mode="after")
     def _a_cache_has_a_folder(self) -> DataConfig:
         if self.cache_gib is not None and self.cache is None:
-            raise ValueError(f"cache_gib {self.cache_gib:g} needs a folder: set cache to one on a disk of the node")
+            raise ValueError(
+                f"data.cache_gib={self.cache_gib:g} requires data.cache, got null: set it to a folder on a disk of the node"
+            )
         return self
 
     @model_validator(mode="after")
@@ -101,7 +105,7 @@ class DataConfig(Section):
             given, default = getattr(self, name), type(self).model_fields[name].default
             if self.train_crop == "simple" and given != default:
                 raise ValueError(
-                    f"{name} {list(given)} is for train_crop random_resized, but train_crop is simple; set {name} to its default, {list(default)}"
+                    f"data.{name} must be left at its default {list(default)} with data.train_crop=simple, got {list(given)}"
                 )
         return self
 
@@ -136,7 +140,7 @@ class AugmentConfig(Section):
     @classmethod
     def _alpha_is_zero_or_sensible(cls, alpha: float) -> float:
         if 0 < alpha < 0.01:
-            raise ValueError("must be 0, or at least 0.01")
+            raise ValueError("must be 0 or at least 0.01")
         return alpha
 
     @model_validator(mode="after")
@@ -144,15 +148,17 @@ class AugmentConfig(Section):
         for name in ("three_augment", "color_jitter"):
             if self.rand_augment_ops and (given := getattr(self, name)):
                 raise ValueError(
-                    f"{name} {str(given).lower()} and rand_augment_ops {self.rand_augment_ops} are alternatives; "
-                    f"set rand_augment_ops to 0, or {name} to {'false' if given is True else 0}"
+                    f"augment.{name} requires augment.rand_augment_ops=0, got {self.rand_augment_ops} with augment.{name}="
+                    f"{str(given).lower()}: set augment.rand_augment_ops=0, or augment.{name}={'false' if given is True else 0}"
                 )
         return self
 
     @model_validator(mode="after")
     def _partners_are_other_images(self) -> AugmentConfig:
         if self.mixes and self.mix_group < 2 * self.repeats:
-            raise ValueError(f"mix_group must be at least 2 x repeats = {2 * self.repeats}, not {self.mix_group}")
+            raise ValueError(
+                f"augment.mix_group must be at least 2 x augment.repeats = {2 * self.repeats}, got {self.mix_group}"
+            )
         return self
 
     @property

@@ -13,16 +13,48 @@ from pydantic import ValidationError
 
 from pipeline.config.bounds import Section
 from pipeline.config.describe import section_fields
-from pipeline.config.problems import Layer, describe
-from pipeline.config.recipes import find_recipe, shipped_recipes
+from pipeline.config.problems import Layer, complaint, describe, unknown_key
 from pipeline.config.sections import Config
-from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import parse_value, shown
 from pipeline.errors import UserError
 
 AnySection = TypeVar("AnySection", bound=Section)
 
+_PACKAGE = Path(__file__).parent.parent
 _DEEPEST = 3  # parts of the longest dotted key: model.switches.NAME
+
+
+def shipped_recipes() -> Path:
+    """The folder of the shipped configs: ``recipes/`` of the installed package, or ``configs/`` of a source checkout."""
+    installed = _PACKAGE / "recipes"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+
+
+def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
+    """The file of a config.
+
+    Args:
+        name: a path, or a config's name with or without ``.yaml``: ``pervit_t``, ``ablations/pervit_table5_lrn``. Searched in
+            this order: the path itself, ``configs/`` in the current folder, the shipped configs.
+        folder: the folder that a path is relative to.
+
+    Raises:
+        UserError: no such config.
+    """
+    path = folder / name
+    if path.is_file():
+        return path
+    wanted = f"{name}".removesuffix(".yaml")
+    places = [Path("configs"), shipped_recipes()]
+    for place in places:
+        candidate = place / f"{wanted}.yaml"
+        if candidate.is_file() and not Path(name).is_absolute():
+            return candidate
+    shipped = sorted(file.relative_to(places[1]).with_suffix("").as_posix() for file in places[1].rglob("*.yaml"))
+    stems = {recipe.rpartition("/")[2]: recipe for recipe in shipped}
+    close = difflib.get_close_matches(Path(wanted).name, stems, n=1, cutoff=0.7)
+    remedy = f"did you mean {stems[close[0]]}?" if close else "pass a file or the name of a shipped config."
+    raise UserError(f"config {path} does not exist, and no config of that name is in {places[1]}: {remedy}")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -62,8 +94,10 @@ def load_recipe(path: str | Path) -> Recipe | None:
         None for a file that is valid with overrides only.
     """
     layers, shipped = _read_with_bases(find_recipe(path), seen=()), shipped_recipes().resolve()
-    its = [number for number, layer in enumerate(layers, 1) if layer.file and layer.file.resolve().is_relative_to(shipped)]
-    layers = layers[: its[-1]] if its else layers
+    shipped_layers = [
+        number for number, layer in enumerate(layers, 1) if layer.file and layer.file.resolve().is_relative_to(shipped)
+    ]
+    layers = layers[: shipped_layers[-1]] if shipped_layers else layers
     try:
         return Recipe(str(layers[-1].file), _validate(layers))
     except UserError:
@@ -128,14 +162,13 @@ def section_from_dict(section: type[AnySection], values: Mapping[str, Any], key:
     except ValidationError as error:
         problem = error.errors()[0]
         name = ".".join(map(str, problem["loc"]))
-        known = ", ".join(section.model_fields) or "none"
         if problem["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, section.model_fields, n=1)
+            known, close = ", ".join(section.model_fields) or "none", difflib.get_close_matches(name, section.model_fields, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"this model's switches are: {known}."
             raise UserError(f"{key}: unknown switch {shown(name)}: {hint}") from None
-        message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        where = f"{key}.{name}" if name else key
-        raise UserError(f"{where} is {shown(problem['input'])}, but the value {message}", "correct it") from None
+        if not name:  # across several switches
+            raise UserError(f"{key} {problem['msg'].removeprefix('Value error, ')}.") from None
+        raise UserError(complaint(problem, f"{key}.{name}")) from None
 
 
 def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
@@ -150,7 +183,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
         tree = {}
     if not isinstance(tree, dict):
         raise UserError(
-            f"config file {path} holds a {type(tree).__name__}, a mapping of keys to values needed",
+            f"config file {path} must hold a mapping of keys to values, got a {type(tree).__name__}",
             f"see {shipped_recipes() / 'pervit_t.yaml'}",
         )
     base = tree.pop("base", None)
@@ -158,7 +191,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
     if base is None:
         return [layer]
     if not isinstance(base, str) or not base.isprintable():
-        raise UserError(f"config file {path} has base: {shown(base)}, a file name needed", "correct it")
+        raise UserError(f"config file {path}: base must be a file name, got {shown(base)}")
     return [*_read_with_bases(find_recipe(base, path.parent), (*seen, path.resolve())), layer]
 
 
@@ -174,7 +207,8 @@ def _override(text: str, root: type[Section] = Config) -> dict:
         tree = _value_of(key, value, root)
     except ValueError as error:
         raise UserError(
-            f"override {shown(text)}: the text after the = is not a YAML value ({error})", "correct it, or quote it"
+            f"override {shown(text)}: the text after the = is not valid YAML ({error})",
+            "correct it, or quote it",
         ) from None
     for name in reversed(names):
         tree = {name: tree}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,11 +16,54 @@ from pydantic_core import ErrorDetails
 from pipeline.config.bounds import Section
 from pipeline.config.describe import flatten, section_fields
 from pipeline.config.sections import Config
-from pipeline.config.suggestions import unknown_key
 from pipeline.config.values import shown
 
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
-_LONG = 200  # characters after which pydantic's or the user's text is cut
+_LONG = 200  # characters after which pydantic's or the user's text is cut, and beyond which nobody meant another key
+_CLOSE = 0.7
+_MOST = 3  # keys that a sentence offers
+
+_BATCH = ("train.global_batch_size", "train.micro_batch_size")
+# What other projects call it, in whichever section; names that are close enough to ours to be found without it are left out.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "architecture": ("model.name",),
+    "arch": ("model.name",),
+    "size": ("model.image_size",),
+    "img_size": ("model.image_size",),
+    "input_size": ("model.image_size",),
+    "resolution": ("model.image_size",),
+    "classes": ("model.num_classes",),
+    "drop_path_rate": ("model.drop_path",),
+    "data_dir": ("data.path",),
+    "dataset": ("data.path",),
+    "workers": ("data.num_threads",),
+    "num_workers": ("data.num_threads",),
+    "random_erasing": ("augment.erasing",),
+    "reprob": ("augment.erasing",),
+    "mixup_alpha": ("augment.mixup",),
+    "cutmix_alpha": ("augment.cutmix",),
+    "batch": _BATCH,
+    "batch_size": _BATCH,
+    "accumulation_steps": ("train.micro_batch_size",),
+    "gradient_accumulation_steps": ("train.micro_batch_size",),
+    "amp": ("train.precision",),
+    "dtype": ("train.precision",),
+    "ema": ("train.ema_decay",),
+    "finetune": ("train.init_from",),
+    "pretrained": ("train.init_from",),
+    "smoothing": ("train.label_smoothing",),
+    "bce_loss": ("train.loss",),
+    "bce_target_thresh": ("train.bce_threshold",),
+    "src": ("data.train_crop",),
+    "learning_rate": ("optim.lr",),
+    "wd": ("optim.weight_decay",),
+    "warmup": ("optim.warmup_epochs",),
+    "clip_grad": ("optim.clip_grad_norm",),
+    "max_grad_norm": ("optim.clip_grad_norm",),
+    "random_seed": ("seed",),
+    "output": ("output_dir",),
+    "save_dir": ("output_dir",),
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +87,7 @@ class Layer:
 
 
 def describe(error: ValidationError, layers: list[Layer], root: type[Section] = Config) -> str:
-    """The first problem as one sentence.
+    """The first problem as one sentence: ``SOURCE: KEY must ..., got ...``.
 
     Args:
         error: from validating a complete config.
@@ -51,52 +95,74 @@ def describe(error: ValidationError, layers: list[Layer], root: type[Section] = 
         root: the config's class.
     """
     problem = error.errors(include_url=False)[0]
-    loc, message = problem["loc"], _message(problem)
+    loc, found, kind = problem["loc"], problem["input"], problem["type"]
     key = ".".join(str(part) for part in loc[:2] if not isinstance(part, int))
     if loc[:2] == ("data", "mix") and len(loc) > 2:
         key += f"[{str(loc[2])!a:.80}]"
-    return f"{_source(loc, message, layers, root)}: {_complaint(problem, key, message, _missing(error, loc), root)}"
+    if kind == "extra_forbidden":
+        sentence = unknown_key(key, found, root)
+    elif kind == "missing":
+        missing = sum(other["type"] == "missing" and other["loc"][:-1] == loc[:-1] for other in error.errors())
+        sentence = f"{key} must have {len(found) + missing} values, got {len(found)}."
+    elif kind == "too_long" and isinstance(found, list | tuple):
+        sentence = f"{key} must have {problem['ctx']['max_length']} values, got {len(found)}."
+    elif kind in ("model_type", "dict_type"):
+        sentence = f"{key or 'the config'} must be a section, got {got(found)}: write {key}.NAME=VALUE."
+    elif kind in ("tuple_type", "list_type"):
+        sentence = f"{key} must be a list, got {got(found)}: write {key}={_as_list(key, found, root)}."
+    elif kind == "string_type" and isinstance(found, int | float | datetime.date) and not isinstance(found, bool):
+        sort, value = ("a date", str(found)) if isinstance(found, datetime.date) else ("a number", got(found))
+        sentence = f"{key} must be text, got {value}, which YAML reads as {sort}: put it in quotes."
+    else:
+        sentence = complaint(problem, key)
+    return f"{_source(loc, sentence, layers, root)}: {sentence}"
 
 
-def _message(problem: ErrorDetails) -> str:
-    text = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return text if len(text) <= _LONG else text[:_LONG] + "..."
+def complaint(problem: ErrorDetails, key: str) -> str:
+    """A problem with the value of a key, ``KEY must ..., got ...``; what a validator of several keys says stands as it is."""
+    message, kind, found = problem["msg"].removeprefix("Value error, "), problem["type"], problem["input"]
+    message = message if len(message) <= _LONG else message[:_LONG] + "..."
+    if kind == "value_error" and isinstance(found, dict | Section):
+        return f"{key} {message}." if message.startswith("must ") else f"{message}."
+    bounds = problem.get("ctx", {})
+    requirement = {
+        "greater_than": f"be greater than {got(bounds.get('gt'))}" if bounds.get("gt") else "be positive",
+        "greater_than_equal": f"be at least {got(bounds.get('ge'))}",
+        "less_than": f"be less than {got(bounds.get('lt'))}",
+        "less_than_equal": f"be at most {got(bounds.get('le'))}",
+        "finite_number": "be a finite number",
+        "int_type": "be a whole number",
+        "int_parsing": "be a whole number",
+        "int_from_float": "be a whole number",
+        "float_type": "be a number",
+        "float_parsing": "be a number",
+        "bool_type": "be true or false",
+        "bool_parsing": "be true or false",
+        "string_type": "be text",
+        "string_too_short": "not be empty",
+        "string_too_long": f"have at most {bounds.get('max_length')} characters",
+    }.get(kind, message.removeprefix("Input should ").removeprefix("must "))
+    if ", got " in requirement:
+        return f"{key} must {requirement}."
+    number = isinstance(found, str) and kind.startswith(("greater", "less", "finite"))  # YAML 1.1 reads 1e9 as text
+    return f"{key} must {requirement}, got {found if number else got(found)}."
 
 
-def _missing(error: ValidationError, loc: tuple) -> int:
-    """How many items of a fixed-length list are missing."""
-    return sum(other["type"] == "missing" and other["loc"][:-1] == loc[:-1] for other in error.errors())
+def got(value: Any) -> str:
+    """A value for a message, shortened: as in YAML where that is one word."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"{value:.0f}"
+    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else shown(value)
 
 
-def _source(loc: tuple, message: str, layers: list[Layer], root: type[Section]) -> str:
-    """The layer that set the value. For an error across several keys, which the message names: the last layer that set one."""
+def _source(loc: tuple, sentence: str, layers: list[Layer], root: type[Section]) -> str:
+    """The layer that set the value. For an error across several keys, which the sentence names: the last layer that set one."""
     paths = [loc]
     if len(loc) < 2:
-        named = [(*loc, *word.split(".")) for word in _KEY.findall(message)]
-        paths = [path for path in named if ".".join(map(str, path)) in flatten(root())] or [loc]
+        known = flatten(root())
+        paths = [tuple(word.split(".")) for word in _KEY.findall(sentence) if word in known] or [loc]
     setting = (layer for layer in reversed(layers) if any(layer.sets(path) for path in paths))
     return next(setting, layers[-1] if loc else layers[0]).label
-
-
-def _complaint(problem: ErrorDetails, key: str, message: str, missing: int, root: type[Section]) -> str:
-    kind, found = problem["type"], problem["input"]
-    if kind == "extra_forbidden":
-        return unknown_key(key, found, root)
-    if kind == "missing":
-        return f"{key} has {len(found)} value{'' if len(found) == 1 else 's'}, {'one' if missing == 1 else missing} more needed: add {'it' if missing == 1 else 'them'}."
-    if kind == "too_long" and isinstance(found, list | tuple):
-        return f"{key} has {len(found)} values, {problem['ctx']['max_length']} needed: remove the others."
-    if kind in ("model_type", "dict_type"):
-        return f"{key or 'the config'} is {shown(found)}, but it is a section: write {key}.NAME=VALUE."
-    if kind in ("tuple_type", "list_type"):
-        return f"{key} is {shown(found)}, a list needed: write {key}={_as_list(key, found, root)}."
-    if kind == "string_type" and isinstance(found, int | float | datetime.date):
-        sort = "a date" if isinstance(found, datetime.date) else "a number"
-        value = str(found) if isinstance(found, datetime.date) else shown(found)
-        return f"{key} is {value}, which YAML reads as {sort}, a string needed: put it in quotes."
-    if kind == "value_error" and isinstance(found, dict | Section):
-        return f"{key + ': ' if key else ''}{message}: correct it."
-    return f"{key} is {shown(found)} ({type(found).__name__}), but the value {message}: correct it."
 
 
 def _as_list(key: str, found: Any, root: type[Section]) -> str:
@@ -109,3 +175,48 @@ def _as_list(key: str, found: Any, root: type[Section]) -> str:
     words = [part.strip() for part in parts] if len(parts) == needed else [str(part) for part in default]
     text = f"[{','.join(words)}]"
     return text if len(text) <= _LONG and text.isprintable() else str(list(default)).replace(" ", "")
+
+
+def unknown_key(key: str, inside: object = None, root: type[Section] = Config) -> str:
+    """That there is no such key, and which were probably meant.
+
+    Args:
+        key: with its section, as far as it is known.
+        inside: its value. Where that is a mapping of one name, as that of a section which does not exist, the name counts too.
+        root: the config that lacks it.
+    """
+    meant = f"{key}.{next(iter(inside))}" if isinstance(inside, dict) and len(inside) == 1 else key
+    near = nearest_keys(meant, root) or nearest_keys(key, root)
+    *others, last = [repr(each) for each in near] or [""]
+    remedy = (
+        f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?"
+        if near
+        else "remove it; `python -m pipeline.config` lists the keys."
+        if root is Config
+        else f"remove it; the keys are: {', '.join(flatten(root()))}."
+    )
+    return f"unknown key {shown(key)}: {remedy}"
+
+
+def nearest_keys(key: str, root: type[Section] = Config) -> list[str]:
+    """Known keys and sections that a dotted name which is none may stand for, the likeliest first; at most three.
+
+    A slip within its section goes before the same name in another section, and that before what merely looks alike.
+    """
+    if len(key) > _LONG:
+        return []
+    section, _, name = key.lower().replace("-", "_").rpartition(".")
+    keys = list(flatten(root()))
+    aliases = [each for each in ALIASES.get(name, ()) if each in keys]
+    if aliases:
+        return aliases
+    siblings = {each.rpartition(".")[2]: each for each in keys if each.rpartition(".")[0] == section}
+    near = [siblings[each] for each in difflib.get_close_matches(name, siblings, n=1, cutoff=_CLOSE)]
+    near += difflib.get_close_matches(key, [each for each in keys if each.rpartition(".")[2] == name], n=_MOST, cutoff=0)
+    if not near and not section:  # a section, a key of the top level, or one such as train_epochs
+        sections = dict.fromkeys(each.partition(".")[0] for each in keys)
+        near = difflib.get_close_matches(key, [*keys, *sections], n=1, cutoff=_CLOSE)
+    if not near:
+        leaves = {each.rpartition(".")[2]: each for each in keys}
+        near = [leaves[each] for each in difflib.get_close_matches(name, leaves, n=1, cutoff=_CLOSE)]
+    return list(dict.fromkeys(near))[:_MOST]

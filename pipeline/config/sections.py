@@ -60,7 +60,7 @@ def _checked_plain(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         parts = value if isinstance(value, list | tuple) else [value]
         if not all(_is_plain(part) for part in parts):
-            raise ValueError(f"{name!a:.80} must be a boolean, a number, a string, null, or a list of these")
+            raise ValueError(f"must have a boolean, a number, text, null or a list of these as {name!a:.80}, got {value!a:.80}")
     return values
 
 
@@ -113,35 +113,39 @@ class TrainConfig(Section):
         """``micro_batch_size`` as a number.
 
         Raises:
-            UserError: it is "auto", which :mod:`pipeline.run.micro_batch` settles at the start of a training.
+            UserError: it is "auto", which the start of a training settles.
         """
         if isinstance(self.micro_batch_size, str):
-            raise UserError("train.micro_batch_size is auto, which only a training settles, a number needed here", "set one")
+            raise UserError("train.micro_batch_size must be a number here, got auto, which only a training settles", "set one")
         return self.micro_batch_size
 
     @field_validator("micro_batch_size", mode="before")
     @classmethod
     def _a_number_or_auto(cls, size: Any) -> Any:
         if isinstance(size, str) and size != AUTO and not size.strip().isdigit():
-            raise ValueError("must be a whole number, or auto")
+            raise ValueError("must be a whole number or auto")
         return size
 
     @model_validator(mode="after")
     def _a_librarys_teacher_has_weights(self) -> TrainConfig:
         library = (self.teacher or "").startswith(_TEACHER_LIBRARIES)
         if library and not self.teacher_weights:
-            raise ValueError(f"teacher {self.teacher} needs teacher_weights, a local file, because nothing is downloaded")
+            raise ValueError(
+                f"train.teacher={self.teacher} requires train.teacher_weights, got null: name a local file, because nothing is downloaded"
+            )
         if self.teacher_weights and not library:
-            names = " or ".join(f"{each}NAME" for each in _TEACHER_LIBRARIES)
-            raise ValueError(f"teacher_weights {self.teacher_weights} is for a teacher {names}, but teacher is {self.teacher}")
+            names = " or ".join(f"{library}NAME" for library in _TEACHER_LIBRARIES)
+            raise ValueError(
+                f"train.teacher_weights {self.teacher_weights} requires train.teacher {names}, got {self.teacher or 'null'}"
+            )
         return self
 
     @model_validator(mode="after")
     def _a_teacher_needs_cross_entropy(self) -> TrainConfig:
         if self.loss == "bce" and self.teacher:
             raise ValueError(
-                f"loss is bce, but teacher {self.teacher} makes hard distillation, which is defined for cross_entropy (DeiT, Eq. 3); "
-                "set loss to cross_entropy, or teacher to null"
+                f"train.loss must be cross_entropy with train.teacher={self.teacher}, got bce, for which hard distillation (DeiT, Eq. 3) "
+                "is not defined: set train.loss=cross_entropy, or train.teacher=null"
             )
         return self
 
@@ -194,7 +198,7 @@ class OptimConfig(Section):
     def _built_in_or_a_class(cls, name: str) -> str:
         if name not in BUILT_IN_OPTIMIZERS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
             built_in = ", ".join(f"'{known}'" for known in BUILT_IN_OPTIMIZERS)
-            raise ValueError(f"should be {built_in} or a class as 'module:Class'")
+            raise ValueError(f"must be {built_in} or a class as 'module:Class'")
         return name
 
     @field_validator("options")
@@ -206,16 +210,16 @@ class OptimConfig(Section):
     def _options_are_of_a_class(self) -> OptimConfig:
         if self.name in BUILT_IN_OPTIMIZERS:
             if self.options:
-                raise ValueError(f"optim.options requires optim.name=module:Class, got {self.name}; remove optim.options")
+                raise ValueError(f"optim.options requires optim.name=module:Class, got {self.name}: remove optim.options")
             return self
         for key in ("betas", "momentum", "eps"):
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(
-                    f"optim.{key} must be left at its default with optim.name={self.name}; set optim.options={{{key}: ...}} instead"
+                    f"optim.{key} must be left at its default with optim.name={self.name}, got {getattr(self, key)}: set optim.options={{{key}: ...}} instead"
                 )
         for key in ("lr", "weight_decay", "params"):
             if key in self.options:
-                raise ValueError(f"optim.options must not have {key}, which the run sets; set optim.{key} instead")
+                raise ValueError(f"optim.options must not have {key}, which the run sets: set optim.{key} instead")
         return self
 
 
@@ -255,7 +259,7 @@ class LogConfig(Section):
     @classmethod
     def _a_window_of_steps(cls, window: tuple[int, int] | None) -> tuple[int, int] | None:
         if window and not window[0] <= window[1] < window[0] + MAX_PROFILED:
-            raise ValueError(f"must go from a step to a later one, at most {MAX_PROFILED} steps in all")
+            raise ValueError(f"must go from a step to a later one, at most {MAX_PROFILED} steps in all, got {list(window)}")
         return window
 
 
@@ -306,8 +310,8 @@ class Config(Section):
     def _a_simple_crop_has_a_border(self) -> Config:
         if self.data.train_crop == "simple" and self.model.image_size < 5:
             raise ValueError(
-                f"data.train_crop simple mirrors 4 pixels at each border, which model.image_size {self.model.image_size} lacks; "
-                "set model.image_size to 5 or more"
+                f"model.image_size must be at least 5 with data.train_crop=simple, which mirrors 4 pixels at each border, got "
+                f"{self.model.image_size}"
             )
         return self
 
@@ -315,18 +319,18 @@ class Config(Section):
     def _targets_are_on_both_sides_of_the_threshold(self) -> Config:
         train, classes = self.train, self.model.num_classes
         if train.loss == "bce" and train.bce_threshold is not None:
-            off = (
-                train.label_smoothing / classes
-            )  # the target of a class that an image is not of; of its own, off + 1 - smoothing
-            if off > train.bce_threshold:
+            # Targets of a class that an image shows, and of one that it does not.
+            absent, present = train.label_smoothing / classes, 1 - train.label_smoothing + train.label_smoothing / classes
+            if absent > train.bce_threshold:
                 raise ValueError(
-                    f"train.label_smoothing {train.label_smoothing} gives every one of {classes} classes a target of {off:.2g}, above "
-                    f"train.bce_threshold {train.bce_threshold}, so that all would count as present; set train.label_smoothing=0, or a higher threshold"
+                    f"train.loss=bce requires targets of at most train.bce_threshold {train.bce_threshold:g} for classes that are not "
+                    f"shown, got {absent:.2g} for {classes} classes with train.label_smoothing {train.label_smoothing:g}: set "
+                    f"train.label_smoothing=0, or a higher threshold"
                 )
-            if off + 1 - train.label_smoothing <= train.bce_threshold:
+            if present <= train.bce_threshold:
                 raise ValueError(
-                    f"train.bce_threshold {train.bce_threshold} is not below the highest target, {off + 1 - train.label_smoothing:.3g} with "
-                    f"train.label_smoothing {train.label_smoothing}, so that no class would count as present; set a lower threshold"
+                    f"train.loss=bce requires a train.bce_threshold below the target of a class that is shown, {present:.3g} with "
+                    f"train.label_smoothing {train.label_smoothing:g}, got {train.bce_threshold:g}: set a lower threshold"
                 )
         return self
 
@@ -335,7 +339,7 @@ class Config(Section):
         micro, group = self.train.micro_batch_size, self.augment.unit
         if isinstance(micro, int) and micro % group:
             raise ValueError(
-                f"augment.mix_group {group} must divide train.micro_batch_size {micro} ({micro} / {group} = {micro / group:.4g} groups); "
+                f"augment.mix_group must divide train.micro_batch_size {micro}, got {group} ({micro} / {group} = {micro / group:.4g} groups): "
                 f"set train.micro_batch_size to a multiple of {group}"
             )
         return self

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.recipes import find_recipe, shipped_recipes
+from pipeline.config import find_recipe, shipped_recipes
 from pipeline.errors import UserError
 
 _FOLDER = Path(__file__).parent / "tables"

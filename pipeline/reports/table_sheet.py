@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.recipes import find_recipe
+from pipeline.config import find_recipe
 from pipeline.reports.known_runs import KnownRun, flat_config
 from pipeline.reports.paper_tables import FIGURES, PaperRow, PaperTable, recipe_file
 from pipeline.reports.row_runs import Filled, Setting, mean_and_spread, recipe_keys, row_has_own_widths

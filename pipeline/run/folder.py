@@ -126,7 +126,7 @@ def _check_accepted_names(config: Config) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {close[0]!r}?" if close else "remove it; `python -m pipeline.config` lists the keys."
-            raise UserError(f"checkpoint.accept names {name!r}, a key, a section or `{_DATA}` needed: {remedy}")
+            raise UserError(f"checkpoint.accept must list keys, sections or `{_DATA}`, got {name!r}: {remedy}")
 
 
 def _refusal(run_dir: str, changes: dict[str, tuple[Any, Any]]) -> str:

@@ -61,9 +61,12 @@ def _model_of_run(config: Config, classes: list[str] | None) -> nn.Module:
     for key in ("num_classes", "image_size"):
         found, needed = getattr(trained.config.model, key), getattr(config.model, key)
         if found != needed:
-            raise UserError(f"train.teacher {source} has model.{key} {found}, {needed} needed", "choose another teacher")
+            raise UserError(f"train.teacher {source} must have model.{key} {needed}, got {found}", "choose another teacher")
     if classes and trained.named and (others := first_difference(trained.classes, classes)):
-        raise UserError(f"train.teacher {source} knows {others}", "choose a teacher that was trained on the same classes")
+        raise UserError(
+            f"train.teacher {source} must have the data set's classes, got {others}",
+            "choose a teacher that was trained on the same classes",
+        )
     return trained.build_model()
 
 
@@ -128,7 +131,7 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
     file = Path(train.teacher_weights)
     if not file.is_file():
         raise UserError(
-            f"train.teacher_weights {file} is not a file, the weights of {train.teacher} needed",
+            f"train.teacher_weights must be a file with the weights of {train.teacher}, got {file}, which is not a file",
             "download them; the repository's docs/models.md says from where",
         )
     weights = read_initial_weights(file, key="train.teacher_weights").weights
@@ -150,13 +153,13 @@ def _imported(library: str) -> ModuleType:
         else:
             source = "'.[torchvision]'" if library == "torchvision" else library
             raise UserError(
-                f"train.teacher is of {library}, which is not installed",
+                f"train.teacher={library}:... requires {library}, which is not installed",
                 f"install it beside this PyTorch, {torch.__version__}, from the same index: pip install -c constraints.txt {source}",
             ) from None
     except Exception as error:  # its operators are not loaded: of another build of PyTorch, RuntimeError or OSError
         reason = (str(error).splitlines() or [type(error).__name__])[0]
     raise UserError(
-        f"train.teacher is of {library}, which does not load beside PyTorch {torch.__version__} ({reason})",
+        f"train.teacher={library}:... requires {library}, which does not load beside PyTorch {torch.__version__} ({reason})",
         "install the two from the same index, PyPI or download.pytorch.org/whl/...",
     )
 
@@ -171,7 +174,7 @@ def _check_name(library: str, name: str, module: ModuleType) -> None:
     if not found:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {library}:{close[0]}?" if close else f"{library}.list_models() has the names"
-        raise UserError(f"train.teacher is {library}:{name}, but {library} has no classifier of that name", hint)
+        raise UserError(f"train.teacher must name a classifier of {library}, got {library}:{name}", hint)
 
 
 def _build(library: str, name: str, module: ModuleType, classes: int) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
@@ -182,7 +185,7 @@ def _build(library: str, name: str, module: ModuleType, classes: int) -> tuple[n
         network = module.create_model(name, pretrained=False, num_classes=classes)
     except RuntimeError as error:  # a tag of weights that there are not
         raise UserError(
-            f"train.teacher is timm:{name}, which timm does not make ({error})", "leave out the tag, or correct it"
+            f"train.teacher must be a model that timm makes, got timm:{name} ({error})", "leave out the tag, or correct it"
         ) from None
     return network, network.pretrained_cfg["mean"], network.pretrained_cfg["std"]
 
@@ -201,8 +204,8 @@ def _check_fits(network: nn.Module, weights: dict[str, Tensor], config: Config) 
             f"{len(names)} {what}" + (f" ({', '.join(names[:_SHOWN])})" if names else "") for names, what in parts
         )
         raise UserError(
-            f"train.teacher_weights {config.train.teacher_weights} does not fit {config.train.teacher} with {config.model.num_classes} classes: "
-            f"of its tensors {found}, 0 of each needed",
+            f"train.teacher_weights {config.train.teacher_weights} must fit {config.train.teacher} with {config.model.num_classes} classes, "
+            f"got tensors of which are {found}",
             "pass the weights of that network, trained on the classes of this data set",
         )
 
@@ -216,11 +219,12 @@ def _try_out(teacher: LibraryTeacher, config: Config) -> None:
     except Exception as error:  # of the library's own code, or of PyTorch's operators
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"train.teacher {config.train.teacher} takes no images of {size} x {size} pixels ({reason})",
+            f"train.teacher must take images of {size} x {size} pixels, got {config.train.teacher}, which does not ({reason})",
             "choose another teacher or another model.image_size",
         ) from None
     found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     if found != (1, classes):
         raise UserError(
-            f"train.teacher {config.train.teacher} gives {found} for an image, (1, {classes}) needed", "choose another teacher"
+            f"train.teacher must give (1, {classes}) scores for an image, got {found} of {config.train.teacher}",
+            "choose another teacher",
         )

@@ -20,7 +20,7 @@ from pipeline.config import (
     load_recipe,
     markdown_table,
 )
-from pipeline.config.suggestions import ALIASES
+from pipeline.config.problems import ALIASES
 from pipeline.errors import UserError
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 
@@ -77,23 +77,26 @@ def test_the_recipe_of_a_file_is_the_shipped_config_below_it(tmp_path: Path) -> 
         ("eval.every_steps=3", "did you mean 'eval.every_epochs', 'log.every_steps' or 'checkpoint.every_steps'?"),
         ("optimm=3", "did you mean 'optim'?"),
         ("model.depth=3", "unknown key 'model.depth': remove it; `python -m pipeline.config` lists the keys."),
-        ("train.epochs=many", "train.epochs is 'many' (str)"),
-        ("train.max_steps=3.5", "train.max_steps is 3.5 (float)"),
-        ("train.zero_stage=4", "train.zero_stage is 4"),
+        ("train.epochs=many", "train.epochs must be a number, got 'many'."),
+        ("train.max_steps=3.5", "train.max_steps must be a whole number, got 3.5."),
+        ("train.zero_stage=4", "train.zero_stage must be at most 3, got 4."),
         ("train.zero_stage=true", "not a boolean"),
         ("train.precision=fp16", "'auto', 'bf16' or 'fp32'"),
-        ("train.global_batch_size=0", "greater than or equal to 1"),
+        ("train.global_batch_size=0", "train.global_batch_size must be at least 1, got 0."),
         ("data.crop_scale=[1.0, 0.1]", "from low to high"),
-        ("data.crop_scale=[0.1]", "one more needed"),
-        ("augment.mix_group=7", "mix_group 7 must divide train.micro_batch_size 128"),
-        ("augment={mixup: 0.8, repeats: 3, mix_group: 4}", "mix_group must be at least 2 x repeats = 6, not 4"),
-        ("augment.cutmix=0.001", "must be 0, or at least 0.01"),
+        ("data.crop_scale=[0.1]", "data.crop_scale must have 2 values, got 1."),
+        ("augment.mix_group=7", "augment.mix_group must divide train.micro_batch_size 128, got 7 ("),
+        (
+            "augment={mixup: 0.8, repeats: 3, mix_group: 4}",
+            "augment.mix_group must be at least 2 x augment.repeats = 6, got 4.",
+        ),
+        ("augment.cutmix=0.001", "augment.cutmix must be 0 or at least 0.01, got 0.001."),
         ("data.order=sorted", "'full' or 'block'"),
-        ("train=3", "it is a section"),
+        ("train=3", "train must be a section, got 3: write train.NAME=VALUE."),
         ("train.epochs", "not of the form dotted.key=value"),
-        ("train.epochs=[1", "not a YAML value"),
+        ("train.epochs=[1", "not valid YAML"),
         ("data.mean=[.nan, 0, 0]", "finite number"),
-        ("output_dir=''", "at least 1 character"),
+        ("output_dir=''", "must not be empty, got ''."),
     ],
 )
 def test_a_wrong_key_or_value_is_one_sentence_that_names_it(override: str, expected: str, tmp_path: Path) -> None:
@@ -134,7 +137,9 @@ def test_a_base_is_overlaid_and_a_cycle_is_refused(tmp_path: Path) -> None:
 def test_accumulation_follows_from_the_global_batch_or_shows_the_arithmetic() -> None:
     """Guards against a global batch that is not the recipe's (512 instead of 1024 cost DeiT users 3 points)."""
     assert accumulation_steps(TrainConfig(global_batch_size=1024, micro_batch_size=64), 4) == 4
-    with pytest.raises(UserError, match=r"64 x 3 processes = 192 .* 5\.333 accumulation steps"):
+    with pytest.raises(
+        UserError, match=r"must be a multiple of .* 64 x 3 processes = 192, got 1024 .* 5\.333 accumulation steps"
+    ):
         accumulation_steps(TrainConfig(global_batch_size=1024, micro_batch_size=64), 3)
     with pytest.raises(UserError, match="set train.micro_batch_size to 8"):
         accumulation_steps(TrainConfig(global_batch_size=16, micro_batch_size=64), 2)
@@ -170,28 +175,31 @@ def test_text_on_the_command_line_is_taken_as_it_stands(override: str, key: str,
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("train.micro_batch_size=1000000000000", "less than or equal to 16384"),
-        ("train.global_batch_size=1000000000000", "less than or equal to 1048576"),
-        ("train.epochs=1e308", "less than or equal to 1000000"),
-        ("distributed.progress_timeout=1e300", "less than or equal to 2592000"),
-        ("data.mean=[123.675, 116.28, 103.53]", "data.mean is 123.675"),
+        ("train.micro_batch_size=1000000000000", "train.micro_batch_size must be at most 16384, got 1000000000000."),
+        ("train.global_batch_size=1000000000000", "train.global_batch_size must be at most 1048576, got 1000000000000."),
+        ("train.epochs=1e308", "train.epochs must be at most 1000000, got 1e308."),
+        ("distributed.progress_timeout=1e300", "distributed.progress_timeout must be at most 2592000, got 1e300."),
+        ("data.mean=[123.675, 116.28, 103.53]", "data.mean must be at most 10, got 123.675."),
         ("data.mean=[true, 0, 0]", "not a boolean"),
-        ("data.crop_scale=0.3,1", "a list needed: write data.crop_scale=[0.3,1]."),
-        ("data.crop_scale=0.3", "a list needed: write data.crop_scale=[0.08,1.0]."),
+        ("data.crop_scale=0.3,1", "data.crop_scale must be a list, got '0.3,1': write data.crop_scale=[0.3,1]."),
+        ("data.crop_scale=0.3", "data.crop_scale must be a list, got 0.3: write data.crop_scale=[0.08,1.0]."),
         ("checkpoint.accept=data", "write checkpoint.accept=[data]."),
-        ("data.mean=[0.5]", "2 more needed"),
-        ("data.mean=[0.5, 0.5, 0.5, 0.5]", "has 4 values, 3 needed"),
-        ("data={path: 2024-01-01}", "data.path is 2024-01-01, which YAML reads as a date, a string needed: put it in quotes"),
-        ("data={path: 123}", "data.path is 123, which YAML reads as a number, a string needed: put it in quotes"),
+        ("data.mean=[0.5]", "data.mean must have 3 values, got 1."),
+        ("data.mean=[0.5, 0.5, 0.5, 0.5]", "data.mean must have 3 values, got 4."),
+        ("data={path: 2024-01-01}", "data.path must be text, got 2024-01-01, which YAML reads as a date: put it in quotes."),
+        ("data={path: 123}", "data.path must be text, got 123, which YAML reads as a number: put it in quotes."),
         ("output_dir=a\nb", "control character U+000A"),
-        ("train.init_from=", "at least 1 character"),
-        ("seed=2024-13-45", "not a YAML value (month must be in 1..12)"),
-        ("seed=!!int x", "not a YAML value (invalid literal"),
-        ("seed=!!bool x", "not a YAML value (a value does not match its tag)"),
-        ("seed=" + "[" * 3000, "not a YAML value (it is nested too deeply)"),
-        ("seed=&a [*a]", "not a YAML value"),
-        ("model.switches.cpe=[[1]]", "model.switches: 'cpe' must be"),
-        ("model.switches={cpe: .inf}", "'cpe' must be"),
+        ("train.init_from=", "must not be empty, got ''."),
+        ("seed=2024-13-45", "not valid YAML (month must be in 1..12)"),
+        ("seed=!!int x", "not valid YAML (invalid literal"),
+        ("seed=!!bool x", "not valid YAML (a value does not match its tag)"),
+        ("seed=" + "[" * 3000, "not valid YAML (it is nested too deeply)"),
+        ("seed=&a [*a]", "not valid YAML"),
+        (
+            "model.switches.cpe=[[1]]",
+            "model.switches must have a boolean, a number, text, null or a list of these as 'cpe', got [[1]].",
+        ),
+        ("model.switches={cpe: .inf}", "as 'cpe', got inf."),
     ],
 )
 def test_a_value_that_would_hang_overflow_or_mean_something_else_is_refused(override: str, expected: str) -> None:
@@ -211,15 +219,17 @@ def test_an_error_names_the_override_or_the_file_that_set_the_value(tmp_path: Pa
             load_config(tmp_path / "over.yaml", list(overrides))
         return str(error.value)
 
-    assert said().startswith(f"config {tmp_path}/base.yaml: train.epochs is 'many'")
-    assert said("train={epochs: 0}").startswith("override 'train={epochs: 0}': train.epochs is 0")
+    assert said().startswith(f"config {tmp_path}/base.yaml: train.epochs must be a number, got 'many'")
+    assert said("train={epochs: 0}").startswith("override 'train={epochs: 0}': train.epochs must be positive, got 0")
     fine = "train.epochs=3"
-    assert said(fine, "data.flip=2").startswith("override 'data.flip=2': data.flip is 2")
+    assert said(fine, "data.flip=2").startswith("override 'data.flip=2': data.flip must be at most 1, got 2")
     assert said(fine, "train.micro_batch_size=12", "seed=1").startswith(
-        "override 'train.micro_batch_size=12': augment.mix_group 8 must"
+        "override 'train.micro_batch_size=12': augment.mix_group must divide train.micro_batch_size 12, got 8"
     )
     (tmp_path / "over.yaml").write_text("base: base.yaml\ntrain: {epochs: 3}\naugment: {mixup: 0.8, mix_group: 3}\n")
-    assert said("seed=1").startswith(f"config {tmp_path}/over.yaml: augment.mix_group 3 must divide train.micro_batch_size 128")
+    assert said("seed=1").startswith(
+        f"config {tmp_path}/over.yaml: augment.mix_group must divide train.micro_batch_size 128, got 3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,11 +237,11 @@ def test_an_error_names_the_override_or_the_file_that_set_the_value(tmp_path: Pa
     [
         ("train:\n  epochs: !!int x\n", "invalid literal for int() with base 10: 'x' in line 2"),
         ("output_dir: 2024-13-45\n", "month must be in 1..12"),
-        ("output_dir: 2024-01-01\n", "output_dir is 2024-01-01, which YAML reads as a date"),
-        ("output_dir: 123\n", "output_dir is 123, which YAML reads as a number"),
+        ("output_dir: 2024-01-01\n", "output_dir must be text, got 2024-01-01, which YAML reads as a date: put it in quotes."),
+        ("output_dir: 123\n", "output_dir must be text, got 123, which YAML reads as a number: put it in quotes."),
         ("output_dir: !!timestamp x\n", "a value does not match its tag"),
         ("model: " + "[" * 3000, "it is nested too deeply"),
-        ("base: [a]\n", "has base: ['a'], a file name needed"),
+        ("base: [a]\n", "base must be a file name, got ['a']"),
         ("1: 2\n", "is not a string"),
         ("a: &a {b: *a}\n", "recursive"),
         ("seed: \xff\n", "not valid YAML"),

@@ -232,4 +232,4 @@ def test_what_the_bounds_allow_all_at_once_can_be_planned(overrides: str, small_
 @pytest.mark.parametrize("overrides", [["train.epochs=1e-300"], ["train.epochs=1e-12", "train.scale_epochs=true"]])
 def test_a_schedule_without_a_step_is_refused(overrides: list[str], small_run: Path, world: World, shards: dict) -> None:
     """Guards against "steps 0 to 0" and exit code 0, with nothing trained."""
-    assert "is not one optimizer step, at least one needed: raise train.epochs" in outcome(overrides, small_run, world, shards)
+    assert "train.epochs must give at least one optimizer step, got" in outcome(overrides, small_run, world, shards)

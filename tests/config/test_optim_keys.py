@@ -13,20 +13,20 @@ from pipeline.errors import UserError
     [
         (
             {"name": "sgd"},
-            "optim.name is 'sgd' (str), but the value should be 'adamw', 'lamb', 'muon' or a class as 'module:Class'",
+            "optim.name must be 'adamw', 'lamb', 'muon' or a class as 'module:Class', got 'sgd'.",
         ),
-        ({"layer_decay": 0}, "optim.layer_decay is 0 (int), but the value should be greater than 0"),
-        ({"layer_decay": 1.5}, "optim.layer_decay is 1.5 (float), but the value should be less than or equal to 1"),
+        ({"layer_decay": 0}, "optim.layer_decay must be positive, got 0."),
+        ({"layer_decay": 1.5}, "optim.layer_decay must be at most 1, got 1.5."),
         (
             {"options": {"betas": [0.9, 0.99]}},
-            "optim.options requires optim.name=module:Class, got adamw; remove optim.options",
+            "optim.options requires optim.name=module:Class, got adamw: remove optim.options",
         ),
         (
             {"name": "a.b:C", "eps": 1e-3},
-            "optim.eps must be left at its default with optim.name=a.b:C; set optim.options={eps: ...}",
+            "optim.eps must be left at its default with optim.name=a.b:C, got 0.001: set optim.options={eps: ...}",
         ),
-        ({"name": "a.b:C", "options": {"lr": 1}}, "optim.options must not have lr, which the run sets; set optim.lr instead"),
-        ({"momentum": 1.0}, "optim.momentum is 1.0 (float), but the value should be less than 1"),
+        ({"name": "a.b:C", "options": {"lr": 1}}, "optim.options must not have lr, which the run sets: set optim.lr instead"),
+        ({"momentum": 1.0}, "optim.momentum must be less than 1, got 1."),
     ],
 )
 def test_an_optimizer_that_there_is_not_is_one_sentence(keys: dict, sentence: str) -> None:

@@ -55,7 +55,7 @@ def test_four_configs() -> None:
     ("override", "said"),
     [
         ("optim.learning_rate=1", "unknown key 'optim.learning_rate': did you mean 'optim.lr'?"),
-        ("model.detector=yolo", "model.detector is 'yolo' (str), but the value should be 'retinanet' or 'mask_rcnn'"),
+        ("model.detector=yolo", "model.detector must be 'retinanet' or 'mask_rcnn', got 'yolo'"),
         ("data.short_side=2000", "short_side 2000 must not exceed long_side 1333"),
         ("model.init_from=null", "model.batchnorm is frozen, which keeps the statistics of pretrained weights"),
         ("augment.mixup=0.8", "unknown key 'augment'"),

@@ -135,9 +135,9 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
 
 
 def test_a_size_that_cannot_be_had_is_refused() -> None:
-    with pytest.raises(UserError, match=r"train\.micro_batch_size 40 x 2 processes = 80 does not divide"):
+    with pytest.raises(UserError, match=r"must be a multiple of train\.micro_batch_size 40 x 2 processes = 80, got"):
         plan_memory(subject(), 40)
-    with pytest.raises(UserError, match=r"which 7 processes cannot share in groups of 8 images"):
+    with pytest.raises(UserError, match=r"must be a multiple of 56 for 7 processes in groups of 8 images"):
         largest_micro_batch(subject(gpus=7))
 
 

@@ -37,7 +37,7 @@ def test_what_fits_is_said_and_nothing_is_written(digits_shards: Path, tmp_path:
         check(f"data.cache={cache}", "data.cache_gib=0.000001")
     with pytest.raises(UserError, match=rf"data.cache {tmp_path}/no/cache cannot be used on \S+: {tmp_path}/no does not exist"):
         check(f"data.cache={tmp_path}/no/cache")
-    with pytest.raises(UserError, match="it is no folder"):
+    with pytest.raises(UserError, match="it is not a folder"):
         check(f"data.cache={config}")
     with pytest.raises(UserError, match=f"data.cache {digits_shards} is the folder of the shards themselves"):
         check(f"data.cache={digits_shards}")

@@ -82,7 +82,8 @@ def test_a_users_workspace_stays(deterministic: None, monkeypatch: pytest.Monkey
 def test_a_refusal_is_a_sentence(deterministic: None) -> None:
     """Guards against PyTorch's traceback and its advice to file an issue."""
     with pytest.raises(
-        UserError, match="train.deterministic is true, but put_, which .* one needed: set train.deterministic=false"
+        UserError,
+        match="train.deterministic=true requires a deterministic form of put_, which .*: set train.deterministic=false",
     ):
         with refusals_explained():
             torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))

@@ -109,9 +109,9 @@ def test_a_teacher_and_its_weights_go_together(tmp_path: Path) -> None:
     """Guards against a network with random weights as teacher, and against a weight file that nothing reads."""
     (tmp_path / "x.yaml").write_text("output_dir: runs/x\n")
     for overrides, sentence in (
-        (["train.teacher=torchvision:regnet_y_16gf"], "teacher torchvision:regnet_y_16gf needs teacher_weights, a local file"),
-        (["train.teacher_weights=w.pth"], "teacher_weights w.pth is for a teacher torchvision:NAME or timm:NAME, but teacher is None"),
-        (["train.teacher=runs/a", "train.teacher_weights=w.pth"], "but teacher is runs/a"),
+        (["train.teacher=torchvision:regnet_y_16gf"], "train.teacher=torchvision:regnet_y_16gf requires train.teacher_weights, got null: name a local file"),
+        (["train.teacher_weights=w.pth"], "train.teacher_weights w.pth requires train.teacher torchvision:NAME or timm:NAME, got null"),
+        (["train.teacher=runs/a", "train.teacher_weights=w.pth"], "requires train.teacher torchvision:NAME or timm:NAME, got runs/a"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=sentence):
             load_config(tmp_path / "x.yaml", overrides)
@@ -138,20 +138,22 @@ def test_what_does_not_fit_is_one_sentence(weights: Path, tmp_path: Path) -> Non
     torch.save({**state, "fc.bias": state["fc.bias"] * float("nan")}, tmp_path / "nan.pth")
     torch.save({**{k: v for k, v in state.items() if k != "fc.bias"}, "head.bias": state["fc.bias"]}, tmp_path / "keys.pth")
     for chosen, sentence in (
-        (config(name, tmp_path / "absent.pth"), "train.teacher_weights .*absent.pth is not a file, the weights of torchvision:.* needed"),
+        (config(name, tmp_path / "absent.pth"), "train.teacher_weights must be a file with the weights of torchvision:.*, got .*absent.pth, which is not a file"),
         (config(name, tmp_path / "noise.pth"), "train.teacher_weights .*noise.pth cannot be read"),
         (config(name, tmp_path / "seven.pth"), r"with 10 classes: .*2 of another shape \(fc.weight \(7, 440\) instead of \(10, 440\)"),
-        (config(name, tmp_path / "keys.pth"), r"1 missing \(fc.bias\), 1 unknown \(head.bias\), 0 of another shape, 0 of each needed"),
+        (config(name, tmp_path / "keys.pth"), r"1 missing \(fc.bias\), 1 unknown \(head.bias\), 0 of another shape: pass"),
         (config(name, tmp_path / "nan.pth"), "has values that are not finite in 1 of "),
-        (config("torchvision:regnet_y_400m", weights), "no classifier of that name: did you mean torchvision:regnet_y_400mf"),
-        (config("torchvision:fasterrcnn_resnet50_fpn", weights), "no classifier of that name"),
+        (config("torchvision:regnet_y_400m", weights), "must name a classifier of torchvision, got .*: did you mean torchvision:regnet_y_400mf"),
+        (config("torchvision:fasterrcnn_resnet50_fpn", weights), "must name a classifier of torchvision"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=sentence):
             load_teacher(chosen, CPU)
     library("timm")
-    with pytest.raises(UserError, match="no classifier of that name"):
+    with pytest.raises(UserError, match="must name a classifier of timm"):
         load_teacher(config("timm:hf_hub:a/b", weights), CPU)
-    with pytest.raises(UserError, match=r"timm:regnety_002.nothing, which timm does not make \(.*\): leave out the tag"):
+    with pytest.raises(
+        UserError, match=r"must be a model that timm makes, got timm:regnety_002.nothing \(.*\): leave out the tag"
+    ):
         load_teacher(config("timm:regnety_002.nothing", weights), CPU)
 
 
@@ -160,7 +162,8 @@ def test_a_size_the_network_does_not_take_is_one_sentence(tmp_path: Path) -> Non
     vit = library("timm").create_model("vit_tiny_patch16_224", num_classes=10)
     torch.save(vit.state_dict(), tmp_path / "vit.pth")
     with pytest.raises(
-        UserError, match=r"timm:vit_tiny_patch16_224 takes no images of 32 x 32 pixels \(Input height \(32\) doesn"
+        UserError,
+        match=r"must take images of 32 x 32 pixels, got timm:vit_tiny_patch16_224, which does not \(Input height \(32\) doesn",
     ):
         load_teacher(config("timm:vit_tiny_patch16_224", tmp_path / "vit.pth"), CPU)
 

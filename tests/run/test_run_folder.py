@@ -143,7 +143,7 @@ def test_keys_that_change_no_weight_are_free_and_outside_the_hash() -> None:
     [
         ("optim.lrr", "did you mean 'optim.lr'?"),
         ("optimm", "did you mean 'optim'?"),
-        ("lr", "a key, a section or `data` needed"),
+        ("lr", "must list keys, sections or `data`, got 'lr'"),
         ("nonsense", "remove it; `python -m pipeline.config` lists the keys."),
     ],
 )
@@ -151,7 +151,9 @@ def test_an_unknown_name_is_an_error_even_at_the_first_start(name: str, expected
     """Guards against an override with a typo, found only when it is needed."""
     with pytest.raises(UserError) as error:
         check_same_run(changed(checkpoint={"accept": [name]}), None, ALONE)
-    assert f"checkpoint.accept names {name!r}" in str(error.value) and expected in str(error.value)
+    assert f"checkpoint.accept must list keys, sections or `data`, got {name!r}" in str(error.value) and expected in str(
+        error.value
+    )
 
 
 def test_another_data_set_is_refused_unless_it_is_accepted(digits_shards: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,15 +68,15 @@ def test_cross_entropy_is_what_it_was() -> None:
 
 
 REFUSED = {
-    "train.loss=bce train.label_smoothing=0 train.teacher=runs/teacher": "loss is bce, but teacher runs/teacher makes hard distillation",
-    "train.loss=bce": "train.label_smoothing 0.1 gives every one of 1000 classes a target of 0.0001, above train.bce_threshold 0.0",
-    "train.loss=bce train.bce_threshold=0.95": "train.bce_threshold 0.95 is not below the highest target, 0.9 with train.label_smoothing 0.1",
-    "train.loss=focal": "train.loss is 'focal'",
-    "augment.three_augment=true augment.rand_augment_ops=2": "three_augment true and rand_augment_ops 2 are alternatives",
-    "augment.color_jitter=0.3 augment.rand_augment_ops=2": "color_jitter 0.3 and rand_augment_ops 2 are alternatives",
-    "augment.color_jitter=1.5": "augment.color_jitter is 1.5",
-    "data.train_crop=simple data.crop_scale=[0.2,1]": "crop_scale [0.2, 1.0] is for train_crop random_resized, but train_crop is simple",
-    "data.train_crop=simple model.image_size=4": "data.train_crop simple mirrors 4 pixels at each border, which model.image_size 4 lacks",
+    "train.loss=bce train.label_smoothing=0 train.teacher=runs/teacher": "train.loss must be cross_entropy with train.teacher=runs/teacher, got bce, for which hard distillation",
+    "train.loss=bce": "override 'train.loss=bce': train.loss=bce requires targets of at most train.bce_threshold 0 for classes that are not shown, got 0.0001 for 1000",
+    "train.loss=bce train.bce_threshold=0.95": "requires a train.bce_threshold below the target of a class that is shown, 0.9 with train.label_smoothing 0.1, got 0.95",
+    "train.loss=focal": "train.loss must be 'cross_entropy' or 'bce', got 'focal'.",
+    "augment.three_augment=true augment.rand_augment_ops=2": "augment.three_augment requires augment.rand_augment_ops=0, got 2 with augment.three_augment=true",
+    "augment.color_jitter=0.3 augment.rand_augment_ops=2": "augment.color_jitter requires augment.rand_augment_ops=0, got 2 with augment.color_jitter=0.3",
+    "augment.color_jitter=1.5": "augment.color_jitter must be at most 1, got 1.5.",
+    "data.train_crop=simple data.crop_scale=[0.2,1]": "data.crop_scale must be left at its default [0.08, 1.0] with data.train_crop=simple, got [0.2, 1.0]",
+    "data.train_crop=simple model.image_size=4": "model.image_size must be at least 5 with data.train_crop=simple, which mirrors 4 pixels at each border, got 4",
 }
 
 

@@ -112,7 +112,7 @@ def test_masks_act_at_test_time_only_and_on_the_first_layers() -> None:
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"gpsa_layers": 12}, "model.switches.gpsa_layers is 12, but the value should be less than or equal to 11"),
+        ({"gpsa_layers": 12}, "model.switches.gpsa_layers must be at most 11, got 12"),
         ({"mask_content_layers": 2, "mask_position_layers": 2}, "content and position at once"),
         ({"gpsa_layers": 4, "mask_content_layers": 5}, "masks 5 GPSA layers, at most gpsa_layers = 4"),
         ({"positional_gating": False, "train_gating": False}, "no gate to mask or to freeze"),

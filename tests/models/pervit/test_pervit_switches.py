@@ -229,7 +229,7 @@ def test_probes_give_both_attentions_and_their_product() -> None:
         ({"phi_p": False, "phi_p_init": "conv"}, "phi_p_init = 'conv', but phi_p = false removes Φp"),
         (
             {"phi_p_init": "rand"},
-            r"model.switches.phi_p_init is 'rand', but the value should be 'peripheral', 'conv' or 'random'",
+            r"model.switches.phi_p_init must be 'peripheral', 'conv' or 'random', got 'rand'",
         ),
         ({"phi_p_layer": 1}, "unknown switch 'phi_p_layer': did you mean 'phi_p_layers'?"),
         ({"widths": [128, 190, 224, 280]}, "model.switches.widths has 190, .* multiple of the 4 heads: set it to 192"),

@@ -109,7 +109,7 @@ def test_a_student_learns_a_teachers_decisions(small_run: Path, tmp_path: Path) 
         "model.image_size=48",
         check=False,
     )
-    assert result.returncode == 2 and "has model.image_size 32, 48 needed: choose another teacher" in result.stderr
+    assert result.returncode == 2 and "must have model.image_size 48, got 32: choose another teacher" in result.stderr
 
 
 def test_evaluation_with_another_switch(small_run: Path, digits_shards: Path, tmp_path: Path) -> None:
