@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import markdown_page
+from pipeline.config.__main__ import markdown_page
 from support.doc_commands import DOCUMENTS, REPOSITORY, Command, check, find_commands
 
 PAGES = [*DOCUMENTS, "ARCHITECTURE.md", "CONTRIBUTING.md"]

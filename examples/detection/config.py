@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import Field, model_validator
 
 from pipeline.command_line import command_parser, run_command
-from pipeline.config import DistributedConfig, Section, TrainConfig, markdown_table
+from pipeline.config import DistributedConfig, Section, TrainConfig
+from pipeline.config.__main__ import markdown_table
 from pipeline.config.bounds import (
     MAX_SIDE,
     BatchSize,

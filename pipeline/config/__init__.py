@@ -1,24 +1,21 @@
 """Typed configuration from a YAML file and ``dotted.key=value`` overrides.
 
-================  ==================================================================
-``sections``      every key with its type, bounds, default and description
-``bounds``        the types of values, with their bounds
-``loading``       YAML files, their ``base:`` files and overrides -> :class:`Config`
-``values``        strict YAML parsing
-``problems``      validation errors as one sentence that names key and source
-``recipes``       finds a config by path or by the name of a shipped one
-``accumulation``  gradient accumulation steps from the batch sizes
-``describe``      a config as YAML, as flat keys, and as a Markdown table
-``__main__``      ``python -m pipeline.config``
-================  ==================================================================
+==================  ==========================================================================
+``train_sections``  the keys of model, training and optimizer; gradient accumulation
+``data_sections``   the keys of data and augmentation
+``sections``        all other keys, the whole :class:`Config`, what a resumed run may change
+``bounds``          the types of values, with their bounds
+``loading``         YAML files, their ``base:`` files and overrides -> :class:`Config`
+``values``          strict YAML parsing
+``problems``        validation errors as one sentence that names key and source
+``__main__``        ``python -m pipeline.config``, and the tables of all keys
+==================  ==========================================================================
 
 A file may name another one as ``base: other.yaml`` (relative to itself) and then states only the differences. An unknown key,
 a wrong type or a value out of range raises ``UserError``.
 """
 
-from pipeline.config.accumulation import accumulation_steps
 from pipeline.config.bounds import Positive, PositiveInt, Section
-from pipeline.config.describe import config_to_yaml, flatten, is_free, markdown_page, markdown_table
 from pipeline.config.loading import (
     Recipe,
     config_from_dict,
@@ -30,7 +27,6 @@ from pipeline.config.loading import (
     shipped_recipes,
 )
 from pipeline.config.sections import (
-    AUTO,
     AugmentConfig,
     CheckpointConfig,
     Config,
@@ -38,9 +34,17 @@ from pipeline.config.sections import (
     DistributedConfig,
     EvalConfig,
     LogConfig,
+    config_to_yaml,
+    flatten,
+    is_free,
+)
+from pipeline.config.train_sections import (
+    AUTO,
     ModelConfig,
     OptimConfig,
     TrainConfig,
+    accumulation_steps,
+    fitting_micro_batches,
 )
 from pipeline.config.values import parse_value
 
@@ -64,13 +68,12 @@ __all__ = [
     "config_from_dict",
     "config_to_yaml",
     "find_recipe",
+    "fitting_micro_batches",
     "flatten",
     "is_free",
     "load_config",
     "load_config_as",
     "load_recipe",
-    "markdown_page",
-    "markdown_table",
     "parse_value",
     "section_from_dict",
     "shipped_recipes",

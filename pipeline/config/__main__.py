@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import yaml
+
 from pipeline.command_line import command_parser, run_command
-from pipeline.config import flatten, markdown_table, shipped_recipes
-from pipeline.config.describe import markdown_page
-from pipeline.config.sections import Config
+from pipeline.config.bounds import Section
+from pipeline.config.loading import shipped_recipes
+from pipeline.config.sections import Config, flatten, section_fields
 from pipeline.errors import UserError
 
 
@@ -41,6 +43,59 @@ def recipe_names() -> list[str]:
     folder = shipped_recipes()
     names = (path.relative_to(folder).with_suffix("").as_posix() for path in sorted(folder.rglob("*.yaml")))
     return [f"# {folder}", *(name for name in names if not name.startswith("base/"))]
+
+
+def markdown_table(beginnings: tuple[str, ...] = ("",), root: type[Section] = Config) -> str:
+    """Markdown table of keys, defaults and meanings, as ``python -m pipeline.config`` prints it.
+
+    Args:
+        beginnings: prefixes; only keys that start with one of them are listed.
+        root: the config; each of its keys has a default.
+    """
+    defaults = flatten(root())
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for key, default in defaults.items():
+        if not key.startswith(beginnings):
+            continue
+        section, _, name = key.rpartition(".")
+        shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
+        lines.append(f"| `{key}` | `{shown}` | {section_fields(section, root)[name].description} |")
+    return "\n".join(lines)
+
+
+_PAGE = """<!-- Generated, in the repository: python -m pipeline.config --markdown > docs/config.md -->
+# Config keys
+
+A config is a YAML file. The key `base: other.yaml` starts from another file, relative to this one; the file then
+states only what differs. `--config` takes a file, or the name of a shipped config such as `pervit_t` or
+`ablations/pervit_table1_e_no_cpe`; `python -m pipeline.config --recipes` lists them.
+
+Any key can be overridden on the command line: `train.epochs=100`. The value is YAML, except for keys that take text: there it is
+taken verbatim, so `output_dir="runs/exp #2"` needs only the shell's quotes, and `null` still means none. Later overrides win. An
+unknown key, a wrong type and a value far beyond any recipe are errors that name the key.
+
+`python -m pipeline.config` prints these tables in a terminal, `python -m pipeline.config optim` a part of them. Which keys may change
+when a run is resumed: [Training](training.md#resume).
+"""
+
+
+def markdown_page() -> str:
+    """The page ``docs/config.md``: how a config is written, then a table for each section."""
+    top = tuple(name for name in Config.model_fields if not _section_doc(name)[0])
+    parts = [_PAGE, "## Top level\n", markdown_table(top) + "\n"]
+    for name in Config.model_fields:
+        is_section, doc = _section_doc(name)
+        if is_section:
+            parts += [f"## `{name}`\n", *([doc + "\n"] if doc else []), markdown_table((f"{name}.",)) + "\n"]
+    return "\n".join(parts)
+
+
+def _section_doc(name: str) -> tuple[bool, str]:
+    """Whether a top-level key is a section, and the first line of its docstring."""
+    annotation = Config.model_fields[name].annotation
+    if not isinstance(annotation, type) or not issubclass(annotation, Section):
+        return False, ""
+    return True, (vars(annotation).get("__doc__") or "").partition("\n")[0]
 
 
 def command() -> NoReturn:

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from pipeline.config.bounds import Section
-from pipeline.config.describe import section_fields
 from pipeline.config.problems import Layer, complaint, describe, unknown_key
-from pipeline.config.sections import Config
+from pipeline.config.sections import Config, section_fields
 from pipeline.config.values import parse_value, shown
 from pipeline.errors import UserError
 
@@ -71,9 +70,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: missing file, invalid YAML, unknown key, wrong type or value out of range.
     """
-    layers = _read_with_bases(find_recipe(path), seen=())
-    layers += [Layer(f"override {shown(override)}", _override(override)) for override in overrides]
-    return _validate(layers)
+    return load_config_as(Config, path, overrides)
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ def load_recipe(path: str | Path) -> Recipe | None:
     ]
     layers = layers[: shipped_layers[-1]] if shipped_layers else layers
     try:
-        return Recipe(str(layers[-1].file), _validate(layers))
+        return Recipe(str(layers[-1].file), _validate(Config, layers))
     except UserError:
         return None
 
@@ -114,7 +111,7 @@ def config_from_dict(tree: dict, source: str) -> Config:
     Raises:
         UserError: the first problem found.
     """
-    return _validate([Layer(f"config {source}", tree)])
+    return _validate(Config, [Layer(f"config {source}", tree)])
 
 
 def load_config_as(root: type[AnySection], path: str | Path, overrides: Sequence[str] = ()) -> AnySection:
@@ -129,14 +126,10 @@ def load_config_as(root: type[AnySection], path: str | Path, overrides: Sequence
     """
     layers = _read_with_bases(find_recipe(path), seen=())
     layers += [Layer(f"override {shown(override)}", _override(override, root)) for override in overrides]
-    return _validate_as(root, layers)
+    return _validate(root, layers)
 
 
-def _validate(layers: list[Layer]) -> Config:
-    return _validate_as(Config, layers)
-
-
-def _validate_as(root: type[AnySection], layers: list[Layer]) -> AnySection:
+def _validate(root: type[AnySection], layers: list[Layer]) -> AnySection:
     tree: dict = {}
     for layer in layers:
         tree = _merge(tree, layer.tree)

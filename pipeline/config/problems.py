@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.config.bounds import Section
-from pipeline.config.describe import flatten, section_fields
-from pipeline.config.sections import Config
+from pipeline.config.sections import Config, flatten, section_fields
 from pipeline.config.values import shown
 
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")

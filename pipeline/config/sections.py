@@ -1,226 +1,44 @@
-"""Every config key with its type, bounds, default and description; those of data and augmentation: ``data_sections``."""
+"""Every config key with its type, bounds, default and description: sections of the run itself, and the whole config.
+
+Model, training and optimizer are in ``train_sections``, data and augmentation in ``data_sections``.
+"""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
+import yaml
 from pydantic import Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
-from pipeline.config.bounds import (
-    MAX_EPOCHS,
-    MAX_PROFILED,
-    MAX_SECONDS,
-    MAX_SIDE,
-    MAX_SWITCH,
-    BatchSize,
-    Count,
-    Epochs,
-    Fraction,
-    GlobalBatchSize,
-    PositiveInt,
-    PositiveRate,
-    Rate,
-    Seconds,
-    Section,
-    Share,
-    Steps,
-    Text,
-    Window,
-)
+from pipeline.config.bounds import MAX_PROFILED, MAX_SECONDS, BatchSize, Epochs, Seconds, Section, Steps, Text, Window
 from pipeline.config.data_sections import AugmentConfig, DataConfig
-from pipeline.errors import UserError
+from pipeline.config.train_sections import ModelConfig, OptimConfig, TrainConfig
 
-BUILT_IN_OPTIMIZERS = ("adamw", "lamb", "muon")  # optim.name; others are module:Class
-AUTO = "auto"  # train.micro_batch_size: as many images as fit into memory
-_TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with if it is no run
-
-
-class ModelConfig(Section):
-    name: Annotated[Text, Field(max_length=100)] = "pervit_t"
-    """Model name; `python -m pipeline.models` lists them. `timm:NAME`: a classifier of timm."""
-    image_size: Annotated[int, Field(ge=1, le=MAX_SIDE)] = 224
-    """Side of the square input, in pixels."""
-    num_classes: PositiveInt = 1000
-    """Number of classes; must match the shards."""
-    drop_path: Fraction = 0.0
-    """Stochastic depth rate of the last block."""
-    switches: dict[str, Any] = {}
-    """Ablation switches of the model family, or arguments of timm's model; `python -m pipeline.models NAME` lists them."""
-
-    @field_validator("switches")
-    @classmethod
-    def _plain_values(cls, switches: dict[str, Any]) -> dict[str, Any]:
-        return _checked_plain(switches)
-
-
-def _checked_plain(values: dict[str, Any]) -> dict[str, Any]:
-    for name, value in values.items():
-        parts = value if isinstance(value, list | tuple) else [value]
-        if not all(_is_plain(part) for part in parts):
-            raise ValueError(f"must have a boolean, a number, text, null or a list of these as {name!a:.80}, got {value!a:.80}")
-    return values
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or isinstance(value, str | bool) or (isinstance(value, int) and abs(value) <= MAX_SWITCH)
-
-
-class TrainConfig(Section):
-    init_from: Text | None = None
-    """Fine-tuning: initialize from a run folder or a file with a state dict (this project's or the authors'); null: random initialization."""
-    teacher: Text | None = None
-    """Hard distillation (DeiT, Eq. 3): folder of a finished run whose predictions are a second label, or `torchvision:NAME` or `timm:NAME` with teacher_weights; null: none."""
-    teacher_weights: Text | None = None
-    """Weight file of a teacher of torchvision or timm, which is never downloaded; null: the teacher is a run."""
-    epochs: Epochs = 300
-    """Length of the schedule, in passes over the training set; optim.cooldown_epochs come on top."""
-    scale_epochs: bool = False
-    """Divide epochs by the fraction that `--subset` kept, so that the number of steps is that of the full set."""
-    max_steps: Steps | None = None
-    """Stop after this many optimizer steps in total; the schedule stays the same. null: run to the end."""
-    global_batch_size: GlobalBatchSize = 1024
-    """Images per optimizer step over all ranks; independent of the world size."""
-    micro_batch_size: BatchSize | Literal["auto"] = 128
-    """Images per forward pass and rank; the number of gradient accumulation steps follows from it. auto: the largest that fits into memory, settled at the first start of the run."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """bf16: autocast with fp32 master weights. fp32: single precision throughout. auto: bf16 if every device has instructions for it, else fp32; a resumed run keeps its precision."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """DeepSpeed ZeRO stage: 0 none, 1 optimizer state, 2 + gradients, 3 + parameters sharded over the ranks. One process runs 0."""
-    deterministic: bool = False
-    """Only algorithms that add in a fixed order, so that a run repeats bit for bit on GPUs too, and is somewhat slower."""
-    activation_checkpointing: bool = False
-    """Recompute blocks in the backward pass: less memory, about a quarter more time."""
-    compile: Literal["auto", "off", "blocks", "model", "graphs"] = "auto"
-    """torch.compile. blocks: each block, Φp and the loss. model: the forward pass as a whole. graphs: model, as CUDA graphs. auto: blocks on a GPU with zero_stage 0 to 2, else off."""
-    loss: Literal["cross_entropy", "bce"] = "cross_entropy"
-    """bce: binary cross entropy, each class by itself, mean over images and classes (DeiT III). Evaluation reports the cross entropy."""
-    bce_threshold: Fraction | None = 0.0
-    """loss bce: targets above this become 1 and the others 0, so that with 0 both labels of a mixed image count fully; null: the shares of mixture and smoothing."""
-    label_smoothing: Fraction = 0.1
-    """Fraction of the target probability spread over all classes."""
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of an exponential moving average of the weights and of BatchNorm's statistics, which is evaluated too; null: none."""
-    max_skipped_steps: Count = 0
-    """Steps with non-finite gradients to skip; one more stops the run and saves what reproduces it."""
-
-    @property
-    def micro_batch(self) -> int:
-        """``micro_batch_size`` as a number.
-
-        Raises:
-            UserError: it is "auto", which the start of a training settles.
-        """
-        if isinstance(self.micro_batch_size, str):
-            raise UserError("train.micro_batch_size must be a number here, got auto, which only a training settles", "set one")
-        return self.micro_batch_size
-
-    @field_validator("micro_batch_size", mode="before")
-    @classmethod
-    def _a_number_or_auto(cls, size: Any) -> Any:
-        if isinstance(size, str) and size != AUTO and not size.strip().isdigit():
-            raise ValueError("must be a whole number or auto")
-        return size
-
-    @model_validator(mode="after")
-    def _a_librarys_teacher_has_weights(self) -> TrainConfig:
-        library = (self.teacher or "").startswith(_TEACHER_LIBRARIES)
-        if library and not self.teacher_weights:
-            raise ValueError(
-                f"train.teacher={self.teacher} requires train.teacher_weights, got null: name a local file, because nothing is downloaded"
-            )
-        if self.teacher_weights and not library:
-            names = " or ".join(f"{library}NAME" for library in _TEACHER_LIBRARIES)
-            raise ValueError(
-                f"train.teacher_weights {self.teacher_weights} requires train.teacher {names}, got {self.teacher or 'null'}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_teacher_needs_cross_entropy(self) -> TrainConfig:
-        if self.loss == "bce" and self.teacher:
-            raise ValueError(
-                f"train.loss must be cross_entropy with train.teacher={self.teacher}, got bce, for which hard distillation (DeiT, Eq. 3) "
-                "is not defined: set train.loss=cross_entropy, or train.teacher=null"
-            )
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _off_is_a_word(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("compile") is False:  # what YAML 1.1 reads `off` as
-            return {**values, "compile": "off"}
-        return values
-
-
-class OptimConfig(Section):
-    """AdamW (Loshchilov & Hutter, 2019), LAMB, Muon or any other; norms, biases and other 1-D parameters are not decayed."""
-
-    name: Annotated[Text, Field(max_length=200)] = "adamw"
-    """The optimizer. adamw. lamb: of large batches and DeiT III, with clip_grad_norm 1.0 as timm's and apex's. muon: for the matrices of the blocks, AdamW for all else. `module:Class`: any class of `torch.optim.Optimizer`, such as `torch.optim:NAdam`, or one in a file in the current folder or on PYTHONPATH."""
-    options: dict[str, Any] = {}
-    """With `module:Class`: arguments of its constructor beside lr, such as `{betas: [0.9, 0.99]}`. It keeps its own defaults for the others: betas, momentum and eps below are those of the built-in optimizers. weight_decay works as the class defines it."""
-    lr: PositiveRate = 5e-4
-    """Peak learning rate at a global batch size of lr_batch_size; scaled linearly to global_batch_size."""
-    lr_batch_size: GlobalBatchSize = 512
-    """Global batch size that lr refers to."""
-    min_lr: Rate = 1e-5
-    """Final learning rate of the cosine schedule."""
-    warmup_epochs: Annotated[float, Field(ge=0, le=MAX_EPOCHS)] = 5
-    """Linear warm-up, updated every step."""
-    warmup_prefix: bool = False
-    """Whether the cosine begins after the warm-up. false: it counts from the first step, as by default in timm, and the warm-up replaces its beginning."""
-    cooldown_epochs: Annotated[float, Field(ge=0, le=MAX_EPOCHS)] = 0
-    """Epochs at min_lr after the cosine, beyond train.epochs."""
-    warmup_lr: Rate = 1e-6
-    """Learning rate of the first step."""
-    weight_decay: Rate = 0.05
-    """Weight decay, decoupled in the built-in optimizers."""
-    layer_decay: Share | None = None
-    """Layer-wise decay of the learning rate, for fine-tuning: each layer below the classifier learns at this fraction of the one above it, such as 0.75; null: all at the same rate."""
-    decay_embeddings: bool = False
-    """Also decay class tokens and absolute position embeddings, as ConViT's published runs do."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay rates of AdamW's and LAMB's moment estimates."""
-    momentum: Fraction = 0.95
-    """Decay rate of Muon's momentum."""
-    eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8
-    """AdamW's and LAMB's epsilon, added to the denominator."""
-    clip_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    """Maximum global gradient norm; null: no clipping."""
-
-    @field_validator("name")
-    @classmethod
-    def _built_in_or_a_class(cls, name: str) -> str:
-        if name not in BUILT_IN_OPTIMIZERS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
-            built_in = ", ".join(f"'{known}'" for known in BUILT_IN_OPTIMIZERS)
-            raise ValueError(f"must be {built_in} or a class as 'module:Class'")
-        return name
-
-    @field_validator("options")
-    @classmethod
-    def _plain_values(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return _checked_plain(options)
-
-    @model_validator(mode="after")
-    def _options_are_of_a_class(self) -> OptimConfig:
-        if self.name in BUILT_IN_OPTIMIZERS:
-            if self.options:
-                raise ValueError(f"optim.options requires optim.name=module:Class, got {self.name}: remove optim.options")
-            return self
-        for key in ("betas", "momentum", "eps"):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(
-                    f"optim.{key} must be left at its default with optim.name={self.name}, got {getattr(self, key)}: set optim.options={{{key}: ...}} instead"
-                )
-        for key in ("lr", "weight_decay", "params"):
-            if key in self.options:
-                raise ValueError(f"optim.options must not have {key}, which the run sets: set optim.{key} instead")
-        return self
+# Keys that a resumed run may change freely: they affect neither the order of samples nor the weights beyond rounding. The
+# micro-batch size is one of them so that a run can move to other hardware: all random draws, Mixup's groups too, depend on an
+# image's position in the global batch. Only BatchNorm, in models that have it, normalizes over a micro-batch.
+_FREE_SECTIONS = ("eval.", "checkpoint.", "log.", "distributed.")
+_FREE_KEYS = (
+    "output_dir",
+    "data.path",
+    "data.mix",  # as data.path: the sets themselves, and their weights, are compared by their identity
+    "data.cache",
+    "data.cache_gib",
+    "data.decode",
+    "data.num_threads",
+    "data.prefetch",
+    "data.read_ahead",
+    "data.max_bad_samples",
+    "train.activation_checkpointing",
+    "train.deterministic",
+    "train.compile",
+    "train.max_skipped_steps",
+    "train.max_steps",
+    "train.micro_batch_size",
+    "train.zero_stage",
+)
 
 
 class EvalConfig(Section):
@@ -343,3 +161,29 @@ class Config(Section):
                 f"set train.micro_batch_size to a multiple of {group}"
             )
         return self
+
+
+def config_to_yaml(config: Section) -> str:
+    """The resolved config, every key written out; :func:`load_config` reads it back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def flatten(config: Section) -> dict[str, Any]:
+    """Dotted key -> value, in the order of the sections."""
+    flat: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json").items():
+        flat.update({f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def is_free(key: str) -> bool:
+    """Whether a resumed run may change a key, given as in :func:`flatten`."""
+    return key in _FREE_KEYS or key.startswith(_FREE_SECTIONS)
+
+
+def section_fields(name: str, root: type[Section] = Config) -> dict[str, FieldInfo]:
+    """The keys of a section of ``root``, of its top level for an empty name; none for what is no section."""
+    if not name:
+        return root.model_fields
+    annotation = root.model_fields[name].annotation if name in root.model_fields else None
+    return annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, Section) else {}

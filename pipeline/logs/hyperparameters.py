@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config import Config
-from pipeline.config.describe import flatten
+from pipeline.config import Config, flatten
 
 _BEGINNINGS = ("seed", "model.", "augment.", "train.", "optim.", "data.path", "data.crop_", "data.flip", "data.train_")
 

@@ -9,8 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps
-from pipeline.config.accumulation import fitting_micro_batches
+from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitting_micro_batches
 from pipeline.planning.loader_memory import loader_bytes
 from pipeline.planning.subject import Subject
 

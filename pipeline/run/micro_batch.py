@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.command_line import lacks_memory
-from pipeline.config import AUTO, Config, accumulation_steps, load_config
-from pipeline.config.accumulation import fitting_micro_batches
+from pipeline.config import AUTO, Config, accumulation_steps, fitting_micro_batches, load_config
 from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError

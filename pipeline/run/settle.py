@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.checkpoint import RunState
-from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps
-from pipeline.config.accumulation import fitting_micro_batches
+from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitting_micro_batches
 from pipeline.data.loader import CPU, GPU, decoding_device
 from pipeline.distributed.world import World
 from pipeline.errors import UserError

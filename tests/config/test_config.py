@@ -18,8 +18,8 @@ from pipeline.config import (
     flatten,
     load_config,
     load_recipe,
-    markdown_table,
 )
+from pipeline.config.__main__ import markdown_table
 from pipeline.config.problems import ALIASES
 from pipeline.errors import UserError
 from support.launching import PATIENCE, REPOSITORY, clean_environment

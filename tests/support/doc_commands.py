@@ -27,8 +27,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from examples.detection.config import DetectionConfig
-from pipeline.config import AUTO, accumulation_steps, load_config, load_config_as, section_from_dict
-from pipeline.config.accumulation import fitting_micro_batches
+from pipeline.config import AUTO, accumulation_steps, fitting_micro_batches, load_config, load_config_as, section_from_dict
 from pipeline.errors import UserError
 from pipeline.sweep.grid import grid
 from pipeline.sweep.lines import parse_sweep
