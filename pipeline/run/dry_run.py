@@ -182,7 +182,7 @@ def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> s
     if room < largest:
         limit = "" if cache.limit is None else f"; data.cache_gib={data.cache_gib:g}"
         raise UserError(
-            f"data.cache {folder} on {host} must have room for one shard, {largest / 1e9:,.2f} GB, got {max(room, 0) / 1e9:,.2f} GB "
+            f"data.cache {folder} on {host} must have room for one shard, {largest / 1e6:,.1f} MB, got {max(room, 0) / 1e6:,.1f} MB "
             f"(the last {cache.keep_free:.0%} of the disk stay free{limit})",
             "free some space, or choose another folder",
         )

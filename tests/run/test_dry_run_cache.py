@@ -31,9 +31,7 @@ def test_what_fits_is_said_and_nothing_is_written(digits_shards: Path, tmp_path:
     assert "the rest is read from data.path" in str(check(f"data.cache={cache}", f"data.cache_gib={half}"))
     assert not cache.exists()
 
-    with pytest.raises(
-        UserError, match=r"has room for 0\.00 GB of shards, \S+ GB needed for one of them .*data.cache_gib=1e-06"
-    ):
+    with pytest.raises(UserError, match=r"must have room for one shard, \S+ MB, got 0\.0 MB .*data.cache_gib=1e-06"):
         check(f"data.cache={cache}", "data.cache_gib=0.000001")
     with pytest.raises(UserError, match=rf"data.cache {tmp_path}/no/cache cannot be used on \S+: {tmp_path}/no does not exist"):
         check(f"data.cache={tmp_path}/no/cache")
