@@ -22,7 +22,6 @@ import torch
 from torch.nn import functional as F
 
 from pipeline import checkpoint
-from pipeline.checkpoint.held import optimizer_step_count
 from pipeline.command_line import run_command
 from pipeline.config import Config, load_config
 from pipeline.distributed.agreement import Agreement
@@ -77,7 +76,6 @@ class Training:
         return checkpoint.RunState(
             step=self.steps,
             samples=self.steps * len(self.images) * self.world.size,
-            optimizer_step=optimizer_step_count(self.engine),
             skipped_steps=0,
             config=self.config.model_dump(mode="json"),
             config_hash="",
@@ -187,7 +185,7 @@ def throughput_table(training: Training, rounds: int) -> list[str]:
 
 
 def _load(training: Training) -> None:
-    verified = checkpoint.newest_whole(training.folder, training.world)
+    verified = checkpoint.newest_intact(training.folder, training.world)
     checkpoint.load(training.engine, verified, training.ema, training.world)
 
 

@@ -153,7 +153,7 @@ def run_rank(environment: dict[str, str], folder: Path, stage: int, what: str) -
         training.saver.save(training.engine, training.ema, dataclasses.replace(training.state(), **whole))
         training.saver.finish()
     else:
-        verified = loading.newest_whole(folder, world)
+        verified = loading.newest_intact(folder, world)
         assert verified
         checkpoint.load(training.engine, verified, training.ema, world)
     taken = {**calls.taken(), "seconds": time.monotonic() - began}

@@ -136,8 +136,8 @@ def read_subject(source: Path, step: int | str | None = None, weights: str | Non
     Raises:
         UserError: as :func:`pipeline.checkpoint.trained.read_trained`.
     """
-    from pipeline.checkpoint.export import describe
     from pipeline.checkpoint.trained import read_trained
+    from pipeline.checkpoint.weights import describe
     from pipeline.exporting.subject import Subject
 
     trained = read_trained(source, step, weights)  # type: ignore[arg-type]  # one of argparse's choices

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint import read_weights
-from pipeline.checkpoint.snapshot import HostCopies
+from pipeline.checkpoint.saver import HostCopies
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.loader import Loader

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from pipeline import evaluate as evaluate_command
 from pipeline import load
 from pipeline.checkpoint import read_weights, step_folder
-from pipeline.checkpoint.export import export
 from pipeline.checkpoint.inference import EvalTransform
 from pipeline.checkpoint.trained import read_trained
+from pipeline.checkpoint.weights import export
 from pipeline.config import config_from_dict
 from pipeline.data.image_folder import ImageFolder
 from pipeline.data.shards import ShardSet

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.checkpoint.folder import find_checkpoint, locate, parse_step, saved_steps, step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest
-from pipeline.checkpoint.whole import find_damage
+from pipeline.checkpoint.verification import find_damage, find_gaps
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 
@@ -37,7 +37,9 @@ def inspect(path: Path, step: int | str | None) -> None:
     manifests = overview.read_manifests(run_dir)
     print(overview.table(run_dir, manifests), flush=True)
     if step is None and locate(path)[1] is None:
-        chosen = max((each for each, manifest in manifests.items() if isinstance(manifest, CheckpointManifest)), default=chosen)
+        chosen = max(
+            (number for number, manifest in manifests.items() if isinstance(manifest, CheckpointManifest)), default=chosen
+        )
     manifest = manifests[chosen]
     if isinstance(manifest, UserError):
         raise manifest
@@ -67,7 +69,7 @@ def verify(path: Path, step: int | str | None) -> int:
     if damaged:
         print(f"damaged: {', '.join(map(str, damaged))}")
         return 1
-    print("whole")
+    print("intact")
     return 0
 
 
@@ -77,7 +79,6 @@ def verify_one(folder: Path) -> list[str]:
     Returns:
         A sentence for each defect.
     """
-    from pipeline.checkpoint.completeness import find_gaps
     from pipeline.checkpoint.overview import size_text
 
     print(folder)
@@ -90,7 +91,7 @@ def verify_one(folder: Path) -> list[str]:
         found = find_damage(folder, [record])
         problems += found
         if not found:
-            print(f"  whole   {record.name}  {size_text(record.bytes)}", flush=True)
+            print(f"  intact  {record.name}  {size_text(record.bytes)}", flush=True)
     return problems or find_gaps(folder, manifest)  # a damaged file's header cannot be trusted
 
 
@@ -131,12 +132,11 @@ def main() -> int | None:
         return None
     if args.command == "verify":
         return verify(args.path, args.step)
-    from pipeline.checkpoint.export import export
+    from pipeline.checkpoint.weights import export
 
     written = export(args.path, args.output, args.step, args.weights, args.names, args.force)
-    print(
-        f"{args.output}: {written.model}, {written.weights} weights of step {written.step}, named as {'the authors do' if written.names == 'authors' else 'here'}"
-    )
+    named = "the authors' names" if written.names == "authors" else "this project's names"
+    print(f"{args.output}: {written.model}, {written.weights} weights of step {written.step}, {named}")
     return None
 
 

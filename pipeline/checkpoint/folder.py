@@ -23,7 +23,7 @@ from pipeline.checkpoint.manifest import (  # noqa: F401 - re-exported
     RunState,
     folder_name,
 )
-from pipeline.checkpoint.whole import find_damage
+from pipeline.checkpoint.verification import find_damage
 from pipeline.errors import UserError
 from pipeline.files import sync_folder
 
@@ -64,7 +64,7 @@ def parse_step(text: str) -> int | str:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no step: write a number, or `{BEST}`") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step: write a number, or `{BEST}`") from None
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
@@ -76,12 +76,12 @@ def locate(path: Path) -> tuple[Path, int | None]:
     Returns:
         The run folder, and the step if the path names one.
     """
-    whole = path.absolute()
-    step = _step_of(whole.name)
+    absolute = path.absolute()
+    step = _step_of(absolute.name)
     levels = 1 if step is None else 2  # between the path and the run folder
-    if (path / FOLDER).is_dir() or (whole if step is None else whole.parent).name != FOLDER:
+    if (path / FOLDER).is_dir() or (absolute if step is None else absolute.parent).name != FOLDER:
         return path, None
-    return (path if len(path.parts) >= levels else whole).parents[levels - 1], step
+    return (path if len(path.parts) >= levels else absolute).parents[levels - 1], step
 
 
 def find_step(run_dir: Path, step: int | str | None = None) -> int:
@@ -97,7 +97,7 @@ def find_step(run_dir: Path, step: int | str | None = None) -> int:
     steps = saved_steps(run_dir)
     if not steps:
         raise UserError(
-            f"{run_dir} holds 0 checkpoints, 1 needed ({f'no {FOLDER}/step-*' if run_dir.is_dir() else 'there is no such folder'})",
+            f"{run_dir} must have a checkpoint, got {f'no {FOLDER}/step-*' if run_dir.is_dir() else 'no such folder'}",
             "pass the output_dir of a run that has saved one",
         )
     if step == BEST:
@@ -153,7 +153,7 @@ def publish(written: Path, target: Path) -> None:
     """
     replaced = None
     if os.path.lexists(target):
-        if _is_whole(target):
+        if _is_intact(target):
             replaced = _rename(target, _REPLACED)
         else:
             set_aside(target)
@@ -163,7 +163,7 @@ def publish(written: Path, target: Path) -> None:
         _remove(replaced, quietly=True)  # the next start removes what is left
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_intact(folder: Path) -> bool:
     try:
         return not find_damage(folder, CheckpointManifest.read(folder).files)
     except UserError:

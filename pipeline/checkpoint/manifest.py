@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.files import open_regular
 
 MANIFEST = "checkpoint.json"
-FORMAT = 3
+FORMAT = 1
 _LARGEST = 2**53 - 1  # the largest integer that every JSON reader represents exactly
 _SHOWN = 60  # characters of a wrong value in a message
 _STRICT = ConfigDict(extra="forbid")
@@ -31,7 +31,7 @@ _Kind = TypeVar("_Kind")
 
 def _check_shape(shape: list[int]) -> list[int]:
     if math.prod(shape) > _LARGEST:
-        raise ValueError(f"should have at most {_LARGEST} numbers in all")
+        raise ValueError(f"a shape should have at most {_LARGEST} numbers in all")
     return shape
 
 
@@ -64,7 +64,6 @@ class RunState:
 
     step: _Count  # steps completed, skipped ones included
     samples: _Count  # images seen
-    optimizer_step: _Count  # AdamW's count, without skipped steps
     skipped_steps: _Count
     config: dict[str, Any]
     config_hash: _Hex256  # of the keys that decide the weights
@@ -90,6 +89,17 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class OptimizerState:
+    """What the optimizer keeps for each of some parameters, which the files must hold."""
+
+    __pydantic_config__ = _STRICT
+
+    parameters: list[_Text]
+    tensors: list[_Text]  # names of state of the parameter's shape
+    scalars: list[_Text]  # names of numbers
+
+
+@dataclass(frozen=True)
 class CheckpointManifest:
     """The contents of ``checkpoint.json``."""
 
@@ -98,13 +108,11 @@ class CheckpointManifest:
     state: RunState
     shapes: dict[_Text, _Shape]  # of every parameter
     files: list[FileRecord]
+    optimizer_state: list[OptimizerState]  # empty before the optimizer's first step
 
     def to_text(self) -> str:
         """JSON with its own checksum."""
-        tree = asdict(self)
-        if self.state.class_names is None:
-            del tree["state"]["class_names"]
-        content = json.dumps({"format": FORMAT, **tree}, sort_keys=True)
+        content = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
         return (
             json.dumps({"xxh3": xxhash.xxh3_128_hexdigest(content.encode()), "content": json.loads(content)}, indent=1) + "\n"
         )
@@ -155,10 +163,11 @@ class CheckpointManifest:
             raise UserError(f"{source} is damaged, its checksum does not match", _REMEDY)
         found = values.pop("format", None)
         if type(found) is not int:
-            raise _damage(source, "format", found, f"should be {FORMAT}")
+            raise _damage(source, "format", found, f"be {FORMAT}")
         if found != FORMAT:
             raise OtherFormat(
-                f"{source} has format {found}, {FORMAT} needed: use the version of the pipeline that wrote it, or another output_dir."
+                f"{source} must have format {FORMAT}, got {found}",
+                "use the version of the pipeline that wrote it, or choose another output_dir",
             )
         return _validated(values, source)
 
@@ -171,13 +180,13 @@ def open_own(path: Path) -> BinaryIO:
         OSError: it does not exist or cannot be read.
     """
     if path.is_symlink():
-        raise UserError(f"{path} is a symbolic link, a regular file needed", "restore the file")
+        raise UserError(f"{path} is a symbolic link and must be a regular file", "restore the file")
     try:
         return open(open_regular(path), "rb")
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise UserError(f"{path} is not a regular file, one needed", "restore the file") from None
+        raise UserError(f"{path} is not a regular file and must be one", "restore the file") from None
 
 
 def folder_name(step: int) -> str:
@@ -229,13 +238,11 @@ def _validated(values: dict[str, Any], source: str) -> CheckpointManifest:
         if found is not None:
             _of_type(kind, found, source, ("state", name))
     if state.class_names is not None and len(state.class_names) != len(state.classes):
-        raise _damage(
-            source, "state.class_names", state.class_names, f"should have {len(state.classes)} names, one for each class"
-        )
+        raise _damage(source, "state.class_names", state.class_names, f"have {len(state.classes)} names, one for each class")
     names: set[str] = set()
     for number, record in enumerate(manifest.files):
         if record.name in names:
-            raise _damage(source, f"files[{number}].name", record.name, "should be there once")
+            raise _damage(source, f"files[{number}].name", record.name, "be there once")
         names.add(record.name)
     return manifest
 
@@ -247,10 +254,9 @@ def _of_type(kind: type[_Kind], values: Any, source: str, place: tuple[str, ...]
         problem = error.errors()[0]
         where = _dotted((*place, *problem["loc"]))
         if problem["type"] == "missing":
-            raise UserError(f"{source}: {where} is missing, but it is needed", _REMEDY) from None
-        need = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").lower()
-        if problem["type"] == "unexpected_keyword_argument":
-            need = "is of no field that is known"
+            raise UserError(f"{source} must have {where}, which is missing", _REMEDY) from None
+        known = problem["type"] != "unexpected_keyword_argument"
+        need = problem["msg"].partition(" should ")[2] or f"be valid ({problem['msg']})" if known else "not be there"
         raise _damage(source, where, problem["input"], need) from None
 
 
@@ -269,4 +275,4 @@ def _damage(source: str, place: str, found: Any, need: str) -> UserError:
     shown = ascii(found)  # no control characters
     if len(shown) > _SHOWN:
         shown = shown[: _SHOWN - 3] + "..."
-    return UserError(f"{source}: {place} is {shown}, but the value {need}", _REMEDY)
+    return UserError(f"{source}: {place} must {need}, got {shown}", _REMEDY)

@@ -58,7 +58,7 @@ def details(folder: Path, manifest: CheckpointManifest) -> str:
             f"{model['name']}, {model['num_classes']} classes, {model['image_size']} pixels" + (switches and f", {switches}"),
         ),
         ("parameters", f"{parameters:,} in {len(manifest.shapes)} tensors"),
-        ("step", f"{state.step} ({state.optimizer_step} taken by the optimizer, {state.skipped_steps} skipped)"),
+        ("step", f"{state.step} ({state.step - state.skipped_steps} taken by the optimizer, {state.skipped_steps} skipped)"),
         ("samples seen", f"{state.samples:,}"),
         ("processes", f"{state.world_size}, ZeRO {state.zero_stage}"),
         ("config", state.config_hash[:_HASH_DIGITS]),

@@ -1,4 +1,9 @@
-"""A checkpoint's safetensors files: named slices of flattened tensors, written with a checksum and read slice by slice."""
+"""Write and read the files of a checkpoint: safetensors with named slices of flattened tensors, and their checksums.
+
+A tensor's key is QUANTITY/NAME/START: what it is, of which parameter or buffer, and its first element in the flattened parameter. At a
+thousand ranks a checkpoint may have a thousand files. If every rank opened each of them at a start, that would be a million requests
+to the file system's metadata server; so a rank reads the headers of its share and opens only those files that hold what it needs.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +14,40 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.headers import Entry, Header, read_header
 from pipeline.checkpoint.manifest import FileRecord
 
+WEIGHT, EMA = "weight", "ema"  # quantities of a parameter; those of the optimizer: optimizer_quantity
 BUFFER, EMA_BUFFER = "buffer", "ema_buffer"  # as in the model; averaged: flattened, those of floating point
 _DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
 _DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"}
 _CHUNK = 16 << 20  # bytes per checksum update and write: large against a system call, small against a part
 
 
+class Entry(NamedTuple):
+    """A tensor of a file, by the file's header."""
+
+    key: str
+    shape: list[int]
+    dtype: str  # as safetensors calls it
+
+
+Headers = Mapping[str, list[Entry]]  # by file name
+
+
+def optimizer_quantity(state: str) -> str:
+    """The quantity of an optimizer's state, such as ``optimizer.exp_avg``."""
+    return f"optimizer.{state}"
+
+
 def slice_key(quantity: str, name: str, start: int) -> str:
-    """The key of a slice, such as ``exp_avg/head.weight/4096``."""
+    """The key of a slice, such as ``optimizer.exp_avg/head.weight/4096``."""
     return f"{quantity}/{name}/{start}"
 
 
@@ -77,64 +98,78 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data  # NumPy has no bfloat16
 
 
-class Parts:
-    """Reads slices from the files of a checkpoint, however it was sharded when it was saved.
-
-    The files are memory-mapped, so they must be intact (:func:`~pipeline.checkpoint.whole.find_damage`).
-
-    Args:
-        folder: of the checkpoint.
-        names: of its files.
-        headers: of the files, where they are known: then a file is opened when something is read from it, else at once.
+def read_headers(folder: Path, names: Iterable[str]) -> dict[str, list[Entry]]:
+    """Read which tensors some files of a checkpoint hold.
 
     Raises:
-        ValueError: a file has a tensor that does not belong in a checkpoint.
         safetensors.SafetensorError: a file is not a safetensors file.
         OSError: a file cannot be read.
     """
+    headers = {}
+    for name in names:
+        with safe_open(folder / name, framework="pt") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+            headers[name] = [Entry(key, list(found.get_shape()), found.get_dtype()) for key, found in slices.items()]
+    return headers
 
-    def __init__(self, folder: Path, names: list[str], headers: Mapping[str, Header] | None = None) -> None:
-        self._folder, self._names = folder, names
-        self._files: dict[int, Any] = {}
-        self._slices: dict[tuple[str, str], list[tuple[int, int, Entry]]] = defaultdict(list)
-        for number, name in enumerate(names):
-            for entry in read_header(self._file(number)) if headers is None else headers[name]:
-                quantity, of, start = entry.key.split("/")
+
+class SliceReader:
+    """Reads slices from the files of a checkpoint, however it was sharded when it was saved.
+
+    A file is opened, and mapped into memory, when something is read from it; it must be intact
+    (:func:`~pipeline.checkpoint.verification.find_damage`).
+
+    Args:
+        folder: of the checkpoint.
+        headers: of all its files (:func:`read_headers`).
+
+    Raises:
+        ValueError: a file has a tensor that does not belong in a checkpoint.
+    """
+
+    def __init__(self, folder: Path, headers: Headers) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self._slices: dict[tuple[str, str], list[tuple[int, str, Entry]]] = defaultdict(list)
+        for file, entries in headers.items():
+            for entry in entries:
+                quantity, name, start = entry.key.split("/")
                 if quantity != BUFFER and len(entry.shape) != 1:
                     raise ValueError(f"{entry.key} is not a slice of a flattened tensor")
-                self._slices[quantity, of].append((int(start), number, entry))
-        for pieces in self._slices.values():
-            pieces.sort(key=lambda piece: piece[:2])
+                self._slices[quantity, name].append((int(start), file, entry))
+        for slices in self._slices.values():
+            slices.sort()
 
     @property
     def opened(self) -> list[str]:
         """Names of the files that have been opened so far."""
-        return [self._names[number] for number in self._files]
+        return list(self._files)
 
-    def _file(self, number: int) -> Any:
-        if number not in self._files:
-            self._files[number] = safe_open(self._folder / self._names[number], framework="pt")
-        return self._files[number]
+    @property
+    def quantities(self) -> set[str]:
+        """Everything that is there of any parameter or buffer."""
+        return {quantity for quantity, _ in self._slices}
 
-    def names(self, quantity: str) -> list[str]:
-        """Names of the tensors with this quantity."""
-        return [name for have, name in self._slices if have == quantity]
-
-    def floating_buffers(self) -> list[str]:
-        """Names of the buffers of floating point. Reads headers only."""
-        dtypes = {name: pieces[0][2].dtype for (have, name), pieces in self._slices.items() if have == BUFFER}
-        return [name for name, dtype in dtypes.items() if dtype.startswith(("F", "BF"))]
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self._folder / name, framework="pt")
+        return self._files[name]
 
     def slices(self, quantity: str) -> dict[str, list[tuple[int, int]]]:
-        """The slices of a quantity: name -> [(offset, count), ...], ascending. Reads headers only."""
-        found = {}
-        for (have, name), pieces in self._slices.items():
-            if have == quantity:
-                found[name] = [(start, math.prod(entry.shape)) for start, _, entry in pieces]
-        return found
+        """The slices of a quantity by headers alone: name -> [(offset, count), ...], ascending."""
+        return {
+            name: [(start, math.prod(entry.shape)) for start, _, entry in slices]
+            for (have, name), slices in self._slices.items()
+            if have == quantity
+        }
+
+    def floating_buffers(self) -> set[str]:
+        """Names of the buffers of floating point, by headers alone."""
+        dtypes = {name: slices[0][2].dtype for (have, name), slices in self._slices.items() if have == BUFFER}
+        return {name for name, dtype in dtypes.items() if dtype.startswith(("F", "BF"))}
 
     def read(self, quantity: str, name: str, start: int, count: int) -> Tensor:
-        """Elements ``start`` to ``start + count`` of a flattened tensor, joined from as many slices as needed.
+        """Read elements ``start`` to ``start + count`` of a flattened tensor, joined from as many slices as needed.
 
         Returns:
             (count,)
@@ -142,27 +177,26 @@ class Parts:
         Raises:
             KeyError: some of them are in no file.
         """
-        pieces = self._slices.get((quantity, name), [])
+        slices = self._slices.get((quantity, name), [])
         found, at = [], start
-        first = max(0, bisect_right([piece[0] for piece in pieces], start) - 1)
-        for piece_start, number, entry in pieces[first:]:
+        first = max(0, bisect_right([begin for begin, _, _ in slices], start) - 1)
+        for begin, file, entry in slices[first:]:
             (length,) = entry.shape
-            if not piece_start <= at < piece_start + length or at == start + count:
+            if not begin <= at < begin + length or at == start + count:
                 break
-            piece = self._file(number).get_slice(entry.key)[at - piece_start : min(start + count - piece_start, length)]
-            found.append(piece)
-            at += len(piece)
+            found.append(self._file(file).get_slice(entry.key)[at - begin : min(start + count - begin, length)])
+            at += len(found[-1])
         if at != start + count:
             raise KeyError(f"{quantity} of {name}: {start} to {start + count}, present to {at}")
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_buffer(self, name: str) -> Tensor:
-        """A buffer in full.
+        """Read a buffer in full.
 
         Raises:
             KeyError: it is in no file.
         """
         if (BUFFER, name) not in self._slices:
             raise KeyError(f"the buffer {name}")
-        ((_, number, entry),) = self._slices[BUFFER, name]
-        return self._file(number).get_tensor(entry.key)
+        ((_, file, entry),) = self._slices[BUFFER, name]
+        return self._file(file).get_tensor(entry.key)

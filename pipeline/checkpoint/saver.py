@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
-from pipeline.checkpoint.folder import FOLDER, SAVING, publish, remove_old, step_folder
-from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, FileRecord, RunState
+from pipeline.checkpoint.folder import FOLDER, SAVING, latest_step, publish, remove_old, step_folder
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, FileRecord, OptimizerState, RunState
 from pipeline.checkpoint.parts import write_part
-from pipeline.checkpoint.snapshot import HostCopies, bytes_of_all, saved_tensors
+from pipeline.checkpoint.rank_slices import bytes_of_all, optimizer_state, saved_tensors
 from pipeline.config import CheckpointConfig
 from pipeline.distributed.agreement import Agreed, Agreement
 from pipeline.distributed.world import World
@@ -29,6 +30,7 @@ from pipeline.optim.engine import Engine
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between attempts, doubling: at most ~15 in the default retry_seconds
+_ALIGNMENT = 16  # bytes per tensor start, a multiple of every element size: views need it
 _LAST_ATTEMPT = 10.0  # seconds for a write in progress to end once another rank has failed, so that its folder can be removed
 
 
@@ -39,6 +41,7 @@ class _Saving:
     folder: Path  # hidden until it is published
     state: RunState
     shapes: dict[str, list[int]]
+    optimizer_state: list[OptimizerState]
     bytes: int  # of all ranks' files, about
     done: bool = False  # this rank's file is on disk, or it has none
     record: FileRecord | None = None  # of this rank's file
@@ -48,7 +51,7 @@ class _Saving:
 class Saver:
     """Saves the checkpoints of a run.
 
-    Each rank copies its slices (:func:`~pipeline.checkpoint.held.held`) to host memory, and a thread writes them to a file in a
+    Each rank copies its slices (:func:`~pipeline.checkpoint.rank_slices.rank_slices`) to host memory, and a thread writes them to a file in a
     hidden folder. When the ranks agree that every file is on disk, rank 0 writes the manifest and renames the folder. A crash
     in between leaves a hidden folder, which the next start removes.
 
@@ -104,7 +107,7 @@ class Saver:
         folder = self._run_dir / FOLDER / f"{SAVING}{state.step:08d}-{self._token}"
         tensors = self._copies.take(saved_tensors(engine, ema, self._world))  # the thread no longer reads the previous copies
         shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
-        self._saving = saving = _Saving(folder, state, shapes, bytes_of_all(engine, ema, self._world))
+        self._saving = saving = _Saving(folder, state, shapes, optimizer_state(engine), bytes_of_all(engine, ema, self._world))
         self.started += 1
         self._thread = threading.Thread(target=self._write, args=(saving, tensors), name="checkpoint", daemon=True)
         self._thread.start()
@@ -117,7 +120,7 @@ class Saver:
             agreed: the status of all ranks.
 
         Raises:
-            UserError: a rank cannot write its part; earlier checkpoints are intact.
+            UserError: a rank cannot write its part.
         """
         if agreed.save_failed:
             self._fail_on_all()
@@ -149,8 +152,12 @@ class Saver:
         if self._saving and self._world.is_main:  # frees the space
             shutil.rmtree(self._saving.folder, ignore_errors=True)
         self._saving = self._publish_error = None
+        newest = latest_step(self._run_dir)
+        resumes = (
+            "starts again: it has no checkpoint yet" if newest is None else f"resumes from its checkpoint of step {newest}"
+        )
         raise UserError(
-            f"{reasons[0]}; free some space or restore the folder, then give the same command again: earlier checkpoints are intact."
+            reasons[0], f"free some space or restore the folder, then give the same command again; the run {resumes}"
         )
 
     def _wait(self) -> None:
@@ -163,7 +170,7 @@ class Saver:
         gathered = self._world.gather(asdict(saving.record) if saving.record else None)
         records = [FileRecord(**fields) for fields in gathered if fields]
         if self._world.is_main:
-            manifest = CheckpointManifest(saving.state, saving.shapes, records)
+            manifest = CheckpointManifest(saving.state, saving.shapes, records, saving.optimizer_state)
             self._publishing = threading.Thread(target=self._publish, args=(saving.folder, manifest), daemon=True)
             self._publishing.start()
 
@@ -227,3 +234,46 @@ class Saver:
                 if self._given_up.wait(min(pause, left)):
                     raise
                 pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+class HostCopies:
+    """Host copies of tensors in one allocation that all snapshots reuse.
+
+    So only the first snapshot pays for the allocation, and a GPU copies asynchronously into pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy the tensors; this overwrites the previous copies.
+
+        Args:
+            tensors: on the CPU or one GPU.
+
+        Returns:
+            Contiguous CPU tensors with the same names, shapes and dtypes.
+        """
+        if _layout(self._copies) != _layout(tensors):
+            self._copies.clear()  # frees their memory before the new allocation
+            self._copies.update(_allocate(tensors))
+        for name, tensor in tensors.items():
+            self._copies[name].copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # the copies' own; the device would include the loader's work ahead
+        return self._copies
+
+
+def _layout(tensors: dict[str, Tensor]) -> list[tuple]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+
+
+def _allocate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors with the same names, shapes and dtypes in one allocation; pinned if any tensor is on a GPU."""
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    places = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu).split(sizes) if sizes else ()
+    return {
+        name: place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for place, (name, tensor) in zip(places, tensors.items())
+    }

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as plain state dicts, for evaluation, export, fine-tuning and distillation."""
+"""Read the weights of a checkpoint as plain state dicts, for evaluation, fine-tuning and distillation, and export them to one file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.folder import BEST, CheckpointManifest, RunState, find_checkpoint, saved_steps, step_folder
-from pipeline.checkpoint.held import EMA, WEIGHT
-from pipeline.checkpoint.parts import BUFFER, EMA_BUFFER, Parts
-from pipeline.checkpoint.whole import Seen, find_all_damage
+from pipeline.checkpoint.parts import BUFFER, EMA, EMA_BUFFER, WEIGHT, SliceReader, read_headers
+from pipeline.checkpoint.verification import find_damage, find_gaps
+from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
-from pipeline.models.weights.exported import SUFFIX, Kind, read_tensors
+from pipeline.files import check_writable
+from pipeline.models.weights.exported import SUFFIX, Description, Kind, Names, read_tensors, write_exported
 from pipeline.models.weights.pickled import read_pickled
 from pipeline.models.weights.timm_folder import is_timm_folder, read_folder_config, read_folder_weights
 from pipeline.models.weights.transfer import check_finite
@@ -67,28 +68,26 @@ def read_weights(path: Path, step: int | str | None = None) -> SavedWeights:
     run_dir, found = find_checkpoint(path, step)
     folder = step_folder(run_dir, found)
     manifest = CheckpointManifest.read(folder)
-    seen = Seen.look(folder, manifest.files)
-    if damage := find_all_damage(folder, manifest):
+    if damage := find_damage(folder, manifest.files) or find_gaps(folder, manifest):
         raise UserError(damage[0], f"take another checkpoint (present: steps {saved_steps(run_dir)}), or restore the file")
-    parts = Parts(folder, [record.name for record in manifest.files])
-    buffers = {name: parts.read_buffer(name).clone() for name in parts.names(BUFFER)}
-    averaged = {  # none in a checkpoint of an earlier version
-        name: parts.read(EMA_BUFFER, name, 0, buffers[name].numel()).view_as(buffers[name]).clone()
-        for name in parts.names(EMA_BUFFER)
-    }
+    reader = SliceReader(folder, read_headers(folder, [record.name for record in manifest.files]))
 
-    def whole(quantity: str, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        tensors = {}
-        for name, shape in manifest.shapes.items():
-            # A copy: a memory-mapped tensor would change with the file.
-            tensors[name] = parts.read(quantity, name, 0, torch.Size(shape).numel()).reshape(shape).clone()
-        seen.check()
-        return {**tensors, **buffers}
+    def parameters(quantity: str) -> dict[str, Tensor]:
+        # Copies: a memory-mapped tensor would change with the file.
+        shapes = {name: torch.Size(shape) for name, shape in manifest.shapes.items()}
+        return {name: reader.read(quantity, name, 0, shape.numel()).reshape(shape).clone() for name, shape in shapes.items()}
 
-    ema = whole(EMA, {**buffers, **averaged}) if parts.names(EMA) else None
+    buffers = {name: reader.read_buffer(name).clone() for name in reader.slices(BUFFER)}
+    model, ema = {**parameters(WEIGHT), **buffers}, None
+    if EMA in reader.quantities:
+        averages = {
+            name: reader.read(EMA_BUFFER, name, 0, buffers[name].numel()).view_as(buffers[name]).clone()
+            for name in reader.slices(EMA_BUFFER)
+        }
+        ema = {**parameters(EMA), **buffers, **averages}
     best = manifest.state.best if step == BEST else None
     default: Kind = best["weights"] if best and best["step"] == found else "model" if ema is None else "ema"
-    return SavedWeights(manifest.state, whole(WEIGHT, buffers), ema, default)
+    return SavedWeights(manifest.state, model, ema, default)
 
 
 def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialWeights:
@@ -119,3 +118,55 @@ def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialW
         return InitialWeights(weights, its.classes, f"{its.weights} weights of step {its.step}")
     found = read_pickled(source, f"{key} {source}")
     return InitialWeights(found, None, f"{len(found)} tensors")
+
+
+def export(run_dir: Path, output: Path, step: int | str | None, kind: Kind | None, names: Names, force: bool) -> Description:
+    """Export the weights of a checkpoint to one file.
+
+    Args:
+        run_dir: a run folder, or one of its checkpoints.
+        output: the file, ``*.safetensors``.
+        step: which checkpoint, a number or ``best``; None: the newest.
+        kind: ``model`` or ``ema``; None: see :func:`pipeline.checkpoint.read_weights`.
+        names: ``ours`` or ``authors``.
+        force: replace an existing file.
+
+    Returns:
+        A description of what was written.
+
+    Raises:
+        UserError: there is no such checkpoint or average, it is damaged or has non-finite weights, or ``output`` exists or
+            cannot be written.
+    """
+    if output.suffix != SUFFIX:
+        raise UserError(f"--output must end in {SUFFIX}, got {output}", f"name it {output.with_suffix(SUFFIX).name}")
+    check_writable(output)
+    if output.exists() and not force:
+        raise UserError(f"{output} exists", "choose another --output, or add --force to replace it")
+    saved = read_weights(run_dir, step)
+    config = config_from_dict(saved.state.config, source="the checkpoint")
+    state = saved.state
+    description = describe(config, state.classes, state.step, kind or saved.default, names, state.class_names)
+    write_exported(output, saved.choose(kind), description)
+    return description
+
+
+def describe(
+    config: Config, classes: list[str], step: int, kind: Kind, names: Names, class_names: list[str] | None = None
+) -> Description:
+    """The metadata of an export of weights that were trained with this config."""
+    return Description(
+        model=config.model.name,
+        num_classes=config.model.num_classes,
+        image_size=config.model.image_size,
+        switches=config.model.switches,
+        classes=classes,
+        class_names=class_names,
+        mean=list(config.data.mean),
+        std=list(config.data.std),
+        eval_crop=config.data.eval_crop,
+        precision=config.train.precision,  # type: ignore[arg-type]  # never auto: a run's start settles it
+        step=step,
+        weights=kind,
+        names=names,
+    )

@@ -117,12 +117,14 @@ def inner_optimizer(engine: Engine) -> torch.optim.Optimizer:
     return engine.optimizer if engine.zero_optimization_stage() == 0 else engine.optimizer.optimizer
 
 
-def updated_tensors(engine: Engine) -> list[Tensor]:
-    """The tensors that PyTorch's optimizer updates: parameters, or flat shards of many parameters."""
-    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    if stage == 0:
-        return [p for p in engine.module.parameters() if p.requires_grad]
-    return list(optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups)
+def updated_groups(engine: Engine) -> Iterator[tuple[dict[str, Any], Sequence[Tensor]]]:
+    """Each parameter group with what the optimizer updates of it on this rank: its parameters, or one flat shard of all of them."""
+    stage, optimizer, groups = engine.zero_optimization_stage(), engine.optimizer, inner_optimizer(engine).param_groups
+    if stage == 3:
+        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+            yield groups[optimizer.sub_group_to_group_id[number]], [flat]
+    for number, group in enumerate(groups if stage < 3 else ()):
+        yield group, [optimizer.single_partition_of_fp32_groups[number]] if stage else group["params"]
 
 
 @torch.no_grad()
@@ -131,19 +133,16 @@ def create_state(engine: Engine) -> None:
 
     Weights and state are then to be overwritten: they are those after such a step.
     """
-    optimizer, tensors, stage = inner_optimizer(engine), updated_tensors(engine), engine.zero_optimization_stage()
+    optimizer = inner_optimizer(engine)
     groups = optimizer.param_groups
-    for tensor in tensors:
-        tensor.grad = torch.zeros_like(tensor)
-    if stage == 0:
+    for group, tensors in list(updated_groups(engine)):  # a group at a time, as DeepSpeed steps
+        for tensor in tensors:
+            tensor.grad = torch.zeros_like(tensor)
+        optimizer.param_groups = [{**group, "params": tensors}]
         optimizer.step()
-    for number, tensor in enumerate(tensors if stage else ()):  # a flat shard at a time, as DeepSpeed steps
-        group = groups[engine.optimizer.sub_group_to_group_id[number] if stage == 3 else number]
-        optimizer.param_groups = [{**group, "params": [tensor]}]
-        optimizer.step()
+        for tensor in tensors:
+            tensor.grad = None
     optimizer.param_groups = groups
-    for tensor in tensors:
-        tensor.grad = None
 
 
 class SliceOptimizer(torch.optim.Optimizer):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline import checkpoint
-from pipeline.checkpoint.whole import Verified
+from pipeline.checkpoint import Verified
 from pipeline.config import AUTO, Config
 from pipeline.data.batches import TrainBatches
 from pipeline.data.decoding_trial import TrialLoader, Turns

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from pipeline.checkpoint.folder import FOLDER
-from pipeline.checkpoint.snapshot import saved_tensors
+from pipeline.checkpoint.rank_slices import saved_tensors
 from pipeline.config import Config, DataConfig
 from pipeline.data.cached_files import cache_of, check_cache
 from pipeline.data.loader import Batch

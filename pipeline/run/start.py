@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline import checkpoint
-from pipeline.checkpoint.whole import Verified
+from pipeline.checkpoint import Verified
 from pipeline.config import AUTO, Config, Recipe, config_from_dict
 from pipeline.data.cached_files import cache_of
 from pipeline.data.mixed_set import MixedSet, open_training_set
@@ -148,7 +148,7 @@ class Start:
         """
         if not self.look_only:
             do_in_main(lambda: checkpoint.sweep(self.folder), self.world)
-        verified = checkpoint.newest_whole(self.folder, self.world, set_aside_damaged=not self.look_only)
+        verified = checkpoint.newest_intact(self.folder, self.world, set_aside_damaged=not self.look_only)
         before = verified.state if verified else None
         begun_with = config_from_dict(before.config, source=str(self.folder)) if before else None
         check_same_run(self.config, begun_with, self.world)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import checkpoint
-from pipeline.checkpoint.held import optimizer_step_count
 from pipeline.config import Config
 from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.decoding_trial import TrialLoader
@@ -94,7 +93,6 @@ class Run:
         return checkpoint.RunState(
             step=self.step,
             samples=self.schedule.samples(self.step),
-            optimizer_step=optimizer_step_count(self.trained.engine),
             skipped_steps=self.skipped_steps,
             config=self.config.with_values({"data.decode": self.loader.decode}).model_dump(mode="json"),
             config_hash=config_hash(self.config),

@@ -1,8 +1,7 @@
-"""Averages of weights and of BatchNorm's statistics in a checkpoint, and checkpoints from before the latter."""
+"""Averages of weights and of BatchNorm's statistics in a checkpoint, and a checkpoint without them."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.checkpoint import read_weights, step_folder
-from pipeline.checkpoint.loading import load
-from pipeline.checkpoint.snapshot import saved_tensors
-from pipeline.checkpoint.whole import Seen, Verified
+from pipeline.checkpoint.loading import Verified, load
+from pipeline.checkpoint.parts import read_headers
+from pipeline.checkpoint.rank_slices import optimizer_state, saved_tensors
 from pipeline.distributed.world import World
 from pipeline.optim.ema import WeightAverage
 from support.checkpoints import save
@@ -34,7 +33,8 @@ class PlainEngine:
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-        self.optimizer = torch.optim.AdamW(self.module.parameters())
+        names, parameters = zip(*self.module.named_parameters())
+        self.optimizer = torch.optim.AdamW([{"params": parameters, "names": names}])
 
     def zero_optimization_stage(self) -> int:
         return 0
@@ -53,40 +53,43 @@ def trained() -> tuple[PlainEngine, WeightAverage]:
     return engine, average
 
 
-def saved(folder: Path, tensors: dict[str, Tensor], model: nn.Module) -> Verified:
+def saved(folder: Path, tensors: dict[str, Tensor], engine: PlainEngine) -> Verified:
     """A checkpoint of these tensors."""
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    manifest = save(folder, [tensors], shapes)
-    return Verified(folder, manifest, Seen.look(folder, manifest.files))
+    shapes = {name: list(parameter.shape) for name, parameter in engine.module.named_parameters()}
+    manifest = save(folder, [tensors], shapes, optimizer_state=optimizer_state(engine))  # type: ignore[arg-type]
+    return Verified(folder, manifest, read_headers(folder, [record.name for record in manifest.files]))
 
 
-@pytest.mark.parametrize("former", [False, True])
-def test_averaged_statistics_return_from_a_checkpoint(
-    former: bool, alone: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Guards against averaged weights that go on, or are evaluated, with other statistics than those averaged with them. A
-    checkpoint of an earlier version has none: they begin with the model's, and the log says so."""
+@pytest.mark.parametrize("averaged", [True, False])
+def test_averaged_statistics_return_from_a_checkpoint(averaged: bool, alone: World, tmp_path: Path) -> None:
+    """Guards against averaged weights that go on, or are evaluated, with other statistics than those averaged with them. Where the
+    checkpoint has no averages they begin with the weights and statistics."""
     engine, average = trained()
     tensors = saved_tensors(engine, average, alone)  # type: ignore[arg-type]
     own = {name: value.clone() for name, value in average.models_buffers().items()}
-    if former:
-        tensors = {key: value for key, value in tensors.items() if not key.startswith("ema_buffer/")}
-    verified = saved(step_folder(tmp_path, 4), tensors, engine.module)
+    if not averaged:
+        tensors = {key: value for key, value in tensors.items() if not key.startswith("ema")}
+    verified = saved(step_folder(tmp_path, 4), tensors, engine)
 
     other = PlainEngine(seed=1)
     found = WeightAverage(other, 0.9)  # type: ignore[arg-type]
-    with caplog.at_level(logging.INFO, logger="pipeline"):
-        load(other, verified, found, alone)  # type: ignore[arg-type]
-    said = [record.message for record in caplog.records]
-    assert all(torch.equal(found.averages[name], value) for name, value in average.averages.items())
-    expected = own if former else average.buffers
+    load(other, verified, found, alone)  # type: ignore[arg-type]
+    plain = {name: parameter.detach() for name, parameter in engine.module.named_parameters()}
+    weights_of_average = average.averages if averaged else plain
+    assert all(torch.equal(found.averages[name], value) for name, value in weights_of_average.items())
+    expected = average.buffers if averaged else own
     assert expected.keys() == found.buffers.keys() == {"1.running_mean", "1.running_var"}
     assert all(torch.equal(found.buffers[name], value) for name, value in expected.items())
     assert not torch.equal(own["1.running_mean"], average.buffers["1.running_mean"])
-    assert (len(said) == 1 and "has no averages of the model's buffers" in said[0]) if former else said == []
+    for parameter, saved_one in zip(other.module.parameters(), engine.module.parameters()):
+        kept, found_state = (which.optimizer.state[p] for which, p in ((engine, saved_one), (other, parameter)))
+        assert kept.keys() == found_state.keys() and all(torch.equal(found_state[key], kept[key]) for key in kept)
 
     weights = read_weights(tmp_path)
+    assert all(torch.equal(weights.model[name], value) for name, value in own.items())
+    if not averaged:
+        assert weights.ema is None and weights.default == "model"
+        return
     assert weights.ema is not None and weights.default == "ema"
     assert all(torch.equal(weights.ema[name], value) for name, value in {**average.averages, **expected}.items())
-    assert all(torch.equal(weights.model[name], value) for name, value in own.items())
     assert int(weights.ema["1.num_batches_tracked"]) == 3

@@ -95,21 +95,21 @@ def test_verify_reads_every_file(run: Path, command, capsys) -> None:
     """Guards against a check that passes because it looks at little."""
     assert command("verify", run) == 0
     out = capsys.readouterr().out
-    assert out.count("whole   part-") == 6 and out.splitlines()[-1] == "whole"
+    assert out.count("intact  part-") == 6 and out.splitlines()[-1] == "intact"
     assert command("verify", run, "--step", 3) == 0
-    assert capsys.readouterr().out.count("whole   part-") == 2
+    assert capsys.readouterr().out.count("intact  part-") == 2
 
 
 def test_a_checkpoint_is_also_meant_by_its_path_or_as_the_best(run: Path, command, capsys) -> None:
     """Guards against a path that ``inspect`` prints and refuses, and against all checkpoints read where one was meant."""
     assert command("verify", step_folder(run, 3)) == 0
-    assert capsys.readouterr().out.count("whole   part-") == 2
+    assert capsys.readouterr().out.count("intact  part-") == 2
     command("inspect", step_folder(run, 2))
     assert f"checkpoint    {step_folder(run, 2)}\n" in capsys.readouterr().out
     command("inspect", run, "--step", "best")
     assert f"checkpoint    {step_folder(run, 4)}\n" in capsys.readouterr().out
     for arguments, expected in (
-        (("inspect", run, "--step", "bset"), "'bset' is no step"),
+        (("inspect", run, "--step", "bset"), "'bset' is not a step"),
         (("export", "--help"), "examples:\n  python"),
     ):
         with pytest.raises(SystemExit):
@@ -137,7 +137,7 @@ def test_verify_notices_a_part_that_was_never_listed(run: Path, command, tmp_pat
     manifest = CheckpointManifest.read(folder)
     (folder / "checkpoint.json").write_text(replace(manifest, files=manifest.files[:1]).to_text())
     assert command("verify", copy) == 1
-    assert "numbers needed" in capsys.readouterr().out
+    assert "must end at" in capsys.readouterr().out
 
 
 def test_inspect_of_a_damaged_run_shows_the_rest(damaged: Path, command, capsys) -> None:
@@ -197,12 +197,15 @@ def test_nothing_is_replaced_silently(run: Path, command, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["inspect", "{tmp}/nowhere"], "nowhere holds 0 checkpoints, 1 needed"),
-        (["verify", "{tmp}"], "holds 0 checkpoints, 1 needed"),
-        (["export", "{tmp}", "--output", "{tmp}/a.safetensors"], "holds 0 checkpoints, 1 needed"),
+        (["inspect", "{tmp}/nowhere"], "nowhere must have a checkpoint, got no "),
+        (["verify", "{tmp}"], "must have a checkpoint, got no "),
+        (["export", "{tmp}", "--output", "{tmp}/a.safetensors"], "must have a checkpoint, got no "),
         (["inspect", "{run}", "--step", "7"], r"no checkpoint of step 7, but of \[2, 3, 4\]: choose one of them"),
         (["verify", "{run}", "--step", "-1"], r"no checkpoint of step -1, but of \[2, 3, 4\]"),
-        (["export", "{run}", "--output", "{tmp}/a.pth"], r"a.pth ends in '.pth', '.safetensors' needed"),
+        (
+            ["export", "{run}", "--output", "{tmp}/a.pth"],
+            r"--output must end in .safetensors, got .*a.pth: name it a.safetensors",
+        ),
         (["export", "{run}", "--output", "{tmp}/x/a.safetensors"], r"the folder .*/x does not exist or cannot be written"),
         (["export", "{damaged}", "--output", "{tmp}/a.safetensors"], "part-00001.safetensors was changed after it was written"),
         (["export", "{damaged}", "--output", "{tmp}/a.safetensors", "--step", "3"], "checkpoint.json is damaged"),

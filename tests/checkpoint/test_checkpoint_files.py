@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.checkpoint import CheckpointManifest, saved_steps, sweep
-from pipeline.checkpoint.completeness import find_gaps
+from pipeline.checkpoint import CheckpointManifest, read_weights, saved_steps, sweep
 from pipeline.checkpoint.folder import FOLDER, publish, remove_old
-from pipeline.checkpoint.manifest import MANIFEST
-from pipeline.checkpoint.parts import Parts, slice_key, write_part
-from pipeline.checkpoint.whole import checksum, find_damage
+from pipeline.checkpoint.manifest import MANIFEST, OptimizerState
+from pipeline.checkpoint.parts import SliceReader, read_headers, slice_key, write_part
+from pipeline.checkpoint.verification import checksum, find_damage, find_gaps
 from pipeline.errors import UserError
 from support.checkpoints import STATE, save, save_small
 
@@ -54,14 +53,14 @@ def test_any_stretch_is_read_from_any_split(tmp_path: Path) -> None:
     """Guards against numbers from another place when a run goes on with another number of processes or ZeRO stage."""
     rng = random.Random(5)
     for case in range(25):
-        tensors = {(q, n): torch.randn(rng.randint(1, 60)) for q in ("weight", "exp_avg") for n in ("a.b", "c")}
+        tensors = {(q, n): torch.randn(rng.randint(1, 60)) for q in ("weight", "optimizer.exp_avg") for n in ("a.b", "c")}
         parts: list[dict[str, Tensor]] = [{} for _ in range(rng.randint(1, 4))]
         for (quantity, name), values in tensors.items():
             for start, end in cut(rng, len(values), rng.randint(1, 5)):
                 rng.choice(parts)[slice_key(quantity, name, start)] = values[start:end].clone()
         folder = tmp_path / str(case)
         manifest = save(folder, parts, {name: [len(tensors["weight", name])] for name in ("a.b", "c")})
-        reader = Parts(folder, [record.name for record in manifest.files])
+        reader = SliceReader(folder, read_headers(folder, [record.name for record in manifest.files]))
         for (quantity, name), values in tensors.items():
             for start, end in [(0, len(values)), *(stretch for n in (2, 3) for stretch in cut(rng, len(values), n))]:
                 assert torch.equal(reader.read(quantity, name, start, end - start), values[start:end])
@@ -75,26 +74,49 @@ def test_numbers_that_nobody_saved_are_missed(quantity: str, name: str, start: i
     """Guards against a gap that is closed with the numbers beside it."""
     stretches = {slice_key("weight", "w", 0): torch.ones(5), slice_key("weight", "w", 6): torch.ones(4)}  # 5 is missing
     save(tmp_path / "c", [stretches], {"w": [10]})
-    reader = Parts(tmp_path / "c", ["part-00000.safetensors"])
+    reader = SliceReader(tmp_path / "c", read_headers(tmp_path / "c", ["part-00000.safetensors"]))
     assert reader.read("weight", "w", 6, 4).sum() == 4
     with pytest.raises(KeyError, match=f"{quantity} of {name}"):
         reader.read(quantity, name, start, count)
 
 
+KEPT = {"optimizer.exp_avg/w/0": 10, "optimizer.exp_avg_sq/w/0": 10, "optimizer.step/w/0": 1}
+
+
 @pytest.mark.parametrize(
     ("stretches", "expected"),
     [
-        ({"weight/w/0": 4, "weight/w/4": 6, "weight/v/0": 2, "exp_avg/w/0": 10, "exp_avg_sq/w/0": 10}, None),  # v is frozen
-        ({"weight/w/0": 10}, "weight of v ends at 0, 2 numbers needed"),
+        ({"weight/w/0": 4, "weight/w/4": 6, "weight/v/0": 2, **KEPT}, None),  # v is frozen
+        ({"weight/w/0": 10}, "weight of v must end at 2, got 0"),
         ({"weight/w/0": 4, "weight/w/5": 5, "weight/v/0": 2}, "weight of w is missing from 4 to 5"),
         ({"weight/w/0": 4, "weight/w/3": 7, "weight/v/0": 2}, "weight of w is there twice from 3 to 4"),
-        ({"weight/w/0": 9, "weight/v/0": 2}, "weight of w ends at 9, 10 numbers needed"),
-        ({"weight/w/0": 10, "weight/v/0": 2, "weight/x/0": 2}, "weight of x is of a parameter that the model does not have"),
-        ({"weight/w/0": 10, "weight/v/0": 2, "ema/w/0": 10}, "ema of v ends at 0"),
-        ({"weight/w/0": 10, "weight/v/0": 2, "exp_avg/w/0": 10}, "w has one of AdamW's two moments only"),
-        ({"weight/w/0": 10, "weight/v/0": 2, "exp_avg/w/2": 8, "exp_avg_sq/w/0": 10}, "exp_avg of w is missing from 0 to 2"),
+        ({"weight/w/0": 9, "weight/v/0": 2}, "weight of w must end at 10, got 9"),
+        ({"weight/w/0": 10, "weight/v/0": 2, "weight/x/0": 2}, "weight of x is not what this model and optimizer have"),
+        ({"weight/w/0": 10, "weight/v/0": 2, "ema/w/0": 10}, "ema of v must end at 2, got 0"),
+        (
+            {"weight/w/0": 10, "weight/v/0": 2, "optimizer.exp_avg/w/0": 10, "optimizer.step/w/0": 1},
+            "optimizer.exp_avg_sq of w must end at 10, got 0",
+        ),
+        (
+            {"weight/w/0": 10, "weight/v/0": 2, "optimizer.exp_avg/w/0": 10, "optimizer.exp_avg_sq/w/0": 10},
+            "optimizer.step of w must end at 1, got 0",
+        ),
+        (
+            {"weight/w/0": 10, "weight/v/0": 2, **KEPT, "optimizer.exp_avg/v/0": 2},
+            "optimizer.exp_avg of v is not what this model and optimizer have",
+        ),
+        (
+            {
+                "weight/w/0": 10,
+                "weight/v/0": 2,
+                "optimizer.exp_avg/w/2": 8,
+                "optimizer.exp_avg_sq/w/0": 10,
+                "optimizer.step/w/0": 1,
+            },
+            "optimizer.exp_avg of w is missing from 0 to 2",
+        ),
         ({"weight/w/0": 10, "weight/v/0": 2, "buffer/m/0": 3, "ema_buffer/m/0": 3}, None),
-        ({"weight/w/0": 10, "weight/v/0": 2, "buffer/m/0": 3, "ema_buffer/m/0": 2}, "average of buffer m ends at 2, 3 numbers"),
+        ({"weight/w/0": 10, "weight/v/0": 2, "buffer/m/0": 3, "ema_buffer/m/0": 2}, "average of buffer m must end at 3, got 2"),
         (
             {"weight/w/0": 10, "weight/v/0": 2, "buffer/m/0": 3, "buffer/n/0": 1, "ema_buffer/m/0": 3},
             "buffer n has no average, others have",
@@ -106,7 +128,8 @@ def test_gaps_are_found_by_the_headers(stretches: dict[str, int], expected: str 
     """Guards against a checkpoint whose checksums are right and which lacks what a process should have saved."""
     tensors = {key: torch.zeros(count) for key, count in stretches.items()}
     parts = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
-    manifest = save(tmp_path / "c", parts, {"w": [2, 5], "v": [2]})
+    kept = [OptimizerState(["w"], ["exp_avg", "exp_avg_sq"], ["step"])] if any("optimizer." in key for key in stretches) else []
+    manifest = save(tmp_path / "c", parts, {"w": [2, 5], "v": [2]}, optimizer_state=kept)
     problems = find_gaps(tmp_path / "c", manifest)
     assert problems == [] if expected is None else len(problems) == 1 and expected in problems[0]
 
@@ -174,10 +197,10 @@ def test_publishing_over_an_older_one(tmp_path: Path) -> None:
     for number in (1, 2):
         (target / "part-00000.safetensors").write_bytes(b"damaged")
         publish(save_small(tmp_path / "elsewhere", 4, value=number + 1), target)
-        assert Parts(target, ["part-00000.safetensors"]).read("weight", "w", 0, 3).tolist() == [number + 1] * 3
+        assert read_weights(tmp_path, 4).model["w"].tolist() == [number + 1] * 3
         assert (tmp_path / FOLDER / f"damaged-step-00000004.{number}" / "part-00000.safetensors").read_bytes() == b"damaged"
     publish(save_small(tmp_path / "elsewhere", 4, value=9), target)
-    assert Parts(target, ["part-00000.safetensors"]).read("weight", "w", 0, 3).tolist() == [9] * 3
+    assert read_weights(tmp_path, 4).model["w"].tolist() == [9] * 3
     assert saved_steps(tmp_path) == [4] and len(list((tmp_path / FOLDER).iterdir())) == 3  # a whole one is replaced
 
 

@@ -21,7 +21,6 @@ from pipeline.checkpoint.folder import find_checkpoint, find_step, remove_old, s
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest
 from pipeline.checkpoint.overview import read_manifests, table
 from pipeline.checkpoint.parts import write_part
-from pipeline.checkpoint.whole import Seen, find_damage
 from pipeline.errors import UserError
 from support.checkpoints import save_small
 
@@ -31,7 +30,7 @@ DELETED = object()
 
 # (where, what is put there): every place where a value is used, with a value that is of another type, out of range or leads elsewhere.
 EDITS: list[tuple[str, Any]] = [
-    *((f"state.{key}", value) for key in ("step", "samples", "optimizer_step", "skipped_steps") for value in (-1, BIG, "4", 4.0, None)),
+    *((f"state.{key}", value) for key in ("step", "samples", "skipped_steps") for value in (-1, BIG, "4", 4.0, None)),
     *((f"state.{key}", DELETED) for key in ("step", "config", "classes", "data", "world_size")),
     *(("state.world_size", value) for value in (0, -1, BIG, True)),
     *(("state.zero_stage", value) for value in (4, -1, "1")),
@@ -50,6 +49,7 @@ EDITS: list[tuple[str, Any]] = [
     ("state.more", 1),
     ("more", 1),
     *(("shapes", value) for value in (5, [], {"w": 3}, {"w": [-3]}, {"w": ["3"]}, {"w": [2**40, 2**40]}, {"w": [1] * 17}, {"w": [BIG]}, {"w": None})),
+    *(("optimizer_state", value) for value in (5, None, [5], [{}], [{"parameters": ["w"], "tensors": [1], "scalars": []}], DELETED)),
     *(("files", value) for value in (5, {}, None, [5], [[]], [{}])),
     *(
         ("files.0.name", value)
@@ -57,7 +57,7 @@ EDITS: list[tuple[str, Any]] = [
     ),
     *(("files.0.bytes", value) for value in (-1, BIG, "60", None, 1.5, True)),
     *(("files.0.xxh3", value) for value in ("", "0" * 31, "Z" * 32, 5, None)),
-    *(("format", value) for value in (DELETED, "3", None, [3], 3.0)),
+    *(("format", value) for value in (DELETED, "1", None, [1], 1.0)),
 ]  # fmt: skip
 
 
@@ -164,34 +164,6 @@ def test_a_part_of_another_checkpoint_is_damage(tmp_path: Path) -> None:
     assert read_weights(tmp_path, 5).model["w"].tolist() == [5, 5, 5]
 
 
-@pytest.mark.parametrize("how", ["replaced", "changed", "moved"])
-def test_a_change_between_the_check_and_the_reading_is_noticed(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against other weights than those whose checksum was compared."""
-    four, other = save_small(tmp_path, 4, value=4), save_small(tmp_path / "other", 4, value=9)
-    part = four / "part-00000.safetensors"
-
-    def change() -> None:
-        if how == "replaced":
-            os.replace(other / part.name, part)
-        elif how == "changed":
-            os.utime(part, ns=(0, 0))  # a clock that is too coarse for so short a test must not matter
-            part.write_bytes((other / part.name).read_bytes())
-        else:
-            four.rename(tmp_path / "away")
-            other.rename(four)
-
-    def look_then_change(folder: Path, files: list) -> list[str]:
-        damage = find_damage(folder, files)
-        change()
-        return damage
-
-    monkeypatch.setattr("pipeline.checkpoint.whole.find_damage", look_then_change)
-    with pytest.raises(UserError, match=f"{part} was replaced or changed while the checkpoint was read"):
-        read_weights(tmp_path, 4)
-
-
 def test_weights_do_not_follow_their_file(tmp_path: Path) -> None:
     """Guards against weights in memory that change with the file they were read from, which is mapped."""
     part = save_small(tmp_path, 4, value=4) / "part-00000.safetensors"
@@ -200,16 +172,6 @@ def test_weights_do_not_follow_their_file(tmp_path: Path) -> None:
         file.seek(-12, os.SEEK_END)
         file.write(bytes(12))
     assert weights.tolist() == [4, 4, 4]
-
-
-def test_files_that_are_not_touched_are_the_same_still(tmp_path: Path) -> None:
-    """Guards against a good checkpoint that is refused: reading it changes nothing, nor does a link that is made to back it up."""
-    folder = save_small(tmp_path, 4)
-    manifest = CheckpointManifest.read(folder)
-    seen = Seen.look(folder, manifest.files)
-    assert find_damage(folder, manifest.files) == [] and list(seen.marks) == ["part-00000.safetensors"]
-    os.link(folder / "part-00000.safetensors", tmp_path / "backup")
-    seen.check()
 
 
 def test_headers_that_no_checkpoint_has_are_damage(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from data_prep.class_names import read_class_names
 from pipeline.checkpoint import read_weights
-from pipeline.checkpoint.export import export
 from pipeline.checkpoint.inference import load
 from pipeline.checkpoint.manifest import CheckpointManifest
+from pipeline.checkpoint.weights import export
 from pipeline.data.manifest import MANIFEST, ShardManifest
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint.held import EMA, WEIGHT, held
+from pipeline.checkpoint.parts import EMA, WEIGHT
+from pipeline.checkpoint.rank_slices import rank_slices
 from pipeline.config import load_config
 from pipeline.distributed.world import init_world
 from pipeline.faults.heartbeat import Heartbeat
@@ -38,4 +39,4 @@ def main() -> None:
 
 
 def _weights(run):
-    return (stretch for stretch in held(run.trained.engine, run.trained.ema) if stretch.quantity in (WEIGHT, EMA))
+    return (held for held in rank_slices(run.trained.engine, run.trained.ema) if held.quantity in (WEIGHT, EMA))

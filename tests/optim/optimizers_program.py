@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from pipeline.checkpoint import step_folder
-from pipeline.checkpoint.loading import load, newest_whole
+from pipeline.checkpoint.loading import load, newest_intact
 from pipeline.checkpoint.saver import Saver
 from pipeline.config import Config, config_from_dict
 from pipeline.distributed.agreement import Agreement
@@ -82,14 +82,14 @@ def main() -> int:
             saver = Saver(run, world, config.checkpoint, Agreement(50))
             for first in (0, HALF):
                 steps(engine, first)
-                saver.save(engine, None, replace(STATE, step=first + HALF, optimizer_step=first + HALF))
+                saver.save(engine, None, replace(STATE, step=first + HALF))
                 saver.finish()
-            source = newest_whole(_begun(folder, name, world), world)
+            source = newest_intact(_begun(folder, name, world), world)
             assert source is not None and source.state.step == HALF
             load(engine, source, None, world)
             steps(engine, HALF)
             saver = Saver(Path(f"{run}-resumed"), world, config.checkpoint, Agreement(50))
-            saver.save(engine, None, replace(STATE, step=2 * HALF, optimizer_step=2 * HALF))
+            saver.save(engine, None, replace(STATE, step=2 * HALF))
             saver.finish()
     disconnect()
     return 0

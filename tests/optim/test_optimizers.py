@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from optim.optimizers_program import HALF, LR, OPTIMIZERS, small_model
 from pipeline.checkpoint import CheckpointManifest, step_folder
-from pipeline.checkpoint.held import MOMENTS, WEIGHT
-from pipeline.checkpoint.parts import Parts
+from pipeline.checkpoint.parts import WEIGHT, SliceReader, optimizer_quantity, read_headers
 from pipeline.config import OptimConfig
 from pipeline.errors import UserError
 from pipeline.models import create_model, list_models, reference_state_dict
@@ -27,6 +26,7 @@ from pipeline.planning.live_memory import LiveMemory
 from support.ranks import run_forked
 
 STEPS = 20
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 ALL = [(1, 0), *((processes, stage) for processes in (2, 3) for stage in range(4))]
 # Largest relative distance from one process, of the weights or a moment, after six steps. Found: 1e-5, 3e-6 and 1.5e-3. Gradients
 # differ by their rounding, which Muon enlarges in directions where a gradient has little else: it gives all the same length.
@@ -45,11 +45,11 @@ def saved(run: str, step: int = 2 * HALF) -> dict[tuple[str, str], Tensor]:
     """(quantity, parameter) -> all weights and moments of a checkpoint, flattened."""
     folder = step_folder(Path(_runs().name) / run, step)
     manifest = CheckpointManifest.read(folder)
-    parts = Parts(folder, [record.name for record in manifest.files])
+    reader = SliceReader(folder, read_headers(folder, [record.name for record in manifest.files]))
     return {
-        (quantity, name): parts.read(quantity, name, 0, math.prod(manifest.shapes[name]))
-        for quantity in (WEIGHT, *MOMENTS)
-        for name in parts.names(quantity)
+        (quantity, name): reader.read(quantity, name, 0, math.prod(manifest.shapes[name]))
+        for quantity in (WEIGHT, *map(optimizer_quantity, MOMENTS))
+        for name in reader.slices(quantity)
     }
 
 
@@ -69,7 +69,7 @@ def distance(a: dict[tuple[str, str], Tensor], b: dict[tuple[str, str], Tensor])
 def test_every_stage_steps_like_one_process(name: str) -> None:
     """Guards against a trust ratio or an orthogonalization of the slice that a rank holds in place of the whole parameter."""
     alone = saved(f"{name}-1-0")
-    assert {quantity for quantity, _ in alone} == {"weight", *MOMENTS[: 3 if name == "muon" else 2]}
+    assert {quantity for quantity, _ in alone} == {"weight", *map(optimizer_quantity, MOMENTS[: 3 if name == "muon" else 2])}
     for processes, stage in ALL[1:]:
         found = distance(saved(f"{name}-{processes}-{stage}"), alone)
         assert found < LIMITS[name], (processes, stage)

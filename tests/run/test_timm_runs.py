@@ -19,8 +19,8 @@ import torch
 
 from faults.history import same_files
 from pipeline.checkpoint import latest_step, step_folder
-from pipeline.checkpoint.export import export
 from pipeline.checkpoint.trained import read_trained
+from pipeline.checkpoint.weights import export
 from pipeline.models import load_exported
 from support.ranks import Job, run_forked
 from support.runs import step_rows

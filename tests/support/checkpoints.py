@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +10,13 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import CheckpointManifest, RunState, step_folder
-from pipeline.checkpoint.manifest import MANIFEST
+from pipeline.checkpoint.manifest import MANIFEST, OptimizerState
 from pipeline.checkpoint.parts import slice_key, write_part
 from pipeline.config import Config
 
 STATE = RunState(
     step=4,
     samples=64,
-    optimizer_step=4,
     skipped_steps=0,
     config=Config().model_dump(mode="json"),
     config_hash="0" * 64,
@@ -27,11 +27,17 @@ STATE = RunState(
 )
 
 
-def save(folder: Path, parts: list[dict[str, Tensor]], shapes: dict[str, list[int]], step: int = 4) -> CheckpointManifest:
+def save(
+    folder: Path,
+    parts: list[dict[str, Tensor]],
+    shapes: dict[str, list[int]],
+    step: int = 4,
+    optimizer_state: Sequence[OptimizerState] = (),
+) -> CheckpointManifest:
     """A checkpoint of given parts."""
     folder.mkdir(parents=True)
     records = [write_part(folder / f"part-{i:05d}.safetensors", tensors) for i, tensors in enumerate(parts)]
-    manifest = CheckpointManifest(replace(STATE, step=step), shapes, records)
+    manifest = CheckpointManifest(replace(STATE, step=step), shapes, records, list(optimizer_state))
     (folder / MANIFEST).write_text(manifest.to_text())
     return manifest
 

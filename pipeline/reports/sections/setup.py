@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from pipeline.checkpoint.overview import reasons_to_keep, size_text
-from pipeline.checkpoint.whole import find_damage
+from pipeline.checkpoint.verification import find_damage
 from pipeline.page import Html, facts, html, join, table
 from pipeline.reports.paper import PaperRecipe
 from pipeline.reports.run_folder import FOLDER, Checkpoint, RunFolder
