@@ -1,4 +1,4 @@
-"""Atomic file replacement, append-only files, file locks, and error messages for a disk that is full or read-only."""
+"""Replace files atomically, append to files, lock them, and explain a disk that is full or read-only."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def check_writable(path: Path) -> None:
         UserError: it is a folder, or its folder does not exist or cannot be written.
     """
     if path.is_dir():
-        raise UserError(f"{path} is a folder, the name of a file needed", "add one")
+        raise UserError(f"{path} must be a file, got a folder", "add a file name")
     if not os.access(path.absolute().parent, os.W_OK):
         raise UserError(
             f"{path}: the folder {path.absolute().parent} does not exist or cannot be written", "create it or choose another"
@@ -136,7 +136,7 @@ def lock_bytes(descriptor: int, path: Path, first: int = 0, length: int = 0, wai
         if error.errno in (errno.EAGAIN, errno.EACCES):  # POSIX allows both
             return False
         raise UserError(
-            f"{path} cannot be locked ({error.strerror}), a file system with POSIX locks needed to keep two writers apart",
+            f"{path} requires a file system with POSIX locks, which keep two writers apart, got {error.strerror}",
             "have it mounted with locks (Lustre: flock, NFS: without nolock), or choose another folder",
         ) from None
     return True

@@ -8,7 +8,7 @@ knows nothing: it saves what is in its state, tensors of a parameter's shape in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
@@ -91,6 +91,10 @@ def _is_tensor(value: Any, updated: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == updated.shape
 
 
+def _scalars(kept: Mapping[str, Any], updated: Tensor) -> dict[str, Any]:
+    return {key: value for key, value in kept.items() if value is not None and not _is_tensor(value, updated)}
+
+
 def _updated_parameters(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """Each parameter with the tensor that the optimizer updates for it: the parameter, or the flat shard of its group."""
     for group, tensors in updated_groups(engine):
@@ -104,8 +108,7 @@ def optimizer_state(engine: Engine) -> list[OptimizerState]:
         largest = max(tensors, key=torch.numel, default=None)  # of a parameter of shape () a number has the shape, too
         if group["names"] and largest is not None and (kept := state.get(largest)):
             shaped = [key for key, value in kept.items() if _is_tensor(value, largest)]
-            scalars = [key for key, value in kept.items() if value is not None and key not in shaped]
-            found.append(OptimizerState(group["names"], shaped, scalars))
+            found.append(OptimizerState(group["names"], shaped, list(_scalars(kept, largest))))
     return found
 
 
@@ -118,13 +121,9 @@ def read_scalars(engine: Engine, read: Callable[[str, str], Tensor]) -> None:
     """
     for name, tensor in _updated_parameters(engine):
         kept = inner_optimizer(engine).state[tensor]
-        for key, value in kept.items():
-            if value is not None and not _is_tensor(value, tensor):
-                saved = read(optimizer_quantity(key), name)[0]
-                if isinstance(value, Tensor):
-                    value.copy_(saved)
-                else:
-                    kept[key] = type(value)(saved.item())
+        for key, value in _scalars(kept, tensor).items():
+            saved = read(optimizer_quantity(key), name)[0]
+            kept[key] = value.copy_(saved) if isinstance(value, Tensor) else type(value)(saved.item())
 
 
 def saved_tensors(engine: Engine, ema: WeightAverage | None, world: World) -> dict[str, Tensor]:
@@ -139,10 +138,9 @@ def saved_tensors(engine: Engine, ema: WeightAverage | None, world: World) -> di
     if world.is_main:
         state = inner_optimizer(engine).state
         for name, tensor in _updated_parameters(engine):
-            for key, value in state.get(tensor, {}).items():
-                if value is not None and not _is_tensor(value, tensor):
-                    number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-                    tensors[slice_key(optimizer_quantity(key), name, 0)] = number.reshape(1)
+            for key, value in _scalars(state.get(tensor, {}), tensor).items():
+                number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+                tensors[slice_key(optimizer_quantity(key), name, 0)] = number.reshape(1)
         for name, buffer in saved_buffers(engine.module).items():
             tensors[slice_key(BUFFER, name, 0)] = buffer.detach()
         for name, average in ema.buffers.items() if ema else ():

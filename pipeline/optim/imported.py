@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,14 +21,14 @@ from pipeline.config import OptimConfig
 from pipeline.errors import UserError
 from pipeline.optim.description import MATRICES, Group, OptimizerDescription, StateNames
 
-_SHAPES = {"a": (6, 4), "b": (3, 5), "c": (7,)}  # of the parameters that a class is tried on
-_GROUPS = (("a", "b"), ("c",))
-_STEPS = 3  # before the state is looked at, and another after it was restored
+_SHAPES = (((6, 4), (3, 5)), ((7,),))  # of the parameters that a class is tried on, by group
+_STEPS = 3  # before its state is looked at; one more follows
 _SAME = 1e-4  # relative distance of weights: two orders of summation differ less, a norm of another tensor more
+_REMEDY = "choose another optimizer"
 
 
 class ImportedOptimizer(OptimizerDescription):
-    """A class from another package: constructed with ``lr``, ``weight_decay`` and ``optim.options``, what it keeps found by trial.
+    """A class from another package, constructed with ``lr`` and ``optim.options``.
 
     Args:
         config: with ``name`` as ``module:Class``.
@@ -42,7 +41,7 @@ class ImportedOptimizer(OptimizerDescription):
     """
 
     def __init__(self, config: OptimConfig) -> None:
-        self._key, self._class, self._options = f"optim.name {config.name}", _imported(config.name), config.options
+        self._config, self._class = config, _imported(config.name)
         self.title = self._class.__name__
         parameters = inspect.signature(self._class).parameters.values()
         self.decays = any(p.name == "weight_decay" or p.kind == p.VAR_KEYWORD for p in parameters)
@@ -50,16 +49,20 @@ class ImportedOptimizer(OptimizerDescription):
             stack.enter_context(_disable_current_modes())
             stack.enter_context(torch.device("cpu"))
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            self._names, self.takes_slices = self._tried(functools.partial(self.build, config=config))
+            trial = self._tried()
+            self._names = self._state_names(trial)
+            self._resume(trial)
+            self.takes_slices = self._takes_slices(trial)
         # PyTorch's optimizers read and write about twice as often as a fused kernel, which needs weights, gradients and state once.
         self.passes = 2 * (3 + 2 * len(self._names.tensors))
 
     def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
         try:
-            return self._class(groups, lr=config.warmup_lr, **self._options)
+            return self._class(groups, lr=config.warmup_lr, **config.options)
         except Exception as error:  # whatever a class of somebody else raises
             raise UserError(
-                f"{self._key} cannot be constructed with parameter groups, lr and optim.options {self._options} ({_reason(error)})",
+                f"optim.name {config.name} cannot be constructed with parameter groups, lr and optim.options {config.options} "
+                f"({_reason(error)})",
                 "correct optim.options, or choose another optimizer",
             ) from None
 
@@ -69,71 +72,76 @@ class ImportedOptimizer(OptimizerDescription):
     def temporaries(self, group: Group, size: float, split: bool) -> float:
         return size  # PyTorch's documentation of foreach: about one copy of the parameters
 
-    def _tried(self, build: Callable[..., torch.optim.Optimizer]) -> tuple[StateNames, bool]:
-        """Take steps on small parameters.
-
-        Returns:
-            What the optimizer keeps for a parameter, and whether it steps on slices as on whole parameters.
-        """
-        whole = _Trial(build)
+    def _tried(self) -> _Trial:
+        """The class after some steps."""
+        trial = _Trial(self, self._config)
         try:
             for step in range(_STEPS):
-                whole.step(step)
-            names = self._state_names(whole)
-            restored = _Trial(build)
-            restored.step(0)
-            restored.take_over(whole, names)
-            for trial in (whole, restored):
-                trial.step(_STEPS)
-        except UserError:
-            raise
+                trial.step(step)
         except Exception as error:
             raise UserError(
-                f"{self._key} cannot take a step without a closure on dense gradients ({_reason(error)})",
-                "choose another optimizer",
+                f"optim.name {self._config.name} cannot take a step without a closure on dense gradients ({_reason(error)})",
+                _REMEDY,
             ) from None
-        if not torch.equal(whole.values(), restored.values()):
-            raise self._refusal("something outside of its state, or draws random numbers")
-        if issubclass(self._class, torch.optim.Adagrad):  # DeepSpeed constructs it anew, without the parameter groups
-            return names, False
-        try:
-            sliced = _Trial(build, flat=True)
-            for step in range(_STEPS + 1):
-                sliced.step(step)
-            takes_slices = bool((sliced.values() - whole.values()).norm() <= _SAME * whole.values().norm())
-        except Exception:  # it has its state from its constructor, or needs matrices
-            takes_slices = False
-        return names, takes_slices
+        return trial
 
     def _state_names(self, trial: _Trial) -> StateNames:
-        found: list[StateNames] = []
-        for names, group in zip(_GROUPS, trial.parameters):
-            for name, parameter in zip(names, group):
-                tensors, scalars = [], []
-                for key, value in trial.optimizer.state[parameter].items():
-                    if value is None:
-                        continue
-                    if not isinstance(key, str) or "/" in key:
-                        raise self._refusal(f"state under the key {key!r}")
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        tensors.append(key)
-                    elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0):
-                        scalars.append(key)
-                        if float(value) != float(trial.optimizer.state[group[0]][key]):
-                            raise self._refusal(f"a number of each parameter's own, {key!r}")
-                    else:
-                        shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"({type(value).__name__})"
-                        raise self._refusal(f"{key!r} {shape} for a parameter of shape {_SHAPES[name]}")
-                found.append(StateNames(tuple(tensors), tuple(scalars)))
-        if any(names != found[0] for names in found):
+        """What it keeps for each parameter.
+
+        Raises:
+            UserError: something else than tensors of a parameter's shape and numbers that are equal for a group's parameters.
+        """
+        found = []
+        for parameter, first in ((parameter, group[0]) for group in trial.tensors for parameter in group):
+            state, of_first = trial.optimizer.state[parameter], trial.optimizer.state[first]
+            tensors, scalars = [], []
+            for key, value in ((key, value) for key, value in state.items() if value is not None):
+                if not isinstance(key, str) or "/" in key:
+                    raise self._refusal(f"state under the key {key!r}")
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    tensors.append(key)
+                elif isinstance(value, Tensor) and value.ndim or not isinstance(value, Tensor | int | float):
+                    shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"({type(value).__name__})"
+                    raise self._refusal(f"{key!r} {shape} for a parameter of shape {tuple(parameter.shape)}")
+                elif float(value) != float(of_first[key]):
+                    raise self._refusal(f"a number of each parameter's own, {key!r}")
+                else:
+                    scalars.append(key)
+            found.append(StateNames(tuple(tensors), tuple(scalars)))
+        if len(set(found)) > 1:
             raise self._refusal("other state for one parameter than for another")
         return found[0]
 
+    def _resume(self, trial: _Trial) -> None:
+        """Take a step with the class, and with a new one that was given its weights and state.
+
+        Raises:
+            UserError: the weights differ.
+        """
+        resumed = _Trial(self, self._config)
+        resumed.step(0)
+        resumed.take_over(trial, self._names)
+        for stepping in (trial, resumed):
+            stepping.step(_STEPS)
+        if not torch.equal(trial.weights(), resumed.weights()):
+            raise self._refusal("something outside of its state, or draws random numbers")
+
+    def _takes_slices(self, trial: _Trial) -> bool:
+        if issubclass(self._class, torch.optim.Adagrad):  # DeepSpeed constructs it anew, without the parameter groups
+            return False
+        try:
+            sliced = _Trial(self, self._config, flat=True)
+            for step in range(_STEPS + 1):
+                sliced.step(step)
+        except Exception:  # it needs matrices, for example
+            return False
+        return bool((sliced.weights() - trial.weights()).norm() <= _SAME * trial.weights().norm())
+
     def _refusal(self, what: str) -> UserError:
         return UserError(
-            f"{self._key} must keep tensors of each parameter's shape and counts of steps only, got {what}: no checkpoint could "
-            "be resumed with it",
-            "choose another optimizer",
+            f"optim.name {self._config.name} must keep tensors of each parameter's shape and counts of steps only, got {what}: no "
+            "checkpoint could be resumed with it",
+            _REMEDY,
         )
 
 
@@ -141,37 +149,32 @@ class _Trial:
     """An optimizer of small parameters with given gradients, which steps as a run does.
 
     Args:
-        build: gets the parameter groups.
+        description: builds it.
+        config: its options.
         flat: hand it a flat tensor for each group instead of its parameters, one group at a time, as ZeRO does.
     """
 
-    def __init__(self, build: Callable[..., torch.optim.Optimizer], flat: bool = False) -> None:
-        generator = torch.Generator().manual_seed(0)
-        whole = [[nn.Parameter(torch.randn(_SHAPES[name], generator=generator)) for name in names] for names in _GROUPS]
-        groups = [
-            {"params": list(group), "names": list(names), "weight_decay": decay, MATRICES: False}
-            for group, names, decay in zip(whole, _GROUPS, (0.1, 0.0))
-        ]
-        self.optimizer = build(groups)
-        self.parameters = [[nn.Parameter(_flattened(group))] for group in whole] if flat else whole
-        self._flat = flat
+    def __init__(self, description: ImportedOptimizer, config: OptimConfig, flat: bool = False) -> None:
+        self._flat, generator = flat, torch.Generator().manual_seed(0)
+        self.tensors = [[nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes] for shapes in _SHAPES]
+        names = [[str(shape) for shape in shapes] for shapes in _SHAPES]
+        groups = [{"params": p, "names": n, "weight_decay": 0.1 / len(p), MATRICES: False} for p, n in zip(self.tensors, names)]
+        self.optimizer = description.build(groups, config)
+        if flat:
+            self.tensors = [[nn.Parameter(_flattened(group))] for group in self.tensors]
 
     def step(self, number: int) -> None:
         """Take a step with the gradients and the learning rate of that number."""
-        generator = torch.Generator().manual_seed(1 + number)
-        for names, tensors in zip(_GROUPS, self.parameters):
-            gradients = [torch.randn(_SHAPES[name], generator=generator) for name in names]
+        generator, groups = torch.Generator().manual_seed(1 + number), self.optimizer.param_groups
+        for group, shapes, tensors in zip(groups, _SHAPES, self.tensors):
+            group["lr"], group["params"] = 0.1 / (1 + number), [] if self._flat else tensors
+            gradients = [torch.randn(shape, generator=generator) for shape in shapes]
             for tensor, gradient in zip(tensors, [_flattened(gradients)] if self._flat else gradients):
                 tensor.grad = gradient
-        groups = self.optimizer.param_groups
-        for group in groups:
-            group["lr"] = 0.1 / (1 + number)
-            if self._flat:
-                group["params"] = []
         if not self._flat:
             self.optimizer.step()
             return
-        for group, tensors in zip(groups, self.parameters):
+        for group, tensors in zip(groups, self.tensors):
             group["params"] = tensors
             self.optimizer.step()
             group["params"] = []
@@ -179,19 +182,15 @@ class _Trial:
     @torch.no_grad()
     def take_over(self, other: _Trial, names: StateNames) -> None:
         """Copy weights and state from another trial, as a resumed run does."""
-        for own, theirs in zip(self.parameters, other.parameters):
-            for parameter, source in zip(own, theirs):
-                parameter.copy_(source)
-                state, saved = self.optimizer.state[parameter], other.optimizer.state[source]
-                for name in (*names.tensors, *names.scalars):
-                    if isinstance(state[name], Tensor):
-                        state[name].copy_(saved[name])
-                    else:
-                        state[name] = saved[name]
+        for tensor, source in zip(sum(self.tensors, []), sum(other.tensors, [])):
+            tensor.copy_(source)
+            state, saved = self.optimizer.state[tensor], other.optimizer.state[source]
+            for name in (*names.tensors, *names.scalars):
+                state[name] = state[name].copy_(saved[name]) if isinstance(state[name], Tensor) else saved[name]
 
-    def values(self) -> Tensor:
+    def weights(self) -> Tensor:
         """All weights, (n,)."""
-        return _flattened([parameter for group in self.parameters for parameter in group])
+        return _flattened(sum(self.tensors, []))
 
 
 def imported_optimizer(config: OptimConfig) -> ImportedOptimizer:
@@ -213,9 +212,7 @@ def _described(name: str, options: str) -> ImportedOptimizer:
 def _imported(name: str) -> Any:
     module_name, _, class_name = name.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in class_name.split("."):
-            found = getattr(found, part)
+        found: Any = functools.reduce(getattr, class_name.split("."), importlib.import_module(module_name))
     except Exception as error:  # whatever a module of somebody else raises
         raise UserError(
             f"optim.name must be a class that can be imported, as module:Class, got {name} ({_reason(error)})",

@@ -116,7 +116,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
         ("nowhere/m.onnx", ONNX, "the folder .*/nowhere does not exist or cannot be written"),
         ("nowhere/m", WEIGHTS, "the folder .*/nowhere does not exist or cannot be written"),
         ("taken", ONNX, "taken is a file, a folder needed: choose another"),
-        ("folder.onnx", ONNX, "folder.onnx is a folder, the name of a file needed"),
+        ("folder.onnx", ONNX, "folder.onnx must be a file, got a folder"),
     ],
 )
 def test_an_output_that_does_not_fit_is_refused(output: str, form: Format, expected: str, tmp_path: Path) -> None:

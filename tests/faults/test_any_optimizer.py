@@ -85,4 +85,4 @@ def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(name
     assert job.wait() == [2, 2]
     (sentence,) = job.stderr().strip().splitlines()
     assert sentence.startswith(f"error: optim.name torch.optim:{name} ") and sentence.endswith("choose another optimizer.")
-    assert latest_step(tmp_path / "run") is None and not step_rows(tmp_path / "run")
+    assert latest_step(tmp_path / "run") is None and not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -107,7 +107,7 @@ def test_nothing_whole_is_one_sentence(whole: Path, tmp_path: Path) -> None:
     assert job.wait() == [2]
     *_, sentence = job.stderr().splitlines()
     assert sentence.startswith(f"error: {step_folder(run, STEPS) / 'part-00000.safetensors'} has ")
-    assert "0 of the 6 checkpoints" in sentence and "restore the files, or choose another output_dir" in sentence
+    assert "none of the 6 checkpoints" in sentence and "restore the files, or choose another output_dir" in sentence
     assert "Traceback" not in job.stderr()
     assert sorted(path for path in run.rglob("*")) == before
 
@@ -124,5 +124,5 @@ def test_a_checkpoint_of_another_version_is_not_passed_over(whole: Path, tmp_pat
     job = train(1, whole.parent / "config.yaml", run, *OPTIONS)
     assert job.wait() == [2]
     *_, sentence = job.stderr().splitlines()
-    assert sentence.startswith(f"error: {newest} has format 4, 3 needed: use the version of the pipeline that wrote it")
+    assert sentence.startswith(f"error: {newest} must have format 1, got 4: use the version of the pipeline that wrote it")
     assert "Traceback" not in job.stderr() and saved_steps(run) == list(range(1, STEPS + 1))
