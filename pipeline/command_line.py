@@ -1,4 +1,4 @@
-"""How a command reads its arguments, and how it ends: a mistake of the user is one sentence, not a traceback."""
+"""Parse a command's arguments, run it and end it: a mistake of the user is one sentence, not a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of a training. It validates all it can before the slow import of PyTorch and DeepSpeed.
+"""Parse the command line of a training, and validate all that can be before the slow import of PyTorch and DeepSpeed.
 
 The same command resumes a run that was stopped, with any world size. On SIGTERM, SIGUSR1 or SIGHUP to any rank, all save what they
 have trained and exit with code 75. The loop is in :mod:`pipeline.training.loop`.

@@ -1,4 +1,4 @@
-"""The bounded types of config values, and what all sections have in common."""
+"""Define the types of config values with their bounds, and what all sections have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config keys of the data and its augmentation; see ``sections``."""
+"""Define the config keys of the data and its augmentation; see ``sections``."""
 
 from __future__ import annotations
 

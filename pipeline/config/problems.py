@@ -177,7 +177,7 @@ def _as_list(key: str, found: Any, root: type[Section]) -> str:
 
 
 def unknown_key(key: str, inside: object = None, root: type[Section] = Config) -> str:
-    """That there is no such key, and which were probably meant.
+    """The sentence for a key that does not exist, with those that were probably meant.
 
     Args:
         key: with its section, as far as it is known.
@@ -186,14 +186,13 @@ def unknown_key(key: str, inside: object = None, root: type[Section] = Config) -
     """
     meant = f"{key}.{next(iter(inside))}" if isinstance(inside, dict) and len(inside) == 1 else key
     near = nearest_keys(meant, root) or nearest_keys(key, root)
-    *others, last = [repr(each) for each in near] or [""]
-    remedy = (
-        f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?"
-        if near
-        else "remove it; `python -m pipeline.config` lists the keys."
-        if root is Config
-        else f"remove it; the keys are: {', '.join(flatten(root()))}."
-    )
+    if near:
+        *others, last = [repr(known) for known in near]
+        remedy = f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"
+    elif root is Config:
+        remedy = "remove it; `python -m pipeline.config` lists the keys."
+    else:
+        remedy = f"remove it; the keys are: {', '.join(flatten(root()))}."
     return f"unknown key {shown(key)}: {remedy}"
 
 
@@ -206,16 +205,20 @@ def nearest_keys(key: str, root: type[Section] = Config) -> list[str]:
         return []
     section, _, name = key.lower().replace("-", "_").rpartition(".")
     keys = list(flatten(root()))
-    aliases = [each for each in ALIASES.get(name, ()) if each in keys]
+    aliases = [known for known in ALIASES.get(name, ()) if known in keys]
     if aliases:
         return aliases
-    siblings = {each.rpartition(".")[2]: each for each in keys if each.rpartition(".")[0] == section}
-    near = [siblings[each] for each in difflib.get_close_matches(name, siblings, n=1, cutoff=_CLOSE)]
-    near += difflib.get_close_matches(key, [each for each in keys if each.rpartition(".")[2] == name], n=_MOST, cutoff=0)
+    siblings = {_leaf(known): known for known in keys if known.rpartition(".")[0] == section}
+    near = [siblings[close] for close in difflib.get_close_matches(name, siblings, n=1, cutoff=_CLOSE)]
+    near += difflib.get_close_matches(key, [known for known in keys if _leaf(known) == name], n=_MOST, cutoff=0)
     if not near and not section:  # a section, a key of the top level, or one such as train_epochs
-        sections = dict.fromkeys(each.partition(".")[0] for each in keys)
+        sections = dict.fromkeys(known.partition(".")[0] for known in keys)
         near = difflib.get_close_matches(key, [*keys, *sections], n=1, cutoff=_CLOSE)
     if not near:
-        leaves = {each.rpartition(".")[2]: each for each in keys}
-        near = [leaves[each] for each in difflib.get_close_matches(name, leaves, n=1, cutoff=_CLOSE)]
+        leaves = {_leaf(known): known for known in keys}
+        near = [leaves[close] for close in difflib.get_close_matches(name, leaves, n=1, cutoff=_CLOSE)]
     return list(dict.fromkeys(near))[:_MOST]
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Every config key with its type, bounds, default and description: sections of the run itself, and the whole config.
+"""Define config keys with type, bounds, default and description: the run itself, and the whole config; say which a resumed run may change.
 
 Model, training and optimizer are in ``train_sections``, data and augmentation in ``data_sections``.
 """

@@ -1,4 +1,4 @@
-"""The config keys of model, training and optimizer, and how micro-batches add up to the global batch; see ``sections``."""
+"""Define the config keys of model, training and optimizer, and how micro-batches add up to the global batch; see ``sections``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strict YAML parsing: every malformed input is a ``ValueError`` of one line, or, of an option, a ``UserError``."""
+"""Parse YAML strictly: every malformed input is a ``ValueError`` of one line, or, of an option, a ``UserError``."""
 
 from __future__ import annotations
 

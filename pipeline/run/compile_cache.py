@@ -1,4 +1,4 @@
-"""Where ``torch.compile`` keeps what it has compiled, so that a requeued run need not compile again.
+"""Choose the folder where ``torch.compile`` keeps what it has compiled, so that a requeued run need not compile again.
 
 The cache holds code that a later start runs. It is therefore not in the run folder, from which nothing is ever run, but in the
 user's own cache folder. Each rank of each run has a folder to itself: no two processes write to one, whatever the file system

@@ -1,4 +1,4 @@
-"""``train.compile``: parts of a training step through ``torch.compile``.
+"""Compile parts of a training step with ``torch.compile`` (``train.compile``).
 
 What is compiled replaces a method of its module's instance, so that modules, parameters and their names stay as they are, and
 hooks, which DeepSpeed has on the model, run outside of the compiled code. Only training is compiled: evaluation, a teacher and
@@ -7,7 +7,7 @@ analyses run the modules themselves, so that the figures of a run are those of `
 ========== ==================================================================================
 ``blocks`` each transformer block, the maps Φp of all layers, and the loss
 ``model``  the forward pass as a whole, but for stems with BatchNorm, and the loss
-``graphs`` as ``model``, captured as CUDA graphs: a step launches a graph in place of its kernels
+``graphs`` as ``model``, captured as CUDA graphs: a step launches a graph instead of its kernels
 ========== ==================================================================================
 
 ZeRO 0, 1 and 2 have hooks on the whole model and on the gradients of parameters, which compiled code does not see. ZeRO-3 has
@@ -211,7 +211,7 @@ class Compilation:
 
 
 def _has_batchnorm(module: nn.Module) -> bool:
-    return any(isinstance(each, _BatchNorm) for each in module.modules())
+    return any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
 def _compiled(function: Callable[..., Any], graphs: bool = False) -> Callable[..., Any]:

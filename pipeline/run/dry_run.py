@@ -1,4 +1,4 @@
-"""``pipeline.train --dry-run``: a start up to its first step, which is taken on random images, without writing anything.
+"""Start a run up to its first step, taken on random images, without writing anything: ``pipeline.train --dry-run``.
 
 All checks are those of a real start, in its order, so that what would stop a start stops the dry run with the same sentence. Left
 out: compiling (``train.compile``), whose cache is files, and evaluation.

@@ -1,4 +1,4 @@
-"""A run folder belongs to one run: one job at a time, the same config, the same data set.
+"""Check that a start may write into a run folder: one job at a time, the same config, the same data set.
 
 A difference is refused with an error that names it. ``checkpoint.accept`` lists keys, or sections, that may change on purpose;
 ``data`` in it means another data set.
@@ -6,7 +6,6 @@ A difference is refused with an error that names it. ``checkpoint.accept`` lists
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, flatten, is_free
+from pipeline.config.problems import nearest_keys
 from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
@@ -120,11 +120,10 @@ def _short(value: Any) -> Any:
 
 
 def _check_accepted_names(config: Config) -> None:
-    keys = list(flatten(config))
-    known = [*keys, *dict.fromkeys(key.partition(".")[0] for key in keys if "." in key)]
+    keys = flatten(config)
     for name in config.checkpoint.accept:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+        if name not in keys and not any(key.startswith(f"{name}.") for key in keys):
+            close = nearest_keys(name)
             remedy = f"did you mean {close[0]!r}?" if close else "remove it; `python -m pipeline.config` lists the keys."
             raise UserError(f"checkpoint.accept must list keys, sections or `{_DATA}`, got {name!r}: {remedy}")
 

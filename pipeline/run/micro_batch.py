@@ -1,4 +1,4 @@
-"""``train.micro_batch_size: auto``: the largest micro-batch that fits, settled once for a run.
+"""Choose the largest micro-batch that fits, once for a run (``train.micro_batch_size: auto``).
 
 A new run takes the largest that :mod:`pipeline.planning.memory` allows and a trial step confirms, the same on all ranks. It is written
 to the run's config, environment and checkpoints as a number, and later starts keep it: all draws and mixing groups depend on places in
@@ -27,6 +27,7 @@ from pipeline.errors import UserError
 from pipeline.hardware import DEFAULT_GPU, gpu_named, memory_gib
 from pipeline.logs import console
 from pipeline.logs.run_files import AUTO_REASON, CONFIG, earlier_starts
+from pipeline.optim.build import optimizer_description, parameter_groups
 from pipeline.planning.memory import largest_micro_batch, plan_memory
 from pipeline.planning.subject import Subject
 from pipeline.run.building import build_model
@@ -37,7 +38,6 @@ from pipeline.step.loss import Objective, label_loss
 from pipeline.step.train_step import forward_backward
 
 _SIZE = "train.micro_batch_size"
-_MOMENTS = 2  # of a parameter, AdamW's
 _MICRO_BATCHES = 2  # with the second, gradients and activations are in memory together
 _GIB = 2**30
 
@@ -179,11 +179,13 @@ def try_step(config: Config, world: World, capacity: int) -> str | None:
 def _compute(config: Config, world: World) -> None:
     train, device = config.train, world.device
     model = build_model(config, world, [], fresh=False).to(device).train()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     teacher = load_teacher(config, device, None) if train.teacher else None
     batch = random_batch(train.micro_batch, config.model, device)
-    copies = _MOMENTS + (train.ema_decay is not None) + (world.size > 1)  # the last: ZeRO's buckets and its copy of a shard
-    held = [torch.ones(copies, *parameter.shape, device=device) for parameter in parameters]
+    copies = (train.ema_decay is not None) + (world.size > 1)  # the second: ZeRO's buckets and its copy of a shard
+    optimizer, held = optimizer_description(config.optim), []
+    for group in parameter_groups(model, config.optim):
+        kept = copies + len(optimizer.state(group).tensors)
+        held += [torch.ones(kept, *parameter.shape, device=device) for parameter in group["params"]]
     held += [torch.ones_like(batch.images) for _ in range(config.data.prefetch)]
     noise = torch.rand(len(batch.images), model.noise_per_sample, device=device) if model.noise_per_sample else None
     if model.draws_from_generator:

@@ -1,4 +1,4 @@
-"""Non-finite gradients: skip and count the step, or stop the run and dump what reproduces it."""
+"""Skip and count a step with non-finite gradients, or stop the run and dump what reproduces it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
             itself: the state before the step, a config that repeats this step alone, a report of every sample and loss.
     """
     run.skipped_steps += 1
-    losses = [loss for part in run.world.gather([each.loss.item() for each in seen]) for loss in part]
+    losses = [loss for part in run.world.gather([micro_batch.loss.item() for micro_batch in seen]) for loss in part]
     shown = ", ".join(f"{loss:.4g}" for loss in losses[:_SHOWN]) + ", ..." * (len(losses) > _SHOWN)
     if run.skipped_steps <= run.config.train.max_skipped_steps:
         run.log.warn(

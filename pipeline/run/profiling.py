@@ -1,4 +1,4 @@
-"""``log.profile_steps``: what PyTorch's profiler records of some steps, a trace and the memory of each rank.
+"""Record some steps with PyTorch's profiler, a trace and the memory of each rank (``log.profile_steps``).
 
 ::
 

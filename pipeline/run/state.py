@@ -1,4 +1,4 @@
-"""A run between its start and its end: everything that the loop of ``train.py`` works with."""
+"""Hold a run between its start and its end: everything that the training loop works with."""
 
 from __future__ import annotations
 

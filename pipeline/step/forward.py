@@ -1,4 +1,4 @@
-"""Run a model's forward pass: its precision, its random numbers, and random images in place of real ones."""
+"""Run a model's forward pass: its precision, its random numbers, and random images instead of real ones."""
 
 from __future__ import annotations
 
