@@ -23,7 +23,7 @@ import torch
 from benchmarks.step_forms import Setting, ours
 from pipeline.command_line import run_command
 from pipeline.config import Config, load_config
-from pipeline.distributed.allocator import keep_freed_memory
+from pipeline.distributed.host import keep_freed_memory
 from pipeline.distributed.world import disconnect, init_world
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS

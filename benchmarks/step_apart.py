@@ -15,7 +15,7 @@ from benchmarks.step_timing import Taken, peak_bytes, timed
 from pipeline.config import Config
 from pipeline.distributed.world import World
 
-_AS_IT_IS = "MALLOC_AS_IT_IS"  # unknown to glibc; with any MALLOC_ variable, pipeline.distributed.allocator does nothing
+_AS_IT_IS = "MALLOC_AS_IT_IS"  # unknown to glibc; with any MALLOC_ variable, pipeline.distributed.host does nothing
 
 
 class Apart:

@@ -1,14 +1,12 @@
-"""The ranks of a job: how they meet, talk to each other and decide together.
+"""Let the ranks of a job meet, talk to each other and decide together.
 
-================= ====================================================================
-``world.py``      rank, world size and device of this process; joining the others
-``rendezvous.py`` the process group and the key-value store behind it
-``nccl.py``       NCCL reports faults to the heartbeat in place of ending the process
-``interface.py``  gloo's network interface where a host's name resolves to loopback
-``signing.py``    the job's secret, and HMAC signatures made with it
-``exchange.py``   all-gather of plain data as JSON
-``agreement.py``  collective decisions: raise, stop or publish on all ranks alike
-``driver.py``     whether the NVIDIA driver suits the builds of PyTorch and DALI
-``affinity.py``   the CPU cores beside a rank's GPU
-================= ====================================================================
+================== ===================================================================
+``environment.py`` what the launcher or Slurm says about this process
+``world.py``       join the others: device, torch.distributed, DeepSpeed
+``rendezvous.py``  the process group and the key-value store behind it
+``host.py``        this machine: GPU driver, CPU cores, allocator, network interface
+``nccl.py``        let NCCL report faults to the heartbeat instead of ending the process
+``exchange.py``    gather and broadcast plain data as JSON
+``agreement.py``   collective decisions: raise, stop or publish on all ranks alike
+================== ===================================================================
 """

@@ -1,8 +1,7 @@
-"""Collective decisions: the error of one rank is raised on all, and all stop, or publish a checkpoint, at the same step."""
+"""Decide together: the error of one rank is raised on all, and all stop, or publish a checkpoint, at the same step."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +14,7 @@ from pipeline.distributed.world import DEFAULT_TIMEOUT, World
 from pipeline.errors import UserError
 
 Result = TypeVar("Result")
-FLAT = 32  # ranks that are one group; more are a grid, see Agreement
+_RANKS_PER_CALL = 256  # up to which every call of an exchange reaches the others: gloo's ring takes 20 ms for them
 
 
 def do_in_main(action: Callable[[], Result], world: World) -> Result | None:
@@ -66,39 +65,36 @@ class Agreed:
 
 
 class Agreement:
-    """Asynchronous status exchange over gloo groups of its own, apart from the GPUs' traffic.
+    """Asynchronous status exchange over a gloo group of its own, apart from the GPUs' traffic.
 
-    Each call starts an all-reduce and returns the result of the one before: no rank waits, yet all act at the same step.
+    A call starts an all-reduce and returns the result of the one before: no rank waits, yet all act at the same step.
     Collective: every rank must make the same calls.
 
-    A gloo group connects each rank with each, and its ring passes a status on 2 (N - 1) times, one after the other. More than
-    ``FLAT`` ranks are therefore a grid of rows and columns, and a status goes round a row in one call and round the columns in the
-    next: 4,096 ranks have 126 connections and 126 messages in a row per call, in place of 4,095 and 8,190.
+    gloo's ring passes a status on 2 (N - 1) times, one after the other, at about 40 µs each. From 512 ranks on only every second
+    call starts an all-reduce, at 1,024 every fourth, so that steps of 20 ms still do not wait for it.
 
     Args:
         timeout: seconds that an exchange may wait for a rank.
-        flat: in place of ``FLAT``.
+        every: calls from one all-reduce to the next; None: by the number of ranks.
 
     Raises:
         UserError: the ranks cannot reach each other.
     """
 
-    def __init__(self, timeout: float = DEFAULT_TIMEOUT, flat: int = FLAT) -> None:
-        groups = grid(dist.get_rank(), dist.get_world_size(), flat)
+    def __init__(self, timeout: float = DEFAULT_TIMEOUT, every: int | None = None) -> None:
+        self._every = every or max(1, dist.get_world_size() // _RANKS_PER_CALL)
+        self._calls = 0
+        self._work: dist.Work | None = None
+        self._values = torch.zeros(3, dtype=torch.int64)  # stop, save_failed, -written: the maximum of the last is its minimum
+        self._agreed = Agreed(0, False, 0)
         try:
-            self._groups = [  # of rows and columns, each rank makes its own two alone
-                dist.new_group(ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=len(groups) > 1)
-                for ranks in groups
-            ]
+            self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(
                 f"the ranks cannot connect over gloo ({reason})",
                 "set GLOO_SOCKET_IFNAME to the network interface between the nodes, such as eth0 (ip addr lists them)",
             ) from None
-        self._work: list[dist.Work] = []
-        # Of each group: stop, save_failed, -written: the maximum of the last is its minimum.
-        self._values = [torch.zeros(3, dtype=torch.int64) for _ in self._groups]
 
     def exchange(self, stop: int = 0, save_failed: bool = False, written: int = 0) -> Agreed:
         """Exchange status with all ranks. Collective.
@@ -109,43 +105,25 @@ class Agreement:
             written: saves that this rank has on disk.
 
         Returns:
-            The status as of the previous call, or the one before that with more than ``flat`` ranks.
+            The status of all ranks at the all-reduce before the newest one; at first, that nothing has happened.
         """
-        self._wait()
-        values = self._values[-1].tolist()
-        result = Agreed(values[0], bool(values[1]), -values[2])
-        self._values = [torch.tensor([stop, int(save_failed), -written]), *self._values[:-1]]
-        self._work = [
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True)
-            for values, group in zip(self._values, self._groups, strict=True)
-        ]
-        return result
+        if self._calls % self._every == 0:
+            self._wait()
+            highest_stop, any_failed, fewest_written = self._values.tolist()
+            self._agreed = Agreed(highest_stop, bool(any_failed), -fewest_written)
+            self._values = torch.tensor([stop, int(save_failed), -written])
+            self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._calls += 1
+        return self._agreed
 
     def ask(self, yes: bool) -> bool:
         """Whether any rank says yes. Collective and blocking; no exchange is pending afterwards."""
         self._wait()
         value = torch.tensor([int(yes)])
-        for group in self._groups:
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
         return bool(value.item())
 
     def _wait(self) -> None:
-        for work in self._work:
-            work.wait()
-        self._work = []
-
-
-def grid(rank: int, size: int, flat: int) -> list[list[int]]:
-    """The groups through which a rank hears from all others, one after the other: its row and its column, or all ranks at once.
-
-    Args:
-        rank, size: of this process, and the world size.
-        flat: largest size of a single group. A larger world has as many rows as the largest divisor up to its square root: one,
-            too, if its size is a prime number.
-    """
-    rows = max(number for number in range(1, math.isqrt(size) + 1) if size % number == 0) if size > flat else 1
-    if rows == 1:
-        return [list(range(size))]
-    columns = size // rows
-    first = rank - rank % columns
-    return [list(range(first, first + columns)), list(range(rank % columns, size, columns))]
+        if self._work:
+            self._work.wait()
+        self._work = None

@@ -1,4 +1,4 @@
-"""All-gather and broadcast of plain data as JSON: unlike a pickle, a message that is received is parsed, never executed."""
+"""Gather and broadcast plain data as JSON: unlike a pickle, a message that is received is parsed, never executed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from pipeline.errors import UserError
 
-LARGEST = (
-    64 << 20
-)  # bytes per rank and message; a run's own are a thousandth of it, and a forged length must not exhaust the memory
+# Bytes per rank and message. A run's own are a thousandth of it; a forged length must not exhaust the memory.
+LARGEST = 64 << 20
 
 
 def gather_json(value: object, size: int, device: torch.device) -> list:
@@ -71,9 +70,8 @@ def broadcast_json(value: object, rank: int, device: torch.device) -> Any:
 def _check_length(rank: int, length: int) -> None:
     if not 1 <= length <= LARGEST:
         raise UserError(
-            f"rank {rank} announces a message of {length} bytes, 1 to {LARGEST} needed",
-            "start again, and if it happens again see "
-            "the repository's docs/security.md, somebody else may be writing to this port",
+            f"a message must have 1 to {LARGEST} bytes, got one of {length} bytes from rank {rank}",
+            "start again, and if it happens again see the repository's docs/security.md, somebody else may be writing to this port",
         )
 
 
@@ -82,7 +80,7 @@ def _read(text: bytes, rank: int) -> object:
         return json.loads(text.decode("ascii"))  # json.dumps writes nothing else
     except (ValueError, RecursionError):
         raise UserError(
-            f"rank {rank} sent {text[:20]!r}..., JSON needed",
+            f"a message must be JSON, got {text[:20]!r}... from rank {rank}",
             "all ranks must run the same version; if they do, see the repository's docs/security.md, "
             "somebody else may be writing to this port",
         ) from None
@@ -93,8 +91,16 @@ def _refuse_other_keys(value: object) -> None:
     if isinstance(value, dict):
         wrong = [key for key in value if not isinstance(key, str)]
         if wrong:
-            raise TypeError(f"{wrong[0]!r} is a key, strings needed")
+            raise TypeError(f"keys must be strings, got {wrong[0]!r}")
         value = list(value.values())
     if isinstance(value, list | tuple):
-        for each in value:
-            _refuse_other_keys(each)
+        for part in value:
+            _refuse_other_keys(part)
+
+
+def printable(text: str, limit: int) -> str:
+    """Text that is safe to print: control characters become "?", and it is cut to ``limit`` characters."""
+    if len(text) <= limit and text.isprintable():
+        return text
+    kept = "".join(c if c.isprintable() else "?" for c in text[: limit + 1])
+    return kept if len(kept) <= limit else kept[: limit - 3] + "..."

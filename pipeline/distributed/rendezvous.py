@@ -1,4 +1,4 @@
-"""Rendezvous: the ranks meet at a key-value store that rank 0 hosts, and authenticate each other.
+"""Connect the ranks: they meet at a key-value store that rank 0 hosts, and prove to each other that they are of one job.
 
 On one machine (MASTER_ADDR is a loopback address) nothing listens on the network. On several nodes the store and the
 connections of gloo and NCCL are reachable from the network between them: ``docs/security.md``.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import hmac
 import ipaddress
 import os
 import resource
@@ -20,9 +21,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pipeline.distributed.environment import job_secret
 from pipeline.distributed.exchange import gather_json
-from pipeline.distributed.interface import choose_gloo_interface
-from pipeline.distributed.signing import is_signed, job_secret, signature
+from pipeline.distributed.host import choose_gloo_interface
 from pipeline.errors import NotConnected, UserError
 
 _RESOLVE_TIMEOUT = 10.0  # seconds of retries while the name service answers "try again", as it does when a job has just started
@@ -31,8 +32,7 @@ _BACKLOG = 2048  # pending connections: all ranks of a large job connect at the 
 _FILES_PER_RANK = 2  # connections of each rank to the store: the rendezvous' and the heartbeat's
 _OTHER_FILES = 256  # that a process has open besides: libraries, shards, GPUs
 _NAMED = 8  # missing ranks that a message names
-_ARRIVED = "arrived"
-_PURPOSE = "membership"
+_ARRIVED = "arrived"  # key of the store to which each rank appends its number
 
 
 def connect(backend: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -55,15 +55,14 @@ def connect(backend: str, rank: int, size: int, device: torch.device, timeout: t
         return
     secret = job_secret()
     _allow_open_files(rank, size)
-    on_one_machine = _is_loopback(os.environ["MASTER_ADDR"])
+    on_one_machine = _written_as_loopback(os.environ["MASTER_ADDR"])
     if on_one_machine:
         _stay_on_loopback()
     store = _host_store(size, timeout) if rank == 0 else _reach_store(rank, timeout.total_seconds())
     # Eager initialization, as DeepSpeed does: NCCL connects now, not in the first step.
     binding = device if device.type == "cuda" else None
     try:
-        store.set(f"{_ARRIVED}/{rank}", "")
-        store.add(_ARRIVED, 1)
+        store.append(_ARRIVED, f"{rank} ")  # type: ignore[attr-defined]  # missing in PyTorch's stubs
         if not on_one_machine:
             choose_gloo_interface(store, rank, size)
         prefixed = dist.PrefixStore("default_pg", store)  # as PyTorch would name it
@@ -95,16 +94,20 @@ def prove_membership(secret: bytes, rank: int, size: int, device: torch.device) 
         UserError: a rank does not know the secret.
     """
     numbers = gather_json(secrets.token_hex(16), size, device)
-    # Their hash in their place: each rank signs the challenge once for each other, and so would read N x N numbers.
-    challenge = hashlib.sha256(str(numbers).encode()).hexdigest()
-    proofs = gather_json(signature(secret, _PURPOSE, str(rank), challenge), size, device)
+    challenge = hashlib.sha256(str(numbers).encode()).hexdigest()  # the numbers themselves would be signed N times by N ranks
+    proofs = gather_json(_proof(secret, rank, challenge), size, device)
     for other, proof in enumerate(proofs):
-        if not is_signed(proof, secret, _PURPOSE, str(other), challenge):
+        if not (isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, _proof(secret, other, challenge))):
             raise UserError(
-                f"the process that came as rank {other} does not know the secret of this job, which all of its processes need",
-                "start them with "
-                "one launcher, and if you did, see the repository's docs/security.md, a stranger can reach this port",
+                f"the process that came as rank {other} must know the secret of this job and does not",
+                "start all processes with one launcher, and if you did, see the repository's docs/security.md, "
+                "a stranger can reach this port",
             )
+
+
+def _proof(secret: bytes, rank: int, challenge: str) -> str:
+    """HMAC-SHA256 as 64 hexadecimal digits; no rank can repeat another one's."""
+    return hmac.digest(secret, f"membership {rank} {challenge}".encode(), "sha256").hex()
 
 
 def _allow_open_files(rank: int, size: int) -> None:
@@ -118,7 +121,7 @@ def _allow_open_files(rank: int, size: int) -> None:
     needed = _FILES_PER_RANK * size + _OTHER_FILES
     if rank == 0 and not unlimited and hard < needed:
         raise UserError(
-            f"rank 0 may open {hard} files (ulimit -Hn), {needed} needed for the connections of {size} processes",
+            f"the limit of open files (ulimit -Hn) of rank 0 must be at least {needed} for the connections of {size} processes, got {hard}",
             "raise the limit on its node (LimitNOFILE of slurmd, /etc/security/limits.conf)",
         )
     # Twice: gloo connects each process with each, and NCCL opens sockets too.
@@ -127,7 +130,7 @@ def _allow_open_files(rank: int, size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _is_loopback(address: str) -> bool:
+def _written_as_loopback(address: str) -> bool:
     """Whether the address as written is loopback: a node's own name may resolve to loopback on that node alone."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
@@ -161,7 +164,7 @@ def _host_store(size: int, timeout: timedelta) -> dist.TCPStore:
 def _listen(address: str, port: int) -> socket.socket:
     """Listen on loopback, or on all interfaces: which of its addresses other nodes use is unknown here."""
     family, _, _, _, place = _resolve(address, port)
-    if _is_loopback(address):
+    if _written_as_loopback(address):
         return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
     try:
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
@@ -186,8 +189,8 @@ def _reach_store(rank: int, timeout: float) -> dist.TCPStore:
             if time.monotonic() > deadline:
                 reason = (error.strerror or "no answer") if isinstance(error, OSError) else "no answer"
                 raise NotConnected(
-                    f"rank {rank} found nobody at MASTER_ADDR:MASTER_PORT {address}:{port} for {timeout:.0f} s ({reason}), rank 0 needed there",
-                    "see whether it has started (its log) and whether a firewall stands between the nodes",
+                    f"rank {rank} found nobody at MASTER_ADDR:MASTER_PORT {address}:{port} for {timeout:.0f} s ({reason}), where rank 0 must listen",
+                    "check whether it has started (its log) and whether a firewall stands between the nodes",
                 ) from None
             time.sleep(0.2)  # rank 0 may still be starting; thousands of ranks may ask
 
@@ -197,12 +200,12 @@ def _resolve(address: str, port: int) -> tuple:
     while True:
         try:
             found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-            return min(found, key=lambda each: each[0] != socket.AF_INET)  # as the store does, which listens on both
+            return min(found, key=lambda entry: entry[0] != socket.AF_INET)  # as the store does, which listens on both
         except (OSError, UnicodeError) as error:
             if getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > deadline:
                 reason = getattr(error, "strerror", None) or error
                 raise NotConnected(
-                    f"MASTER_ADDR is {address!r}, which cannot be found ({reason}), a host name or address of rank 0's node needed",
+                    f"MASTER_ADDR must be a host name or address of rank 0's node, got {address!r}, which cannot be found ({reason})",
                     "start with the repository's launch/local.sh or sbatch, or correct it",
                 ) from None
             time.sleep(1)  # EAI_AGAIN: the name service asks for a retry
@@ -210,28 +213,18 @@ def _resolve(address: str, port: int) -> tuple:
 
 def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> str:
     """The message of a failed rendezvous; names the missing ranks if the store still answers."""
-    missing, count = [], 0
+    missing: list[str] = []
     with contextlib.suppress(RuntimeError):  # the store may be what was lost
-        missing = [str(other) for other in _missing(store, range(size))]
-        count = size - store.add(_ARRIVED, 0)
+        arrived = set(store.get(_ARRIVED).decode(errors="replace").split())
+        missing = [str(other) for other in range(size) if str(other) not in arrived]
     if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         return (
-            f"rank {rank} timed out waiting for {'ranks' if len(missing) > 1 else 'rank'} {', '.join(missing)}"
-            f"{f' and {count - len(missing)} more' if count > len(missing) else ''}, all {size} ranks needed: see in their logs why they did not start."
+            f"rank {rank} timed out waiting for {'ranks' if len(missing) > 1 else 'rank'} {', '.join(missing[:_NAMED])}{more} "
+            f"of {size} ranks: see in their logs why they did not start."
         )
     reason = str(error).partition("\n")[0]
     return (
         f"rank {rank} cannot connect to the others ({reason}): see whether one has ended (its log), or set GLOO_SOCKET_IFNAME and "
         f"NCCL_SOCKET_IFNAME to the network interface between the nodes, such as eth0 (ip addr lists them)."
     )
-
-
-def _missing(store: dist.Store, ranks: range) -> list[int]:
-    """The first of the ranks that have not arrived, found by halving: all ranks ask at the same moment."""
-    if store.check([f"{_ARRIVED}/{rank}" for rank in ranks]):
-        return []
-    if len(ranks) == 1:
-        return [*ranks]
-    middle = len(ranks) // 2
-    found = _missing(store, ranks[:middle])
-    return found if len(found) >= _NAMED else (found + _missing(store, ranks[middle:]))[:_NAMED]

@@ -1,11 +1,10 @@
-"""Heartbeats between the ranks: when one is lost or hangs, all others name it and exit.
+"""Exchange heartbeats between the ranks: when one is lost or hangs, all others name it and exit.
 
-Once per beat each rank writes a heartbeat with its position under its own key in the job's key-value store. Rank 0, which
-hosts the store, reads all of them, those of a large job through the leaders of groups (``relay``), runs the failure detector
-(``lost_ranks``) and writes a verdict that the others read along with its own heartbeat. So N ranks make about 3 N small requests
-per second, all name the same culprit, and only rank 0 itself must be judged by the others: it is lost if its heartbeats stop, its
-store does not answer, or the connection to it closes. An error that NCCL's watchdog has noted (``distributed/nccl.py``) travels in the heartbeat. Messages are signed with the
-job's secret (``notices``); any others are ignored.
+Once per second each rank writes a heartbeat with its position under its own key in the job's key-value store. Rank 0, which
+hosts the store, reads all of them, runs the failure detector (``lost_ranks``) and writes its verdict, in its own heartbeat, which
+the others read. So N ranks make about 3 N small requests per second, all name the same culprit, and only rank 0 itself must be
+judged by the others: it is lost if its heartbeats stop, its store does not answer, or the connection to it closes. An error that
+NCCL's watchdog has noted (``distributed/nccl.py``) travels in the heartbeat.
 
 Time from the fault to the exit of all other ranks: at most ``silence_timeout`` + 10 s (typically + 3 s); 15 s if a collective
 failed; 5 s if the rank could report its own error. If a rank hangs, ``progress_timeout`` + 10 s after the last one stopped
@@ -24,23 +23,22 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from pipeline.config import DistributedConfig
 from pipeline.distributed import nccl
+from pipeline.distributed.exchange import printable
 from pipeline.distributed.rendezvous import store_client
-from pipeline.distributed.signing import job_secret, printable
 from pipeline.distributed.world import World
 from pipeline.errors import RANK_LOST, USER_ERROR, UserError
-from pipeline.faults.lost_ranks import BROKEN_SILENCE_LIMIT, Judge, Sign, Status, Verdict, connection_lost
-from pipeline.faults.notices import Notices
-from pipeline.faults.relay import Relay
+from pipeline.faults.beats import Beat, Board, Status, Verdict
+from pipeline.faults.lost_ranks import BROKEN_SILENCE_LIMIT, Judge, connection_lost
 
-BEAT = 1.0  # seconds between heartbeats: short against silence_timeout (5 s or more), and cheap for thousands of ranks
+BEAT = 1.0  # seconds between heartbeats: short against silence_timeout (5 s or more)
 _LAST_WORD = 5.0  # seconds that rank 0 keeps the store open for ranks that have not read the verdict: a few beats
-_LONGEST_WORDS = 2000  # characters of an error message; the store must not be filled by one
+_LONGEST_MESSAGE = 2000  # characters of an error message; the store must not be filled by one
 
 
 class Heartbeat:
@@ -53,18 +51,14 @@ class Heartbeat:
         world: all ranks; each creates its Heartbeat right after ``init_world``, and calls :meth:`at` at the same places.
         config: the timeouts.
         run_folder: gets a record of the last collectives of each rank that ends after a fault.
-
-    Raises:
-        UserError: several ranks without the job's secret.
     """
 
     def __init__(self, world: World, config: DistributedConfig, run_folder: Path | None = None) -> None:
         self._rank, self._size, self._config, self._run_folder = world.rank, world.size, config, run_folder
-        self._secret = job_secret() if world.size > 1 else b""
-        self._identity: dict[str, Any] = {"rank": world.rank, "host": printable(socket.gethostname(), 255), "pid": os.getpid()}
+        self._host = printable(socket.gethostname(), 255)
         self._place = (0, "starting", 0)  # step, doing, calls in this step; replaced as a whole: no lock needed
         self._end = (Status.RUNNING, "", RANK_LOST)  # status, error message, exit code for the other ranks
-        self._first = Sign(0, os.environ.get("MASTER_ADDR", "unknown"))  # last heartbeat of rank 0
+        self._first = Beat(0, os.environ.get("MASTER_ADDR", "unknown"))  # last heartbeat of rank 0
         self._unanswered = 0.0  # seconds since the store last answered, without those in which this process was suspended
         self._read_at = 0.0  # when it answered, on the monotonic clock
         self._verdict: Verdict | None = None  # the first one counts
@@ -102,23 +96,23 @@ class Heartbeat:
         self._wake.set()
         self._done.wait(self._config.silence_timeout + 2 * BROKEN_SILENCE_LIMIT + 2 * _LAST_WORD)  # a thread exits first
         traceback.print_exception(error)
-        self._announce(Verdict(f"a collective operation failed at {self._sign(0).place}; which rank was lost is not known."))
+        self._announce(Verdict(f"a collective operation failed at {self._beat(0).place}; which rank was lost is not known."))
         os._exit(RANK_LOST)
 
-    def leave(self, last_words: str | None = None, exit_code: int = RANK_LOST) -> None:
+    def leave(self, error: str | None = None, exit_code: int = RANK_LOST) -> None:
         """Announce that this rank exits. Rank 0 waits until all others have left, since it hosts the store.
 
         Args:
-            last_words: the error that ends it, for the others to repeat; None for a normal end.
+            error: the message of what ends it, for the others to repeat; None for a normal end.
             exit_code: for the other ranks after an error; ``USER_ERROR`` if a restart cannot help.
         """
         if self._size == 1:
             return
-        words = printable(last_words or "", _LONGEST_WORDS)
-        self._end = (Status.LEFT, "", RANK_LOST) if last_words is None else (Status.ENDED, words, exit_code)
+        message = printable(error or "", _LONGEST_MESSAGE)
+        self._end = (Status.LEFT, "", RANK_LOST) if error is None else (Status.ENDED, message, exit_code)
         self._wake.set()
         # After a normal end the watch goes on, so this wait needs no limit; after an error the message must still be printed.
-        self._done.wait(None if last_words is None else _LAST_WORD + 2 * BEAT)
+        self._done.wait(None if error is None else _LAST_WORD + 2 * BEAT)
 
     def __enter__(self) -> Heartbeat:
         return self
@@ -135,86 +129,83 @@ class Heartbeat:
         else:
             self.leave(f"{type(error).__name__}: {_first_line(error)}")
 
-    def _sign(self, beat: int) -> Sign:
-        (step, doing, calls), (status, words, exit_code) = self._place, self._end
+    def _beat(self, number: int, verdict: Verdict | None = None) -> Beat:
+        (step, doing, calls), (status, message, exit_code) = self._place, self._end
+        hanging: tuple[int, ...] = ()
         if status is Status.RUNNING and (reported := nccl.failure()):
-            status, words = Status.BROKEN, reported  # the main thread waits for the GPU and never learns of it
-        return Sign(
-            **self._identity, beat=beat, step=step, doing=doing, calls=calls, status=status, words=words, exit_code=exit_code
-        )
+            status, message = Status.BROKEN, reported  # the main thread waits for the GPU and never learns of it
+        if verdict:
+            status, message, exit_code, hanging = Status.VERDICT, verdict.sentence, verdict.exit_code, verdict.hanging
+        return Beat(self._rank, self._host, os.getpid(), number, step, doing, calls, status, message, exit_code, hanging)
 
     def _talk(self) -> None:
         """Thread: exchange heartbeats until the run ends."""
         try:
-            self._exchange_heartbeats()
+            # A connection of its own: the main thread's is locked while it waits for a key.
+            board, judge = Board(store_client(2 * self._config.silence_timeout)), Judge(self._config)
+            self._read_at = time.monotonic()
+            if self._rank == 0:
+                self._lead(board, judge)
+            else:
+                self._follow(board, judge)
         except RuntimeError:  # all that PyTorch raises when the connection closes
             if self._end[0] is not Status.LEFT:
                 self._finish(connection_lost(self._first, "ended without a word"))
         finally:
             self._done.set()
 
-    def _exchange_heartbeats(self) -> None:
-        # A connection of its own: the main thread's is locked while it waits for a key.
-        notices, judge = Notices(store_client(2 * self._config.silence_timeout), self._secret, self._rank), Judge(self._config)
-        self._read_at = time.monotonic()
-        if self._rank == 0:
-            self._lead(notices, judge)
-        else:
-            self._follow(notices, judge)
-
-    def _lead(self, notices: Notices, judge: Judge) -> None:
+    def _lead(self, board: Board, judge: Judge) -> None:
         """Rank 0: read all heartbeats, judge, and stay until all others have left."""
-        relay = Relay(notices, self._rank, self._size)
-        for beat in itertools.count(1):
-            own = self._sign(beat)
-            _, *others = relay.read()
-            notices.write_sign(own)
-            self._observe(judge, [own, *others])
+        for number in itertools.count(1):
+            own = self._beat(number)
+            board.write(own)
+            self._observe(judge, [own, *board.read(range(1, self._size))])
             if verdict := judge.verdict():
-                return self._spread(verdict, notices, judge, beat)
+                return self._spread(verdict, board, judge, number)
             if own.status is Status.ENDED or own.status is Status.LEFT and judge.all_left:
                 return
             self._pause(BEAT / 5 if own.status is Status.LEFT else BEAT)  # the run has ended: only this thread keeps the job
 
-    def _follow(self, notices: Notices, judge: Judge) -> None:
-        """All other ranks: read rank 0's heartbeat and its verdict; a group's leader its members' heartbeats too."""
-        relay = Relay(notices, self._rank, self._size)
-        for beat in itertools.count(1):
-            own = self._sign(beat)
-            notices.write_sign(own)
-            relay.pass_on(beat)
-            (self._first,), verdict = notices.read([0])
+    def _follow(self, board: Board, judge: Judge) -> None:
+        """All other ranks: read rank 0's heartbeat, with its verdict."""
+        for number in itertools.count(1):
+            own = self._beat(number)
+            board.write(own)
+            (self._first,) = board.read([0])
             self._observe(judge, [self._first, own])
-            if verdict := verdict or judge.silent():
-                return self._spread(verdict, notices, judge, beat)
+            first, verdict = self._first, judge.silent()
+            if first.status is Status.VERDICT:
+                verdict = Verdict(first.message, first.exit_code, first.hanging)
+            if verdict:
+                return self._spread(verdict, board, judge, number)
             if own.status in (Status.ENDED, Status.LEFT):
                 return
             self._pause()
 
-    def _observe(self, judge: Judge, signs: list[Sign]) -> None:
+    def _observe(self, judge: Judge, beats: list[Beat]) -> None:
         """The store has answered: pass the heartbeats, and the time since the last ones, to the failure detector."""
         self._unanswered = 0.0
         self._read_at, before = time.monotonic(), self._read_at
-        judge.observe(signs, min(self._read_at - before, 2 * BEAT))  # any more: this process itself was suspended
+        judge.observe(beats, min(self._read_at - before, 2 * BEAT))  # any more: this process itself was suspended
 
     def _pause(self, seconds: float = BEAT) -> None:
         self._wake.wait(seconds)
         self._wake.clear()
 
-    def _spread(self, verdict: Verdict, notices: Notices, judge: Judge, beat: int) -> None:
+    def _spread(self, verdict: Verdict, board: Board, judge: Judge, number: int) -> None:
         """Publish the verdict, then exit. Rank 0 stays until the others have read it."""
         self._announce(verdict)
         if self._rank == 0:
-            notices.write_verdict(verdict)
+            board.write(self._beat(number + 1, verdict))
             deadline = time.monotonic() + _LAST_WORD
-            while time.monotonic() < deadline and set(judge.uninformed(BEAT)) - {0}:
+            while time.monotonic() < deadline and set(judge.uninformed(3 * BEAT)) - {0}:
                 time.sleep(BEAT / 5)  # a fraction of a beat, so that the exit is not delayed by a whole one
-                judge.observe(notices.read(range(self._size))[0], BEAT / 5)
+                judge.observe(board.read(range(1, self._size)), BEAT / 5)
         else:
             if self._end[0] is not Status.ENDED:
                 self._end = (Status.INFORMED, "", RANK_LOST)
-            notices.write_sign(self._sign(beat + 1))
-            notices.wait_until_written()
+            board.write(self._beat(number + 1))
+            board.read([0])  # the store has processed what was written
         self._finish(verdict)
 
     def _watch(self) -> None:
@@ -225,7 +216,7 @@ class Heartbeat:
             if self._end[0] is Status.BROKEN:
                 limit = min(limit, BROKEN_SILENCE_LIMIT)
             if self._unanswered > limit:
-                self._finish(connection_lost(self._first, f"gave no sign of life for {self._unanswered:.0f} s"))
+                self._finish(connection_lost(self._first, f"sent no heartbeat for {self._unanswered:.0f} s"))
 
     def _announce(self, verdict: Verdict) -> None:
         """Print the first verdict, unless the main thread is about to print its own error."""
@@ -261,4 +252,4 @@ def is_collective_error(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    return printable(str(error).partition("\n")[0] or type(error).__name__, _LONGEST_WORDS)
+    return printable(str(error).partition("\n")[0] or type(error).__name__, _LONGEST_MESSAGE)

@@ -21,7 +21,7 @@ from pathlib import Path
 from pipeline.checkpoint import latest_step
 from pipeline.command_line import command_parser
 from pipeline.config import load_config
-from pipeline.distributed.slurm_job import job_name
+from pipeline.distributed.environment import job_name
 from pipeline.errors import PREEMPTED, RANK_LOST, UserError
 from pipeline.files import replace_text
 

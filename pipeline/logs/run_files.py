@@ -18,7 +18,7 @@ import torch
 
 from pipeline.config import Config, config_to_yaml
 from pipeline.distributed.agreement import do_in_main
-from pipeline.distributed.slurm_job import job_name
+from pipeline.distributed.environment import job_name
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import remove_leftovers, replace_text, write_error

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import Config, accumulation_steps
-from pipeline.distributed.world import World, import_deepspeed, quiet_deepspeed
+from pipeline.distributed.world import World, quiet_deepspeed
 from pipeline.errors import UserError
 from pipeline.optim.build import LR_SCALE, build_optimizer, optimizer_description
 from pipeline.optim.slices import Engine as Engine
@@ -91,7 +91,8 @@ def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
         The engine, sharded over the ranks as :func:`zero_stage` says.
     """
     with quiet_deepspeed():
-        deepspeed = import_deepspeed()
+        import deepspeed
+
         model.to(world.device)
         with _groups_with_timeout(config.distributed.collective_timeout):
             engine: Engine[Model] = deepspeed.initialize(

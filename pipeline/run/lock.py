@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.distributed.slurm_job import job_name
+from pipeline.distributed.environment import job_name
 from pipeline.errors import UserError
 from pipeline.files import disk_reason, is_locked_by_another, lock_bytes, write_error
 

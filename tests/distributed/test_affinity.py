@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.distributed import affinity
+from pipeline.distributed import host
 
 UUID = "{:08x}-0000-0000-0000-00000000000a"
 
@@ -31,9 +31,9 @@ def machine(tmp_path: Path) -> Path:
 
 
 def shares(machine: Path, allowed: set[int], ranks: int = 4) -> list[set[int]]:
-    places = affinity.gpu_places(machine / "proc")
-    near = [affinity.near(places[UUID.format(number)], machine / "sys") & allowed for number in range(ranks)]
-    return [affinity.share_of(rank, near, machine / "sys") for rank in range(ranks)]
+    places = host.gpu_places(machine / "proc")
+    near = [host.near(places[UUID.format(number)], machine / "sys") & allowed for number in range(ranks)]
+    return [host.share_of(rank, near, machine / "sys") for rank in range(ranks)]
 
 
 def test_each_rank_gets_whole_cores_beside_its_gpu(machine: Path) -> None:
@@ -46,8 +46,8 @@ def test_each_rank_gets_whole_cores_beside_its_gpu(machine: Path) -> None:
 
 def test_unknown_places_bind_nothing(tmp_path: Path) -> None:
     """Guards against a rank that fails, or stays on one core, in a container that hides /sys."""
-    assert affinity.gpu_places(tmp_path) == {} and affinity.near(None, tmp_path) == set()
-    assert affinity.share_of(0, [set(), set()], tmp_path) == set()
+    assert host.gpu_places(tmp_path) == {} and host.near(None, tmp_path) == set()
+    assert host.share_of(0, [set(), set()], tmp_path) == set()
 
 
 @pytest.mark.parametrize(
@@ -73,5 +73,5 @@ def test_when_a_rank_binds_itself(
             self.uuid = UUID.format(index)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
-    now = affinity.bind_near_gpu(2, visible, local_size, machine / "proc", machine / "sys")
+    now = host.bind_near_gpu(2, visible, local_size, machine / "proc", machine / "sys")
     assert (taken, now) == (([], list(range(16))) if expected is None else ([expected], sorted(expected)))

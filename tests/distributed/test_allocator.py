@@ -12,7 +12,7 @@ from support.launching import REPOSITORY, clean_environment
 # A process of its own: the setting cannot be taken back. New pages are counted, not timed.
 PROGRAM = """
 import resource, sys, torch
-from pipeline.distributed.allocator import keep_freed_memory
+from pipeline.distributed.host import keep_freed_memory
 done = keep_freed_memory() if sys.argv[1] == "keep" else None
 for repetition in range(16):  # the first ones make room: small blocks between lie in the way
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

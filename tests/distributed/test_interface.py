@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from pipeline.distributed import interface
+from pipeline.distributed import host
 
 
 def outward() -> tuple[str, str]:
@@ -36,8 +36,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch, master: str, rank: int, last: str) -
     monkeypatch.setenv("MASTER_ADDR", master)
     store = dist.HashStore()
     store.set("address/3", last)
-    interface.choose_gloo_interface(store, rank, 4)
-    return interface.os.environ["GLOO_SOCKET_IFNAME"]
+    host.choose_gloo_interface(store, rank, 4)
+    return host.os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def test_other_nodes_can_reach_gloo(named_loopback: pytest.MonkeyPatch) -> None:

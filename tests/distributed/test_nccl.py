@@ -21,8 +21,8 @@ from pipeline.config import DistributedConfig
 from pipeline.distributed import nccl
 from pipeline.distributed.world import World, init_world
 from pipeline.errors import RANK_LOST
+from pipeline.faults.beats import Status
 from pipeline.faults.heartbeat import Heartbeat
-from pipeline.faults.lost_ranks import Status
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.ranks import meeting_point, steps_taken
 
@@ -93,17 +93,17 @@ def test_without_a_heartbeat_the_watchdog_stays(environment: pytest.MonkeyPatch)
     assert {name: os.environ[name] for name in OURS} == OURS
 
 
-def test_what_the_watchdog_noted_is_a_sign_of_a_broken_collective(environment: pytest.MonkeyPatch) -> None:
+def test_what_the_watchdog_noted_marks_a_broken_collective(environment: pytest.MonkeyPatch) -> None:
     """Guards against ranks that wait for progress_timeout, 30 minutes, for a collective that NCCL knows has failed."""
     backends = {"0": None, "1": SimpleNamespace(get_error=lambda: ErrorType.SUCCESS)}  # gloo and NCCL
     environment.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(map(Group, backends))))
     environment.setattr(nccl, "_nccl_backend", lambda group: backends[group.group_name])
     heartbeat = Heartbeat(World(0, 1, torch.device("cpu"), 1), DistributedConfig())
     heartbeat.at(7, "training")
-    assert nccl.failure() is None and heartbeat._sign(1).status is Status.RUNNING
+    assert nccl.failure() is None and heartbeat._beat(1).status is Status.RUNNING
     backends["1"] = SimpleNamespace(get_error=lambda: ErrorType.COMM_ERROR)
-    sign = heartbeat._sign(2)
-    assert (sign.status, sign.words) == (Status.BROKEN, "NCCL reports COMM_ERROR in the process group 1")
+    beat = heartbeat._beat(2)
+    assert (beat.status, beat.message) == (Status.BROKEN, "NCCL reports COMM_ERROR in the process group 1")
 
 
 def test_a_record_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
@@ -147,6 +147,6 @@ def test_nccl_a_lost_rank_is_named_and_the_other_ends_with_76(number: signal.Sig
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert f"error: rank 1 (host {socket.gethostname()}, pid {ranks[1].pid}) gave no sign of life" in logs[0].read_text()
+    assert f"error: rank 1 (host {socket.gethostname()}, pid {ranks[1].pid}) sent no heartbeat" in logs[0].read_text()
     (record,) = records(run, 1)
     assert any(str(entry["profiling_name"]).startswith("nccl:") for entry in record["entries"])

@@ -2,7 +2,6 @@
 
 FAULT happens to RANK at step 30: "hang" while reading data, "hold the lock" of the interpreter for ever, "err" with a
 UserError, "leave late" after the others' end; "none" leaves it to the caller. Each rank writes its pid and step into FOLDER.
-RING_GROUP in the environment: ranks in a group of the heartbeat's.
 """
 
 from __future__ import annotations
@@ -22,13 +21,10 @@ import torch  # noqa: E402
 from pipeline.command_line import run_command  # noqa: E402
 from pipeline.config import DistributedConfig  # noqa: E402
 from pipeline.distributed.rendezvous import store_client  # noqa: E402
-from pipeline.distributed.signing import job_secret  # noqa: E402
 from pipeline.distributed.world import World, disconnect, init_world  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
-from pipeline.faults import relay  # noqa: E402
+from pipeline.faults.beats import Beat, Board  # noqa: E402
 from pipeline.faults.heartbeat import Heartbeat  # noqa: E402
-from pipeline.faults.lost_ranks import Sign  # noqa: E402
-from pipeline.faults.notices import Notices  # noqa: E402
 
 LIMITS = DistributedConfig(silence_timeout=5, progress_timeout=5)
 FAULT_STEP = 30
@@ -37,7 +33,6 @@ FAULT_STEP = 30
 def go_round(steps: int, fault: str, victim: int, folder: Path) -> None:
     """What each rank does."""
     world = init_world()
-    relay.GROUP = int(os.environ.get("RING_GROUP", relay.GROUP))
     fault = fault if world.rank == victim else "none"
     with Heartbeat(world, LIMITS, folder) as heartbeat:
         for step in range(1, steps + 1):
@@ -62,17 +57,17 @@ def go_round(steps: int, fault: str, victim: int, folder: Path) -> None:
 
 
 def hear_each_other(world: World, heartbeat: Heartbeat, step: int) -> None:
-    """Wait until every rank has sent a sign from one of the steps, and read the others': a fault before that has no step to name."""
-    notices = Notices(store_client(60), job_secret(), world.rank or world.size)  # of no rank: it only reads
+    """Wait until every rank has sent a heartbeat from one of the steps, and read the others': a fault before that has no step to name."""
+    board = Board(store_client(60))
 
-    def wait_for(condition: Callable[[Sign], bool]) -> list[int]:
-        while not all(map(condition, signs := notices.read(range(world.size))[0])):
+    def wait_for(condition: Callable[[Beat], bool]) -> list[int]:
+        while not all(map(condition, beats := board.read(range(world.size)))):
             heartbeat.at(step, "training")
             time.sleep(0.05)
-        return [sign.beat for sign in signs]
+        return [beat.number for beat in beats]
 
-    beats = wait_for(lambda sign: sign.step > 0)
-    wait_for(lambda sign: sign.beat >= beats[sign.rank] + 2)  # the beat between has sent and read after all had a step
+    numbers = wait_for(lambda beat: beat.step > 0)
+    wait_for(lambda beat: beat.number >= numbers[beat.rank] + 2)  # the beat between has sent and read after all had a step
 
 
 def forked_rank(environment: dict[str, str], steps: int, fault: str, victim: int, folder: Path) -> None:

@@ -3,7 +3,8 @@
 HOW it joins, as rank 1 of 2 before the real one: ``sum``: it tells rank 0, who asks all whether one has met an error, that one has,
 and answers what follows with a pickle that makes FILE when it is read (rank 0 ran it while it gathered pickles); ``pickle``:
 that is its answer to the first question; ``json``: it speaks as the pipeline does, but has no secret. ``overwrite`` says in the
-name of rank 1, and of the verdict, that the run has ended with exit code 0, shows old signs again, deletes them and writes nonsense, three times and until FILE exists.
+name of rank 1, and as rank 0's verdict, that the run has ended with exit code 0, shows old heartbeats again, deletes them and writes
+nonsense, three times and until FILE exists. ``end`` says once in the name of rank 1 that it has ended with exit code 2, which is valid.
 """
 
 from __future__ import annotations
@@ -20,11 +21,8 @@ import torch.distributed as dist
 
 PATIENCE = timedelta(seconds=60)
 ESCAPES = "\x1b[2J\x1b]0;owned\x07"
-SIGN = {
-    "rank": 1, "host": "stranger", "pid": 1, "beat": 10**6, "step": 1, "doing": "training", "calls": 0, "status": "ended",
-    "words": f"all is well {ESCAPES}", "exit_code": 0,
-}  # fmt: skip
-VERDICT = {"sentence": f"the run is done {ESCAPES}", "exit_code": 0, "hanging": []}
+ENDED = [1, "stranger", 1, 10**6, 1, "training", 0, "ended", f"all is well {ESCAPES}", 0, []]  # see pipeline/faults/beats.py
+VERDICT = [0, "stranger", 1, 10**6, 1, "training", 0, "verdict", f"the run is done {ESCAPES}", 0, []]
 NONSENSE = ("", "[]", "null", '{"rank": "1"}', "[" * 5000, "9" * 5000, "x" * 1_000_000)
 
 
@@ -59,21 +57,27 @@ def send(data: bytes) -> None:
     dist.all_gather([torch.empty_like(message) for _ in range(2)], message)
 
 
-def overwrite(port: int, file: str) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+def end(store: dist.TCPStore) -> None:
+    valid = [*ENDED[:-2], 2, []]
+    for _ in range(60):  # rank 1 overwrites it once per second
+        store.set("heartbeat/1", json.dumps(valid))
+        time.sleep(0.05)
+
+
+def overwrite(store: dist.TCPStore, file: str) -> None:
     old = store.get("heartbeat/1")
     turn = 0
     while turn < 3 or not os.path.exists(file):
         for _ in range(40 if turn == 0 else 3):
-            store.set("heartbeat/1", json.dumps(SIGN))
-            store.set("heartbeat/verdict", json.dumps(VERDICT))
+            store.set("heartbeat/1", json.dumps(ENDED))
+            store.set("heartbeat/0", json.dumps(VERDICT))
             time.sleep(0.05)
-        for key in ("heartbeat/0", "heartbeat/1", "heartbeat/verdict"):
+        for key in ("heartbeat/0", "heartbeat/1"):
             store.set(key, NONSENSE[turn % len(NONSENSE)])
         time.sleep(0.1)
         store.set("heartbeat/1", old)
         time.sleep(0.1)
-        for key in ("heartbeat/0", "heartbeat/1", "heartbeat/verdict"):
+        for key in ("heartbeat/0", "heartbeat/1"):
             store.delete_key(key)
         time.sleep(0.1)
         turn += 1
@@ -82,7 +86,8 @@ def overwrite(port: int, file: str) -> None:
 
 if __name__ == "__main__":
     how, port, last = sys.argv[1:]
-    if how == "overwrite":
-        overwrite(int(port), last)
+    if how in ("overwrite", "end"):
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False, timeout=PATIENCE)
+        overwrite(store, last) if how == "overwrite" else end(store)
     else:
         join(how, int(port), last)

@@ -25,7 +25,6 @@ import threading
 from pathlib import Path
 
 from pipeline.config import load_config
-from pipeline.distributed.world import import_deepspeed
 from pipeline.models import flops
 from support.small_run import SMALL_MODEL
 
@@ -41,7 +40,6 @@ _MODULES = (*_IMPORTED_LATE, "pipeline.train", "pipeline.training.loop", "faults
 
 
 def main() -> None:
-    import_deepspeed()
     for name in _MODULES:
         importlib.import_module(name)
     _count_small_models_once()

@@ -1,0 +1,124 @@
+"""Read what the launcher or Slurm says about this process: rank, world size, cores, job. Needs no PyTorch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline.errors import UserError
+
+SECRET = "PERVIT_JOB_SECRET"  # name of the variable with the job's secret, see rendezvous.py
+_START_WITH = "start with the repository's launch/local.sh or sbatch"
+# Set by srun for each task -> read by PyTorch and DeepSpeed.
+_FROM_SRUN = {"SLURM_PROCID": "RANK", "SLURM_STEP_NUM_TASKS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's place in its job."""
+
+    rank: int
+    size: int  # ranks of the job
+    local_rank: int
+    local_size: int  # ranks on this node
+    cpu_threads: int  # this rank's share of the node's cores
+
+
+def read_place() -> Place:
+    """Read this process's place in its job, and set the variables that PyTorch and DeepSpeed read.
+
+    Sources, in this order: RANK and WORLD_SIZE (``launch/local.sh``), a Slurm step (``srun``), else a single process.
+
+    Raises:
+        UserError: several processes, but a variable that they need is missing or malformed.
+    """
+    _set_ranks()
+    size = _integer("WORLD_SIZE", 1)
+    rank, local_rank = _integer("RANK", 0, size - 1), _integer("LOCAL_RANK", 0, size - 1)
+    for name, alone in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        if not os.environ.get(name):
+            if size > 1:
+                raise UserError(f"{name} must be set for {size} processes to find each other", _START_WITH)
+            os.environ[name] = alone
+    _integer("MASTER_PORT", 0, 65535)
+    usable = len(os.sched_getaffinity(0))
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        local_size = _integer("LOCAL_WORLD_SIZE", 1, size)
+        return Place(rank, size, local_rank, local_size, max(1, usable // local_size))
+    # Slurm may have bound this task to its own cores already: dividing them once more would be wrong.
+    local_size = _slurm_tasks_per_node() or size
+    share = _integer("SLURM_CPUS_PER_TASK", 1) if os.environ.get("SLURM_CPUS_PER_TASK") else max(1, usable // local_size)
+    return Place(rank, size, local_rank, local_size, min(usable, share))
+
+
+def job_secret() -> bytes:
+    """The job's secret, 32 bytes. The launcher draws it for each start; it appears in no log, file or message.
+
+    Raises:
+        UserError: it is missing or malformed; the message does not quote it.
+    """
+    text = os.environ.get(SECRET)
+    if text is None or not re.fullmatch(r"[0-9a-f]{64}", text):
+        found = "nothing" if text is None else f"{len(text)} other characters"
+        raise UserError(
+            f"{SECRET} must be one number of 64 hexadecimal digits for all processes of a job, got {found}",
+            f"{_START_WITH}, or set it to the output of openssl rand -hex 32 for all of them",
+        )
+    return bytes.fromhex(text)
+
+
+def job_name(environment: Mapping[str, str]) -> str | None:
+    """The name under which ``scontrol`` knows this job alone: one task of a job array has the array's number as its own.
+
+    Returns:
+        Slurm's number, ARRAY_TASK in a job array; None outside of a job.
+    """
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
+    return environment.get("SLURM_JOB_ID")
+
+
+def slurm_granted_gpus() -> bool:
+    """Whether this task was granted GPUs. SLURM_JOB_GPUS does not tell: under --exclusive it lists all GPUs of the node."""
+    return bool(os.environ.get("SLURM_STEP_GPUS") and os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _set_ranks() -> None:
+    """Set RANK, WORLD_SIZE and LOCAL_RANK, which DeepSpeed requires even for one process."""
+    if "RANK" in os.environ:
+        missing = [name for name in _FROM_SRUN.values() if name not in os.environ]
+        if missing:
+            raise UserError(f"RANK requires WORLD_SIZE and LOCAL_RANK, but {missing[0]} is not set", _START_WITH)
+    elif "SLURM_STEP_ID" in os.environ and all(name in os.environ for name in _FROM_SRUN):
+        for slurm_name, name in _FROM_SRUN.items():
+            os.environ[name] = str(_integer(slurm_name, 0))
+    elif os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(f"WORLD_SIZE {os.environ['WORLD_SIZE']} requires RANK, which is not set", _START_WITH)
+    else:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+
+
+def _slurm_tasks_per_node() -> int | None:
+    """The largest count in SLURM_STEP_TASKS_PER_NODE, such as "8(x2)" or "3,2": no node then starts too many threads."""
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not text:
+        return None
+    parts = [re.fullmatch(r"([1-9][0-9]{0,5})(\(x[0-9]+\))?", part) for part in text.split(",")]
+    counts = [int(part[1]) for part in parts if part]
+    if len(counts) < len(parts):
+        raise UserError(
+            f"the environment variable SLURM_STEP_TASKS_PER_NODE must have counts such as '8(x2)' or '3,2', got {text!r}",
+            "start with srun, or unset it",
+        )
+    return max(counts)
+
+
+def _integer(name: str, low: int, high: int = 2**31) -> int:
+    text = os.environ[name]
+    if not re.fullmatch("[0-9]{1,10}", text) or not low <= int(text) <= high:
+        raise UserError(
+            f"the environment variable {name} must be a whole number from {low} to {high}, got {text!r}", _START_WITH
+        )
+    return int(text)

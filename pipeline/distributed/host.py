@@ -1,0 +1,279 @@
+"""Prepare this machine for a rank: check its GPU's driver, bind it to CPU cores, set up the C allocator, choose gloo's interface.
+
+Slurm's own binding of GPUs (``--gpu-bind=closest`` or ``single``) hides a rank's GPU from its neighbours, and NCCL then copies
+through host memory where it could copy from GPU to GPU. So the job scripts leave all GPUs and all cores of the job visible to
+every rank (``--gpu-bind=none --cpu-bind=none``), and each rank takes its cores here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import re
+import socket
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from pipeline.errors import UserError
+
+_DALI_BUILDS = {"nvidia-dali-cuda130": 13, "nvidia-dali-cuda120": 12}  # package -> the CUDA that it was built for
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_ADDRESS = "address"  # key of the store, and the rank
+_ANY_PORT = 9  # no packet is sent
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # parameters of mallopt(3)
+_PROC, _SYS = Path("/proc/driver/nvidia/gpus"), Path("/sys")
+
+
+def bind_near_gpu(index: int, visible: int, local_size: int, proc: Path = _PROC, sys: Path = _SYS) -> list[int]:
+    """Restrict this process, and the threads that it will start, to its share of the cores beside its GPU.
+
+    Nothing changes where one rank has the node to itself, where Slurm has bound the ranks already, each rank sees its own GPU
+    alone, or the kernel does not say where the GPUs are.
+
+    Args:
+        index: of this rank's GPU among the visible ones.
+        visible: number of visible GPUs.
+        local_size: ranks on this node; they have the GPUs 0 to ``local_size - 1``.
+        proc, sys: where the NVIDIA driver and Linux describe the hardware.
+
+    Returns:
+        The CPUs that this process may use now.
+    """
+    allowed = os.sched_getaffinity(0)
+    per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    bound_by_slurm = per_task.isdecimal() and len(allowed) <= int(per_task)
+    if 1 < local_size <= visible and not bound_by_slurm:
+        places = gpu_places(proc)
+        identities = [str(torch.cuda.get_device_properties(device).uuid) for device in range(local_size)]
+        share = share_of(index, [near(places.get(identity), sys) & allowed for identity in identities], sys)
+        if share:
+            os.sched_setaffinity(0, share)
+    return sorted(os.sched_getaffinity(0))
+
+
+def gpu_places(proc: Path = _PROC) -> dict[str, str]:
+    """PCI address of each GPU by its UUID, written as PyTorch writes it, without "GPU-"."""
+    places = {}
+    for path in proc.glob("*/information"):
+        text = path.read_text(errors="replace")
+        uuid, address = re.search(r"GPU UUID:\s*GPU-(\S+)", text), re.search(r"Bus Location:\s*(\S+)", text)
+        if uuid and address:
+            places[uuid[1].lower()] = address[1].lower()
+    return places
+
+
+def near(address: str | None, sys: Path = _SYS) -> set[int]:
+    """CPUs of the NUMA node that a PCI device is attached to; empty if that is not known."""
+    try:
+        return cpu_list((sys / "bus/pci/devices" / str(address) / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return set()
+
+
+def share_of(index: int, near_each: Sequence[set[int]], sys: Path = _SYS) -> set[int]:
+    """A rank's part of the CPUs beside its GPU, divided core by core with the ranks whose GPUs are beside the same ones.
+
+    Args:
+        index: of the rank.
+        near_each: the CPUs beside the GPU of every rank on this node.
+        sys: for the CPUs that are hyper-threads of one core.
+
+    Returns:
+        Empty if there is less than one core for each.
+    """
+    own = near_each[index]
+    cores = sorted({frozenset(siblings(cpu, sys) & own) for cpu in own}, key=min)
+    neighbours = [other for other, cpus in enumerate(near_each) if cpus == own]
+    place, count = neighbours.index(index), len(neighbours)
+    first, last = (len(cores) * edge // count for edge in (place, place + 1))
+    return set().union(*cores[first:last])
+
+
+def siblings(cpu: int, sys: Path = _SYS) -> set[int]:
+    """The hyper-threads of the core that a CPU belongs to, itself included."""
+    try:
+        return cpu_list((sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()) | {cpu}
+    except (OSError, ValueError):
+        return {cpu}
+
+
+def cpu_list(text: str) -> set[int]:
+    """Linux's notation: "0-3,8,12-13"."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+
+
+def gpu_is_usable() -> bool:
+    """Whether PyTorch finds a GPU. A GPU that it cannot use is an installation error, not a request to train on the CPU.
+
+    Raises:
+        UserError: there is a driver, the user has not hidden the GPUs, and PyTorch or DALI cannot use it.
+    """
+    with warnings.catch_warnings(record=True) as caught:  # PyTorch warns of what follows in its own words
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable:
+        check_dali(cuda_of_driver())
+    elif os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        warned = [str(warning.message).partition("CUDA initialization: ")[2] for warning in caught]
+        raise no_gpu_found(cuda_of_driver(), torch.version.cuda, next(filter(None, warned), ""))
+    return usable
+
+
+def no_gpu_found(supported: int, cuda: str | None, warning: str = "") -> UserError:
+    """The error for a machine with an NVIDIA driver on which PyTorch finds no GPU.
+
+    Args:
+        supported: see :func:`cuda_of_driver`.
+        cuda: the CUDA version that PyTorch was built for, "13.0"; None: the CPU build.
+        warning: of PyTorch.
+    """
+    name = f"PyTorch {torch.__version__}"
+    if not cuda:
+        return _no_gpu(f"{name} is the CPU build", "install the CUDA build with `make install HAS_GPU=1` in the repository")
+    if supported and supported // 1000 < int(cuda.partition(".")[0]):
+        return too_old(name, cuda, supported)
+    reason = re.split(r"\.\s|, e\.g\.|\n", warning)[0]
+    return _no_gpu(
+        f"{name} for CUDA {cuda} finds no GPU{f' ({reason})' if reason else ''}",
+        "check whether nvidia-smi lists one and what CUDA_VISIBLE_DEVICES is set to",
+    )
+
+
+def check_dali(supported: int) -> None:
+    """Refuse a build of DALI that the driver is too old for, although PyTorch's build works.
+
+    Args:
+        supported: see :func:`cuda_of_driver`.
+
+    Raises:
+        UserError: DALI is installed for a later generation of CUDA only.
+    """
+    builds = [cuda for package, cuda in _DALI_BUILDS.items() if _is_installed(package)]
+    if builds and supported and max(builds) > supported // 1000:
+        raise too_old("the installed DALI", str(max(builds)), supported)
+
+
+def too_old(package: str, cuda: str, supported: int) -> UserError:
+    """The error for a driver that does not support the generation of CUDA that a package was built for."""
+    remedy = "install a newer driver"
+    if 12 <= supported // 1000:
+        remedy = f"run `make install CUDA=12` in the repository for packages that this driver supports, {remedy}"
+    return _no_gpu(
+        f"{package} is built for CUDA {cuda} and the driver supports CUDA {supported // 1000}.{supported % 1000 // 10}", remedy
+    )
+
+
+def _no_gpu(problem: str, remedy: str) -> UserError:
+    return UserError(
+        f"the NVIDIA GPU of this machine cannot be used: {problem}",
+        f"{remedy}, or set CUDA_VISIBLE_DEVICES= (empty) to use the CPU",
+    )
+
+
+def cuda_of_driver() -> int:
+    """The newest CUDA version that the driver supports, as 1000 * major + 10 * minor; a compatibility package (cuda-compat)
+    counts. 0 if the driver does not tell."""
+    found = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):
+        return 0
+    return found.value
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc's allocator to keep the memory that a training step frees for the next one; PyTorch takes CPU tensors from malloc.
+
+    glibc asks the kernel for each block above 32 MiB and gives it back when it is freed, as it does with the end of the heap; the
+    next step gets new pages, zeroed one by one: 5 to 8 % of the CPU time of a step of PerViT-T with 16 images. Settings of the
+    user's own (``MALLOC_...`` or ``GLIBC_TUNABLES``) are left alone.
+
+    Returns:
+        Whether it was done; other C libraries and allocators go their own way.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    # Take no blocks from mmap, and never give the end of the heap back.
+    return bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))
+
+
+def choose_gloo_interface(store: dist.Store, rank: int, size: int) -> None:
+    """Set GLOO_SOCKET_IFNAME to the interface towards the other ranks, unless it is set or the host's name resolves as it should.
+
+    gloo listens at the address that the host's own name resolves to. Debian's installer makes that loopback (127.0.1.1), where
+    ranks on other nodes cannot reach it. NCCL looks for an interface by itself and leaves loopback out.
+
+    Every rank tells its own address in the store. Ranks on rank 0's node, for which MASTER_ADDR may be loopback too, take the
+    interface towards the last rank.
+
+    Args:
+        store: of the rendezvous, which all ranks reach.
+        rank, size: of this process, and the world size.
+
+    Raises:
+        RuntimeError: the last rank does not come.
+    """
+    own = own_address(os.environ["MASTER_ADDR"])
+    store.set(f"{_ADDRESS}/{rank}", own)
+    if os.environ.get(_GLOO_INTERFACE) or not name_is_loopback():
+        return
+    if _is_loopback(own):
+        own = own_address(store.get(f"{_ADDRESS}/{size - 1}").decode(errors="replace"))
+    interface = None if _is_loopback(own) else interface_of(own)  # loopback still: all ranks are on this machine
+    if interface:
+        os.environ[_GLOO_INTERFACE] = interface
+
+
+def name_is_loopback() -> bool:
+    """Whether this host's own name resolves to loopback, or not at all, when gloo takes loopback as well."""
+    try:
+        first = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return True
+    return _is_loopback(first[4][0])
+
+
+def own_address(peer: str) -> str:
+    """This host's address on the way to another one; empty if there is no way."""
+    with contextlib.suppress(OSError, UnicodeError):
+        family, kind, protocol, _, place = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)
+            return probe.getsockname()[0]
+    return ""
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface that has an address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def _is_loopback(address: object) -> bool:
+    """Whether an IP address is loopback, or not known, so that no interface follows from it."""
+    try:
+        return ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
+    except ValueError:
+        return True
