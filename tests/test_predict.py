@@ -136,7 +136,7 @@ def test_a_list_may_hold_names_in_any_encoding(model: Path, val: Path, tmp_path:
     predict(model, tmp_path, "--features", "--output", tmp_path / "f.npy")
     assert sorted((tmp_path / "f.txt").read_bytes().splitlines()) == sorted(names)
     empty = predict(model, "-", "--output", tmp_path / "rows.csv", code=2)
-    assert "standard input names 0 images, at least 1 needed" in empty.stderr and not (tmp_path / "rows.csv").exists()
+    assert "standard input must name at least one image, got none" in empty.stderr and not (tmp_path / "rows.csv").exists()
 
 
 def test_features_are_what_the_classifier_sees(model: Path, val: Path, tmp_path: Path) -> None:
@@ -155,11 +155,11 @@ def test_features_are_what_the_classifier_sees(model: Path, val: Path, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["{tmp}/empty"], "empty holds 0 images, at least 1 needed"),
-        (["{tmp}/*.nothing"], "nothing holds 0 images"),
+        (["{tmp}/empty"], "empty must hold at least one image, got none"),
+        (["{tmp}/*.nothing"], "nothing must hold at least one image, got none"),
         (["{tmp}/bad.zip"], "bad.zip is not a whole zip"),
         (["{tmp}/bad.tar"], "bad.tar is not a whole tar"),
-        (["s3://bucket/x"], "s3://bucket/x is a URL, images or a shard set on this machine needed"),
+        (["s3://bucket/x"], "images must be on this machine, got the URL s3://bucket/x"),
         (["x.jpg", "--output", "{tmp}/x.xls"], "must end with .csv, .jsonl or .parquet, got"),
         (["x.jpg", "--features"], "--features requires --output"),
         (["x.jpg", "--features", "--output", "{tmp}/x.csv"], "must end with .npy or .parquet, got"),

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.data.augment import BatchRequest, PixelAugmentation
+from pipeline.data.augment import BatchRequest
 from pipeline.data.augment.crop import Geometry
 
 
@@ -169,7 +169,7 @@ class Finisher:
             (S, S, 3) uint8; ``pixels`` or a view of it where no augmentation applies and, if flipped, ``interleaved`` is false.
         """
         flip = bool(request.geometry.flip[i])
-        chosen = [each for each in request.draws if isinstance(each, PixelAugmentation) and each.applies(request, i)]
+        chosen = [augmentation for augmentation in request.of_pixels if augmentation.applies(request, i)]
         if not chosen and not (flip and interleaved):
             return pixels[:, ::-1] if flip else pixels  # the view costs its reader little where it splits the channels anyway
         picture = Image.fromarray(pixels)

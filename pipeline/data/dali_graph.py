@@ -42,8 +42,7 @@ def full_inputs(images: list, request: BatchRequest) -> tuple:
     bilinear = None if request.bilinear is None else request.bilinear[:, 0]
     pixels = geometry.resize, *resize_borders(geometry, bilinear), *geometry.crop.T.copy(), geometry.flip
     filters = () if bilinear is None else (np.where(bilinear, _LINEAR, _CUBIC).astype(np.int32),)
-    augmentations = (each for each in request.draws if isinstance(each, PixelAugmentation))
-    drawn = (values for augmentation in augmentations for values in augmentation.graph_inputs(request))
+    drawn = (values for augmentation in request.of_pixels for values in augmentation.graph_inputs(request))
     return *window_inputs(images, request), *pixels, *filters, *drawn
 
 
@@ -84,7 +83,7 @@ def full_graph(source: Source, batches: Batches, device_id: int | None, num_thre
     """
     size, pad = batches.image_size, batches.crop_pad
     filters = _FILTER if batches.chosen_filters else ()
-    augmentations = [each for each in batches.augmentations if isinstance(each, PixelAugmentation)]
+    augmentations = [augmentation for augmentation in batches.augmentations if isinstance(augmentation, PixelAugmentation)]
     drawn = [kind for augmentation in augmentations for kind in augmentation.graph_types]
 
     @pipeline_def(

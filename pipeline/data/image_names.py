@@ -29,7 +29,7 @@ class PackedNames(Sequence[str]):
     """A list of strings in one block of bytes: ten million paths take their length and 8 bytes each.
 
     Args:
-        names: any strings, file names that are no UTF-8 among them.
+        names: any strings, including file names that are not UTF-8.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -129,21 +129,21 @@ def _found(arguments: Sequence[str], lines: Iterable[str]) -> Iterator[tuple[str
     for argument in arguments:
         if is_remote(argument):
             raise UserError(
-                f"{parse_place(argument)} is a URL, images or a shard set on this machine needed",
+                f"images must be on this machine, got the URL {parse_place(argument)}",
                 "copy them here; `python -m pipeline.evaluate --data URL --predictions FILE` reads a shard set in a store",
             )
         none = True
-        for each in _images_of(Path(argument), argument) if argument != STDIN else _files(lines):
+        for found in _images_of(Path(argument), argument) if argument != STDIN else _files(lines):
             none = False
-            yield each
+            yield found
         if none and argument == STDIN:
             raise UserError(
-                "standard input names 0 images, at least 1 needed",
+                "standard input must name at least one image, got none",
                 "pass a name a line; several processes have no input: pass them @FILE, or the images themselves",
             )
         if none:
             raise UserError(
-                f"{argument} holds 0 images, at least 1 needed",
+                f"{argument} must hold at least one image, got none",
                 f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them",
             )
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import DataConfig
-from pipeline.data.augment import BatchAugmentation, BatchRequest
+from pipeline.data.augment import BatchRequest
 from pipeline.data.batches import Batches
 from pipeline.data.cpu_transform import Finisher, Normalization
 from pipeline.data.decoder import Decoder
@@ -81,9 +81,9 @@ class Loader(Generic[AnyBatches]):
     ) -> None:
         whole = decoding_device(config.decode, device) == GPU
         self.batches, self.decode = batches, config.decode
-        self.bad = (
-            BadSamples(batches.shards, config.max_bad_samples, left_out=not batches.substitutes_count) if bad is None else bad
-        )
+        if bad is None:  # a record without bad samples is empty, and so false
+            bad = BadSamples(batches.shards, config.max_bad_samples, left_out=not batches.substitutes_count)
+        self.bad = bad
         threads = config.num_threads or cpu_threads
         self._stream = DeviceStream(device)
         self._reader = Reader(batches, self.bad, start, config.read_ahead)
@@ -148,44 +148,32 @@ class Loader(Generic[AnyBatches]):
         return encoded, self._normalization(pixels.to(self.device, non_blocking=True))
 
 
-def augmented(images: Tensor, request: BatchRequest, replaced: int = 0) -> Batch:
+def augmented(images: Tensor, request: BatchRequest, replaced: int = 0, at_once: bool | None = None) -> Batch:
     """Apply what follows normalization, in place, and add the labels.
-
-    On a CPU it goes image by image and group by group, as suits its caches; on a GPU in a few operations on the whole batch and
-    with one copy to the device. The pixels are the same; on a GPU Mixup rounds in its own way.
 
     Args:
         images: (B, 3, S, S) float32, normalized, on the device.
         request: its augmentation.
         replaced: substitutes for bad samples.
+        at_once: augment in a few operations on the whole batch, with one copy to the device, as a GPU needs it, instead of image by
+            image and group by group, as suits a CPU's caches. The pixels are the same; on a GPU Mixup rounds in its own way. None: on
+            a GPU.
     """
-    labels = other_labels = request.label
-    weight = np.ones(len(labels), dtype=np.float32)
-    augmentations = [each for each in request.draws if isinstance(each, BatchAugmentation)]
-    for augmentation in augmentations:
-        mixed = augmentation.mixed_labels(request)
-        if mixed:
-            other_labels, weight = mixed
-    arrays: list[np.ndarray] = [labels, other_labels, weight, request.valid]
-    if images.device.type == "cpu":
-        for augmentation in augmentations:
-            augmentation.apply_(images, request)
-        there = upload(arrays, images.device)
-    else:
-        there = augment_batch_(images, request, arrays)
-    own, other, share, valid = there
-    return Batch(images, own, other, share, valid, request, replaced)
-
-
-def augment_batch_(images: Tensor, request: BatchRequest, arrays: list[np.ndarray]) -> list[Tensor]:
-    """Augment a batch as a GPU needs it, in place; returns the arrays, (B,) each, on the device of the images."""
-    augmentations = [each for each in request.draws if isinstance(each, BatchAugmentation)]
-    needed = [each.device_arrays(request, tuple(images.shape)) for each in augmentations]
+    at_once = images.device.type != "cpu" if at_once is None else at_once
+    other_labels, weight = request.label, np.ones(len(request.label), dtype=np.float32)
+    for augmentation in request.of_batches:
+        other_labels, weight = augmentation.mixed_labels(request) or (other_labels, weight)
+    shape = tuple(images.shape)
+    needed = [augmentation.device_arrays(request, shape) if at_once else () for augmentation in request.of_batches]
+    arrays = request.label, other_labels, weight, request.valid
     there = iter(upload([*arrays, *chain.from_iterable(needed)], images.device))
-    plain = list(islice(there, len(arrays)))
-    for augmentation, own in zip(augmentations, needed):
-        augmentation.apply_batch_(images, request, *islice(there, len(own)))
-    return plain
+    own, other, share, valid = islice(there, len(arrays))
+    for augmentation, uploaded in zip(request.of_batches, needed):
+        if at_once:
+            augmentation.apply_batch_(images, request, *islice(there, len(uploaded)))
+        else:
+            augmentation.apply_(images, request)
+    return Batch(images, own, other, share, valid, request, replaced)
 
 
 def decoding_device(decode: str, device: torch.device, name: str = "data.decode") -> str:

@@ -111,7 +111,7 @@ class BadSamples:
             self._unreported[damage.index] = f"{damage}; {'it is skipped' if self._left_out else instead}"
             if len(self.replacement) > self._limit:
                 self._over = UserError(
-                    f"{len(self.replacement)} samples of {self._shards.folder} cannot be used, but data.max_bad_samples is {self._limit}; "
+                    f"{len(self.replacement)} samples of {self._shards.folder} cannot be used, but data.max_bad_samples allows {self._limit}; "
                     f"the last one: {damage}",
                     "restore the files, or raise data.max_bad_samples",
                 )

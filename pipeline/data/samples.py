@@ -76,11 +76,11 @@ class Mixture:
             keys = epoch[members], int((end - begin).sum()), seed, Stream.MIX_ORDER, number
             ends = np.cumsum(end - begin)
             shuffled = sample_at(place, *keys)
-            of = np.searchsorted(ends, shuffled, side="right")  # the set
-            shown = begin[of] + shuffled - (ends - (end - begin))[of]  # its number among the set's images of this epoch
-            for which in np.unique(of).tolist():
-                its = of == which
-                sample[members[its]] = self._of_set(which, shown[its], epoch[members[its]], seed, blocks)
+            owner = np.searchsorted(ends, shuffled, side="right")  # the set
+            shown = begin[owner] + shuffled - (ends - (end - begin))[owner]  # its number among the set's images of this epoch
+            for which in np.unique(owner).tolist():
+                own = owner == which
+                sample[members[own]] = self._of_set(which, shown[own], epoch[members[own]], seed, blocks)
         return sample
 
     def coming_runs(self, before: Run | None, now: Run, seed: int, blocks: Blocks) -> list[Run]:
@@ -100,8 +100,8 @@ class Mixture:
             windows = count_windows(size, blocks)
             first = self._window(which, *before, blocks) + 2 if before else 1
             for number in range(first, self._window(which, *now, blocks) + 2):
-                its = blocks_of_window(number % windows, number // windows, size, self.seed_of(which, seed), blocks)
-                runs += [(int(self.first_sample[which]) + start, count) for start, count in its]
+                in_set = blocks_of_window(number % windows, number // windows, size, self.seed_of(which, seed), blocks)
+                runs += [(int(self.first_sample[which]) + start, count) for start, count in in_set]
         return runs
 
     def _parts(self, blocks: Blocks | None) -> int:

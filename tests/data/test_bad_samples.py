@@ -134,7 +134,7 @@ def test_a_lost_tar_stops_the_run_with_a_sentence(fault: str, shards: Path) -> N
     with files._opening:  # other threads read
         files._descriptors.clear()  # as after a remount; an open file outlives its name
     with pytest.raises(
-        UserError, match=r"21 samples of .* cannot be used, data.max_bad_samples allows 20; .*train-00000\d.tar"
+        UserError, match=r"21 samples of .* cannot be used, but data.max_bad_samples allows 20; .*train-00000\d.tar"
     ):
         for _ in range(20):
             next(loader)

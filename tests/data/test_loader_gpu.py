@@ -11,11 +11,10 @@ from torch import Tensor
 
 from pipeline.checkpoint import read_weights
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.augment import mixing
 from pipeline.data.batches import TrainBatches
 from pipeline.data.decoding_trial import TrialLoader, Turns
 from pipeline.data.device_stream import upload
-from pipeline.data.loader import Loader, augment_batch_, augmented
+from pipeline.data.loader import Loader, augmented
 from pipeline.data.reader import BadSamples
 from pipeline.data.shards import ShardSet
 from support import launching
@@ -106,12 +105,11 @@ def test_a_whole_batch_is_augmented_in_a_few_kernels(digits_shards: Path) -> Non
     """Guards against kernels per image or group, and against erasing and mixing that differ from the CPU's."""
     plan = plan_of(digits_shards)
     request = plan.request(3)
-    arrays = (request.label, *mixing.mixed_labels(request.label, request.drawn(mixing.MixupCutmix)), request.valid)
     images = torch.randn(32, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    augment_batch_(images.to(GPU), request, arrays)  # the first use loads kernels
+    augmented(images.to(GPU), request)  # the first use loads kernels
     there = images.to(GPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        augment_batch_(there, request, arrays)
+        augmented(there, request)
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert len(names) <= 20, names

@@ -168,7 +168,7 @@ def test_an_object_that_cannot_be_had_is_a_bad_sample(copied_shards: Path, web: 
         images = remote.read_batch([sound, lost])
         assert isinstance(images[0], np.ndarray) and isinstance(images[1], DamagedSample)
         assert "train-000001.tar: sample 000001-000003 cannot be read (the answer was 500" in str(images[1])
-        with pytest.raises(UserError, match="samples of http.* cannot be used, data.max_bad_samples allows 20"):
+        with pytest.raises(UserError, match="samples of http.* cannot be used, but data.max_bad_samples allows 20"):
             batches(remote, 40, limit=20)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _FIRST_NAMED = 256  # smaller numbers are those of Stream
 _STREAMS = 1 << 16
 _registered: list[type[Augmentation]] = []
-Kind = TypeVar("Kind", bound="type[Augmentation]")
+Kind = TypeVar("Kind", bound="Augmentation")
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,23 @@ class BatchRequest:
         """What an augmentation of this kind drew; None if none is active."""
         return next((draw for augmentation, draw in self.draws.items() if isinstance(augmentation, kind)), None)
 
+    @property
+    def of_pixels(self) -> list[PixelAugmentation]:
+        """The active augmentations before normalization, in order of application."""
+        return [augmentation for augmentation in self.draws if isinstance(augmentation, PixelAugmentation)]
+
+    @property
+    def of_batches(self) -> list[BatchAugmentation]:
+        """Those after normalization, in order of application."""
+        return [augmentation for augmentation in self.draws if isinstance(augmentation, BatchAugmentation)]
+
     def digested(self) -> list[np.ndarray]:
         """All that was drawn for the images, (B, ...) each, in the order that the sample log's digests have."""
         geometry = self.geometry
-        arrays = [geometry.start, geometry.shape, geometry.resize, geometry.crop, geometry.flip]
-        for kind in (PixelAugmentation, BatchAugmentation):
-            for augmentation in self.draws:
-                if isinstance(augmentation, kind):
-                    arrays += augmentation.digested(self)
-            if kind is PixelAugmentation and self.bilinear is not None:
-                arrays.append(self.bilinear)
-        return arrays
+        crop = [geometry.start, geometry.shape, geometry.resize, geometry.crop, geometry.flip]
+        pixels = [array for augmentation in self.of_pixels for array in augmentation.digested(self)]
+        batches = [array for augmentation in self.of_batches for array in augmentation.digested(self)]
+        return [*crop, *pixels, *([] if self.bilinear is None else [self.bilinear]), *batches]
 
 
 class Augmentation(ABC):
@@ -176,7 +182,7 @@ class BatchAugmentation(Augmentation):
         return None
 
 
-def register(kind: Kind) -> Kind:
+def register(kind: type[Kind]) -> type[Kind]:
     """Add an augmentation, as a decorator of its class."""
     for other in _registered:
         if stream_number(other.stream) == stream_number(kind.stream):
@@ -207,6 +213,5 @@ def _all() -> list[type[Augmentation]]:
 
 def _arrays(draw: Any) -> Iterator[np.ndarray]:
     """The arrays of a dataclass, and of those in it, in the order of the fields."""
-    for each in fields(draw):
-        value = getattr(draw, each.name)
+    for value in (getattr(draw, each.name) for each in fields(draw)):
         yield from _arrays(value) if is_dataclass(value) else (value,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from pipeline.data.augment import BatchAugmentation, BatchRequest, PixelAugmenta
 from pipeline.data.augment.erasing import RandomErasing
 from pipeline.data.batches import TrainBatches
 from pipeline.data.dali_graph import full_graph, full_inputs
-from pipeline.data.loader import Loader, augment_batch_
+from pipeline.data.loader import Loader, augmented
 from pipeline.data.reader import BadSamples, Reader
 from pipeline.data.shards import ShardSet
 from pipeline.logs.sample_log import augmentation_digests
@@ -143,7 +143,7 @@ def test_an_augmentation_needs_its_own_file_only(
     torch.testing.assert_close(ours * outside, (levels - mean) / std * gains * outside, atol=1e-5, rtol=1e-5)
 
     whole = before.clone()
-    augment_batch_(whole, BatchRequest(**{**vars(bare), "draws": {gain: request.draws[gain]}}), [])
+    augmented(whole, replace(bare, draws={gain: request.draws[gain]}), at_once=True)
     assert torch.equal(whole, before * gains)
     digests = augmentation_digests(request)
     request.drawn(ChannelSwap).swap[3] ^= 1

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.data.augment import BatchRequest, erasing, mixing
 from pipeline.data.augment.crop import eval_geometry
-from pipeline.data.loader import augment_batch_, augmented
+from pipeline.data.loader import augmented
 
 WITHOUT_KERNEL = (
     "view",
@@ -61,10 +61,6 @@ def request_of(batch: int, size: int, seed: int, erased: float = 0.25, mixup: fl
     )
 
 
-def arrays_of(request: BatchRequest) -> tuple[np.ndarray, ...]:
-    return (request.label, *mixing.mixed_labels(request.label, request.drawn(mixing.MixupCutmix)), request.valid)
-
-
 @pytest.mark.parametrize(
     ("batch", "size", "erased", "mixup", "cutmix"),
     [
@@ -83,11 +79,10 @@ def test_whole_batches_get_the_pixels_of_single_images(
         request = request_of(batch, size, seed, erased, mixup, cutmix)
         images = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(seed))
         whole = images.clone()
-        own, other, weight, valid = augment_batch_(whole, request, arrays_of(request))
-        expected = augmented(images, request)
-        assert torch.equal(whole, expected.images), seed
-        for tensor, name in ((own, "labels"), (other, "other_labels"), (weight, "weight"), (valid, "valid")):
-            assert torch.equal(tensor, getattr(expected, name)), name
+        batch, expected = augmented(whole, request, at_once=True), augmented(images, request)
+        assert batch.images is whole
+        for name in ("images", "labels", "other_labels", "weight", "valid"):
+            assert torch.equal(getattr(batch, name), getattr(expected, name)), (name, seed)
 
 
 def test_noise_is_what_each_image_drew_alone() -> None:
@@ -114,7 +109,7 @@ def test_a_batch_takes_a_handful_of_operations() -> None:
             for augmentation in request.draws:
                 augmentation.apply_(images, request)
         with CountKernels() as whole:
-            augment_batch_(images, request, arrays_of(request))
+            augmented(images, request, at_once=True)
         whole.operators.pop("normal_")  # on the CPU, whatever the device
         few[batch], many[batch] = whole.operators.total(), single.operators.total()
     assert few[256] == few[128] <= 8, whole.operators

@@ -7,6 +7,8 @@ operations for values within float32's rounding error of the next level.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import nvidia.dali.fn as fn
 import nvidia.dali.math as math
@@ -49,6 +51,19 @@ def augment(
     return images
 
 
+def recolor(images: DataNode, op: DataNode, amount: DataNode, layers: int) -> DataNode:
+    """:func:`augment` for the operations of 3-Augment and colour jitter only: a graph of a third of the size.
+
+    Args:
+        images: (S, S, 3) uint8 RGB with layout HWC, on the CPU or the GPU.
+        op, amount: (layers,) on the CPU: nothing, solarization, colour, contrast or brightness, and in the unit of the Op.
+        layers: operations per image.
+    """
+    for layer in range(layers):
+        images = _one_of(_RECOLORING, images, op[layer], amount[layer])
+    return images
+
+
 def _layer(
     images: DataNode,
     op: DataNode,
@@ -62,54 +77,21 @@ def _layer(
         result = images
     elif (op == Op.ROTATE.value) | (op >= Op.SHEAR_X.value):
         result = _warp(images, matrix, image_size, fill, linear)
-    elif op == Op.AUTO_CONTRAST.value:
-        result = _auto_contrast(images)
-    elif op == Op.EQUALIZE.value:
-        result = _equalize(images)
-    elif op == Op.INVERT.value:
-        result = _inverse(images)
-    elif op == Op.POSTERIZE.value:
-        result = _posterize(images, amount)
-    elif op == Op.SOLARIZE.value:
-        result = _where(images < amount, images, _inverse(images))
-    elif op == Op.SOLARIZE_ADD.value:
-        brighter = images + fn.cast(amount, dtype=types.UINT8)  # at most 127 + 110: no overflow
-        result = _where(images < _level(128), brighter, images)
-    elif op == Op.COLOR.value:
-        result = _blend(_gray(images), images, amount)
-    elif op == Op.CONTRAST.value:
-        result = _blend(math.floor(fn.reductions.mean(_gray(images)) + 0.5), images, amount)
-    elif op == Op.BRIGHTNESS.value:
-        result = _to_level(images * amount)
-    else:
+    elif op == Op.SHARPNESS.value:
         result = _sharpness(images, amount, image_size)
+    else:
+        result = _one_of(_COLORS, images, op, amount)
     return result
 
 
-def recolor(images: DataNode, op: DataNode, amount: DataNode, layers: int) -> DataNode:
-    """:func:`augment` for the operations of 3-Augment and colour jitter only: a graph of a third of the size.
-
-    Args:
-        images: (S, S, 3) uint8 RGB with layout HWC, on the CPU or the GPU.
-        op, amount: (layers,) on the CPU: nothing, solarization, colour, contrast or brightness, and in the unit of the Op.
-        layers: operations per image.
-    """
-    for layer in range(layers):
-        images = _recolor_layer(images, op[layer], amount[layer])
-    return images
-
-
-def _recolor_layer(images: DataNode, op: DataNode, amount: DataNode) -> DataNode:
-    if op == Op.NOTHING.value:
-        result = images
-    elif op == Op.SOLARIZE.value:
-        result = _where(images < amount, images, _inverse(images))
-    elif op == Op.COLOR.value:
-        result = _blend(_gray(images), images, amount)
-    elif op == Op.CONTRAST.value:
-        result = _blend(math.floor(fn.reductions.mean(_gray(images)) + 0.5), images, amount)
+def _one_of(ops: tuple[Op, ...], images: DataNode, op: DataNode, amount: DataNode) -> DataNode:
+    """The one of the operations ``ops`` that an image got; DALI splits the batch at each condition."""
+    if len(ops) == 1:
+        result = _COLOR[ops[0]](images, amount)
+    elif op == ops[0].value:
+        result = _COLOR[ops[0]](images, amount)
     else:
-        result = _to_level(images * amount)
+        result = _one_of(ops[1:], images, op, amount)
     return result
 
 
@@ -175,7 +157,7 @@ def _tap(images: DataNode, matrix: DataNode, row: int, column: int) -> DataNode:
 # Colour
 
 
-def _auto_contrast(images: DataNode) -> DataNode:
+def _auto_contrast(images: DataNode, amount: DataNode) -> DataNode:
     """Stretch each channel to the range 0 to 255, in float64 like Pillow: in float32 some levels would be off by one."""
     low = fn.cast(fn.reductions.min(images, axis_names="HW", keep_dims=True), dtype=types.FLOAT64)  # (1, 1, 3)
     high = fn.cast(fn.reductions.max(images, axis_names="HW", keep_dims=True), dtype=types.FLOAT64)
@@ -185,7 +167,7 @@ def _auto_contrast(images: DataNode) -> DataNode:
     return _where(high > low, stretched, images)  # a constant channel is unchanged
 
 
-def _equalize(images: DataNode) -> DataNode:
+def _equalize(images: DataNode, amount: DataNode) -> DataNode:
     """Equalize each channel's histogram.
 
     DALI counts the pixels up to and including a level, Pillow those below it. On the inverted image DALI's counts match
@@ -196,6 +178,11 @@ def _equalize(images: DataNode) -> DataNode:
 
 def _inverse(images: DataNode) -> DataNode:
     return _level(255) - images
+
+
+def _solarize_add(images: DataNode, amount: DataNode) -> DataNode:
+    brighter = images + fn.cast(amount, dtype=types.UINT8)  # at most 127 + 110: no overflow
+    return _where(images < _level(128), brighter, images)
 
 
 def _posterize(images: DataNode, bits: DataNode) -> DataNode:
@@ -218,6 +205,22 @@ def _sharpness(images: DataNode, factor: DataNode, image_size: int) -> DataNode:
     border[1:-1, 1:-1] = 0
     blended = _blend(smooth, images, factor)
     return _where(_constant(border, images) > 0, images, blended)
+
+
+_COLOR: dict[Op, Callable[[DataNode, DataNode], DataNode]] = {
+    Op.NOTHING: lambda images, amount: images,
+    Op.AUTO_CONTRAST: _auto_contrast,
+    Op.EQUALIZE: _equalize,
+    Op.INVERT: lambda images, amount: _inverse(images),
+    Op.POSTERIZE: _posterize,
+    Op.SOLARIZE: lambda images, amount: _where(images < amount, images, _inverse(images)),
+    Op.SOLARIZE_ADD: _solarize_add,
+    Op.COLOR: lambda images, amount: _blend(_gray(images), images, amount),
+    Op.CONTRAST: lambda images, amount: _blend(math.floor(fn.reductions.mean(_gray(images)) + 0.5), images, amount),
+    Op.BRIGHTNESS: lambda images, amount: _to_level(images * amount),
+}
+_COLORS = tuple(_COLOR)[1:]
+_RECOLORING = (Op.NOTHING, Op.SOLARIZE, Op.COLOR, Op.CONTRAST, Op.BRIGHTNESS)  # of 3-Augment and colour jitter
 
 
 # Helpers
