@@ -32,8 +32,6 @@ def our_plan(settings: Settings, full: bool) -> TrainBatches:
         image_size=IMAGE_SIZE,
         global_batch_size=settings.batch_size,
         batch_size=settings.batch_size,
-        rank=0,
-        world_size=1,
         data=_our_config(settings),
         augment=FULL_RECIPE if full else AugmentConfig(),
     )

@@ -150,8 +150,6 @@ def plan(shards: ShardSet, batch_size: int) -> TrainBatches:
         image_size=224,
         global_batch_size=batch_size,
         batch_size=batch_size,
-        rank=0,
-        world_size=1,
         data=DataConfig(),
         augment=AugmentConfig(),
     )

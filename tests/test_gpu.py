@@ -34,13 +34,11 @@ def test_gpu_decoding_agrees_with_cpu_decoding(kind: str, digits_shards: Path) -
             image_size=64,
             global_batch_size=32,
             batch_size=32,
-            rank=0,
-            world_size=1,
             data=DataConfig(train_interpolation="bicubic" if kind == "train" else "random"),
             augment=AugmentConfig(rand_augment_ops=2, mixup=0.8, cutmix=1.0),
         )
     else:
-        plan = EvalBatches(shards=shards, image_size=64, batch_size=32, rank=0, world_size=1, eval_crop=0.875)
+        plan = EvalBatches(shards=shards, image_size=64, batch_size=32, eval_crop=0.875)
     on_cpu, on_gpu = (Loader(plan, DataConfig(), device) for device in (CPU, GPU))
     kept = []
     for _ in range(6):  # batches must stay valid while later ones are made

@@ -16,9 +16,10 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.gpu.common import Context, PeakMemory, Values, synchronize
-from benchmarks.gpu.in_memory import InMemory, one_process_plan
+from benchmarks.gpu.in_memory import InMemory
 from benchmarks.gpu.trace import idle, profiled
 from pipeline.config import Config
+from pipeline.data.batches import TrainBatches
 from pipeline.data.shards import ShardSet
 from pipeline.models import create_model
 from pipeline.step.forward import sample_noise
@@ -53,7 +54,7 @@ def authors_step(config: Config, device: torch.device, shards: Path) -> Callable
     wanted = config.model
     model = authors_model(create_model(wanted.name, wanted.num_classes, wanted.image_size, wanted.drop_path)).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=config.optim.weight_decay)
-    batches = InMemory(one_process_plan(ShardSet(str(shards), "train"), config), device, config.data.max_bad_samples)
+    batches = InMemory(TrainBatches.of_run(ShardSet(str(shards), "train"), config), device, config.data.max_bad_samples)
     smoothing, classes = config.train.label_smoothing, wanted.num_classes
 
     def step() -> float:

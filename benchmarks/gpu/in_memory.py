@@ -54,12 +54,12 @@ class InMemory:
     failure = None  # nothing is read ahead
     decode = "gpu"  # where a run's checkpoint would say that images are decoded
 
-    def __init__(self, plan: Any, device: torch.device, max_bad_samples: int, start: int = 0) -> None:
+    def __init__(self, batches: Any, device: torch.device, max_bad_samples: int, start: int = 0) -> None:
         from pipeline.data.reader import BadSamples
 
-        self.batches, self.device, self._next = plan, device, start
-        self.bad = BadSamples(plan.shards, max_bad_samples, left_out=False)
-        self._images = torch.randn(plan.batch_size, 3, plan.image_size, plan.image_size, device=device)  # (B, 3, H, W)
+        self.batches, self.device, self._next = batches, device, start
+        self.bad = BadSamples(batches.shards, max_bad_samples, left_out=False)
+        self._images = torch.randn(batches.batch_size, 3, batches.image_size, batches.image_size, device=device)  # (B, 3, H, W)
 
     def __iter__(self) -> InMemory:
         return self
@@ -87,26 +87,10 @@ class InMemory:
         """Nothing runs."""
 
 
-def one_process_plan(shards: Any, config: Any) -> Any:
-    """The micro-batches of a recipe in one process."""
-    from pipeline.data.batches import TrainBatches
-
-    return TrainBatches(
-        shards=shards,
-        seed=config.seed,
-        image_size=config.model.image_size,
-        global_batch_size=config.train.global_batch_size,
-        batch_size=config.train.micro_batch_size,
-        rank=0,
-        world_size=1,
-        data=config.data,
-        augment=config.augment,
-    )
-
-
 @contextmanager
 def batches_in_memory(also_for_evaluation: bool) -> Iterator[None]:
     """Runs that start within have :class:`InMemory` for their training loader."""
+    from pipeline.data.batches import TrainBatches
     from pipeline.distributed.world import World
     from pipeline.run import start
 
@@ -114,8 +98,8 @@ def batches_in_memory(also_for_evaluation: bool) -> Iterator[None]:
         shards, config, *rest = given  # versions differ in what else there is
         position = next(i for i, each in enumerate(rest) if isinstance(each, World))
         world, first_step = rest[position : position + 2]
-        plan = one_process_plan(shards, config)
-        return InMemory(plan, world.device, config.data.max_bad_samples, first_step * plan.batches_per_step)
+        batches = TrainBatches.of_run(shards, config)
+        return InMemory(batches, world.device, config.data.max_bad_samples, first_step * batches.batches_per_step)
 
     with ExitStack() as replaced:
         replaced.enter_context(patch.object(start, "training_loader", loader))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.common import Context, Rows, Values, has_key, has_module, reason, synchronize
-from benchmarks.gpu.in_memory import one_process_plan
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -55,9 +54,10 @@ def build(context: Context, plan: Any, config: Config, place: str) -> Loader:
 
 
 def train_plan(context: Context, config: Config) -> Any:
+    from pipeline.data.batches import TrainBatches
     from pipeline.data.shards import ShardSet
 
-    return one_process_plan(ShardSet(str(context.shards), "train"), config)
+    return TrainBatches.of_run(ShardSet(str(context.shards), "train"), config)
 
 
 def speed(context: Context) -> Rows:
@@ -101,8 +101,6 @@ def differences(context: Context) -> Rows:
         shards=ShardSet(str(context.shards), "val"),
         image_size=context.image_size,
         batch_size=context.batch,
-        rank=0,
-        world_size=1,
         eval_crop=plain.data.eval_crop,
     )
     cases = {

@@ -10,7 +10,7 @@ size. The length of an epoch need not be a multiple of the batch size: a step ma
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -38,8 +38,8 @@ class Batches(ABC):
     shards: Samples
     image_size: int
     batch_size: int
-    rank: int
-    world_size: int
+    rank: int = 0
+    world_size: int = 1
 
     substitutes_count: ClassVar[bool] = False  # whether a bad sample's substitute counts as a sample, or only fills the batch
 
@@ -91,11 +91,24 @@ class TrainBatches(Batches):
     substitutes_count: ClassVar[bool] = True
 
     @classmethod
+    def of_run(cls, shards: Samples, config: Config, rank: int = 0, world_size: int = 1) -> TrainBatches:
+        """The batches of a run as its config has them."""
+        return cls(
+            shards=shards,
+            seed=config.seed,
+            image_size=config.model.image_size,
+            global_batch_size=config.train.global_batch_size,
+            batch_size=config.train.micro_batch,
+            rank=rank,
+            world_size=world_size,
+            data=config.data,
+            augment=config.augment,
+        )
+
+    @classmethod
     def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> TrainBatches:
         """The batches of a run in one process, without accumulation."""
-        size, data, augment = config.model.image_size, config.data, config.augment
-        sizes = {"image_size": size, "global_batch_size": batch_size, "batch_size": batch_size}
-        return cls(shards=shards, seed=config.seed, **sizes, rank=0, world_size=1, data=data, augment=augment)
+        return replace(cls.of_run(shards, config), global_batch_size=batch_size, batch_size=batch_size)
 
     @cached_property
     def augmentations(self) -> tuple[Augmentation, ...]:

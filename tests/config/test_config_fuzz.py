@@ -133,23 +133,11 @@ def plan(config: Config, world: World, shards: dict[str, tuple[ShardSet, ShardSe
         rate = learning_rate(step - 1, schedule.steps_per_epoch, schedule.epochs, schedule.global_batch_size, config.optim)
         assert 0 <= rate < math.inf
     fill_color(config.data.mean)
-    training = TrainBatches(
-        shards=train_set,
-        seed=config.seed,
-        image_size=config.model.image_size,
-        global_batch_size=config.train.global_batch_size,
-        batch_size=config.train.micro_batch_size,
-        rank=0,
-        world_size=1,
-        data=config.data,
-        augment=config.augment,
-    )
+    training = TrainBatches.of_run(train_set, config)
     evaluation = EvalBatches(
         shards=val_set,
         image_size=config.model.image_size,
         batch_size=config.eval.batch_size,
-        rank=0,
-        world_size=1,
         eval_crop=config.data.eval_crop,
     )
     with np.errstate(over="raise", invalid="raise"):

@@ -39,8 +39,6 @@ def loader_of(folder: Path, max_bad_samples: int = 5, read_ahead: int = 1) -> Lo
         image_size=64,
         global_batch_size=48,
         batch_size=48,
-        rank=0,
-        world_size=1,
         data=config,
         augment=AugmentConfig(),
     )
@@ -176,7 +174,7 @@ def test_evaluation_leaves_a_bad_image_out_and_says_so(shards: Path) -> None:
         tar.seek(int(opened.samples["offset"][17]) + 600)
         tar.write(bytes(30))
     loader = Loader(
-        EvalBatches(shards=opened, image_size=64, batch_size=100, rank=0, world_size=1, eval_crop=0.875),
+        EvalBatches(shards=opened, image_size=64, batch_size=100, eval_crop=0.875),
         DataConfig(num_threads=1),
         CPU,
     )

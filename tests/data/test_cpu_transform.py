@@ -28,8 +28,6 @@ def test_uint8_batches_normalized_are_the_float_batches(digits_shards: Path) -> 
         image_size=SIZE,
         global_batch_size=32,
         batch_size=32,
-        rank=0,
-        world_size=1,
         data=CONFIG,
         augment=AugmentConfig(rand_augment_ops=2),
     )

@@ -35,8 +35,6 @@ def plan_of(shards: Path, augment: AugmentConfig) -> TrainBatches:
         image_size=32,
         global_batch_size=8,
         batch_size=8,
-        rank=0,
-        world_size=1,
         data=DataConfig(),
         augment=augment,
     )

@@ -124,8 +124,6 @@ def test_the_disk_is_told_of_each_block_before_it_is_needed(repeats: int, digits
         image_size=64,
         global_batch_size=48,
         batch_size=48,
-        rank=0,
-        world_size=1,
         data=config,
         augment=AugmentConfig(repeats=repeats),
     )
@@ -188,11 +186,7 @@ def test_a_panorama_falls_back_to_a_centred_window() -> None:
 def test_evaluation_pixels_are_pillows(imagenet_shards: Path, image_size: int, short_side: int) -> None:
     """Guards against an interpolation that costs accuracy (DALI #1507): bicubic, antialiased, ratio kept, centre crop."""
     shards = ShardSet(imagenet_shards, "val")
-    batch = next(
-        Loader(
-            EvalBatches(shards=shards, image_size=image_size, batch_size=32, rank=0, world_size=1, eval_crop=0.875), CONFIG, CPU
-        )
-    )
+    batch = next(Loader(EvalBatches(shards=shards, image_size=image_size, batch_size=32, eval_crop=0.875), CONFIG, CPU))
     mean, std = (torch.tensor(values)[:, None, None] for values in (CONFIG.mean, CONFIG.std))
     ours = ((batch.images * std + mean) * 255).permute(0, 2, 3, 1).numpy()  # (32, size, size, 3)
     for i, jpeg in enumerate(shards.read_jpegs(batch.request.index)):

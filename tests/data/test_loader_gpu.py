@@ -34,8 +34,6 @@ def plan_of(shards: Path, augment: AugmentConfig = EVERYTHING, size: int = 64) -
         image_size=size,
         global_batch_size=32,
         batch_size=32,
-        rank=0,
-        world_size=1,
         data=DataConfig(),
         augment=augment,
     )

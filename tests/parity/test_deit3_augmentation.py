@@ -7,14 +7,15 @@ github.com/facebookresearch/deit, which may be bare.
 from __future__ import annotations
 
 import random
-import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from pipeline.data.augment import BatchRequest
 from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
 from pipeline.data.augment.crop import simple_geometry
 from pipeline.data.augment.randaugment import Op
@@ -50,8 +51,8 @@ def test_three_augment_is_torchvisions(pictures: list[Image.Image]) -> None:
     """Every image with each of the three and a jitter: equal to the last level to torchvision's operations in the same order."""
     count = 6 * len(pictures)
     chosen, finisher = drawn(count), Finisher(count, SIZE, MEAN, STD, 1)
-    request = types.SimpleNamespace(draws={ThreeAugment(True, 0.3): chosen})
-    request.geometry = simple_geometry(*np.full((2, count), SIZE), np.full((count, CROP_UNIFORMS), 0.9), SIZE, 0.5)
+    geometry = simple_geometry(*np.full((2, count), SIZE), np.full((count, CROP_UNIFORMS), 0.9), SIZE, 0.5)
+    request = BatchRequest(*[np.arange(count)] * 5, geometry, draws={ThreeAugment(True, 0.3): chosen})
     gray = transforms.Grayscale(3)
     for i in range(count):
         picture = expected = pictures[i % len(pictures)]
@@ -119,7 +120,7 @@ def test_the_authors_choose_among_the_same_three(monkeypatch: pytest.MonkeyPatch
     radii: list[float] = []
     blur = augment.ImageFilter.GaussianBlur
     monkeypatch.setattr(augment.ImageFilter, "GaussianBlur", lambda radius: radii.append(radius) or blur(radius))
-    whole = augment.new_data_aug_generator(types.SimpleNamespace(input_size=32, src=True, color_jitter=0.3))
+    whole = augment.new_data_aug_generator(SimpleNamespace(input_size=32, src=True, color_jitter=0.3))
     kinds = [type(step).__name__ for step in whole.transforms]
     assert kinds == ["Resize", "RandomCrop", "RandomHorizontalFlip", "RandomChoice", "ColorJitter", "ToTensor", "Normalize"]
     resize, crop, _, choice, jitter, *_ = whole.transforms

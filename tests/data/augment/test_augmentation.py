@@ -169,7 +169,7 @@ def test_the_graph_for_gpus_gives_the_pixels_that_the_cpu_gets(order: str, image
     shards = ShardSet(imagenet_shards, "train")
     augment = AugmentConfig(rand_augment_ops=2)
     if order == "evaluation":
-        plan = EvalBatches(shards=shards, image_size=160, batch_size=48, rank=0, world_size=1, eval_crop=0.875)
+        plan = EvalBatches(shards=shards, image_size=160, batch_size=48, eval_crop=0.875)
     else:
         plan = TrainBatches(
             shards=shards,
@@ -177,8 +177,6 @@ def test_the_graph_for_gpus_gives_the_pixels_that_the_cpu_gets(order: str, image
             image_size=160,
             global_batch_size=48,
             batch_size=48,
-            rank=0,
-            world_size=1,
             data=CONFIG,
             augment=augment,
         )
@@ -224,8 +222,6 @@ def test_the_whole_recipe_looks_like_pillows(imagenet_samples: Path, imagenet_sh
         image_size=size,
         global_batch_size=100,
         batch_size=100,
-        rank=0,
-        world_size=1,
         data=CONFIG,
         augment=augment,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import permutations
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import nvidia.dali.fn as fn
@@ -15,6 +14,7 @@ from nvidia.dali import pipeline_def
 from PIL import Image
 
 from pipeline.config import AugmentConfig, DataConfig
+from pipeline.data.augment import BatchRequest
 from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
 from pipeline.data.augment.crop import simple_geometry
 from pipeline.data.augment.randaugment import Op
@@ -71,10 +71,8 @@ def plan_of(folder: Path, rank: int = 0, world: int = 1, size: int = 96, **data:
 def test_cpu_pixels_equal_pillow(images: list[Image.Image]) -> None:
     """Guards against an operation, or an order of them, that is not the published one: each of the three with jitter, every level."""
     chosen = cases(80)
-    request = SimpleNamespace(draws={ThreeAugment(True, 0.3): chosen})
-    request.geometry = simple_geometry(
-        *np.full((2, 80), SIZE), np.full((80, CROP_UNIFORMS), 0.9), SIZE, flip=0.5
-    )  # not flipped
+    geometry = simple_geometry(*np.full((2, 80), SIZE), np.full((80, CROP_UNIFORMS), 0.9), SIZE, flip=0.5)  # not flipped
+    request = BatchRequest(*[np.arange(80)] * 5, geometry, draws={ThreeAugment(True, 0.3): chosen})
     finisher = Finisher(80, SIZE, CONFIG.mean, CONFIG.std, 1)
     for i in range(80):
         picture = images[i % len(images)]
