@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from loader_peers_dali import our_plan
+from loader_peers_dali import our_source
 from loader_settings import IMAGE_SIZE, MEAN, STD, Settings, StoredImages
 
 from pipeline.data.augment import BatchAugmentation
@@ -33,7 +33,7 @@ def measure_parts(settings: Settings, full: bool, rounds: int) -> dict[str, floa
         full: the full recipe.
         rounds: of ``BATCHES`` batches each, after one that is not counted.
     """
-    plan = our_plan(settings, full)
+    source = our_source(settings, full)
     times: dict[str, list[float]] = {}
 
     def timed(part: str, work: Callable[[], Result]) -> Result:
@@ -50,8 +50,8 @@ def measure_parts(settings: Settings, full: bool, rounds: int) -> dict[str, floa
     graph = decoding_graph(lambda: feed.pop(0), settings.batch_size, settings.workers, 1)
 
     def one_round(first: int) -> None:
-        requests = timed("samples and draws", lambda: [plan.request(i) for i in range(first, first + BATCHES)])
-        encoded = timed("read and checksum", lambda: [plan.shards.read_jpegs(request.index) for request in requests])
+        requests = timed("samples and draws", lambda: [source.request(i) for i in range(first, first + BATCHES)])
+        encoded = timed("read and checksum", lambda: [source.shards.read_jpegs(request.index) for request in requests])
         feed[:] = [window_inputs(images, request) for images, request in zip(encoded, requests)]
         decoded = timed("decode the windows (DALI)", lambda: [graph.run()[0] for _ in range(BATCHES)])
         windows = timed("take the windows over", lambda: [[torch.from_dlpack(image) for image in batch] for batch in decoded])

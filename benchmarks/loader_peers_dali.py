@@ -19,7 +19,7 @@ FULL_RECIPE = AugmentConfig(
 )
 
 
-def our_plan(settings: Settings, full: bool) -> TrainBatches:
+def our_source(settings: Settings, full: bool) -> TrainBatches:
     """The batches that our loader is asked for.
 
     Args:
@@ -44,7 +44,7 @@ def our_loader(settings: Settings, full: bool) -> Loader:
         settings: what to read.
         full: the full recipe.
     """
-    return Loader(our_plan(settings, full), _our_config(settings), torch.device("cpu"))
+    return Loader(our_source(settings, full), _our_config(settings), torch.device("cpu"))
 
 
 def _our_config(settings: Settings) -> DataConfig:

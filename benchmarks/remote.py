@@ -87,7 +87,7 @@ def _open(args: argparse.Namespace, path: str, cache: Path | None) -> Source:
     from pipeline.data.reader import BadSamples, Reader
     from pipeline.data.shard_cache import ShardCache
     from pipeline.data.shards import ShardSet
-    from support.plans import train_plan
+    from support.batches import train_batches
 
     if path.startswith("s3://"):  # the store keeps the address that it was opened with
         url, _, port = path.rpartition("@")
@@ -101,13 +101,13 @@ def _open(args: argparse.Namespace, path: str, cache: Path | None) -> Source:
         while sum(1 for _ in cache.glob("*.tar")) < len(shards.info.shards):
             assert time.monotonic() < deadline, f"{path} is not in the cache after two minutes"
             time.sleep(0.1)
-    plan = train_plan(
+    batches = train_batches(
         shards, global_batch=args.batch, micro_batch=args.batch, image_size=224, data=data, augment=AugmentConfig()
     )
     if args.decode:
-        loader = Loader(plan, data, torch.device("cpu"))
+        loader = Loader(batches, data, torch.device("cpu"))
         return Source(lambda: len(next(loader).labels), loader.close)
-    reader = Reader(plan, BadSamples(shards, 0), 0, args.read_ahead)
+    reader = Reader(batches, BadSamples(shards, 0), 0, args.read_ahead)
     return Source(lambda: len(reader.next().images), reader.close)
 
 

@@ -135,15 +135,15 @@ class Stream:
 
 def read(shards: ShardSet, batch_size: int) -> Stream:
     """Encoded images, verified."""
-    return Stream(Reader(plan(shards, batch_size), BadSamples(shards, 0), 0, depth=4))
+    return Stream(Reader(source(shards, batch_size), BadSamples(shards, 0), 0, depth=4))
 
 
 def load(shards: ShardSet, batch_size: int) -> Stream:
     """Images of 224 pixels, on the CPU."""
-    return Stream(Loader(plan(shards, batch_size), DataConfig(num_threads=len(os.sched_getaffinity(0))), torch.device("cpu")))
+    return Stream(Loader(source(shards, batch_size), DataConfig(num_threads=len(os.sched_getaffinity(0))), torch.device("cpu")))
 
 
-def plan(shards: ShardSet, batch_size: int) -> TrainBatches:
+def source(shards: ShardSet, batch_size: int) -> TrainBatches:
     return TrainBatches(
         shards=shards,
         seed=0,

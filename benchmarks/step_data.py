@@ -59,8 +59,8 @@ def data_report(config: Config, shards: str, device: torch.device, rounds: int) 
 
 def build_loader(shards: ShardSet, config: Config, device: torch.device, threads: int) -> Loader:
     """The recipe's batches in one process."""
-    plan = TrainBatches.for_one_process(shards, config, config.train.micro_batch_size)
-    return Loader(plan, config.data, torch.device("cpu") if device.type == "cpu" else device, threads)
+    batches = TrainBatches.for_one_process(shards, config, config.train.micro_batch_size)
+    return Loader(batches, config.data, torch.device("cpu") if device.type == "cpu" else device, threads)
 
 
 def build_step(config: Config, classes: int, device: torch.device) -> Callable[[Batch], None]:

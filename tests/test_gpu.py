@@ -28,7 +28,7 @@ def test_gpu_decoding_agrees_with_cpu_decoding(kind: str, digits_shards: Path) -
     """Guards against a GPU graph that crops, flips or resizes differently; the decoders differ by a few of 255 levels."""
     shards = ShardSet(digits_shards, "train")
     if kind != "eval":
-        plan = TrainBatches(
+        batches = TrainBatches(
             shards=shards,
             seed=1,
             image_size=64,
@@ -38,8 +38,8 @@ def test_gpu_decoding_agrees_with_cpu_decoding(kind: str, digits_shards: Path) -
             augment=AugmentConfig(rand_augment_ops=2, mixup=0.8, cutmix=1.0),
         )
     else:
-        plan = EvalBatches(shards=shards, image_size=64, batch_size=32, eval_crop=0.875)
-    on_cpu, on_gpu = (Loader(plan, DataConfig(), device) for device in (CPU, GPU))
+        batches = EvalBatches(shards=shards, image_size=64, batch_size=32, eval_crop=0.875)
+    on_cpu, on_gpu = (Loader(batches, DataConfig(), device) for device in (CPU, GPU))
     kept = []
     for _ in range(6):  # batches must stay valid while later ones are made
         a, b = next(on_cpu), next(on_gpu)

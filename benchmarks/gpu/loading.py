@@ -53,7 +53,7 @@ def build(context: Context, plan: Any, config: Config, place: str) -> Loader:
     return Loader(plan, data, device, len(os.sched_getaffinity(0)))
 
 
-def train_plan(context: Context, config: Config) -> Any:
+def train_batches(context: Context, config: Config) -> Any:
     from pipeline.data.batches import TrainBatches
     from pipeline.data.shards import ShardSet
 
@@ -66,7 +66,7 @@ def speed(context: Context) -> Rows:
     for recipe, config in configs(context).items():
         for name, place in list(places(context).items())[: 1 if context.miniature else None]:
             try:
-                loader = build(context, train_plan(context, config), config, place)
+                loader = build(context, train_batches(context, config), config, place)
                 try:
                     for _ in range(warm):
                         next(loader)
@@ -105,8 +105,8 @@ def differences(context: Context) -> Rows:
     )
     cases = {
         "evaluation": (evaluation, plain),
-        "crop and flip": (train_plan(context, plain), plain),
-        "RandAugment": (train_plan(context, unmixed), unmixed),
+        "crop and flip": (train_batches(context, plain), plain),
+        "RandAugment": (train_batches(context, unmixed), unmixed),
     }
     for name, (plan, config) in cases.items():
         try:

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def loader_of(folder: Path, max_bad_samples: int = 5, read_ahead: int = 1) -> Loader:
     """Batches of 48 in one process."""
     config = DataConfig(num_threads=1, max_bad_samples=max_bad_samples, read_ahead=read_ahead)
-    plan = TrainBatches(
+    source = TrainBatches(
         shards=ShardSet(folder, "train"),
         seed=7,
         image_size=64,
@@ -42,7 +42,7 @@ def loader_of(folder: Path, max_bad_samples: int = 5, read_ahead: int = 1) -> Lo
         data=config,
         augment=AugmentConfig(),
     )
-    return Loader(plan, config, CPU)
+    return Loader(source, config, CPU)
 
 
 @pytest.fixture
@@ -216,8 +216,8 @@ def test_many_bad_samples_in_a_row_cost_little_and_leak_nothing(shards: Path) ->
 
 def test_a_run_goes_on_counts_and_stops_past_the_limit(small_run: Path, shards: Path) -> None:
     """Guards against a 64-GPU run that ends on one bad image, or that hides how many it met."""
-    plan = loader_of(shards).batches
-    victim = int(plan.request(0).index[40])  # the second process meets it
+    source = loader_of(shards).batches
+    victim = int(source.request(0).index[40])  # the second process meets it
     overwrite(shards, victim, lambda jpeg: jpeg[:-100] + bytes(40) + jpeg[-60:])
     with open(shards / "val-000000.tar", "r+b") as tar:
         tar.seek(int(ShardSet(shards, "val").samples["offset"][17]) + 600)

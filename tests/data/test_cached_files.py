@@ -23,9 +23,9 @@ from pipeline.data.reader import BadSamples, Reader
 from pipeline.data.shard_cache import ShardCache
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from support.batches import train_batches
 from support.cached_stream import digest, result_of, start_stream, wait_for_all
 from support.launching import REPOSITORY, clean_environment
-from support.plans import train_plan
 from support.stores import nginx
 
 STEPS = ("--chunk", 1 << 16)  # 26 for a shard of 1.6 MB
@@ -48,7 +48,7 @@ def until(condition: Callable[[], object]) -> None:
 
 def encoded(shards: ShardSet, data: DataConfig) -> list[bytes]:
     """The images of the first 40 batches, more than an epoch."""
-    reader = Reader(train_plan(shards, global_batch=48, micro_batch=48, data=data), BadSamples(shards, 0), 0, 2)
+    reader = Reader(train_batches(shards, global_batch=48, micro_batch=48, data=data), BadSamples(shards, 0), 0, 2)
     images = [image.tobytes() for _ in range(40) for image in reader.next().images]
     reader.close()
     return images

@@ -1,10 +1,11 @@
-"""The CPU's pixels in the two forms in which they leave it: float32 for a CPU, uint8 for a GPU."""
+"""The CPU's pixels in the two forms in which they leave it, float32 for a CPU and uint8 for a GPU; their normalization."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -22,7 +23,7 @@ SIZE = 56
 def test_uint8_batches_normalized_are_the_float_batches(digits_shards: Path) -> None:
     """Guards against a GPU that trains on other pixels when the CPU decodes: flips, RandAugment and channels, exactly."""
     shards = ShardSet(digits_shards, "train")
-    plan = TrainBatches(
+    batches = TrainBatches(
         shards=shards,
         seed=7,
         image_size=SIZE,
@@ -31,7 +32,7 @@ def test_uint8_batches_normalized_are_the_float_batches(digits_shards: Path) -> 
         data=CONFIG,
         augment=AugmentConfig(rand_augment_ops=2),
     )
-    request = plan.request(0)
+    request = batches.request(0)
     augmented, flip = request.drawn(RandAugment).op.any(axis=1), request.geometry.flip.astype(bool)
     assert all((augmented == a)[flip == f].any() for a in (False, True) for f in (False, True)), "every case occurs"
     generator = torch.Generator().manual_seed(0)
@@ -55,3 +56,47 @@ def test_resized_pixels_stay_interleaved() -> None:
     assert pixels.strides == (60 * 3, 3, 1)
     pillow = np.asarray(Image.fromarray(window).resize((60, 40), Image.Resampling.BICUBIC))[4:36, 28:60]
     assert np.abs(pixels.astype(int) - pillow).max() <= 2
+
+
+def every_level() -> torch.Tensor:
+    """(2, 3, 16, 24) uint8: every level in every channel."""
+    levels = torch.arange(256, dtype=torch.uint8).repeat(3)[: 2 * 16 * 24]
+    return torch.stack([levels, levels.flip(0), levels.roll(7)]).reshape(3, 2, 16, 24).transpose(0, 1).contiguous()
+
+
+def expected(pixels: torch.Tensor) -> np.ndarray:
+    """The formula with one rounding to float32 for each operation."""
+    scale = np.array([1 / (255 * s) for s in CONFIG.std], dtype=np.float32)[:, None, None]
+    shift = np.array([-m / s for m, s in zip(CONFIG.mean, CONFIG.std)], dtype=np.float32)[:, None, None]
+    return pixels.numpy().astype(np.float32) * scale + shift
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("result", [None, torch.contiguous_format, torch.channels_last])
+def test_every_level_in_every_layout(layout: torch.memory_format, result: torch.memory_format | None) -> None:
+    """Guards against channels that get another channel's constants, and another rounding than earlier runs trained with."""
+    pixels = every_level()
+    out = None if result is None else torch.empty(pixels.shape).contiguous(memory_format=result)
+    images = Normalization(CONFIG.mean, CONFIG.std)(pixels.contiguous(memory_format=layout), out)
+    np.testing.assert_array_equal(images.numpy(), expected(pixels))
+    assert out is None or images.data_ptr() == out.data_ptr()
+
+
+def test_the_gpus_kernel_differs_by_one_rounding() -> None:
+    """Guards against a GPU's batches that are not the CPU's: the operator that a GPU runs, here on the CPU."""
+    pixels = every_level()
+    scale, shift = Normalization(CONFIG.mean, CONFIG.std)._on(torch.device("cpu"))
+    images = torch.addcmul(shift, pixels.contiguous(memory_format=torch.channels_last), scale)
+    assert images.dtype == torch.float32
+    difference = np.abs(images.numpy() - expected(pixels))
+    assert difference.max() <= 2**-22  # half a unit in the last place of the product, which is below 4.4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_normalizes_like_the_cpu() -> None:
+    """Guards against a kernel that does not convert the pixels, or mixes the layouts up."""
+    pixels = every_level()
+    for layout in (torch.contiguous_format, torch.channels_last):
+        images = Normalization(CONFIG.mean, CONFIG.std)(pixels.cuda().contiguous(memory_format=layout))
+        assert np.abs(images.cpu().numpy() - expected(pixels)).max() <= 2**-21

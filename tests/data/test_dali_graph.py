@@ -32,15 +32,15 @@ def test_the_graph_is_within_two_levels_of_the_cpu(mode: str, size: int, eval_cr
     shards = ShardSet(imagenet_shards, "train")
     common = {"shards": shards, "image_size": size, "batch_size": BATCH, "rank": 0, "world_size": 1}
     if mode == "train":
-        plan = TrainBatches(**common, seed=7, global_batch_size=BATCH, data=CONFIG, augment=AugmentConfig())
+        batches = TrainBatches(**common, seed=7, global_batch_size=BATCH, data=CONFIG, augment=AugmentConfig())
     else:
-        plan = EvalBatches(**common, eval_crop=eval_crop)
-    request = plan.request(0)
+        batches = EvalBatches(**common, eval_crop=eval_crop)
+    request = batches.request(0)
     inputs = full_inputs(shards.read_jpegs(request.index), request)
-    (output,) = full_graph(lambda: inputs, plan, None, 1, 1).run()
+    (output,) = full_graph(lambda: inputs, batches, None, 1, 1).run()
     whole = Normalization(CONFIG.mean, CONFIG.std)(torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2))
     with torch.no_grad():
-        split = next(Loader(plan, CONFIG, torch.device("cpu"))).images
+        split = next(Loader(batches, CONFIG, torch.device("cpu"))).images
     difference = np.rint(((whole - split) * torch.tensor(CONFIG.std)[:, None, None] * 255).abs().numpy())
     assert difference.max() <= 2
     assert (difference > 0).mean() < 0.015 and (difference > 1).mean() < 1e-5

@@ -44,7 +44,7 @@ class SeveralRanks(World):
         return [value, {"gpu": 0.030, "cpu": 0.060}]
 
 
-def plan_of(shards: Path, order: str = "full") -> TrainBatches:
+def batches_of(shards: Path, order: str = "full") -> TrainBatches:
     return TrainBatches(
         shards=ShardSet(shards, "train"),
         seed=7,
@@ -58,17 +58,17 @@ def plan_of(shards: Path, order: str = "full") -> TrainBatches:
     )
 
 
-def trial(plan: TrainBatches, turns: Turns, slow: str, kept: str, measured: list) -> TrialLoader:
+def trial(batches: TrainBatches, turns: Turns, slow: str, kept: str, measured: list) -> TrialLoader:
     def open_loader(
         numbers: Iterator[int], decode: str, bad: BadSamples
     ) -> Loader[TrainBatches]:  # here, both decode on the CPU
-        return (SlowLoader if decode == slow else Loader)(plan, CONFIG, CPU, start=numbers, bad=bad)
+        return (SlowLoader if decode == slow else Loader)(batches, CONFIG, CPU, start=numbers, bad=bad)
 
     def choose(seconds: dict[str, float]) -> str:
         measured.append(seconds)
         return kept  # not the faster: on a machine that others use, either may be
 
-    return TrialLoader(plan, turns, BadSamples(plan.shards, 0), open_loader, choose)
+    return TrialLoader(batches, turns, BadSamples(batches.shards, 0), open_loader, choose)
 
 
 @pytest.mark.parametrize("slow", ["gpu", "cpu"])
@@ -76,9 +76,9 @@ def trial(plan: TrainBatches, turns: Turns, slow: str, kept: str, measured: list
 def test_a_trial_yields_the_stream_and_measures_both(slow: str, start: int, digits_shards: Path) -> None:
     """Guards against batches that are lost, repeated or exchanged between two turns or at the decision, and against times that
     are noted for the wrong loader."""
-    plan, turns, measured = plan_of(digits_shards), Turns(start, settling=2, measured=2), []
+    batches, turns, measured = batches_of(digits_shards), Turns(start, settling=2, measured=2), []
     kept = {"gpu": "cpu", "cpu": "gpu"}[slow]
-    tried, plain = trial(plan, turns, slow, kept, measured), Loader(plan, CONFIG, CPU, start=start)
+    tried, plain = trial(batches, turns, slow, kept, measured), Loader(batches, CONFIG, CPU, start=start)
     threads = 0
     for i in range(turns.total + 3):
         expected, batch = next(plain), next(tried)

@@ -28,7 +28,7 @@ ARRAYS = [
 ]
 
 
-def plan_of(shards: Path, augment: AugmentConfig) -> TrainBatches:
+def batches_of(shards: Path, augment: AugmentConfig) -> TrainBatches:
     return TrainBatches(
         shards=ShardSet(shards, "train"),
         seed=1,
@@ -66,7 +66,7 @@ def test_batches_are_made_beside_the_thread_that_takes_them(digits_shards: Path,
     threads, others = set(), {thread.ident for thread in threading.enumerate()}  # another test's loader may still be at work
     plain = loader_module.augmented
     monkeypatch.setattr(loader_module, "augmented", lambda *args: threads.add(threading.get_ident()) or plain(*args))
-    loader = Loader(plan_of(digits_shards, AugmentConfig()), DataConfig(num_threads=1), torch.device("cpu"))
+    loader = Loader(batches_of(digits_shards, AugmentConfig()), DataConfig(num_threads=1), torch.device("cpu"))
     for _ in range(4):
         next(loader)
     loader.close()
@@ -77,16 +77,16 @@ def test_batches_are_made_beside_the_thread_that_takes_them(digits_shards: Path,
 def test_a_batch_of_the_whole_graph_outlives_later_ones(augment: AugmentConfig, digits_shards: Path) -> None:
     """Guards against batches that share DALI's memory, which DALI uses again; here its whole graph runs on the CPU."""
     config = DataConfig(num_threads=1)
-    plan = plan_of(digits_shards, augment)
+    batches = batches_of(digits_shards, augment)
 
     def start() -> tuple[Reader, Decoder]:
-        reader = Reader(plan, BadSamples(plan.shards, 0), 0, config.read_ahead)
+        reader = Reader(batches, BadSamples(batches.shards, 0), 0, config.read_ahead)
         return reader, Decoder(reader, config, True, DeviceStream(torch.device("cpu")), 1)
 
     (reader, decoder), (other_reader, other) = start(), start()
     kept = [decoder.pixels()[1] for _ in range(8)]
     for encoded, pixels in (other.pixels() for _ in range(8)):
         assert torch.equal(kept.pop(0), pixels) and pixels.shape == (8, 3, 32, 32) and pixels.dtype == torch.uint8
-        assert np.array_equal(encoded.request.index, plan.request(encoded.number).index)
+        assert np.array_equal(encoded.request.index, batches.request(encoded.number).index)
     for part in (decoder, other, reader, other_reader):
         part.close()

@@ -26,9 +26,9 @@ from pipeline.data.image_checks import AS_IN_SHARDS, Rejected, prepare_image
 from pipeline.data.loader import Loader
 from pipeline.data.manifest import EXTENDED_VERSION, FORMAT_VERSION, MANIFEST, ShardManifest
 from pipeline.data.shards import ShardSet
+from support.batches import train_batches
 from support.images import encoded, picture
 from support.launching import run_script
-from support.plans import train_plan
 from support.sharding import SHARDER, digests, lines
 
 COLOURS = picture(96)
@@ -169,14 +169,16 @@ def test_a_batch_is_that_of_the_jpegs_bit_for_bit(suffix: str, twins: dict[str, 
     """Guards against crops, colours or sizes that depend on the format, on the CPU path and in the graph that GPUs run."""
     config, seen = DataConfig(num_threads=1), {}
     for name in ("jpg", suffix):
-        plan = train_plan(twins[name], global_batch=12, micro_batch=12, data=config, augment=AugmentConfig(rand_augment_ops=2))
+        batches = train_batches(
+            twins[name], global_batch=12, micro_batch=12, data=config, augment=AugmentConfig(rand_augment_ops=2)
+        )
         with torch.no_grad():
-            loader = Loader(plan, config, torch.device("cpu"))
+            loader = Loader(batches, config, torch.device("cpu"))
             batch = next(loader)
             loader.close()
-        request = plan.request(0)
+        request = batches.request(0)
         inputs = full_inputs(twins[name].read_jpegs(request.index), request)
-        (whole,) = full_graph(given(inputs), plan, None, 1, 1).run()
+        (whole,) = full_graph(given(inputs), batches, None, 1, 1).run()
         seen[name] = batch.images.numpy(), batch.labels.numpy(), np.array(whole.as_tensor())
     for ours, theirs in zip(seen[suffix], seen["jpg"]):
         assert np.array_equal(ours, theirs)

@@ -17,7 +17,7 @@ from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.jpeg import image_size
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.shards import ShardSet
-from support.plans import train_plan
+from support.batches import train_batches
 
 GLOBAL_BATCH = 48
 CPU = torch.device("cpu")
@@ -40,8 +40,8 @@ def train_loader(
     augment: AugmentConfig = NOTHING,
 ) -> Loader:
     split = {"rank": rank, "world_size": world_size, "micro_batch": micro_batch}
-    plan = train_plan(shards, global_batch=GLOBAL_BATCH, image_size=size, seed=seed, data=config, augment=augment, **split)
-    return Loader(plan, config, CPU, start=start)
+    source = train_batches(shards, global_batch=GLOBAL_BATCH, image_size=size, seed=seed, data=config, augment=augment, **split)
+    return Loader(source, config, CPU, start=start)
 
 
 def global_batches(shards: ShardSet, world_size: int, micro_batch: int, steps: int, **options) -> Iterator[list[Batch]]:
@@ -102,8 +102,8 @@ def test_a_loader_that_starts_later_goes_on_exactly(order: str, first: int, digi
 def test_an_epoch_holds_every_sample_once_and_augments_anew(digits_shards: Path) -> None:
     """Guards against an epoch's remainder that is dropped, and against the same crop in every epoch."""
     shards = ShardSet(digits_shards, "train")
-    plan = train_loader(shards, 0, 1, 48).batches
-    requests = [plan.request(i) for i in range(60)]  # two epochs and a bit, not a multiple of the batch
+    source = train_loader(shards, 0, 1, 48).batches
+    requests = [source.request(i) for i in range(60)]  # two epochs and a bit, not a multiple of the batch
     epoch = np.concatenate([r.epoch for r in requests])
     index = np.concatenate([r.index for r in requests])
     start = np.concatenate([r.geometry.start for r in requests])
@@ -118,7 +118,7 @@ def test_the_disk_is_told_of_each_block_before_it_is_needed(repeats: int, digits
     """Guards against hints that name other blocks than the order will read: late ones are useless, wrong ones cost bandwidth."""
     shards = ShardSet(digits_shards, "train")
     config = DataConfig(num_threads=1, order="block", block_size=50, window_blocks=4)
-    plan = TrainBatches(
+    source = TrainBatches(
         shards=shards,
         seed=7,
         image_size=64,
@@ -129,8 +129,8 @@ def test_the_disk_is_told_of_each_block_before_it_is_needed(repeats: int, digits
     )
     announced, of_this_window = set(), set()
     for i in range(70):  # into the third epoch
-        request = plan.request(i)
-        coming = plan.coming_blocks(i)
+        request = source.request(i)
+        coming = source.coming_blocks(i)
         shards.will_need(coming)
         if i * 48 >= 200 * repeats:  # the first window comes unannounced
             assert announced.issuperset(request.index.tolist()), i
@@ -220,12 +220,12 @@ def test_training_pixels_are_pillows_crop_resize_and_flip(imagenet_shards: Path)
 def test_evaluation_counts_every_image_once(digits_shards: Path, world_size: int, batch_size: int) -> None:
     """Guards against images that are evaluated twice or not at all when the batches do not divide the set."""
     shards = ShardSet(digits_shards, "val")
-    plans = [
+    sources = [
         EvalBatches(shards=shards, image_size=64, batch_size=batch_size, rank=rank, world_size=world_size, eval_crop=0.875)
         for rank in range(world_size)
     ]
-    assert len({len(plan) for plan in plans}) == 1, "ZeRO-3 needs the same number of forward passes everywhere"
-    requests = [plan.request(i) for plan in plans for i in range(len(plan))]
+    assert len({len(source) for source in sources}) == 1, "ZeRO-3 needs the same number of forward passes everywhere"
+    requests = [source.request(i) for source in sources for i in range(len(source))]
     counted = np.concatenate([r.index[r.valid] for r in requests])
     assert np.array_equal(np.sort(counted), np.arange(359))
     assert all(len(r.index) == batch_size for r in requests)

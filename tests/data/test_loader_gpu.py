@@ -27,7 +27,7 @@ LONG = 50_000_000  # cycles: some 30 ms, in which the loader makes several batch
 BATCHES = 24  # more than all queues hold
 
 
-def plan_of(shards: Path, augment: AugmentConfig = EVERYTHING, size: int = 64) -> TrainBatches:
+def batches_of(shards: Path, augment: AugmentConfig = EVERYTHING, size: int = 64) -> TrainBatches:
     return TrainBatches(
         shards=ShardSet(shards, "train"),
         seed=1,
@@ -58,9 +58,9 @@ def waited_for(loader: Loader) -> list[tuple[Tensor, Tensor]]:
 def test_a_consumer_far_behind_reads_what_was_made_for_it(decode: str, digits_shards: Path) -> None:
     """Guards against reading a batch before it is complete, and against its memory, or DALI's, being used again while a
     stream that is far behind is yet to read it: the host drops each batch long before the device gets to it."""
-    plan, behind = plan_of(digits_shards), torch.cuda.Stream(GPU)
-    expected = waited_for(Loader(plan, config_of(decode), GPU))
-    loader, copies = Loader(plan, config_of(decode), GPU), []
+    batches, behind = batches_of(digits_shards), torch.cuda.Stream(GPU)
+    expected = waited_for(Loader(batches, config_of(decode), GPU))
+    loader, copies = Loader(batches, config_of(decode), GPU), []
     with torch.cuda.stream(behind):
         for _ in range(BATCHES):
             torch.cuda._sleep(LONG)
@@ -76,7 +76,7 @@ def test_a_consumer_far_behind_reads_what_was_made_for_it(decode: str, digits_sh
 
 def test_taking_a_batch_does_not_wait_for_the_device(digits_shards: Path) -> None:
     """Guards against a synchronization in the hand-over: the stream that trains is still busy when the batch is there."""
-    loader = Loader(plan_of(digits_shards), config_of("gpu"), GPU)
+    loader = Loader(batches_of(digits_shards), config_of("gpu"), GPU)
     next(loader)
     torch.cuda.synchronize()
     torch.cuda._sleep(20 * LONG)
@@ -88,8 +88,8 @@ def test_taking_a_batch_does_not_wait_for_the_device(digits_shards: Path) -> Non
 
 def test_pixels_that_the_cpu_decoded_are_those_of_a_run_on_the_cpu(digits_shards: Path) -> None:
     """Guards against data.decode=cpu that augments or normalizes in another way on a GPU; only rounding may differ."""
-    plan = plan_of(digits_shards)
-    on_cpu, on_gpu = Loader(plan, config_of("cpu"), CPU), Loader(plan, config_of("cpu"), GPU)
+    batches = batches_of(digits_shards)
+    on_cpu, on_gpu = Loader(batches, config_of("cpu"), CPU), Loader(batches, config_of("cpu"), GPU)
     for _ in range(6):
         a, b = next(on_cpu), next(on_gpu)
         assert b.images.device == GPU
@@ -101,8 +101,8 @@ def test_pixels_that_the_cpu_decoded_are_those_of_a_run_on_the_cpu(digits_shards
 
 def test_a_whole_batch_is_augmented_in_a_few_kernels(digits_shards: Path) -> None:
     """Guards against kernels per image or group, and against erasing and mixing that differ from the CPU's."""
-    plan = plan_of(digits_shards)
-    request = plan.request(3)
+    batches = batches_of(digits_shards)
+    request = batches.request(3)
     images = torch.randn(32, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     augmented(images.to(GPU), request)  # the first use loads kernels
     there = images.to(GPU)
@@ -126,11 +126,11 @@ def test_arrays_survive_the_copy_to_a_busy_device() -> None:
 
 def test_a_trial_on_a_gpu_yields_the_stream(digits_shards: Path) -> None:
     """Guards against a trial that loses or repeats a batch where the two ways of decoding are really two."""
-    plan, turns = plan_of(digits_shards, AugmentConfig()), Turns(0, settling=2, measured=2)
-    open_loader = lambda numbers, decode, bad: Loader(plan, config_of(decode), GPU, start=numbers, bad=bad)  # noqa: E731
+    batches, turns = batches_of(digits_shards, AugmentConfig()), Turns(0, settling=2, measured=2)
+    open_loader = lambda numbers, decode, bad: Loader(batches, config_of(decode), GPU, start=numbers, bad=bad)  # noqa: E731
     tried, plain = (
-        TrialLoader(plan, turns, BadSamples(plan.shards, 0), open_loader, lambda _: "cpu"),
-        Loader(plan, DataConfig(), GPU),
+        TrialLoader(batches, turns, BadSamples(batches.shards, 0), open_loader, lambda _: "cpu"),
+        Loader(batches, DataConfig(), GPU),
     )
     for i in range(turns.total + 3):
         a, b = next(tried), next(plain)

@@ -86,12 +86,12 @@ def test_ranks_share_the_mixture_whatever_their_number(order: str, digits_shards
 
     def global_batch(ranks: int, step: int) -> list[tuple[int, int]]:
         sizes = {"image_size": 32, "global_batch_size": 64, "batch_size": 8, "world_size": ranks}
-        plans = [
+        parts = [
             TrainBatches(shards=mixed, seed=3, rank=rank, data=config.data, augment=config.augment, **sizes)
             for rank in range(ranks)
         ]
-        requests = [plan.request(step * plan.batches_per_step + part) for part in range(8 // ranks) for plan in plans]
-        assert all(plan.epoch_length == mixed.mixture.images for plan in plans)
+        requests = [batches.request(step * batches.batches_per_step + part) for part in range(8 // ranks) for batches in parts]
+        assert all(batches.epoch_length == mixed.mixture.images for batches in parts)
         return [(int(i), int(label)) for each in requests for i, label in zip(each.index, each.label)]
 
     for step in (0, 20, 40):  # epochs are of 23 steps or so

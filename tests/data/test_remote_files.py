@@ -20,8 +20,8 @@ from pipeline.data.remote_files import join_ranges
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 from pipeline.stores import store
+from support.batches import train_batches
 from support.http_proxy import Fault, HttpProxy, Request
-from support.plans import train_plan
 from support.stores import BUCKET, nginx, s3_server, upload
 
 
@@ -44,8 +44,8 @@ def web(copied_shards: Path, tmp_path: Path) -> Iterator[int]:
 
 def batches(shards: ShardSet, count: int, data: DataConfig = DataConfig(), limit: int = 0) -> list[list[np.ndarray]]:  # noqa: B008
     """The encoded images of the first batches of 32, and none of them a substitute."""
-    plan = train_plan(shards, global_batch=32, micro_batch=32, data=data)
-    reader = Reader(plan, BadSamples(shards, limit), 0, data.read_ahead)
+    source = train_batches(shards, global_batch=32, micro_batch=32, data=data)
+    reader = Reader(source, BadSamples(shards, limit), 0, data.read_ahead)
     try:
         read = [reader.next() for _ in range(count)]
     finally:
@@ -98,7 +98,7 @@ def test_s3_gives_the_same_batches_as_the_disk(copied_shards: Path, monkeypatch:
         augment = AugmentConfig(rand_augment_ops=2, mixup=0.8)
         loaders = [
             Loader(
-                train_plan(each, global_batch=64, micro_batch=64, augment=augment),
+                train_batches(each, global_batch=64, micro_batch=64, augment=augment),
                 DataConfig(num_threads=1),
                 torch.device("cpu"),
             )
@@ -211,7 +211,7 @@ def test_a_store_that_fails_ends_the_reading_with_one_sentence(
     with HttpProxy(web, 0, lambda request: Fault(status=status) if down else None) as proxy:
         remote = ShardSet(f"http://127.0.0.1:{proxy.port}/shards", "train")
         bad = BadSamples(remote, 5)
-        reader = Reader(train_plan(remote, global_batch=32, micro_batch=32), bad, 0, 4)
+        reader = Reader(train_batches(remote, global_batch=32, micro_batch=32), bad, 0, 4)
         reader.next()
         down = True
         with pytest.raises(UserError, match=sentence) as error:

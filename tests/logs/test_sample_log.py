@@ -22,8 +22,8 @@ from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.logs.sample_log import SampleLog, augmentation_digests
+from support.batches import train_batches
 from support.launching import REPOSITORY, clean_environment
-from support.plans import train_plan
 
 EVERYTHING = AugmentConfig(rand_augment_ops=2, erasing=0.5, mixup=0.8, cutmix=1.0, mix_group=4)
 
@@ -50,17 +50,17 @@ while True:
 """
 
 
-def plan(
+def batches(
     shards: Path, rank: int = 0, size: int = 1, micro_batch_size: int = 16, augment: AugmentConfig = EVERYTHING
 ) -> TrainBatches:
     split = {"rank": rank, "world_size": size, "micro_batch": micro_batch_size}
-    return train_plan(ShardSet(shards, "train"), global_batch=32, augment=augment, **split)
+    return train_batches(ShardSet(shards, "train"), global_batch=32, augment=augment, **split)
 
 
 def record(run_dir: Path, shards: Path, size: int, micro_batch_size: int, steps: range) -> None:
     """Write the record of steps, numbered from 1, as ``size`` processes would."""
     for rank in range(size):
-        own = plan(shards, rank, size, micro_batch_size)
+        own = batches(shards, rank, size, micro_batch_size)
         log = SampleLog(run_dir, World(rank, size, torch.device("cpu"), 1), steps[0])
         for step in steps:
             for part in range(own.batches_per_step):
@@ -118,7 +118,7 @@ def change(request: BatchRequest, part: str, name: str, image: int) -> BatchRequ
 )
 def test_every_number_that_was_drawn_is_in_the_digest(part: str, name: str, digits_shards: Path) -> None:
     """Guards against two runs that are called equal although a crop, an operation, a noise seed or a mixing partner differs."""
-    request = plan(digits_shards).request(3)
+    request = batches(digits_shards).request(3)
     before, after = augmentation_digests(request), augmentation_digests(change(request, part, name, image=5))
     differ = [i for i in range(16) if before[i] != after[i]]
     assert differ == ([4, 5, 6, 7] if part == "MixupCutmix" else [5])
@@ -126,12 +126,12 @@ def test_every_number_that_was_drawn_is_in_the_digest(part: str, name: str, digi
 
 def test_a_partner_that_is_another_sample_is_in_the_digest(digits_shards: Path) -> None:
     """Guards against a mixture with the replacement of a bad sample that is taken for the one with the sample itself."""
-    request = plan(digits_shards).request(3)
+    request = batches(digits_shards).request(3)
     other = dataclasses.replace(request, index=np.where(np.arange(16) == 5, 0, request.index))
     before, after = augmentation_digests(request), augmentation_digests(other)
     partner_of = (5 - int(request.drawn(MixupCutmix).distance[1]) - 4) % 4 + 4  # whose partner image 5 is
     assert [i for i in range(16) if before[i] != after[i]] == [partner_of]
-    plain = plan(digits_shards, augment=AugmentConfig()).request(3)  # nothing but crop and flip
+    plain = batches(digits_shards, augment=AugmentConfig()).request(3)  # nothing but crop and flip
     assert len(set(augmentation_digests(plain))) == 16
 
 

@@ -27,7 +27,7 @@ SIZE = 64
 CONFIG = DataConfig(num_threads=1)
 
 
-def plan_of(folder: Path, augment: AugmentConfig, rank: int = 0, world_size: int = 1, micro_batch: int = 48) -> TrainBatches:
+def source_of(folder: Path, augment: AugmentConfig, rank: int = 0, world_size: int = 1, micro_batch: int = 48) -> TrainBatches:
     return TrainBatches(
         shards=ShardSet(folder, "train"),
         seed=7,
@@ -42,7 +42,7 @@ def plan_of(folder: Path, augment: AugmentConfig, rank: int = 0, world_size: int
 
 
 def batches_of(folder: Path, augment: AugmentConfig, count: int) -> list[Batch]:
-    loader = Loader(plan_of(folder, augment), CONFIG, torch.device("cpu"))
+    loader = Loader(source_of(folder, augment), CONFIG, torch.device("cpu"))
     return [next(loader) for _ in range(count)]
 
 
@@ -169,9 +169,9 @@ def test_the_graph_for_gpus_gives_the_pixels_that_the_cpu_gets(order: str, image
     shards = ShardSet(imagenet_shards, "train")
     augment = AugmentConfig(rand_augment_ops=2)
     if order == "evaluation":
-        plan = EvalBatches(shards=shards, image_size=160, batch_size=48, eval_crop=0.875)
+        source = EvalBatches(shards=shards, image_size=160, batch_size=48, eval_crop=0.875)
     else:
-        plan = TrainBatches(
+        source = TrainBatches(
             shards=shards,
             seed=7,
             image_size=160,
@@ -180,12 +180,12 @@ def test_the_graph_for_gpus_gives_the_pixels_that_the_cpu_gets(order: str, image
             data=CONFIG,
             augment=augment,
         )
-    request = plan.request(0)
+    request = source.request(0)
     inputs = full_inputs(shards.read_jpegs(request.index), request)
-    graph = full_graph(lambda: inputs, plan, None, 1, 1)
+    graph = full_graph(lambda: inputs, source, None, 1, 1)
     (output,) = graph.run()
     whole = Normalization(CONFIG.mean, CONFIG.std)(torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2))
-    split = next(Loader(plan, CONFIG, torch.device("cpu"))).images
+    split = next(Loader(source, CONFIG, torch.device("cpu"))).images
     std = torch.tensor(CONFIG.std)[:, None, None]
     difference = ((whole - split) * std * 255).abs().mean(dim=(1, 2, 3))  # (48,) levels
     ops = request.drawn(RandAugment)
@@ -216,7 +216,7 @@ def test_the_whole_recipe_looks_like_pillows(imagenet_samples: Path, imagenet_sh
     """
     size, views = 64, 4
     augment = AugmentConfig(rand_augment_ops=2, erasing=0.25)
-    plan = TrainBatches(
+    source = TrainBatches(
         shards=ShardSet(imagenet_shards, "train"),
         seed=7,
         image_size=size,
@@ -225,7 +225,7 @@ def test_the_whole_recipe_looks_like_pillows(imagenet_samples: Path, imagenet_sh
         data=CONFIG,
         augment=augment,
     )
-    loader = Loader(plan, CONFIG, torch.device("cpu"))
+    loader = Loader(source, CONFIG, torch.device("cpu"))
     ours = torch.cat([next(loader).images.clone() for _ in range(5 * views)])
     rng = np.random.default_rng(0)
     pictures = [Image.open(path).convert("RGB") for path in sorted(imagenet_samples.glob("*/*.JPEG"))]

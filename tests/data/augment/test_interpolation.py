@@ -21,8 +21,8 @@ from pipeline.data.loader import Loader
 from pipeline.data.shards import ShardSet
 from pipeline.logs.sample_log import augmentation_digests
 from pipeline.philox import Stream, uniforms
+from support.batches import train_batches
 from support.launching import REPOSITORY
-from support.plans import train_plan
 from support.randaugment_reference import GEOMETRIC, reference
 
 BATCH = 24
@@ -30,26 +30,26 @@ PLAIN = AugmentConfig()
 LAYERS = AugmentConfig(rand_augment_ops=2)
 
 
-def plan_of(
+def batches_of(
     folder: Path, rule: str, augment: AugmentConfig = LAYERS, rank: int = 0, ranks: int = 1, size: int = 64
 ) -> TrainBatches:
     data, split = DataConfig(num_threads=1, train_interpolation=rule), {"rank": rank, "world_size": ranks}
     shards = ShardSet(folder, "train")
-    return train_plan(
+    return train_batches(
         shards, global_batch=BATCH, micro_batch=BATCH // ranks, image_size=size, data=data, augment=augment, **split
     )
 
 
-def levels_of(plan: TrainBatches, images: torch.Tensor) -> np.ndarray:
+def levels_of(batches: TrainBatches, images: torch.Tensor) -> np.ndarray:
     """Normalized images as levels of 255."""
-    mean, std = (torch.tensor(values)[:, None, None] for values in (plan.data.mean, plan.data.std))
+    mean, std = (torch.tensor(values)[:, None, None] for values in (batches.data.mean, batches.data.std))
     return ((images * std + mean) * 255).round().int().numpy()
 
 
-def loaded(plan: TrainBatches) -> np.ndarray:
+def loaded(batches: TrainBatches) -> np.ndarray:
     """The first batch of the CPU path, (B, 3, S, S) levels."""
-    loader = Loader(plan, plan.data, torch.device("cpu"))
-    images = levels_of(plan, next(loader).images)
+    loader = Loader(batches, batches.data, torch.device("cpu"))
+    images = levels_of(batches, next(loader).images)
     loader.close()
     return images
 
@@ -71,29 +71,29 @@ def draws(request: BatchRequest) -> list[np.ndarray]:
 def test_random_is_a_fair_coin_for_each_crop_and_each_operation(digits_shards: Path) -> None:
     """Guards against one choice for a whole image, which timm does not make, and against choices that follow the other draws."""
     augment = AugmentConfig(rand_augment_ops=3)
-    plan = train_plan(
+    batches = train_batches(
         ShardSet(digits_shards, "train"),
         global_batch=50_000,
         micro_batch=50_000,
         data=DataConfig(train_interpolation="random"),
         augment=augment,
     )
-    request = plan.request(0)
+    request = batches.request(0)
     chosen = request.bilinear.astype(float)  # (n, 4)
-    crops = uniforms(Stream.CROP_AND_FLIP, plan.seed, request.epoch, request.position, 4)
+    crops = uniforms(Stream.CROP_AND_FLIP, batches.seed, request.epoch, request.position, 4)
     np.testing.assert_allclose(chosen.mean(axis=0), 0.5, atol=0.012)  # 5 standard deviations
     together = np.corrcoef(np.column_stack([chosen, crops]).T)  # (8, 8)
     assert np.abs(together - np.eye(8)).max() < 0.023  # 5 standard deviations
-    assert plan_of(digits_shards, "bilinear").request(0).bilinear.all()
+    assert batches_of(digits_shards, "bilinear").request(0).bilinear.all()
 
 
 @pytest.mark.parametrize("augment", [PLAIN, LAYERS])
 def test_the_key_changes_no_other_draw(augment: AugmentConfig, digits_shards: Path) -> None:
     """Guards against runs with bicubic filters that are another stream than before there was a choice."""
-    plain = plan_of(digits_shards, "bicubic", augment).request(3)
+    plain = batches_of(digits_shards, "bicubic", augment).request(3)
     assert plain.bilinear is None
     for rule in ("bilinear", "random"):
-        request = plan_of(digits_shards, rule, augment).request(3)
+        request = batches_of(digits_shards, rule, augment).request(3)
         for before, after in zip(draws(plain), draws(request), strict=True):
             np.testing.assert_array_equal(before, after)
         assert request.bilinear.shape == (BATCH, 1 + augment.rand_augment_ops)
@@ -103,16 +103,16 @@ def test_the_key_changes_no_other_draw(augment: AugmentConfig, digits_shards: Pa
 
 def test_filters_do_not_depend_on_the_number_of_processes(digits_shards: Path) -> None:
     """Guards against a restart on other hardware that trains on other pixels."""
-    whole = plan_of(digits_shards, "random").request(2).bilinear
-    parts = [plan_of(digits_shards, "random", rank=rank, ranks=4).request(2).bilinear for rank in range(4)]
+    whole = batches_of(digits_shards, "random").request(2).bilinear
+    parts = [batches_of(digits_shards, "random", rank=rank, ranks=4).request(2).bilinear for rank in range(4)]
     np.testing.assert_array_equal(whole, np.concatenate(parts))
 
 
 def test_images_with_bicubic_draws_are_those_of_a_bicubic_run(digits_shards: Path) -> None:
     """Guards against filters that are given to another image, or to another of its operations, on the CPU path."""
-    plan = plan_of(digits_shards, "random")
-    bicubic, bilinear, random = (loaded(plan_of(digits_shards, rule)) for rule in ("bicubic", "bilinear", "random"))
-    request = plan.request(0)
+    batches = batches_of(digits_shards, "random")
+    bicubic, bilinear, random = (loaded(batches_of(digits_shards, rule)) for rule in ("bicubic", "bilinear", "random"))
+    request = batches.request(0)
     geometric = np.isin(request.drawn(RandAugment).op, GEOMETRIC)
     chosen = np.column_stack([request.bilinear[:, 0], request.bilinear[:, 1:] & geometric])
     matters = np.column_stack([np.ones(BATCH, bool), geometric])
@@ -144,31 +144,31 @@ def test_the_cpus_pixels_are_pillows(imagenet_samples: Path) -> None:
 @pytest.mark.parametrize(("rule", "size"), [("random", 224), ("bilinear", 64)])
 def test_the_graph_is_within_two_levels_of_the_cpu(rule: str, size: int, imagenet_shards: Path) -> None:
     """Guards against a graph for GPUs that takes another filter, or repeats the border's pixels where Pillow leaves them out."""
-    plan = plan_of(imagenet_shards, rule, PLAIN, size=size)
-    request = plan.request(0)
-    inputs = full_inputs(plan.shards.read_jpegs(request.index), request)
-    (output,) = full_graph(lambda: inputs, plan, None, 1, 1).run()
+    batches = batches_of(imagenet_shards, rule, PLAIN, size=size)
+    request = batches.request(0)
+    inputs = full_inputs(batches.shards.read_jpegs(request.index), request)
+    (output,) = full_graph(lambda: inputs, batches, None, 1, 1).run()
     graph = torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2).numpy().astype(int)
-    difference = np.abs(graph - loaded(plan))
+    difference = np.abs(graph - loaded(batches))
     assert difference.max() <= 2
     assert (difference > 0).mean() < 0.015 and (difference > 1).mean() < 1e-5
 
 
 def test_the_graph_gives_each_operation_its_filter(imagenet_shards: Path) -> None:
     """Guards against RandAugment's filters in another order than the images' or the operations' in the graph for GPUs."""
-    plan = plan_of(imagenet_shards, "random", AugmentConfig(rand_augment_ops=3))
-    request = plan.request(0)
+    batches = batches_of(imagenet_shards, "random", AugmentConfig(rand_augment_ops=3))
+    request = batches.request(0)
     linear = request.bilinear[:, 1:]
     op = np.where(np.arange(BATCH)[:, None] % 3 == np.arange(3), Op.ROTATE, Op.NOTHING).astype(np.int32)  # one layer of three
-    (rand_augment,) = plan.augmentations
+    (rand_augment,) = batches.augmentations
     fixed = np.column_stack([np.zeros(BATCH, bool), linear])
     request = replace(request, bilinear=fixed, draws={rand_augment: Ops(op, np.full(op.shape, 20, np.float32))})
-    inputs = full_inputs(plan.shards.read_jpegs(request.index), request)
-    (output,) = full_graph(lambda: inputs, plan, None, 1, 1).run()
+    inputs = full_inputs(batches.shards.read_jpegs(request.index), request)
+    (output,) = full_graph(lambda: inputs, batches, None, 1, 1).run()
     graph = torch.from_dlpack(output.as_tensor()).numpy().astype(int)
     plain = replace(request, draws={}, bilinear=None)
-    bare = full_inputs(plan.shards.read_jpegs(plain.index), plain)
-    (output,) = full_graph(lambda: bare, plan_of(imagenet_shards, "bicubic", PLAIN), None, 1, 1).run()
+    bare = full_inputs(batches.shards.read_jpegs(plain.index), plain)
+    (output,) = full_graph(lambda: bare, batches_of(imagenet_shards, "bicubic", PLAIN), None, 1, 1).run()
     before = torch.from_dlpack(output.as_tensor()).numpy()
     linear = linear[np.arange(BATCH), np.arange(BATCH) % 3]
     assert 0 < linear.sum() < BATCH

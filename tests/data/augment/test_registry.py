@@ -22,7 +22,7 @@ from pipeline.data.reader import BadSamples, Reader
 from pipeline.data.shards import ShardSet
 from pipeline.logs.sample_log import augmentation_digests
 from pipeline.philox import Stream
-from support.plans import train_plan
+from support.batches import train_batches
 
 BATCH, SIZE = 24, 48
 DATA = DataConfig(num_threads=1, crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0), flip=0.0)
@@ -88,9 +88,9 @@ class RandomGain(BatchAugmentation):
         images *= torch.from_numpy(request.draws[self].factor).to(images)[:, None, None, None]
 
 
-def plan_of(shards: Path) -> TrainBatches:
+def batches_of(shards: Path) -> TrainBatches:
     shard_set = ShardSet(shards, "train")
-    return train_plan(
+    return train_batches(
         shard_set, global_batch=BATCH, micro_batch=BATCH, image_size=SIZE, data=DATA, augment=AugmentConfig(erasing=0.3)
     )
 
@@ -110,21 +110,21 @@ def test_an_augmentation_needs_its_own_file_only(
     registered: None, imagenet_shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a stage that names augmentations: pixels of the loader and of the graph, whole batches, digests, order."""
-    plan, config = plan_of(imagenet_shards), DATA
-    swap, erasing, gain = plan.augmentations
-    assert [type(each) for each in plan.augmentations] == [ChannelSwap, RandomErasing, RandomGain]
-    request = plan.request(0)
+    batches, config = batches_of(imagenet_shards), DATA
+    swap, erasing, gain = batches.augmentations
+    assert [type(each) for each in batches.augmentations] == [ChannelSwap, RandomErasing, RandomGain]
+    request = batches.request(0)
     swapped, factor = request.drawn(ChannelSwap).swap.astype(bool), request.drawn(RandomGain).factor
     assert 4 < swapped.sum() < 20 and len(set(factor)) == BATCH
-    loader = Loader(plan, config, torch.device("cpu"))
+    loader = Loader(batches, config, torch.device("cpu"))
     ours = next(loader).images
     loader.close()
-    inputs = full_inputs(Reader(plan, BadSamples(plan.shards, 0), 0, 1).read(0).images, request)
-    (output,) = full_graph(lambda: inputs, plan, None, 1, 1).run()
+    inputs = full_inputs(Reader(batches, BadSamples(batches.shards, 0), 0, 1).read(0).images, request)
+    (output,) = full_graph(lambda: inputs, batches, None, 1, 1).run()
     graph = torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2).clone()  # (B, 3, S, S)
 
     monkeypatch.setattr(augment, "_all", lambda: [RandomErasing])
-    plain = plan_of(imagenet_shards)
+    plain = batches_of(imagenet_shards)
     bare = plain.request(0)
     loader = Loader(plain, config, torch.device("cpu"))
     before = next(loader).images

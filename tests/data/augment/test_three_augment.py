@@ -54,7 +54,7 @@ def cases(count: int) -> ThreeAugment:
     return chosen
 
 
-def plan_of(folder: Path, rank: int = 0, world: int = 1, size: int = 96, **data: object) -> TrainBatches:
+def batches_of(folder: Path, rank: int = 0, world: int = 1, size: int = 96, **data: object) -> TrainBatches:
     return TrainBatches(
         shards=ShardSet(folder, "train"),
         seed=7,
@@ -198,13 +198,13 @@ def test_the_graph_for_gpus_gives_the_pixels_that_the_cpu_gets(imagenet_shards: 
 
     The resizes differ by up to two levels, which solarization makes up to 255 where it decides otherwise.
     """
-    plan = plan_of(imagenet_shards, train_crop="simple")
-    request = plan.request(0)
-    inputs = full_inputs(plan.shards.read_jpegs(request.index), request)
-    graph = full_graph(lambda: inputs, plan, None, 1, 1)
+    batches = batches_of(imagenet_shards, train_crop="simple")
+    request = batches.request(0)
+    inputs = full_inputs(batches.shards.read_jpegs(request.index), request)
+    graph = full_graph(lambda: inputs, batches, None, 1, 1)
     (output,) = graph.run()
     whole = Normalization(CONFIG.mean, CONFIG.std)(torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2))
-    loader = Loader(plan, CONFIG, torch.device("cpu"))
+    loader = Loader(batches, CONFIG, torch.device("cpu"))
     split = next(loader).images
     loader.close()
     levels = ((whole - split) * torch.tensor(CONFIG.std)[:, None, None] * 255).abs()  # (B, 3, S, S)
@@ -215,8 +215,8 @@ def test_the_graph_for_gpus_gives_the_pixels_that_the_cpu_gets(imagenet_shards: 
 
 def test_a_sample_is_the_same_on_two_ranks(imagenet_shards: Path) -> None:
     """Guards against draws that depend on the world size, and digests that leave the blur out."""
-    whole = plan_of(imagenet_shards, train_crop="simple").request(3)
-    parts = [plan_of(imagenet_shards, rank, 2, train_crop="simple").request(3) for rank in (0, 1)]
+    whole = batches_of(imagenet_shards, train_crop="simple").request(3)
+    parts = [batches_of(imagenet_shards, rank, 2, train_crop="simple").request(3) for rank in (0, 1)]
     for ours, first, second in zip(*(augmentation_digests(each) for each in (whole, *parts)), strict=False):
         assert ours == first != second
     blur = whole.drawn(ThreeAugment).blur
@@ -228,8 +228,8 @@ def test_a_sample_is_the_same_on_two_ranks(imagenet_shards: Path) -> None:
 
 
 def test_other_draws_stay_as_they_are(imagenet_shards: Path) -> None:
-    """Guards against 3-Augment taking numbers of the crop, the flip or the mixing: those of a plan without it are the same."""
-    ours, plain = plan_of(imagenet_shards), plan_of(imagenet_shards)
+    """Guards against 3-Augment taking numbers of the crop, the flip or the mixing: those of batches without it are the same."""
+    ours, plain = batches_of(imagenet_shards), batches_of(imagenet_shards)
     object.__setattr__(plain, "augment", AugmentConfig())
     with_it, without = ours.request(1), plain.request(1)
     for name in ("start", "shape", "resize", "crop", "flip"):

@@ -15,13 +15,13 @@ from pipeline.data.augment import mixing
 from pipeline.data.batches import TrainBatches
 from pipeline.data.order import Placing, epoch_length
 from pipeline.data.shards import ShardSet
-from support.plans import train_plan
+from support.batches import train_batches
 
 FULL, BLOCK = DataConfig(), DataConfig(order="block", block_size=50, window_blocks=4)
 EVERYTHING = AugmentConfig(rand_augment_ops=2, erasing=0.25, mixup=0.8, cutmix=1.0, mix_group=6, repeats=3)
 
 
-def plan_of(
+def batches_of(
     shards: ShardSet,
     augment: AugmentConfig,
     rank: int = 0,
@@ -30,14 +30,14 @@ def plan_of(
     data: DataConfig = FULL,
 ) -> TrainBatches:
     split = {"rank": rank, "world_size": world_size, "micro_batch": micro_batch}
-    return train_plan(shards, global_batch=48, data=data, augment=augment, **split)
+    return train_batches(shards, global_batch=48, data=data, augment=augment, **split)
 
 
 def global_batch(shards: ShardSet, step: int, world_size: int, micro_batch: int) -> dict[str, np.ndarray]:
     """All that is drawn for the images of a step, in the order of the global batch: name -> (48 or its groups, ...)."""
-    plans = [plan_of(shards, EVERYTHING, rank, world_size, micro_batch, BLOCK) for rank in range(world_size)]
-    per_step = plans[0].batches_per_step
-    parts = [dict(_arrays(plan.request(step * per_step + part))) for part in range(per_step) for plan in plans]
+    by_rank = [batches_of(shards, EVERYTHING, rank, world_size, micro_batch, BLOCK) for rank in range(world_size)]
+    per_step = by_rank[0].batches_per_step
+    parts = [dict(_arrays(batches.request(step * per_step + part))) for part in range(per_step) for batches in by_rank]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -101,17 +101,17 @@ def reference_repeated_epoch(order: np.ndarray, repeats: int, world_size: int, r
 def test_repeated_augmentation_reads_what_the_reference_sampler_reads(world_size: int, digits_shards: Path) -> None:
     """Guards against another epoch length, other images in a step, or views that are the same crop: 1,438 images, three views each."""
     shards = ShardSet(digits_shards, "train")
-    plans = [plan_of(shards, AugmentConfig(repeats=3), rank, world_size, 48 // world_size) for rank in range(world_size)]
-    length = plans[0].epoch_length
+    by_rank = [batches_of(shards, AugmentConfig(repeats=3), rank, world_size, 48 // world_size) for rank in range(world_size)]
+    length = by_rank[0].epoch_length
     assert length == epoch_length(1438, 3) == 1280 and epoch_length(1438, 1) == 1438 and epoch_length(100, 3) == 100
     steps = -(-length // 48)
-    requests = [plan.request(step) for step in range(steps) for plan in plans]
+    requests = [batches.request(step) for step in range(steps) for batches in by_rank]
     epoch = np.concatenate([r.epoch for r in requests])
     index = np.concatenate([r.index for r in requests])[epoch == 0]
     position = np.concatenate([r.position for r in requests])[epoch == 0]
     start = np.concatenate([r.geometry.start for r in requests])[epoch == 0]
 
-    full_order = plan_of(shards, AugmentConfig()).request  # without repeats: the epoch's permutation itself
+    full_order = batches_of(shards, AugmentConfig()).request  # without repeats: the epoch's permutation itself
     order = np.concatenate([full_order(step).index for step in range(30)])[:1438]
     reference = [reference_repeated_epoch(order, 3, world_size, rank) for rank in range(world_size)]
     assert sorted(index) == sorted(sample for part in reference for sample in part)
@@ -126,10 +126,10 @@ def test_repeated_augmentation_reads_what_the_reference_sampler_reads(world_size
 @pytest.mark.parametrize("group", [8, 16, 24, 48])
 def test_views_of_one_image_are_never_mixed_with_each_other(group: int, digits_shards: Path) -> None:
     """Guards against Mixup partners that are the same image, also in groups too large to hold different images only."""
-    plan = plan_of(ShardSet(digits_shards, "train"), AugmentConfig(repeats=3, mixup=0.8, cutmix=1.0, mix_group=group))
+    batches = batches_of(ShardSet(digits_shards, "train"), AugmentConfig(repeats=3, mixup=0.8, cutmix=1.0, mix_group=group))
     distances = set()
     for step in range(27):
-        request = plan.request(step)
+        request = batches.request(step)
         other, _ = mixing.mixed_labels(request.index, request.drawn(mixing.MixupCutmix))
         assert (other != request.index)[request.epoch == request.epoch.min()].all()
         distances |= set(request.drawn(mixing.MixupCutmix).distance.tolist())

@@ -1,4 +1,4 @@
-"""Small training plans."""
+"""Batches of small trainings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pipeline.data.batches import TrainBatches
 from pipeline.data.shards import ShardSet
 
 
-def train_plan(
+def train_batches(
     shards: ShardSet,
     *,
     global_batch: int,
