@@ -56,18 +56,19 @@ class Loader(Generic[AnyBatches]):
 
     Args:
         batches: the samples and augmentation of each.
-        config: where to decode, normalization, threads, prefetch depths, number of bad samples to tolerate.
+        config: normalization, threads, prefetch depths, number of bad samples to tolerate.
         device: of the batches.
         cpu_threads: default for ``config.num_threads``: this rank's share of the node's cores.
         start: number of the first batch, which the others follow; or the endless numbers of all.
         bad: records the samples that cannot be used; by default, a record of the loader's own.
+        decode: where to decode, instead of ``config.decode``.
 
     Attributes:
         bad: the samples found bad so far.
-        decode: ``data.decode``, as it was given.
+        decode: where to decode, as it was given.
 
     Raises:
-        UserError: ``data.decode`` is gpu and the device is none.
+        UserError: it is to decode on a GPU, and the device is none.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class Loader(Generic[AnyBatches]):
         cpu_threads: int = 1,
         start: int | Iterable[int] = 0,
         bad: BadSamples | None = None,
+        decode: str | None = None,
     ) -> None:
-        whole = decoding_device(config.decode, device) == GPU
-        self.batches, self.decode = batches, config.decode
+        self.batches, self.decode = batches, decode or config.decode
+        whole = decoding_device(self.decode, device) == GPU
         if bad is None:  # a record without bad samples is empty, and so false
             bad = BadSamples(batches.shards, config.max_bad_samples, left_out=not batches.substitutes_count)
         self.bad = bad

@@ -47,8 +47,7 @@ def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: flo
     unit = config.augment.unit
     batch = max(unit, min(config.train.micro_batch, _LARGEST_BATCH) // unit * unit)
     batches = TrainBatches.for_one_process(train_set, config, batch)
-    data = config.data.model_copy(update={"decode": CPU})
-    loader = Loader(batches, data, torch.device("cpu"), threads)
+    loader = Loader(batches, config.data, torch.device("cpu"), threads, decode=CPU)
     try:
         for _ in range(_WARM_UP):
             next(loader)

@@ -110,26 +110,14 @@ def training_loader(
         world: all ranks.
         first_step: steps done before.
     """
-    batches = TrainBatches(
-        shards=shards,
-        seed=config.seed,
-        image_size=config.model.image_size,
-        global_batch_size=config.train.global_batch_size,
-        batch_size=config.train.micro_batch,
-        rank=world.rank,
-        world_size=world.size,
-        data=config.data,
-        augment=config.augment,
-    )
+    batches = TrainBatches.of_run(shards, config, world.rank, world.size)
     start = first_step * batches.batches_per_step
+
+    def open_loader(start: int | Iterator[int], decode: str, bad: BadSamples | None = None) -> Loader[TrainBatches]:
+        return Loader(batches, config.data, world.device, world.cpu_threads, start, bad, decode)
+
     if decode != AUTO or world.device.type == "cpu":
-        data = config.data.model_copy(update={"decode": decode})
-        return Loader(batches, data, world.device, world.cpu_threads, start)
-
-    def open_loader(numbers: Iterator[int], decode: str, bad: BadSamples) -> Loader[TrainBatches]:
-        data = config.data.model_copy(update={"decode": decode})
-        return Loader(batches, data, world.device, world.cpu_threads, numbers, bad)
-
+        return open_loader(start, decode)
     turns = Turns.of_steps(start, config.data.prefetch, batches.batches_per_step)
     say(
         world,
