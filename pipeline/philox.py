@@ -1,4 +1,4 @@
-"""Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
+"""Draw counter-based random numbers with Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
 
 The generator is stateless: a counter maps to four random 32-bit words. The numbers of sample ``position`` of ``epoch`` are
 therefore the same on every rank, in any order of calls, and after a restart, which makes sample order, augmentation and

@@ -1,4 +1,4 @@
-"""The samples and augmentation of every batch of every rank, as a pure function of its number.
+"""Compute the samples and augmentation of every batch of every rank, as a pure function of its number.
 
 A training run is one infinite stream of samples, epoch after epoch without gaps. Step ``s`` takes samples
 ``s * global_batch_size`` to ``(s + 1) * global_batch_size`` of the stream. They are the slots of its global batch, in the stream's

@@ -1,4 +1,4 @@
-"""From decoded crops to normalized images on the CPU, multithreaded; and the normalization, on any device.
+"""Turn decoded crops into normalized images on the CPU, multithreaded; normalize on any device.
 
 On a CPU, DALI's bicubic resize takes longer than its decoder (2.0 and 1.3 ms per ImageNet crop). PyTorch's uint8 channels-last
 kernel has the same arithmetic as Pillow's and takes 0.3 ms, so on a CPU DALI only decodes. On a GPU it does everything

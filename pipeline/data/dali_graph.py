@@ -1,4 +1,4 @@
-"""The DALI graphs: from encoded images and augmentation parameters to images.
+"""Build the DALI graphs that turn encoded images and augmentation parameters into images.
 
 ``full_graph`` runs the whole transform and is used on GPUs. ``decoding_graph`` ends after the decoder; on a CPU the rest is
 faster in :mod:`pipeline.data.cpu_transform`. Both take the same requests, and the test suite compares their pixels.

@@ -1,4 +1,4 @@
-"""Runs DALI between reader and loader, and recovers from images that it cannot decode."""
+"""Run DALI between reader and loader, and recover from images that it cannot decode."""
 
 from __future__ import annotations
 

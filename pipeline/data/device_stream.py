@@ -1,4 +1,4 @@
-"""The loader's work on the device: its own CUDA stream, copies in one piece, and the hand-over to the stream that trains."""
+"""Give the loader a CUDA stream of its own, copy arrays to the device in one piece, and hand batches to the stream that trains."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The data loader: reads, decodes and augments batches and yields PyTorch tensors.
+"""Read, decode and augment batches and yield PyTorch tensors.
 
 ::
 
-    batches.request(i)  ->  Reader, ahead in threads  ->  Decoder (DALI)  ->  (CPU: cpu_transform)  ->  normalize  ->  erasing,
-    mixing  ->  Batch
+    batches.request(i)  ->  Reader, ahead in threads  ->  Decoder (DALI)  ->  (CPU: cpu_transform)  ->  normalize
+    ->  augmentations of whole batches  ->  Batch
 
 All of it happens in threads of the loader's, and on a GPU on a CUDA stream of its own: the thread that trains only takes batches
 that are finished or, on the device, about to be.

@@ -1,4 +1,4 @@
-"""The order of an epoch: a random permutation that is computed on demand instead of stored.
+"""Compute the order of an epoch, a random permutation that is not stored, and the places of views in a global batch.
 
 ``sample_at`` maps a position of an epoch to a sample number with a keyed Feistel network over the next power of two, repeated
 while the result is out of range (cycle walking; Black & Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). The

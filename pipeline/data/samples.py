@@ -1,4 +1,4 @@
-"""The samples of a split as the stream knows them, and the order of a training run on several sets of images.
+"""Describe what the stream knows of a split, and order the samples of a training run on several sets of images.
 
 A set of n images with weight w shows m = w n images in an epoch of the run. Its own order goes on where the epoch before has stopped:
 with weight 0.5 an image comes in every other epoch, with weight 2 twice in each, and none comes again before all others of its set

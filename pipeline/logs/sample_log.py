@@ -1,4 +1,4 @@
-"""What each rank trained on, step by step, so that any two runs can be compared (``log.samples``).
+"""Record what each rank trained on, step by step, so that any two runs can be compared (``log.samples``).
 
 ::
 

@@ -1,4 +1,4 @@
-"""Augmentations: each module draws numbers for the images of a batch, and changes their pixels accordingly.
+"""Augment images: draw numbers for the images of a batch, and change their pixels accordingly.
 
 Draws are NumPy arrays, pure functions of a sample's place in the stream (:mod:`pipeline.philox`), so that a sample is augmented
 identically on any world size and after any restart. An augmentation is a frozen dataclass with its settings; ``@register`` adds it,

@@ -1,4 +1,4 @@
-"""Geometry of crop, resize and flip, as arrays over a batch; the resize's filter, and what DALI's resize lacks at the borders.
+"""Draw crop, resize and flip as arrays over a batch; choose the resize's filter, and correct DALI's resize at the borders.
 
 Numbers only; the pixels follow in :mod:`pipeline.data.dali_graph` and :mod:`pipeline.data.cpu_transform`.
 """

@@ -1,4 +1,4 @@
-"""RandAugment's pixels on the CPU, bit for bit equal to Pillow's operations as timm calls them.
+"""Apply RandAugment on the CPU, bit for bit equal to Pillow's operations as timm calls them.
 
 Pillow's C core releases the GIL in the expensive operations, so that images are augmented in parallel threads. Its Python
 loops, which build lookup tables from histograms, are replaced by NumPy.

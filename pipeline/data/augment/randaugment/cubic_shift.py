@@ -1,4 +1,4 @@
-"""Shears and translations as subpixel shifts, bit for bit equal to Pillow's bicubic transform.
+"""Shear and translate by subpixel shifts, bit for bit equal to Pillow's bicubic transform.
 
 Pillow sums 4 x 4 pixels per point for every transform. When rows only shift, the three other rows have weight 0 and a whole row
 shares one shift, which takes half the time in NumPy. NumPy releases the GIL.

@@ -1,4 +1,4 @@
-"""RandAugment's pixels in a DALI graph, for images that are on the GPU already (the graph runs on the CPU too).
+"""Apply RandAugment in a DALI graph, for images that are on the GPU already (the graph runs on the CPU too).
 
 Operations and amounts are inputs of the graph, one row per image; DALI splits the batch by operation. Every operation follows
 Pillow's arithmetic. Results differ by one or two levels of 255 in equalize, where DALI has its own formula, and in geometric
