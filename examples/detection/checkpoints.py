@@ -125,7 +125,7 @@ def check_same_run(config: DetectionConfig, data: str, begun: Manifest) -> None:
         first = changed[0]
         more = f" and {len(changed) - 1} more keys" if len(changed) > 1 else ""
         raise UserError(
-            f"{config.output_dir} was begun with {first}={begun.config.get(first)}, this run has {now[first]}{more}",
+            f"{config.output_dir} was begun with {first}={begun.config.get(first)}, got {now[first]}{more}",
             "set it back, or choose another output_dir",
         )
     if begun.data != data:

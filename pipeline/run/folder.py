@@ -67,7 +67,7 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
     accepted = [key for key in changed if _is_accepted(key, config) and key not in _NEVER]
     refused = [key for key in changed if key not in accepted]
     if refused:
-        raise UserError(_refusal(config.output_dir, {key: (before.get(key), now[key]) for key in refused}))
+        raise _refusal(config.output_dir, {key: (before.get(key), now[key]) for key in refused})
     if accepted and world.is_main:
         changes = ", ".join(f"{key} from {before.get(key)} to {now[key]}" for key in accepted)
         _log.info(f"note: this run changes {changes}, which checkpoint.accept allows.")
@@ -88,7 +88,7 @@ def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict
     if begun_with is None or begun_with == now:
         return
     keys = [key for key in sorted({*begun_with, *now}) if begun_with.get(key) != now.get(key)]
-    differences = ", ".join(f"{key}={_short(begun_with.get(key))} (this one has {_short(now.get(key))})" for key in keys)
+    differences = ", ".join(f"{key}={_short(begun_with.get(key))} (got {_short(now.get(key))})" for key in keys)
     if _DATA not in config.checkpoint.accept:
         raise UserError(
             f"{config.output_dir} was begun with another data set than {config.data.path}, one with {differences}",
@@ -128,19 +128,16 @@ def _check_accepted_names(config: Config) -> None:
             raise UserError(f"checkpoint.accept must list keys, sections or `{_DATA}`, got {name!r}: {remedy}")
 
 
-def _refusal(run_dir: str, changes: dict[str, tuple[Any, Any]]) -> str:
-    """The message for keys whose values differ from the run's, as key -> (before, now)."""
-    named = list(changes.items())[:_NAMED]
-    begun = "; ".join(f"{'with ' if i else ''}{key}={old}, this run has {new}" for i, (key, (old, new)) in enumerate(named))
-    more = f"; and {len(changes) - _NAMED} more keys differ" if len(changes) > _NAMED else ""
-    never = [key for key in changes if key in _NEVER]
+def _refusal(run_dir: str, changes: dict[str, tuple[Any, Any]]) -> UserError:
+    """For keys whose values differ from the run's, as key -> (before, now)."""
+    named, never = dict(list(changes.items())[:_NAMED]), [key for key in changes if key in _NEVER]
+    begun = "; ".join(f"with {key}={old}, got {new}" for key, (old, new) in named.items())
+    keys, more = ",".join(named), len(changes) - len(named)
+    if more:
+        begun, keys = f"{begun}; and {more} more keys differ", f"{keys},..."
+    back, change = ("set it back", "change") if len(changes) == 1 else ("set them back", "changes")
     if never:
-        way_out = (
-            f"or choose another output_dir (no run can go on with another {' or '.join(never)}, so that cannot be accepted)"
-        )
-    else:
-        keys = ",".join([key for key, _ in named] + ["..."] * bool(more))
-        change = "change" if len(changes) == 1 else "changes"
-        way_out = f"choose another output_dir, or accept the {change} with checkpoint.accept=[{keys}]"
-    back = "set it back" if len(changes) == 1 else "set them back"
-    return f"{run_dir} was begun with {begun}{more}: {back}, {way_out}."
+        reason = f"no run can go on with another {' or '.join(never)}, so that cannot be accepted"
+        return UserError(f"{run_dir} was begun {begun}", f"{back}, or choose another output_dir ({reason})")
+    accept = f"accept the {change} with checkpoint.accept=[{keys}]"
+    return UserError(f"{run_dir} was begun {begun}", f"{back}, choose another output_dir, or {accept}")

@@ -150,9 +150,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="was begun with other annotations"):
         check_same_run(its, "another", begun)
     changed = its.model_copy(update={"optim": its.optim.model_copy(update={"lr": 1.0})})
-    with pytest.raises(
-        UserError, match="was begun with optim.lr=0.0001, this run has 1.0: set it back, or choose another output_dir."
-    ):
+    with pytest.raises(UserError, match="was begun with optim.lr=0.0001, got 1.0: set it back, or choose another output_dir."):
         check_same_run(changed, "digest", begun)
 
     newest = tmp_path / "checkpoints" / "step-00000003.safetensors"

@@ -61,7 +61,7 @@ def test_a_changed_key_is_refused_with_the_override_that_accepts_it(capsys: pyte
     console.install()
     before, now = changed(), changed(optim={"lr": 1.0})
     assert refusal(now, before) == (
-        "runs/x was begun with optim.lr=0.0005, this run has 1.0: set it back, choose another output_dir, or accept the change with "
+        "runs/x was begun with optim.lr=0.0005, got 1.0: set it back, choose another output_dir, or accept the change with "
         "checkpoint.accept=[optim.lr]."
     )
     check_same_run(now, None, ALONE)  # nothing to continue: a corrected start
@@ -80,7 +80,7 @@ def test_all_changed_keys_are_named_and_many_are_counted() -> None:
     """Guards against one refusal after the other for a config with several changes, and against a screen full of keys."""
     before = changed()
     two = refusal(changed(optim={"lr": 1.0, "eps": 1e-6}, checkpoint={"accept": ["data.flip"]}), before)
-    assert "begun with optim.lr=0.0005, this run has 1.0; with optim.eps=1e-08, this run has 1e-06: set them back" in two
+    assert "begun with optim.lr=0.0005, got 1.0; with optim.eps=1e-08, got 1e-06: set them back" in two
     assert two.endswith("or accept the changes with checkpoint.accept=[optim.lr,optim.eps].")
     many = {
         "lr": 1.0,
@@ -92,9 +92,9 @@ def test_all_changed_keys_are_named_and_many_are_counted() -> None:
         "lr_batch_size": 1,
     }
     sentence = refusal(changed(optim=many), before)
-    assert sentence.count("this run has") == 5 and "; and 2 more keys differ: set them back" in sentence
+    assert sentence.count(", got ") == 5 and "; and 2 more keys differ: set them back" in sentence
     rest = refusal(changed(optim=many, checkpoint={"accept": ["optim.lr", "optim.eps", "optim.min_lr"]}), before)
-    assert "optim.lr=" not in rest and rest.count("this run has") == 4
+    assert "optim.lr=" not in rest and rest.count(", got ") == 4
 
 
 def test_what_changes_shapes_cannot_be_accepted() -> None:
@@ -102,7 +102,7 @@ def test_what_changes_shapes_cannot_be_accepted() -> None:
     before = changed()
     for accept in (["model"], ["model.num_classes"]):
         sentence = refusal(changed(model={"num_classes": 10}, checkpoint={"accept": accept}), before)
-        assert "begun with model.num_classes=1000, this run has 10: set it back, or choose another output_dir" in sentence
+        assert "begun with model.num_classes=1000, got 10: set it back, or choose another output_dir" in sentence
         assert "no run can go on with another model.num_classes, so that cannot be accepted" in sentence
     sentence = refusal(changed(train={"global_batch_size": 2048}, checkpoint={"accept": ["train"]}), before)
     assert "no run can go on with another train.global_batch_size" in sentence  # its place in the stream would jump
@@ -165,13 +165,13 @@ def test_another_data_set_is_refused_unless_it_is_accepted(digits_shards: Path, 
     check_same_data(config, None, train, ALONE)
     with pytest.raises(UserError) as error:
         check_same_data(config, train, val, ALONE)
-    prints = f"fingerprint={train['fingerprint'][:12]} (this one has {val['fingerprint'][:12]})"
-    for part in ("samples=1438 (this one has 359)", prints, str(digits_shards), "checkpoint.accept=[data]."):
+    prints = f"fingerprint={train['fingerprint'][:12]} (got {val['fingerprint'][:12]})"
+    for part in ("samples=1438 (got 359)", prints, str(digits_shards), "checkpoint.accept=[data]."):
         assert part in str(error.value)
     assert "shard_seed" not in str(error.value)  # is the same
     accepting = changed(data={"path": str(digits_shards), "flip": 0.1}, checkpoint={"accept": ["data"]})
     check_same_data(accepting, train, val, ALONE)
-    assert capsys.readouterr().out.count("samples=1438 (this one has 359)") == 1
+    assert capsys.readouterr().out.count("samples=1438 (got 359)") == 1
     assert "accept=[data.flip]" in refusal(accepting, changed())
 
 
@@ -220,7 +220,7 @@ def test_a_refusal_reaches_every_process(tmp_path: Path) -> None:
 def test_no_run_goes_on_with_another_optimizer() -> None:
     """Guards against moments of one optimizer that another takes for its own, and a layer-wise decay that changes in silence."""
     assert refusal(changed(optim={"name": "lamb"}, checkpoint={"accept": ["optim"]}), changed()) == (
-        "runs/x was begun with optim.name=adamw, this run has lamb: set it back, or choose another output_dir (no run can go on with "
+        "runs/x was begun with optim.name=adamw, got lamb: set it back, or choose another output_dir (no run can go on with "
         "another optim.name, so that cannot be accepted)."
     )
-    assert "begun with optim.layer_decay=None, this run has 0.75" in refusal(changed(optim={"layer_decay": 0.75}), changed())
+    assert "begun with optim.layer_decay=None, got 0.75" in refusal(changed(optim={"layer_decay": 0.75}), changed())
