@@ -83,6 +83,7 @@ class Training:
             data={},
             world_size=self.world.size,
             zero_stage=self.config.train.zero_stage,
+            last_step=self.steps,
         )
 
     def fresh(self) -> Training:

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import signal
+
 # Exit codes of every command; 75 and 76 ask the job script for a restart.
 USER_ERROR = 2  # a mistake that a restart cannot fix
 PREEMPTED = 75  # stopped by a signal, all that was trained is saved (EX_TEMPFAIL of sysexits.h)
 RANK_LOST = 76  # another rank died or hangs
+
+
+def exit_reason(exit_code: int) -> str:
+    """Say in words why a training ended with an exit code."""
+    if exit_code == PREEMPTED:
+        return "stopped by a signal"
+    if exit_code == RANK_LOST:
+        return "a process was lost"
+    try:
+        return f"a process was ended by {signal.Signals(exit_code - 128).name}"  # as shells and srun count it
+    except ValueError:
+        return "a process failed"
 
 
 class UserError(ValueError):

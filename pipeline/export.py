@@ -151,7 +151,7 @@ def training_of(source: Path, step: int | str | None, trained: Trained) -> Train
     from pipeline.exporting.subject import Training, from_json
     from pipeline.models.weights.exported import SUFFIX, TRAINING, read_metadata
     from pipeline.models.weights.timm_folder import WEIGHTS, is_timm_folder
-    from pipeline.reports.run_folder import read_run
+    from pipeline.runs.folder import read_run
 
     file = source / WEIGHTS if is_timm_folder(source) else source
     if file.suffix == SUFFIX and file.is_file():

@@ -62,15 +62,14 @@ def earlier_run(given: Path | None, subject: Subject, precision: str) -> tuple[M
     Raises:
         UserError: the one of ``--measured`` does not fit, or has too few steps.
     """
-    from pipeline.planning.measured import difference
-    from pipeline.reports.known_runs import is_run
-    from pipeline.reports.pace import read_pace
+    from pipeline.planning.measured import difference, read_measured
+    from pipeline.runs.folder import is_run
 
     path = given or Path(subject.config.output_dir)
     if given is None and not is_run(path):
         return None, None
     try:
-        measured = read_pace(path)
+        measured = read_measured(path)
     except UserError as error:
         if given:
             raise

@@ -47,14 +47,14 @@ def main() -> None:
     add("--analysis", type=Path, metavar="DIR", help="of pipeline.analyze (default: RUN/analysis)")
     args = parser.parse_args()
     if args.table == "list":
-        from pipeline.reports.paper_tables import list_tables
+        from pipeline.reports.papers import list_tables
 
         print(list_tables())
         return
     if not args.runs and args.table is None:
-        raise UserError("no run is named, at least one needed", "pass the output_dir of a run, or --table")
+        raise UserError("a report requires at least one run, got none", "pass the output_dir of a run, or --table")
     if args.table is None and (args.format != "html" or args.any_data):
-        raise UserError("--format and --any-data are of a table, and --table is not given", "pass --table, or drop them")
+        raise UserError("--format and --any-data require --table, got none", "pass --table, or drop them")
     if args.table is not None or len(args.runs) > 1:
         _refuse_options_of_one_run(args)
     output = args.output
@@ -73,16 +73,16 @@ def main() -> None:
 
 def _text(args: argparse.Namespace) -> str:
     if args.table is not None:
-        from pipeline.reports.table_page import paper_table
+        from pipeline.reports.table_formats import paper_table
 
         return paper_table(args.table, args.runs, args.format, args.any_data)
     if len(args.runs) == 1:
-        from pipeline.reports.known_runs import find_runs, is_run
+        from pipeline.runs.folder import find_runs, is_run
 
         run = args.runs[0]
         if is_run(run) or not find_runs([run])[0]:  # a folder without runs has a sentence of its own
-            from pipeline.reports.run_folder import read_run
             from pipeline.reports.run_page import Sources, run_page
+            from pipeline.runs.folder import read_run
 
             return run_page(read_run(run), Sources(args.predictions, args.data, args.analysis))
     _refuse_options_of_one_run(args)
@@ -98,7 +98,7 @@ def _refuse_options_of_one_run(args: argparse.Namespace) -> None:
                 found = "--table is given"
             else:
                 found = f"{len(args.runs)} paths are given" if len(args.runs) > 1 else f"{args.runs[0]} holds several"
-            raise UserError(f"--{name} is of one run, {found}", "pass one run, or drop it")
+            raise UserError(f"--{name} requires one run, but {found}", "pass one run, or drop it")
 
 
 def command() -> None:

@@ -19,7 +19,8 @@ from pipeline.distributed.world import World
 from pipeline.files import GrowingFile, remove_leftovers, replace_text, write_error
 from pipeline.hardware import memory_gib
 from pipeline.logs import console
-from pipeline.logs.run_log import METRICS, TENSORBOARD, drop_rows_after
+from pipeline.logs.run_log import drop_rows_after
+from pipeline.runs import METRICS, TENSORBOARD
 
 
 @dataclass

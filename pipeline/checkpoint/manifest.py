@@ -71,6 +71,7 @@ class RunState:
     data: dict[str, Any]  # identity of the training set
     world_size: _Positive
     zero_stage: _Stage
+    last_step: _Count  # the end of the schedule
     bad_samples: dict[_SampleNumber, _Text] = field(default_factory=dict)  # index -> message
     best: dict[str, Any] | None = None  # {"top1": 71.2, "step": 40, "weights": "ema"}
     evaluation_due: _Flag = False  # the run stopped during this step's evaluation

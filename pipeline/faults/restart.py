@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,10 +21,10 @@ from pipeline.checkpoint import latest_step
 from pipeline.command_line import command_parser
 from pipeline.config import load_config
 from pipeline.distributed.environment import job_name
-from pipeline.errors import PREEMPTED, RANK_LOST, UserError
+from pipeline.errors import UserError, exit_reason
 from pipeline.files import replace_text
+from pipeline.runs import RESTARTS
 
-RESTARTS = "restarts.json"
 LIMIT = 3  # consecutive restarts from one checkpoint: fewer would give up on two bad nodes in a row, more burn node hours
 
 
@@ -92,18 +91,6 @@ def write_restarts(path: Path, restarts: list[Restart]) -> None:
     replace_text(path, "[\n" + ",\n".join(json.dumps(asdict(restart)) for restart in restarts) + "\n]\n")
 
 
-def reason(exit_code: int) -> str:
-    """An exit code of the training in words."""
-    if exit_code == PREEMPTED:
-        return "stopped by a signal"
-    if exit_code == RANK_LOST:
-        return "a process was lost"
-    try:
-        return f"a process was ended by {signal.Signals(exit_code - 128).name}"  # as shells and srun count it
-    except ValueError:
-        return "a process failed"
-
-
 def _earlier_restarts() -> int:
     text = os.environ.get("SLURM_RESTART_COUNT", "0")
     if not (text.isascii() and text.isdigit()):
@@ -141,7 +128,7 @@ def answer(
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the training's overrides")
     args = parser.parse_args()
     job = job_name(os.environ) or "none"
-    ended = f"{reason(args.exit_code)} (exit code {args.exit_code})"
+    ended = f"{exit_reason(args.exit_code)} (exit code {args.exit_code})"
     try:
         folder = Path(run_folder(args.config, args.overrides))
         restart = allow_restart(folder, job, _earlier_restarts() + 1, args.exit_code, newest)

@@ -4,7 +4,7 @@
     python -m pipeline.follow runs/pervit_t --to mlflow --project my_experiment
     WANDB_MODE=offline python -m pipeline.follow runs/pervit_t --to wandb --once
 
-Waits for a run that has not begun, and ends when it is complete. It may be stopped or killed at any time: the same command goes on
+Waits for a run that has not begun, and ends when it is finished. It may be stopped or killed at any time: the same command goes on
 where it was. The trackers' own environment variables say where they write and as whom; docs/trackers.md has them.
 """
 
@@ -46,23 +46,21 @@ def run(args: argparse.Namespace) -> None:
         UserError: no such tracker or run, a client that is missing or refuses, or another follower of this run.
     """
     if args.to not in TRACKERS:
-        raise UserError(f"--to is {args.to!r}, one of {', '.join(TRACKERS)} needed", "choose one")
-    if not args.every > 0:
-        raise UserError(f"--every is {args.every:g}, a time in seconds above 0 needed", "raise it")
-    if args.every > _LONGEST:
-        raise UserError(f"--every is {args.every:g}, at most {_LONGEST} seconds (a day) needed", "lower it")
+        raise UserError(f"--to must be one of {', '.join(TRACKERS)}, got {args.to!r}", "choose one")
+    if not 0 < args.every <= _LONGEST:
+        raise UserError(f"--every must be above 0 and at most {_LONGEST} seconds (a day), got {args.every:g}", "correct it")
     if args.run.exists() and not args.run.is_dir():
-        raise UserError(f"{args.run} is a file, a run folder needed", "pass a run's output_dir")
+        raise UserError(f"{args.run} must be a run folder, got a file", "pass a run's output_dir")
     if args.once and not args.run.is_dir():
-        raise UserError(f"{args.run} does not exist, a run folder needed", "leave --once away to wait for the run")
+        raise UserError(f"{args.run} does not exist", "leave --once away to wait for the run")
     for option, value in (("--project", args.project), ("--name", args.name)):
         if value is not None and not (value.strip() and value.isprintable()):
             raise UserError(
-                f"{option} is {value!r}, a name of printable characters needed", "give one, or leave the option out"
+                f"{option} must be a name of printable characters, got {value!r}", "give one, or leave the option out"
             )
     _say_progress()
     tracker = _tracker(args.to, args.project)
-    from pipeline.follow.position import Position
+    from pipeline.follow.position import EVENTS, ROWS, Position
     from pipeline.follow.sending import Follower
 
     log = logging.getLogger("pipeline.follow")
@@ -79,30 +77,19 @@ def run(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     follower.follow(args.once)
-    segment = f", segment {position.segment.number}" if position.segment.number > 1 else ""
-    log.info(
-        ", ".join(
-            _counted(*each)
-            for each in (
-                (position.count("rows"), "row"),
-                (position.count("events"), "event"),
-                (len(position.pictures), "picture"),
-            )
-        )
-        + segment
-        + (
-            f"; {_counted(lost, 'line')} of metrics.jsonl that cannot be read left out"
-            if (lost := follower.files.metrics.unreadable)
-            else ""
-        )
-    )
+    counts = {"row": position.count(ROWS), "event": position.count(EVENTS), "picture": len(position.pictures)}
+    said = ", ".join(_counted(count, what) for what, count in counts.items())
+    if position.segment.number > 1:
+        said += f", segment {position.segment.number}"
+    if unreadable := follower.files.metrics.unreadable:
+        said += f"; {_counted(unreadable, 'line')} of metrics.jsonl that cannot be read left out"
+    log.info(said)
 
 
 def _tracker(name: str, project: str | None) -> Tracker:
+    remedy = f"pip install 'pervit-pipeline[{name}]'"
     if importlib.util.find_spec(name) is None:
-        raise UserError(
-            f"--to {name} needs {TRACKERS[name]}'s client, which is not installed", f"pip install 'pervit-pipeline[{name}]'"
-        )
+        raise UserError(f"--to {name} requires {TRACKERS[name]}'s client, which is not installed", remedy)
     try:
         if name == "wandb":
             from pipeline.follow.to_wandb import Wandb
@@ -116,10 +103,7 @@ def _tracker(name: str, project: str | None) -> Tracker:
 
         return Trackio(project)
     except ImportError as error:
-        raise UserError(
-            f"--to {name} needs {TRACKERS[name]}'s client, which cannot be imported ({error})",
-            f"pip install 'pervit-pipeline[{name}]'",
-        ) from None
+        raise UserError(f"--to {name} requires {TRACKERS[name]}'s client, which cannot be imported ({error})", remedy) from None
 
 
 def _counted(count: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""What has been sent of a run to a tracker, in a small file of this user's, so that a follower may be killed and started again.
+"""Note what has been sent of a run to a tracker, in a small file of this user's, so that a follower may be killed and started again.
 
 Items are noted before they are sent. What the tracker says has arrived decides, after a failure or a restart: the note is cut to that,
 and sending goes on behind it. So nothing arrives twice, and nothing is missing.

@@ -1,4 +1,4 @@
-"""The loop: read what is new, note it, send it. Whatever fails is tried again; the training knows nothing of it."""
+"""Read what is new, note it, send it, in a loop. Whatever fails is tried again; the training knows nothing of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.follow.pictures import Found
 from pipeline.follow.position import EVENTS, PICTURE, ROWS, Position
-from pipeline.follow.run_files import RunFiles, points
-from pipeline.follow.tracker import About, Item, Picture, Tracker
+from pipeline.follow.run_files import FollowedRun
+from pipeline.follow.tracker import About, Item, Picture, Tracker, points
+from pipeline.runs.state import state_of
 
 _log = logging.getLogger(__name__)
 _MOST = 500  # rows, and events, in one call
@@ -46,14 +46,14 @@ class Follower:
         every: float,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.files, self.position = RunFiles(run), position
+        self.files, self.position = FollowedRun(run), position
         self._name, self._tracker, self._every, self._sleep = name, tracker, every, sleep
         self._open, self._checked = False, False
         self._described: tuple[object, ...] = ()
         self.sending = self.stopping = False
 
     def follow(self, once: bool = False) -> None:
-        """Send until the run is complete; with ``once``, what is there now.
+        """Send until the run is finished; with ``once``, what is there now.
 
         Raises:
             UserError: the tracker or the position file refuses; with ``once`` also if the tracker was not reached.
@@ -80,10 +80,11 @@ class Follower:
                 failures = 0
                 if more:
                     continue
+                finished = state_of(self.files).finished
                 if complete or once:
-                    self._end("complete" if self.files.is_complete() else "stopped")
+                    self._end("complete" if finished else "stopped")
                     return
-                complete = self.files.is_complete()  # then one more look, which sees all
+                complete = finished  # then one more look, which sees all
                 if not complete:
                     self._sleep(self._every)
         except BaseException:
@@ -97,14 +98,15 @@ class Follower:
             UserError: the tracker or the position file refuses.
             Exception: of the tracker's client.
         """
+        self.files.look()
         self._check()
         if not self._open:
             self._connect()
-        if self._described != (state := self.files.state()):
+        if self._described != (state := self.files.stamps):
             self._tracker.describe(self._about())
             self._described = state
         self.files.metrics.look()
-        self.files.events.look()
+        self.files.event_rows.look()
         items, found = self._next_items()
         if not items:
             return False
@@ -121,7 +123,7 @@ class Follower:
         """Note items, whose kinds and keys these are, and send them."""
         first = self.position.sent
         self.files.metrics.take(sum(1 for kind, _ in found if kind == ROWS))
-        self.files.events.take(sum(1 for kind, _ in found if kind == EVENTS))
+        self.files.event_rows.take(sum(1 for kind, _ in found if kind == EVENTS))
         for kind, key in found:
             self.position.note(kind, key or 1)
         if self.files.metrics.row >= self.position.mark.rows:  # not while rows are sent once more
@@ -132,23 +134,22 @@ class Follower:
     def _next_items(self) -> tuple[list[Item], list[tuple[str, str]]]:
         """Items, and the kind and key of each."""
         rows = self.files.metrics.peek(_MOST)
-        events = self.files.events.peek(_MOST)
+        events = self.files.event_rows.peek(_MOST)
         items: list[Item] = [*points(rows), *points(events, of_events=True)]
         kinds = [(ROWS, "")] * len(rows) + [(EVENTS, "")] * len(events)
         last_step = rows[-1]["step"] if rows else self.files.metrics.last_step
         # A picture waits for the rows of its step: until then it may be one of those that a resume repeats.
-        waiting = [each for each in self.files.pictures.look() if each.step <= last_step]
+        waiting = [found for found in self.files.pictures.look() if found.step <= last_step]
         sent = self.position.pictures
-        for each in [each for each in waiting if each.key not in sent][:_MOST_PICTURES]:
-            picture = _picture(each)
-            if picture:
-                items.append(picture)
-                kinds.append((PICTURE, each.key))
+        for found in [found for found in waiting if found.key not in sent][:_MOST_PICTURES]:
+            with suppress(OSError, ValueError):  # its file is gone
+                items.append(Picture(found.name, found.step, found.time, found.key, found.png()))
+                kinds.append((PICTURE, found.key))
         return items, kinds
 
     def _check(self) -> None:
         """Begin a new segment if what was sent does not begin ``metrics.jsonl`` any more."""
-        metrics, events, position = self.files.metrics, self.files.events, self.position
+        metrics, events, position = self.files.metrics, self.files.event_rows, self.position
         if events.was_replaced():
             events.go_to(position.count(EVENTS))
         if self._checked and not metrics.was_replaced():
@@ -171,7 +172,7 @@ class Follower:
         """Open the tracker and go on behind what has arrived there."""
         position = self.position
         arrived = self._tracker.open(position.segment, self._about(), position.sent)
-        self._open, self._described = True, self.files.state()
+        self._open, self._described = True, self.files.stamps
         if arrived < position.sent:
             _log.info(f"{position.sent - arrived:,} items have not arrived before, and are sent again")
             position.cut(arrived)
@@ -180,7 +181,7 @@ class Follower:
 
     def _go_on(self) -> None:
         self.files.metrics.go_to(self.position.count(ROWS))
-        self.files.events.go_to(self.position.count(EVENTS))
+        self.files.event_rows.go_to(self.position.count(EVENTS))
 
     def _about(self) -> About:
         starts = self.files.starts
@@ -208,13 +209,6 @@ class Follower:
         pause = min(self._every * 2 ** (failures - 1), _LONGEST_PAUSE)
         _log.warning(f"{self._tracker.target}: {_reason(error)}; the next attempt is in {pause:g} s")
         self._sleep(pause)
-
-
-def _picture(found: Found) -> Picture | None:
-    try:
-        return Picture(found.name, found.step, found.time, found.key, found.png())
-    except (OSError, ValueError):
-        return None  # its file is gone
 
 
 def _reason(error: Exception) -> str:

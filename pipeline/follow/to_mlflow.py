@@ -1,4 +1,4 @@
-"""To MLflow: each value is a point of a metric with its step and its time, as MLflow keeps them.
+"""Send to MLflow: each value is a point of a metric with its step and its time, as MLflow keeps them.
 
 The calls wait for the store, and a tag has the number of items that are there. What was under way when a process died is compared with
 what the store has. ``MLFLOW_TRACKING_URI`` (a server, ``sqlite:///FILE``, a folder), ``MLFLOW_TRACKING_TOKEN`` and so on are the
@@ -7,7 +7,6 @@ client's, as always.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -73,7 +72,8 @@ class MLflow:
         for begin in range(0, len(metrics), _METRICS - 1):
             self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _METRICS - 1])
         for item in pictures:
-            self._log_picture(item)
+            when = int(1000 * item.time)
+            self._client.log_image(self._run_id, item.image(), key=item.name, step=item.step, timestamp=when, synchronous=True)
         self._client.log_batch(self._run_id, tags=[RunTag(_ITEMS, str(first + len(items)))])
         self._unsure = False
 
@@ -126,14 +126,6 @@ class MLflow:
         there = {artifact.path for artifact in self._client.list_artifacts(self._run_id, "images")} if pictures else set()
         beginnings = {re.sub(r"%timestamp%.*", "", os.path.basename(path)) for path in there}
         return [each for each in pictures if f"{_file_word(each.name)}%step%{each.step}" not in beginnings]
-
-    def _log_picture(self, item: Picture) -> None:
-        from PIL import Image
-
-        image = Image.open(io.BytesIO(item.png))
-        image.load()
-        when = int(1000 * item.time)
-        self._client.log_image(self._run_id, image, key=item.name, step=item.step, timestamp=when, synchronous=True)
 
 
 def _points(item: Point) -> Iterator[tuple[str, float, int, int]]:

@@ -1,4 +1,4 @@
-"""To Trackio: each row is one of its rows, at its optimizer step.
+"""Send to Trackio: each row is one of its rows, at its optimizer step.
 
 After each call the number of rows that the store has is asked for. ``TRACKIO_DIR`` (local), ``TRACKIO_SERVER_URL`` and
 ``TRACKIO_WRITE_TOKEN`` (a server of one's own), ``TRACKIO_SPACE_ID`` and ``HF_TOKEN`` (a Hugging Face Space) are the client's, as always.
@@ -61,7 +61,7 @@ class Trackio:
         with _quiet():
             for item in items:
                 if isinstance(item, Picture):
-                    self._run.log({item.name: self._image(item)}, step=item.step)
+                    self._run.log({item.name: self._trackio.Image(item.image())}, step=item.step)
                 else:
                     self._run.log({**item.values, f"{WHERE}/unix_time": item.time}, step=item.step)
         deadline, wanted = time.monotonic() + _PATIENCE, first + len(items)
@@ -89,13 +89,6 @@ class Trackio:
         source = run._space_id or run._server_base_url
         client = RemoteClient(source, hf_token=run._hf_token_for_remote(), write_token=run._write_token, verbose=False)
         return int(client.predict(api_name="/get_run_summary", project=self._project, run_id=run.id)["num_logs"])
-
-    def _image(self, item: Picture) -> Any:
-        from PIL import Image
-
-        image = Image.open(io.BytesIO(item.png))
-        image.load()
-        return self._trackio.Image(image)
 
     @property
     def _login_errors(self) -> type[Exception]:

@@ -1,24 +1,26 @@
-"""To Weights & Biases: each row is a row of the run's history, whose number there (``_step``) is its number in the segment.
+"""Send to Weights & Biases: each row is a row of the run's history, whose number there (``_step``) is its number in the segment.
 
 So the client's own order is kept, and the number of the next row tells what has arrived: the server's where it is online, that of the
-files (``wandb_file.py``) where it is offline. The charts' axis is ``step``, the optimizer step. ``WANDB_MODE``, ``WANDB_DIR``,
+files (:func:`history`) where it is offline. The charts' axis is ``step``, the optimizer step. ``WANDB_MODE``, ``WANDB_DIR``,
 ``WANDB_API_KEY``, ``WANDB_BASE_URL``, ``WANDB_ENTITY`` and so on are the client's, as always.
 """
 
 from __future__ import annotations
 
-import io
+import json
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.follow.tracker import About, Item, Picture, Segment
-from pipeline.follow.wandb_file import history
 
 _LINK, _PLACE = "offline-run-*-{id}/run-{id}.wandb", "wandb"
+_FILE_HEADER, _CHUNK_HEADER, _BLOCK = 7, 7, 1 << 15  # bytes
+_WHOLE, _LAST = 1, 4
 
 
 class Wandb:
@@ -96,7 +98,7 @@ class Wandb:
     def send(self, first: int, items: Sequence[Item]) -> None:
         for number, item in enumerate(items, first):
             values: dict[str, Any] = {"step": item.step, "_timestamp": item.time}
-            values.update({item.name: self._image(item)} if isinstance(item, Picture) else item.values)
+            values.update({item.name: self._wandb.Image(item.image())} if isinstance(item, Picture) else item.values)
             self._run.log(values, step=number, commit=True)
 
     def describe(self, about: About) -> None:
@@ -111,11 +113,6 @@ class Wandb:
         if state == "superseded":
             run.tags = (*(run.tags or ()), "superseded")
         run.finish(exit_code=0)
-
-    def _image(self, item: Picture) -> Any:
-        from PIL import Image
-
-        return self._wandb.Image(Image.open(io.BytesIO(item.png)))
 
 
 def _config(segment: Segment, about: About) -> dict[str, Any]:
@@ -141,3 +138,44 @@ def _first_mistake(error: Exception) -> str:
         where = ".".join(str(part) for part in mistakes[0].get("loc", ()))
         return f"{where}: {mistakes[0].get('msg', '')}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def history(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the rows of an offline file, as far as it was written: name -> value, with ``_step``; names of parts are joined by a dot.
+
+    The file is a LevelDB log: after a header of 7 bytes, blocks of 32 KiB; in these, chunks of checksum (4 bytes), length (2) and type (1:
+    whole, 2: first, 3: middle, 4: last part of a record). A record is a protocol buffer of the client's own. The client keeps up to a
+    block in memory, so a kill costs the newest rows; they are sent again.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or not any further.
+    """
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for data in _records(path.read_bytes()):
+        try:
+            record = Record.FromString(data)
+        except DecodeError as error:
+            raise ValueError(f"{path} is damaged ({error})") from None
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    place, begun = _FILE_HEADER, b""
+    while place + _CHUNK_HEADER <= len(data):
+        left = _BLOCK - place % _BLOCK
+        if left < _CHUNK_HEADER:
+            place += left  # the rest of a block is empty where no header fits
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        place += _CHUNK_HEADER
+        if kind == 0 or place + length > len(data):
+            return  # not yet written
+        begun += data[place : place + length]
+        place += length
+        if kind in (_WHOLE, _LAST):
+            yield begun
+            begun = b""

@@ -1,12 +1,14 @@
-"""What is sent, under which names, and what a tracker must offer."""
+"""Define what is sent, under which names, and what a tracker must offer."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipeline.logs import curves
+from pipeline.runs.rows import Row, is_number
 
 WHERE = "where"  # group of what makes straight lines: trackers sort groups by name, so it stands last
 _ALWAYS = ("epoch", "samples")  # of every row, in that group
@@ -15,32 +17,30 @@ _NOT_VALUES = ("step", "time", "weights", "event")
 
 @dataclass(frozen=True)
 class Point:
-    """A row of ``metrics.jsonl`` or ``events.jsonl``.
+    """A row of ``metrics.jsonl`` or ``events.jsonl``."""
 
-    Attributes:
-        step: optimizer steps done.
-        time: Unix time in seconds.
-        values: name -> number; of an event also text.
-    """
-
-    step: int
-    time: float
-    values: dict[str, float | str]
+    step: int  # optimizer steps done
+    time: float  # Unix time in seconds
+    values: dict[str, float | str]  # name -> number; of an event also text
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the run.
+    """A picture of the run."""
 
-    Attributes:
-        name: as in TensorBoard. key: tells it from the run's other pictures. png: the encoded image.
-    """
-
-    name: str
+    name: str  # as in TensorBoard
     step: int
     time: float
-    key: str
-    png: bytes
+    key: str  # tells it from the run's other pictures
+    png: bytes  # the encoded image
+
+    def image(self) -> Any:
+        """As Pillow has it."""
+        from PIL import Image
+
+        image = Image.open(io.BytesIO(self.png))
+        image.load()
+        return image
 
 
 Item = Point | Picture
@@ -48,34 +48,22 @@ Item = Point | Picture
 
 @dataclass(frozen=True)
 class About:
-    """What a run is, beside its items.
+    """What a run is, beside its items."""
 
-    Attributes:
-        name: what the tracker calls it.
-        config: section -> key -> value. start: the newest one of ``environment.json``.
-        texts: whole files, by name.
-    """
-
-    name: str
-    config: dict[str, Any]
-    start: dict[str, Any]
-    texts: dict[str, str]
+    name: str  # what the tracker calls it
+    config: dict[str, Any]  # section -> key -> value
+    start: dict[str, Any]  # the newest one of ``environment.json``
+    texts: dict[str, str]  # whole files, by name
 
 
 @dataclass
 class Segment:
-    """One history in the tracker.
+    """One history in the tracker."""
 
-    Attributes:
-        id: unique, chosen here. number: counted from 1.
-        place: what the tracker needs to find it again; empty before it was opened.
-        earlier: ``place`` of the segments before.
-    """
-
-    id: str
+    id: str  # unique, chosen here
     number: int = 1
-    place: str = ""
-    earlier: tuple[str, ...] = ()
+    place: str = ""  # what the tracker needs to find it again; empty before it was opened
+    earlier: tuple[str, ...] = ()  # ``place`` of the segments before
 
     def title(self, name: str) -> str:
         """What the tracker calls it."""
@@ -121,14 +109,14 @@ def row_values(row: Mapping[str, Any]) -> dict[str, float | str]:
 
     ``null``, which stands for a number that was not finite, is left out: no two trackers treat it alike.
     """
-    values: dict[str, float | str] = {f"{WHERE}/{name}": row[name] for name in _ALWAYS if _is_number(row.get(name))}
+    values: dict[str, float | str] = {f"{WHERE}/{name}": row[name] for name in _ALWAYS if is_number(row.get(name))}
     if "analysis" in row:
         return {**values, **_leaves(row["analysis"], "analysis")}
     evaluated = "weights" in row
     group, suffix = ("eval", curves.suffix(str(row["weights"]))) if evaluated else ("train", "")
-    named = curves.of_row({name: value for name, value in row.items() if _is_number(value)}, group, suffix)
+    named = curves.of_row({name: value for name, value in row.items() if is_number(value)}, group, suffix)
     for name, value in row.items():
-        if _is_number(value) and name not in (*_ALWAYS, *_NOT_VALUES) and name in curves.NO_CURVES:
+        if is_number(value) and name not in (*_ALWAYS, *_NOT_VALUES) and name in curves.NO_CURVES:
             named[f"{WHERE}/{group}_{name}{suffix}"] = value
     return {**values, **named}
 
@@ -139,8 +127,16 @@ def event_values(event: Mapping[str, Any]) -> dict[str, float | str]:
     values = {
         name: int(value) if isinstance(value, bool) else value for name, value in event.items() if name not in _NOT_VALUES
     }
-    told = {f"events/{kind}_{name}": value for name, value in values.items() if _is_number(value) or isinstance(value, str)}
+    told: dict[str, float | str] = {
+        f"events/{kind}_{name}": value for name, value in values.items() if is_number(value) or isinstance(value, str)
+    }
     return told or {f"events/{kind}": 1}
+
+
+def points(rows: Sequence[Row], of_events: bool = False) -> list[Point]:
+    """Rows as they are sent."""
+    values = event_values if of_events else row_values
+    return [Point(row["step"], float(row["time"]), values(row)) for row in rows]
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -156,8 +152,4 @@ def _leaves(tree: Any, name: str) -> dict[str, float]:
         return {key: value for part in tree for key, value in _leaves(tree[part], f"{name}/{part}").items()}
     if isinstance(tree, list):
         return {key: value for number, part in enumerate(tree) for key, value in _leaves(part, f"{name}/{number}").items()}
-    return {name: tree} if _is_number(tree) else {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return {name: tree} if is_number(tree) else {}

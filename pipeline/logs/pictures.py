@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from pipeline.data.loader import Batch
 from pipeline.models.pervit.phi_model import PhiModel
+from pipeline.runs.pictures import IMAGES as IMAGES
 
-IMAGES, PHI = "train/images", "weights/peripheral_attention"  # names in TensorBoard; "weights" sorts after the curves
+PHI = "weights/peripheral_attention"  # its name in TensorBoard; "weights" sorts after the curves
 CLASSES = "eval/worst_and_best_classes"
 
 _GAP = 6  # pixels between two tiles

@@ -1,4 +1,4 @@
-"""``RUN/events.jsonl``: what happened to a run beside its steps, for reports. Rank 0 writes it.
+"""Write ``RUN/events.jsonl``: what happened to a run beside its steps. Rank 0 writes it.
 
 ::
 
@@ -9,7 +9,7 @@
 
 ``step`` is the number of steps done, ``time`` the Unix time in seconds, ``number`` counts the starts. ``reached`` is the last step
 in the log of the start before: those after ``step`` are repeated. ``whole`` tells the end of the schedule. A start that was killed
-has no end. The file only tells: nothing is decided by it, and a run goes on if it cannot be written.
+has no end. Whoever shows the run reads it (:mod:`pipeline.runs`); a run goes on if it cannot be written.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.distributed.world import World
-from pipeline.logs.run_log import METRICS
+from pipeline.runs import EVENTS, METRICS
+from pipeline.runs.rows import last_rows
 
-EVENTS = "events.jsonl"
-_TAIL = 1 << 16  # bytes at the end of metrics.jsonl in which the last row is looked for
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +44,8 @@ class RunEvents:
     def start(self, step: int, **facts: Any) -> None:
         """Add a start; call it before the log is opened, which removes the rows of steps that are repeated."""
         if self._writes:
-            self.add("start", step, **facts, reached=last_logged_step(self._run_dir / METRICS))
+            rows = last_rows(self._run_dir / METRICS)
+            self.add("start", step, **facts, reached=rows[-1]["step"] if rows else None)
 
     def add(self, event: str, step: int, **facts: Any) -> None:
         """Add a row."""
@@ -65,19 +65,3 @@ class RunEvents:
             _log.warning(
                 f"{self._run_dir / EVENTS} cannot be written ({error.strerror}): a report will lack this start's story"
             )
-
-
-def last_logged_step(metrics: Path) -> int | None:
-    """The step of the last whole row of ``metrics.jsonl``; None if there is none."""
-    try:
-        with open(metrics, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return None

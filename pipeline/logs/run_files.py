@@ -1,4 +1,4 @@
-"""How a run was started: ``config.yaml`` and ``environment.json`` in its folder."""
+"""Write how a run was started: ``config.yaml`` and ``environment.json`` in its folder."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from pipeline.errors import UserError
 from pipeline.files import remove_leftovers, replace_text, write_error
 from pipeline.logs import console
 from pipeline.models.timm_names import is_timm
+from pipeline.runs import CONFIG, ENVIRONMENT
 
-CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 AUTO_REASON = "micro_batch_reason"  # key of a start that had train.micro_batch_size=auto
 _PACKAGES = (
     "torch",
@@ -121,12 +121,12 @@ def _starts(path: Path) -> list[dict]:
     try:
         starts = json.loads(path.read_text())
         if not isinstance(starts, list):
-            raise ValueError("no list")
+            raise ValueError("not a list")
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path} is damaged ({reason}), a list of the run's starts needed", "move it away") from None
+        raise UserError(f"{path} is damaged ({reason})", "move it away") from None
     return starts
 
 

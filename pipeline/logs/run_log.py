@@ -35,9 +35,10 @@ from pipeline.logs import console, curves
 from pipeline.logs.bad_sample_report import BadSampleReport
 from pipeline.logs.hyperparameters import hyperparameters
 from pipeline.logs.store_report import StoreReport
+from pipeline.runs import METRICS, TENSORBOARD
+from pipeline.runs.rows import parse_row
 
 _log = logging.getLogger(__name__)
-METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 
 
 @dataclass
@@ -281,18 +282,11 @@ class RunLog:
 
 
 def drop_rows_after(metrics: Path, step: int) -> None:
-    """Remove rows of steps that the resumed run repeats, and partial lines left by a kill."""
+    """Remove rows of steps that the resumed run repeats, evaluations included, and partial lines left by a kill."""
     if not metrics.exists():
         return
     text = metrics.read_text(errors="replace")
-    kept = "".join(line + "\n" for line in text.splitlines() if _step_of(line) <= step)
+    rows = ((line, parse_row(line.encode())) for line in text.split("\n"))
+    kept = "".join(line + "\n" for line, row in rows if row is not None and row["step"] <= step)
     if kept != text:
         replace_text(metrics, kept)
-
-
-def _step_of(line: str) -> float:
-    """The step of a line of metrics.jsonl; infinity if it is not a row."""
-    try:
-        return json.loads(line)["step"] + 0
-    except (ValueError, KeyError, TypeError):
-        return math.inf

@@ -22,8 +22,7 @@ from xxhash import xxh3_64_hexdigest
 from pipeline.data.augment import BatchRequest
 from pipeline.distributed.world import World
 from pipeline.files import GrowingFile, write_error
-
-SAMPLES = "samples"
+from pipeline.runs import SAMPLES
 
 
 class SampleLog:

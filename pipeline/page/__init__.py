@@ -48,36 +48,22 @@ def _piece(value: object) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page.
+    """A part of a page."""
 
-    Attributes:
-        title: its heading, and its entry in the list of contents.
-        body: HTML.
-        closed: whether it is folded up when the page opens; it is printed all the same.
-        name: its anchor; empty: by its number.
-    """
-
-    title: str
+    title: str  # its heading, and its entry in the list of contents
     body: Html
-    closed: bool = False
-    name: str = ""
+    closed: bool = False  # it is folded up when the page opens; it is printed all the same
+    name: str = ""  # its anchor; empty: by its number
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A plotly figure.
+    """A plotly figure."""
 
-    Attributes:
-        traces: plotly's ``data``, plain values.
-        layout: plotly's ``layout``, beyond what all figures of a page have.
-        height: in pixels.
-        label: what it shows, for those who cannot see it.
-    """
-
-    traces: list[dict[str, Any]]
-    layout: dict[str, Any] = field(default_factory=dict)
-    height: int = 320
-    label: str = ""
+    traces: list[dict[str, Any]]  # plotly's ``data``, plain values
+    layout: dict[str, Any] = field(default_factory=dict)  # plotly's ``layout``, beyond what all figures of a page have
+    height: int = 320  # pixels
+    label: str = ""  # what it shows, for those who cannot see it
 
 
 def figure(shown: Figure) -> Html:
@@ -110,18 +96,14 @@ def table(
         sortable: whether a click on a title sorts by it.
         css: further classes.
     """
-    right = ['<{0} class="n">{{}}</{0}>' if number in numeric else "<{0}>{{}}</{0}>" for number in range(1000)]
-    cells = [join(html(right[i].format("td"), cell) for i, cell in enumerate(row)) for row in rows]
-    titles = (
-        html("<thead><tr>{}</tr></thead>", [html(right[i].format("th"), cell) for i, cell in enumerate(head)]) if head else ""
-    )
+
+    def cells(tag: str, row: Sequence[object]) -> list[Html]:
+        return [html("<{0}{1}>{2}</{0}>", tag, Html(' class="n"') if i in numeric else "", cell) for i, cell in enumerate(row)]
+
+    titles = html("<thead><tr>{}</tr></thead>", cells("th", head)) if head else ""
+    body = [html("<tr>{}</tr>", cells("td", row)) for row in rows]
     kind = f"{css} sortable" if sortable else css
-    return html(
-        '<div class="wide"><table class="{}">{}<tbody>{}</tbody></table></div>',
-        kind,
-        titles,
-        [html("<tr>{}</tr>", c) for c in cells],
-    )
+    return html('<div class="wide"><table class="{}">{}<tbody>{}</tbody></table></div>', kind, titles, body)
 
 
 def facts(pairs: Iterable[tuple[object, object]]) -> Html:
@@ -144,18 +126,13 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
     """
     names = [section.name or f"s{number}" for number, section in enumerate(sections)]
     contents = [html('<a href="#{}">{}</a>', name, section.title) for name, section in zip(names, sections)]
+    details = '<details class="section" id="{}"{}><summary><h2>{}</h2></summary>{}</details>'
     body = [
-        html(
-            '<details class="section" id="{}"{}><summary><h2>{}</h2></summary>{}</details>',
-            name,
-            Html("" if section.closed else " open"),
-            section.title,
-            section.body,
-        )
+        html(details, name, "" if section.closed else " open", section.title, section.body)
         for name, section in zip(names, sections)
     ]
     listed = html('<ul class="notes">{}</ul>', [html("<li>{}</li>", note) for note in notes]) if notes else ""
-    scripts = [plotly_script()] if plots else []
+    scripts = [*([plotly_script()] if plots else []), _resource("page.js")]
     return html(
         _PAGE,
         title=title,
@@ -165,8 +142,16 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
         notes=listed,
         sections=body,
         made=time.strftime("%Y-%m-%d %H:%M"),
-        scripts=[html("<script>{}</script>", Html(script)) for script in (*scripts, _resource("page.js"))],
+        scripts=[html("<script>{}</script>", Html(script)) for script in scripts],
     )
+
+
+def clock(moment: float | None) -> str:
+    """A time of day with its date, where this runs."""
+    try:
+        return "?" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    except (OverflowError, ValueError, OSError):
+        return "?"
 
 
 def plotly_script() -> str:
@@ -178,9 +163,8 @@ def plotly_script() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise UserError(
-            "a report needs plotly, which is not installed", "install it with `pip install 'pervit-pipeline[insight]'`"
-        ) from None
+        remedy = "install it with `pip install 'pervit-pipeline[insight]'`"
+        raise UserError("a report requires plotly, which is not installed", remedy) from None
     return get_plotlyjs()
 
 

@@ -1,17 +1,23 @@
-"""An earlier run whose figures stand in place of the model's."""
+"""Read how fast an earlier run was: its figures replace those of the model of time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
 
 from pipeline.config import Config
+from pipeline.errors import UserError
 from pipeline.hardware import gpu_of_driver
 from pipeline.planning.subject import Subject
+from pipeline.runs import METRICS
+
+_FEWEST = 5  # steps that are measured
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run has measured; ``pipeline.reports.pace`` reads it from a run folder.
+    """What a run has measured.
 
     Attributes:
         source: the folder.
@@ -40,6 +46,57 @@ class Measured:
     def subject(self, planned: Subject) -> Subject:
         """The run itself, on the planned kind of GPU."""
         return replace(planned, config=self.config, nodes=self.nodes, gpus_per_node=max(1, self.world_size // self.nodes))
+
+
+def read_measured(path: Path) -> Measured:
+    """Measure a run's newest start that has enough steps; the first rows of a start, which warm up and compile, are left out.
+
+    Args:
+        path: a run folder.
+
+    Raises:
+        UserError: it is not a run folder, its config cannot be read, or it has too few steps.
+    """
+    import numpy as np
+
+    from pipeline.runs.folder import read_run
+    from pipeline.runs.rows import is_number
+    from pipeline.runs.starts import starts_of
+
+    run = read_run(path)
+    config, columns = run.settings, run.metrics.steps
+    if "images_per_second" not in columns:
+        raise UserError(f"{path / METRICS} must have at least {_FEWEST} training steps, got 0", "pass a run that has trained")
+    steps, rates = columns["step"], columns["images_per_second"]
+    for start in reversed(starts_of(run)):
+        done = start.step or 0
+        first = done + config.log.every_steps  # the last row of those that were written first
+        mine = (steps > first) & (steps <= (start.reached or np.inf)) & ~np.isnan(rates)
+        if mine.sum() >= _FEWEST and start.world_size:
+            break
+    else:
+        raise UserError(
+            f"{path / METRICS} has fewer than {_FEWEST} steps after the first {config.log.every_steps} of a start, which warm up",
+            "pass a run that has trained longer",
+        )
+    waits = columns.get("data_wait", np.full(len(steps), np.nan))[mine]
+    evaluations = [row["seconds"] for row in run.events if row.get("event") == "evaluation" and is_number(row.get("seconds"))]
+    first_ends = columns["time"][steps == done + 1] if "time" in columns else np.empty(0)
+    began = float(first_ends[0]) - start.began if len(first_ends) and start.began is not None else -1.0
+    hosts = len(start.hosts) or 1
+    return Measured(
+        source=str(path),
+        config=config,
+        world_size=start.world_size,
+        nodes=hosts if start.world_size % hosts == 0 else 1,
+        stage=(start.zero_stage if start.zero_stage is not None else config.train.zero_stage) if start.world_size > 1 else 0,
+        device=start.device or "",
+        step_seconds=config.train.global_batch_size / float(np.median(rates[mine])),
+        steps=int(mine.sum()),
+        data_wait=0.0 if np.isnan(waits).all() else float(np.nanmedian(waits)),
+        evaluation_seconds=median(evaluations) if evaluations else None,
+        start_seconds=began if began >= 0 else None,
+    )
 
 
 def difference(measured: Measured, planned: Subject, precision: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Several runs beside each other: which differ only in their seed, in what the others differ, and how they ended."""
+"""Compare several runs: which differ only in their seed, in what the others differ, and how they ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from pipeline.config import is_free
-from pipeline.reports.known_runs import KnownRun
+from pipeline.runs.folder import RunFolder
 
 _NOT_COMPARED = ("seed", "output_dir", "train.init_from")
 IMAGES = "training images"  # beside the config keys: data.path does not tell
@@ -20,26 +20,12 @@ _NAMED = 3  # differences in the name of a group
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in their seed, and in what does not decide the weights.
+    """Runs that differ only in their seed, and in what does not decide the weights."""
 
-    Attributes:
-        number: from 1, in the order given.
-        name: what distinguishes it from the others.
-        keys: dotted key -> value of its config, and the number of training images.
-    """
-
-    number: int
-    name: str
-    keys: dict[str, Any]
-    runs: list[KnownRun]
-
-    def values(self, figure: str) -> list[float]:
-        """``top1``, ``top5`` or ``loss`` of the last evaluations, one per run that was evaluated."""
-        return [run.result[figure] for run in self.runs if run.result and run.result.get(figure) is not None]
-
-    def best(self) -> list[float]:
-        """The best top-1 of each run that was evaluated."""
-        return [row["top1"] for run in self.runs if (row := run.folder.best()) is not None]
+    number: int  # from 1, in the order given
+    name: str  # what distinguishes it from the others
+    keys: dict[str, Any]  # dotted key -> value of its config, and the number of training images
+    runs: list[RunFolder]
 
 
 @dataclass(frozen=True)
@@ -50,16 +36,16 @@ class SameData:
     groups: list[Group]
 
 
-def group_runs(runs: list[KnownRun]) -> list[Group]:
+def group_runs(runs: list[RunFolder]) -> list[Group]:
     """Runs by what they train, in the order in which they were given; the runs of a group by seed."""
-    members: dict[str, list[KnownRun]] = {}
+    members: dict[str, list[RunFolder]] = {}
     for run in runs:
         members.setdefault(str(sorted(_decisive(run).items())), []).append(run)
-    keys = [_decisive(its[0]) for its in members.values()]
+    keys = [_decisive(runs[0]) for runs in members.values()]
     names = _names(keys, list(members.values()))
     return [
-        Group(number, name, of_group, sorted(its, key=lambda run: (run.config.seed, str(run.path))))
-        for number, (name, of_group, its) in enumerate(zip(names, keys, members.values()), 1)
+        Group(number, name, of_group, sorted(same, key=lambda run: (run.settings.seed, str(run.path))))
+        for number, (name, of_group, same) in enumerate(zip(names, keys, members.values()), 1)
     ]
 
 
@@ -67,15 +53,15 @@ def by_data(groups: list[Group]) -> list[SameData]:
     """Groups by their data: the numbers of classes and of validation images. One that is not evaluated yet goes with its classes."""
     found: dict[tuple[int, int | None], list[Group]] = {}
     for group in sorted(groups, key=lambda group: _val_images(group) is None):  # a stable order: those evaluated first
-        classes, images = group.runs[0].config.model.num_classes, _val_images(group)
+        classes, images = group.runs[0].settings.model.num_classes, _val_images(group)
         same = [key for key in found if key[0] == classes and images in (None, key[1])]
         found.setdefault(same[0] if same else (classes, images), []).append(group)
     return [
         SameData(
             f"{classes:,} classes" + (f", {images:,} validation images" if images else ""),
-            sorted(its, key=lambda group: group.number),
+            sorted(members, key=lambda group: group.number),
         )
-        for (classes, images), its in found.items()
+        for (classes, images), members in found.items()
     ]
 
 
@@ -98,6 +84,11 @@ def mean_curve(curves: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray,
     return places, np.mean([np.interp(places, x, y) for x, y in curves], axis=0)
 
 
+def results(runs: list[RunFolder], figure: str) -> list[float]:
+    """``top1``, ``top5`` or ``loss`` of the last evaluations, one per run that was evaluated."""
+    return [run.result[figure] for run in runs if run.result and run.result.get(figure) is not None]
+
+
 def mean_text(values: list[float], digits: int = 2) -> str:
     """Mean ± standard deviation (n - 1) of what several runs reached; empty without any."""
     if not values:
@@ -113,7 +104,7 @@ def value_text(value: Any) -> str:
     return "" if value is None else yaml.safe_dump(value, default_flow_style=True, width=10_000).split("\n")[0]
 
 
-def _decisive(run: KnownRun) -> dict[str, Any]:
+def _decisive(run: RunFolder) -> dict[str, Any]:
     keys = {key: value for key, value in run.flat.items() if not is_free(key) and key not in _NOT_COMPARED}
     return {**keys, "train.max_steps": run.flat.get("train.max_steps"), IMAGES: run.images}
 
@@ -122,7 +113,7 @@ def _val_images(group: Group) -> int | None:
     return next((run.val_images for run in group.runs if run.val_images), None)
 
 
-def _names(keys: list[dict[str, Any]], members: list[list[KnownRun]]) -> list[str]:
+def _names(keys: list[dict[str, Any]], members: list[list[RunFolder]]) -> list[str]:
     """For each group its values of the keys in which groups differ. Where these are many: what it has unlike most of the others,
     or its model. With the folder's name where that does not tell two apart."""
     every = sorted(
@@ -144,7 +135,7 @@ def _names(keys: list[dict[str, Any]], members: list[list[KnownRun]]) -> list[st
         parts += [f"and {len(named) - _NAMED} more"] * (len(differing) > _NAMED and len(named) > _NAMED)
         names.append(", ".join(parts) or str(of_group["model.name"]))
     twice = {name for name, count in Counter(names).items() if count > 1}
-    return [f"{name} ({its[0].folder.name})" if name in twice else name for name, its in zip(names, members)]
+    return [f"{name} ({runs[0].name})" if name in twice else name for name, runs in zip(names, members)]
 
 
 def _part(key: str, value: Any) -> str:

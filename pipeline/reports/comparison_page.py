@@ -1,4 +1,4 @@
-"""The page about several runs: results that can be sorted and unfolded, curves over each other, what differs in the configs."""
+"""Make the page about several runs: results that can be sorted and unfolded, curves over each other, what differs in the configs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.page import COLOURS, Figure, Html, Section, figure, html, join, page, table
-from pipeline.reports.comparison import Group, SameData, by_data, differing_keys, group_runs, mean_curve, mean_text, value_text
-from pipeline.reports.curves import numbers, smoothed
-from pipeline.reports.known_runs import KnownRun, find_runs, read_runs
+from pipeline.reports.comparison import (
+    Group,
+    SameData,
+    by_data,
+    differing_keys,
+    group_runs,
+    mean_curve,
+    mean_text,
+    results,
+    value_text,
+)
+from pipeline.reports.curves import numbers, plot_title, smoothed
+from pipeline.runs.folder import RunFolder, find_runs, read_runs
 
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _POINTS = 30_000  # of all curves of a figure: a page with a hundred runs stays small
@@ -51,16 +61,12 @@ def comparison_page(paths: list[Path]) -> str:
         )
     groups = group_runs(runs)
     notes = [*missing, *damaged]
-    notes += [f"{run.path}: {problem}" for run in runs for problem in run.folder.problems]
-    sections = []
+    notes += [f"{run.path}: {problem}" for run in runs for problem in run.problems]
     data = by_data(groups)
-    for same in data:
-        sections.append(Section("Results" if len(data) == 1 else f"Results: {same.title}", _results(same)))
-    for same in data:
-        sections.append(Section("Curves" if len(data) == 1 else f"Curves: {same.title}", _curves(same)))
-    sections.append(
-        Section("Differences of the configs", join([_differences(groups), html("<script>{}</script>", Html(_script()))]))
-    )
+    parts = [(title, make, same) for title, make in (("Results", _results), ("Curves", _curves)) for same in data]
+    sections = [Section(title if len(data) == 1 else f"{title}: {same.title}", make(same)) for title, make, same in parts]
+    script = html("<script>{}</script>", Html(_script()))
+    sections.append(Section("Differences of the configs", join([_differences(groups), script])))
     seeds = " A row is a group of runs that differ only in their seed." if len(groups) < len(runs) else ""
     several = " Accuracies of different data sets do not compare: each set has its own table." if len(data) > 1 else ""
     title = f"{len(runs)} runs" if len(runs) != 1 else "1 run"
@@ -72,80 +78,41 @@ def comparison_page(paths: list[Path]) -> str:
 def _results(same: SameData) -> Html:
     titles = ["#", "Config", "Top-1 (%)", "Best top-1", "Top-5 (%)", "Val. loss", "Epochs", "Images/s", "Runs"]
     head = [html('<th class="{}" tabindex="0">{}</th>', "n" if n > 1 else "", title) for n, title in enumerate(titles)]
+    fold = html('<button class="fold" type="button" aria-expanded="false" aria-label="Show the runs">▸</button>')
     bodies = []
     for group in same.groups:
-        cells = [
-            mean_text(group.values("top1")),
-            mean_text(group.best()),
-            mean_text(group.values("top5")),
-            mean_text(group.values("loss"), 3),
-            f"{max(epochs):.1f}" if (epochs := [each for run in group.runs if (each := _epochs(run)) is not None]) else "",
-            f"{np.mean(speeds):,.0f}" if (speeds := [each for run in group.runs if (each := _speed(run)) is not None]) else "",
-            _state(group),
-        ]
-        fold = html('<button class="fold" type="button" aria-expanded="false" aria-label="Show the runs">▸</button>')
+        finished, count = sum(run.state.finished for run in group.runs), len(group.runs)
+        state = f"{count}" if finished == count else f"{count}, {finished} finished"
         name = html("{}{}{}", fold, _swatch(group), group.name)
-        rows = [html('<tr><td>{}</td><td class="name">{}</td>{}</tr>', group.number, name, _right(cells))]
-        rows += [
-            html('<tr class="seed" hidden><td></td><td class="name">{}</td>{}</tr>', _label(run), _right(_run_cells(run)))
-            for run in group.runs
-        ]
+        rows = [html('<tr><td>{}</td><td class="name">{}</td>{}</tr>', group.number, name, _cells(group.runs, state))]
+        for run in group.runs:
+            label = html("seed {} <code>{}</code>", run.settings.seed, run.path)
+            cells = _cells([run], run.state.name)
+            rows.append(html('<tr class="seed" hidden><td></td><td class="name">{}</td>{}</tr>', label, cells))
         bodies.append(html("<tbody>{}</tbody>", rows))
     several = any(len(group.runs) > 1 for group in same.groups)
     told = "The last evaluation, of averaged weights where a run keeps them. A click on a title sorts, one on ▸ shows the runs."
     spread = " Mean ± standard deviation over the seeds (n − 1)." if several else ""
-    return join(
-        [
-            Html(_STYLE),
-            html('<div class="wide"><table class="runs"><thead><tr>{}</tr></thead>{}</table></div>', head, bodies),
-            html('<p class="quiet">{}{}</p>', told, spread),
-            figure(_dots(same)) if any(group.values("top1") for group in same.groups) else "",
-        ]
-    )
+    parts = [
+        Html(_STYLE),
+        html('<div class="wide"><table class="runs"><thead><tr>{}</tr></thead>{}</table></div>', head, bodies),
+    ]
+    parts.append(html('<p class="quiet">{}{}</p>', told, spread))
+    return join([*parts, figure(_dots(same)) if any(results(group.runs, "top1") for group in same.groups) else ""])
 
 
-def _run_cells(run: KnownRun) -> list[str]:
-    result, best = run.result or {}, run.folder.best()
+def _cells(runs: list[RunFolder], state: str) -> list[Html]:
+    """What one run, or the runs of a group, reached."""
+    epochs = [values[-1] for run in runs if len(values := run.curve("epoch")[1])]
+    speeds = [np.median(values) for run in runs if len(values := run.curve("images_per_second")[1])]
+    best = [row["top1"] for run in runs if (row := run.best()) is not None]
     cells = [
-        f"{result[key]:.{digits}f}" if result.get(key) is not None else ""
-        for key, digits in (("top1", 2), ("top5", 2), ("loss", 3))
+        mean_text(results(runs, "top1")),
+        mean_text(best),
+        mean_text(results(runs, "top5")),
+        mean_text(results(runs, "loss"), 3),
     ]
-    epochs, speed = _epochs(run), _speed(run)
-    return [
-        cells[0],
-        f"{best['top1']:.2f}" if best else "",
-        cells[1],
-        cells[2],
-        "" if epochs is None else f"{epochs:.1f}",
-        "" if speed is None else f"{speed:,.0f}",
-        _run_state(run),
-    ]
-
-
-def _label(run: KnownRun) -> Html:
-    return html("seed {} <code>{}</code>", run.config.seed, run.path)
-
-
-def _run_state(run: KnownRun) -> str:
-    return "running" if run.folder.running else "finished" if run.finished else "not finished"
-
-
-def _state(group: Group) -> str:
-    finished = sum(run.finished for run in group.runs)
-    return f"{len(group.runs)}" if finished == len(group.runs) else f"{len(group.runs)}, {finished} finished"
-
-
-def _epochs(run: KnownRun) -> float | None:
-    values = run.folder.curve("epoch")[1]
-    return float(values[-1]) if len(values) else None
-
-
-def _speed(run: KnownRun) -> float | None:
-    values = run.folder.curve("images_per_second")[1]
-    return float(np.median(values)) if len(values) else None
-
-
-def _right(cells: list[str]) -> list[Html]:
+    cells += [f"{max(epochs):.1f}" if epochs else "", f"{np.mean(speeds):,.0f}" if speeds else "", state]
     return [html('<td class="n">{}</td>', cell) for cell in cells]
 
 
@@ -164,18 +131,18 @@ def _swatch(group: Group) -> Html:
 
 def _dots(same: SameData) -> Figure:
     """The last top-1 of every run, and the mean of each group."""
-    shown = [group for group in same.groups if group.values("top1")]
+    shown = [group for group in same.groups if results(group.runs, "top1")]
     traces: list[dict[str, Any]] = []
     for group in shown:
-        values, place = group.values("top1"), f"{group.number} "  # a space: plotly would take numbers for a linear axis
-        each = [f"seed {run.config.seed}" for run in group.runs if run.result]
+        values, place = results(group.runs, "top1"), f"{group.number} "  # a space: plotly would take numbers for a linear axis
+        each = [f"seed {run.settings.seed}" for run in group.runs if run.result]
         traces.append({"type": "scatter", "mode": "markers", "x": values, "y": [place] * len(values), "text": each, "name": escape(group.name),
                        "hovertemplate": "%{x:.2f} %, %{text}", "marker": {"color": _colour(group), "size": 9, "opacity": 0.75}})  # fmt: skip
         if len(values) > 1:
             traces.append({"type": "scatter", "mode": "markers", "x": [float(np.mean(values))], "y": [place], "name": escape(group.name),
                            "hovertemplate": "%{x:.2f} %, mean", "marker": {"color": _colour(group), "size": 18, "symbol": "line-ns-open", "line": {"width": 3}}})  # fmt: skip
     layout = {
-        "title": {"text": "Top-1 (%), by #; |: mean", "font": {"size": 13}, "x": 0, "xanchor": "left"},
+        "title": plot_title("Top-1 (%), by #; |: mean"),
         "showlegend": False, "hovermode": "closest", "margin": {"l": 30, "t": 34},
         "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": [f"{group.number} " for group in reversed(shown)]},
     }  # fmt: skip
@@ -186,16 +153,16 @@ def _curves(same: SameData) -> Html:
     images = {run.images for group in same.groups for run in group.runs if run.images}
     along = "epoch" if len(images) < 2 else "millions of images seen"
 
-    def of_column(name: str, smooth: bool) -> Callable[[KnownRun], Points]:
-        def curve(run: KnownRun) -> Points:
-            steps, values = run.folder.curve(name)
+    def of_column(name: str, smooth: bool) -> Callable[[RunFolder], Points]:
+        def curve(run: RunFolder) -> Points:
+            steps, values = run.curve(name)
             return _place(run, steps, along), smoothed(values, max(5, len(values) // 50)) if smooth else values
 
         return curve
 
-    def of_evaluations(name: str) -> Callable[[KnownRun], Points]:
-        def curve(run: KnownRun) -> Points:
-            steps, values = run.folder.evaluation_curve(name, (run.folder.evaluated_weights or ["model"])[-1])
+    def of_evaluations(name: str) -> Callable[[RunFolder], Points]:
+        def curve(run: RunFolder) -> Points:
+            steps, values = run.evaluation_curve(name, (run.evaluated_weights or ["model"])[-1])
             return _place(run, steps, along), values
 
         return curve
@@ -207,44 +174,36 @@ def _curves(same: SameData) -> Html:
         _over_each_other("Learning rate", same.groups, of_column("lr", False), along),
         _over_each_other("Images/s", same.groups, of_column("images_per_second", True), along),
     ]
-    chips = [
-        html(
-            '<button class="chip" type="button" aria-pressed="true" data-group="g{0}">{1}{0} · {2}</button>',
-            group.number,
-            _swatch(group),
-            group.name,
-        )
-        for group in same.groups
-    ]
+    chip = '<button class="chip" type="button" aria-pressed="true" data-group="g{0}">{1}{0} · {2}</button>'
+    chips = [html(chip, group.number, _swatch(group), group.name) for group in same.groups]
     told = "One colour for the runs of a config: thin the runs, thick their mean. A click on a name hides its curves."
-    plots = [figure(each) for each in figures if any(len(trace["x"]) > 1 for trace in each.traces)]
+    plots = [figure(shown) for shown in figures if any(len(trace["x"]) > 1 for trace in shown.traces)]
     if not plots:
         return html("<p>No run has taken two steps yet.</p>")
     return html('<div class="chips">{}</div><p class="quiet">{}</p><div class="plots">{}</div>', chips, told, plots)
 
 
-def _place(run: KnownRun, steps: np.ndarray, along: str) -> np.ndarray:
+def _place(run: RunFolder, steps: np.ndarray, along: str) -> np.ndarray:
     """Steps on the horizontal axis: (n,) epochs or millions of images."""
-    seen = steps * float(run.config.train.global_batch_size)
+    seen = steps * float(run.settings.train.global_batch_size)
     return seen / run.images if along == "epoch" and run.images else seen / 1e6
 
 
-def _over_each_other(title: str, groups: list[Group], curve: Callable[[KnownRun], Points], along: str) -> Figure:
+def _over_each_other(title: str, groups: list[Group], curve: Callable[[RunFolder], Points], along: str) -> Figure:
     most = min(_MOST, max(40, _POINTS // sum(len(group.runs) for group in groups)))
     traces = []
     for group in groups:
-        curves = [points for run in group.runs if len((points := curve(run))[0])]
+        curves = [curve(run) for run in group.runs]
         mean = mean_curve(curves)
-        for number, points in enumerate(curves):
-            traces.append(
-                _trace(
-                    group, points, most, faint=mean is not None, name=f"{group.number}, seed {group.runs[number].config.seed}"
-                )
-            )
+        for run, points in zip(group.runs, curves):
+            if not len(points[0]):
+                continue
+            name = f"{group.number}, seed {run.settings.seed}"
+            traces.append(_trace(group, points, most, faint=mean is not None, name=name))
         if mean is not None:
             traces.append(_trace(group, mean, most, faint=False, name=f"{group.number}, mean"))
     layout = {
-        "title": {"text": title, "font": {"size": 13}, "x": 0, "xanchor": "left"}, "showlegend": False, "hovermode": "closest",
+        "title": plot_title(title), "showlegend": False, "hovermode": "closest",
         "xaxis": {"title": {"text": along, "font": {"size": 11}}},
     }  # fmt: skip
     return Figure(traces, layout, 320, title)

@@ -91,7 +91,7 @@ def curve_figure(
                "line": {"color": COLOURS[7], "width": 1, "dash": "dot"}} for x in starts]  # fmt: skip
     vertical = {"type": "log", "dtick": 1, "minor": {"showgrid": True}} if log and _decades(curves) > 1 else {}
     layout: dict[str, Any] = {
-        "title": {"text": escape(title + (f" ({unit})" if unit else "")), "font": {"size": 13}, "x": 0, "xanchor": "left", "y": 0.985, "yanchor": "top"},
+        "title": plot_title(title + (f" ({unit})" if unit else "")),
         "xaxis": {"tickformat": "~s"}, "yaxis": vertical,
         "showlegend": len(traces) > 1, "shapes": shapes,
     }  # fmt: skip
@@ -127,10 +127,12 @@ def _decades(curves: Sequence[Curve]) -> float:
     return float(np.log10(values.max() / values.min())) if len(values) else 0.0
 
 
+def plot_title(text: str) -> dict[str, object]:
+    """The title of a figure, at its upper left."""
+    return {"text": escape(text), "font": {"size": 13}, "x": 0, "xanchor": "left", "y": 0.985, "yanchor": "top"}
+
+
 def numbers(values: np.ndarray) -> list[float | int | None]:
     """Plain numbers of a few digits, for a page."""
-    return [None if not np.isfinite(value) else _plain(float(value)) for value in values]
-
-
-def _plain(value: float) -> float | int:
-    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.{_DIGITS}g}")
+    plain = [float(value) if np.isfinite(value) else None for value in values]
+    return [value if value is None else int(value) if value.is_integer() else float(f"{value:.{_DIGITS}g}") for value in plain]

@@ -1,6 +1,6 @@
 """Which runs belong to which row of a paper's table, and which are comparable with each other.
 
-A run belongs to a row if its recorded config is the row's in every key that decides the weights (``is_free`` has those that do not),
+A run belongs to a row if its recorded config is the row's in every key that decides the weights (:func:`~pipeline.reports.papers.decides`),
 and its data has the paper's numbers of classes, training images (within 1 %) and validation images. The seed, the precision and the
 order in which shards are read may differ. The name of the run's folder does not count.
 
@@ -17,29 +17,22 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from pipeline.config import is_free, load_config
-from pipeline.reports.known_runs import KnownRun, flat_config
-from pipeline.reports.paper_tables import DATA_SETS, PaperRow, PaperTable, recipe_file
+from pipeline.config import load_config
+from pipeline.reports.comparison import results
+from pipeline.reports.papers import DATA_SETS, PaperRow, PaperTable, decides, recipe_file
+from pipeline.runs.folder import RunFolder, flat_config
 
 _WIDTHS = "model.switches.widths"  # the one switch that is a size
-_OF_THE_RUN = ("seed", "train.precision", "data.order", "data.block_size", "data.window_blocks")  # no row is about these
 _TOLERANCE = 0.01  # of the number of images: repeated augmentation rounds an epoch, a subset its classes
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs of one column have in common.
+    """What runs of one column have in common."""
 
-    Attributes:
-        changes: config key -> value, where they differ from the rows' recipes; empty for the paper's recipe.
-        classes: of the data.
-        images: of the training set, before a row takes a part of them.
-        val_images: of the validation set.
-    """
-
-    changes: dict[str, Any]
+    changes: dict[str, Any]  # config key -> value, where they differ from the rows' recipes; empty for the paper's recipe
     classes: int
-    images: int
+    images: int  # of the training set, before a row takes a part of them
     val_images: int
 
     @property
@@ -58,19 +51,13 @@ class Setting:
 
 @dataclass
 class Filled:
-    """A table with the runs of its rows.
-
-    Attributes:
-        settings: the columns; one at most unless ``any_data``.
-        runs: (row, setting) -> a run for each seed, by seed.
-        unused: reason -> the runs that are in no row for it.
-    """
+    """A table with the runs of its rows."""
 
     table: PaperTable
     any_data: bool
-    settings: list[Setting] = field(default_factory=list)
-    runs: dict[tuple[int, int], list[KnownRun]] = field(default_factory=dict)
-    unused: dict[str, list[str]] = field(default_factory=dict)
+    settings: list[Setting] = field(default_factory=list)  # the columns; one at most unless ``any_data``
+    runs: dict[tuple[int, int], list[RunFolder]] = field(default_factory=dict)  # (row, setting) -> a run for each seed, by seed
+    unused: dict[str, list[str]] = field(default_factory=dict)  # reason -> the runs that are in no row for it
 
     def missing(self, setting: int) -> list[PaperRow]:
         """The rows of ours without a run, each config once."""
@@ -81,7 +68,7 @@ class Filled:
         return list(rows.values())
 
 
-def fill(table: PaperTable, runs: list[KnownRun], any_data: bool = False) -> Filled:
+def fill(table: PaperTable, runs: list[RunFolder], any_data: bool = False) -> Filled:
     """Sort runs into the rows of a table.
 
     Args:
@@ -90,16 +77,16 @@ def fill(table: PaperTable, runs: list[KnownRun], any_data: bool = False) -> Fil
         any_data: whether a run of a row's switches counts that differs in data, size or recipe.
     """
     filled = Filled(table, any_data)
-    placed: dict[tuple[str, ...], dict[int, list[KnownRun]]] = defaultdict(lambda: defaultdict(list))
+    placed: dict[tuple[str, ...], dict[int, list[RunFolder]]] = defaultdict(lambda: defaultdict(list))
     settings: dict[tuple[str, ...], Setting] = {}
     for run in runs:
         reasons = []
         for number, row in enumerate(table.rows):
             found = _setting(run, row, table, any_data)
             if isinstance(found, Setting):
-                key = (str(sorted(found.changes.items())), str(found.classes), str(found.images), str(found.val_images))
-                settings.setdefault(key, found)
-                placed[key][number].append(run)
+                place = (str(sorted(found.changes.items())), str(found.classes), str(found.images), str(found.val_images))
+                settings.setdefault(place, found)
+                placed[place][number].append(run)
             elif found:
                 reasons.append(found)
         if not any(run in members for rows in placed.values() for members in rows.values()):
@@ -108,75 +95,68 @@ def fill(table: PaperTable, runs: list[KnownRun], any_data: bool = False) -> Fil
     if any_data:
         _join_widened_rows(placed, settings, table, filled.unused)
     order = sorted(placed, key=lambda key: -sum(map(len, placed[key].values())))
-    for column, its in enumerate(order):
-        filled.settings.append(settings[its])
-        for number, members in placed[its].items():
+    for column, key in enumerate(order):
+        filled.settings.append(settings[key])
+        for number, members in placed[key].items():
             filled.runs[number, column] = _one_per_seed(members, filled.unused)
     return filled
 
 
-def mean_and_spread(runs: list[KnownRun], figure: str) -> tuple[float, float | None] | None:
-    """Mean of ``top1`` or ``top5`` in percent, and the standard deviation over the seeds (n - 1), None with one.
-
-    Returns:
-        None without runs.
-    """
-    values = [run.result[figure] for run in runs if run.result and figure in run.result]
-    if not values:
-        return None
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+def mean_and_spread(runs: list[RunFolder], figure: str) -> tuple[float, float | None] | None:
+    """Mean of ``top1`` or ``top5`` in percent, and the standard deviation over the seeds (n - 1), None with one; None without runs."""
+    values = results(runs, figure)
+    return (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None) if values else None
 
 
-def differences(run: KnownRun, row: PaperRow) -> dict[str, Any]:
+def differences(run: RunFolder, row: PaperRow) -> dict[str, Any]:
     """Config key -> the run's value, for the keys that decide the weights and differ from the row's recipe."""
     ours, recipe = run.flat, recipe_keys(str(row.config))
-    keys = [key for key in {**recipe, **ours} if not is_free(key) and key not in _OF_THE_RUN]
-    return {key: ours.get(key) for key in [*keys, "train.max_steps"] if not _same(ours.get(key), recipe.get(key))}
+    keys = [key for key in {**recipe, **ours} if decides(key)]
+    return {key: ours.get(key) for key in keys if not _same(ours.get(key), recipe.get(key))}
 
 
 @cache
 def recipe_keys(config: str) -> dict[str, Any]:
-    """Dotted key -> value of a row's config, as :attr:`KnownRun.flat`."""
+    """Dotted key -> value of a row's config, as :attr:`RunFolder.flat`."""
     return flat_config(load_config(recipe_file(config)))
 
 
-def _setting(run: KnownRun, row: PaperRow, table: PaperTable, any_data: bool) -> Setting | str | None:
+def _setting(run: RunFolder, row: PaperRow, table: PaperTable, any_data: bool) -> Setting | str | None:
     """Of a run that belongs to the row; a reason why it nearly does; None if it is another model."""
     if row.config is None:
         return None
     recipe = recipe_keys(row.config)
-    changes = {
-        key: value
-        for key, value in differences(run, row).items()
-        if key not in table.either or (value is None) != (recipe.get(key) is None)
-    }
+    changes = differences(run, row)
+    for key in table.either:
+        if key in changes and (changes[key] is None) == (recipe.get(key) is None):
+            del changes[key]
     switches = [key for key in changes if key.startswith("model.switches.") and key != _WIDTHS]
     if switches or "model.name" in changes:
         return None
-    if not run.finished:
+    if not run.state.finished:
         return "it is not finished"
     if run.images is None or run.val_images is None:
         return "its log does not tell how many images it was trained and evaluated on"
     if not any_data:
         if changes:
-            return f"it has not the data or the recipe of its row ({_named(changes)}); --any-data shows it"
+            return f"its data or recipe is not that of its row ({_named(changes)}); --any-data shows it"
         if not _close(run.images, table.data.images * row.subset) or run.val_images != table.data.val_images:
             part = "" if row.subset == 1 else f"{100 * row.subset:g} % of "
             return (
-                f"its data has {run.images:,} training and {run.val_images:,} validation images, {part}{table.data.title} needed; "
+                f"its data must be {part}{table.data.title}, got {run.images:,} training and {run.val_images:,} validation images; "
                 f"--any-data shows it"
             )
         return Setting({}, table.data.classes, table.data.images, table.data.val_images)
     images = run.images
     if len(table.subsets) > 1:
         if run.subset is None:
-            return f"its shards {run.config.data.path} are not there to tell which part of the images they are"
+            return f"its shards {run.settings.data.path} are not there to tell which part of the images they are"
         if not math.isclose(run.subset, row.subset):
             return None
         images = round(run.images / row.subset)
     if row_has_own_widths(row):
         changes.pop(_WIDTHS, None)
-    return Setting(changes, run.config.model.num_classes, images, run.val_images)
+    return Setting(changes, run.settings.model.num_classes, images, run.val_images)
 
 
 def row_has_own_widths(row: PaperRow) -> bool:
@@ -185,7 +165,7 @@ def row_has_own_widths(row: PaperRow) -> bool:
 
 
 def _join_widened_rows(
-    placed: dict[tuple[str, ...], dict[int, list[KnownRun]]],
+    placed: dict[tuple[str, ...], dict[int, list[RunFolder]]],
     settings: dict[tuple[str, ...], Setting],
     table: PaperTable,
     unused: dict[str, list[str]],
@@ -216,14 +196,14 @@ def _without_widths(setting: Setting) -> Setting:
     return Setting(changes, setting.classes, setting.images, setting.val_images)
 
 
-def _one_per_seed(runs: list[KnownRun], unused: dict[str, list[str]]) -> list[KnownRun]:
-    kept: dict[int, KnownRun] = {}
-    for run in sorted(runs, key=lambda run: run.result["time"] if run.result else 0):
-        if run.config.seed in kept:
+def _one_per_seed(runs: list[RunFolder], unused: dict[str, list[str]]) -> list[RunFolder]:
+    kept: dict[int, RunFolder] = {}
+    for run in sorted(runs, key=lambda run: run.result.get("time", 0) if run.result else 0):
+        if run.settings.seed in kept:
             older = unused.setdefault("a later run of its row has the same seed", [])
-            if str(kept[run.config.seed].path) not in older:  # a config may have two rows
-                older.append(str(kept[run.config.seed].path))
-        kept[run.config.seed] = run
+            if str(kept[run.settings.seed].path) not in older:  # a config may have two rows
+                older.append(str(kept[run.settings.seed].path))
+        kept[run.settings.seed] = run
     return [kept[seed] for seed in sorted(kept)]
 
 

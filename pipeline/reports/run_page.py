@@ -1,24 +1,29 @@
-"""The page about one run, put together from its sections."""
+"""Put the page about one run together from its sections; the story of its starts is told here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from pipeline.errors import UserError
-from pipeline.page import Html, Section, html, page
-from pipeline.reports.paper import paper_recipe
+from pipeline.logs.console import duration
+from pipeline.page import Html, Section, clock, html, join, page, table
+from pipeline.reports.papers import paper_recipe
 from pipeline.reports.pictures import Pictures
 from pipeline.reports.predictions import find_predictions, read_predictions
-from pipeline.reports.run_folder import RunFolder
-from pipeline.reports.sections.history import history
 from pipeline.reports.sections.inside import ANALYSIS, analysis_figures, over_training, training_images
 from pipeline.reports.sections.mistakes import mistakes
 from pipeline.reports.sections.setup import checkpoints_section, config_section, environment_section
-from pipeline.reports.sections.summary import state_of, summary
+from pipeline.reports.sections.summary import summary
 from pipeline.reports.sections.training import curves, speed
-from pipeline.reports.story import starts_of
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.starts import Start, starts_of
 from pipeline.stores.place import Place, parse_place
+
+_NAMED = 50  # bad samples, skipped steps
+_HOSTS = 4  # of a start that are named
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def run_page(run: RunFolder, sources: Sources) -> str:
     ]
     sections = [Section(title, body, closed) for title, body, closed in parts if body]
     model = run.value("model.name")
-    subtitle = html("{}{}", f"{model}, " if isinstance(model, str) else "", state_of(run))
+    subtitle = html("{}{}", f"{model}, " if isinstance(model, str) else "", run.state)
     return page(run.name, subtitle, sections, problems)
 
 
@@ -95,3 +100,80 @@ def _mistakes(run: RunFolder, sources: Sources, problems: list[str]) -> Html:
         except (UserError, OSError):
             why = f"No pictures: the run's data.path {data} is not there. Add --data SHARDS."
     return mistakes(found, run.class_names or (pictures.classes if pictures else []), pictures, why)
+
+
+def history(run: RunFolder, starts: list[Start]) -> Html:
+    """Starts as a table, then what went wrong."""
+    return join([_sentence(run, starts), _table(starts), _skipped(run), _bad_samples(run)])
+
+
+def _sentence(run: RunFolder, starts: list[Start]) -> Html:
+    if not starts:
+        return html("<p>No file tells how this run was started.</p>")
+    repeated = sum(start.repeated or 0 for start in starts)
+    words = [f"{len(starts)} start{'s' * (len(starts) != 1)}"]
+    broken = sum(not start.whole for start in starts)
+    if broken:
+        words.append(f"{broken} ended by a failure")
+    if repeated:
+        words.append(f"{repeated:,} steps were taken twice")
+    return html("<p>{}.</p>", ", ".join(words))
+
+
+def _table(starts: list[Start]) -> Html:
+    if not starts:
+        return Html("")
+    columns: dict[str, list[object]] = {
+        "start": [start.number for start in starts],
+        "began": [clock(start.began) for start in starts],
+        "lasted": [
+            "" if start.began is None or start.ended is None else duration(max(0.0, start.ended - start.began))
+            for start in starts
+        ],
+        "steps": ["" if start.step is None else f"{start.step:,} to {_count(start.reached) or '?'}" for start in starts],
+        "of these repeated": [_count(start.repeated or None) for start in starts],
+        "processes": [html("{} on {}", start.world_size or "?", _hosts(start)) for start in starts],
+        "ZeRO": [_count(start.zero_stage) for start in starts],
+        "job": [start.job or "" for start in starts],
+        "ended": [html('<span class="{}">{}</span>', "" if start.whole else "bad", start.end) for start in starts],
+    }
+    kept = {name: cells for number, (name, cells) in enumerate(columns.items()) if number < 4 or any(map(str, cells))}
+    numeric = [number for number, name in enumerate(kept) if name == "of these repeated"]
+    return table(list(kept), list(zip(*kept.values())), numeric=numeric)
+
+
+def _count(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+def _hosts(start: Start) -> str:
+    more = f" and {len(start.hosts) - _HOSTS} more" if len(start.hosts) > _HOSTS else ""
+    return ", ".join(start.hosts[:_HOSTS]) + more or "?"
+
+
+def _skipped(run: RunFolder) -> Html:
+    steps, counts = run.curve("skipped_steps")
+    if not len(steps) or counts[-1] <= 0:
+        return Html("")
+    at = steps[np.flatnonzero(np.diff(np.concatenate([[0.0], counts])) > 0)]
+    named = ", ".join(f"{int(step):,}" for step in at[:_NAMED]) + (", ..." if len(at) > _NAMED else "")
+    return html("<h3>Skipped steps</h3><p>{} with a gradient that is not finite: step {}.</p>", f"{int(counts.max()):,}", named)
+
+
+def _bad_samples(run: RunFolder) -> Html:
+    """Names from the newest checkpoint; the counts from the log, which may know of more."""
+    manifest = run.newest_manifest
+    named = manifest.state.bad_samples if manifest else {}
+    steps, counts = run.curve("bad_samples")
+    count = max(len(named), int(counts.max()) if len(counts) else 0)
+    if not count:
+        return html("<p>No sample was found that cannot be used.</p>") if len(steps) else Html("")
+    replaced = run.curve("replaced")[1]
+    words = f"{count:,} training sample{'s' * (count != 1)} cannot be used"
+    if len(replaced) and replaced.sum() > 0:
+        words += f"; {int(replaced.sum()):,} images of {int(replaced.size):,} steps were replaced by others"
+    items = [html("<li>{}</li>", sentence) for sentence in list(named.values())[:_NAMED]]
+    missing = count - len(items)
+    if missing > 0:
+        items.append(html("<li>{} more, which the run's output names.</li>", f"{missing:,}"))
+    return html("<h3>Samples that cannot be used</h3><p>{}.</p><ul>{}</ul>", words, items)

@@ -1,14 +1,79 @@
-"""A paper's table as Markdown, LaTeX and CSV. HTML: :mod:`pipeline.reports.table_page`."""
+"""Write a paper's table as an HTML page, Markdown, LaTeX or CSV: ``python -m pipeline.report --table``."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
+import sys
 import unicodedata
+from collections.abc import Iterable
 from itertools import groupby
+from pathlib import Path
 
-from pipeline.reports.table_sheet import Column, Number, Sheet
+from pipeline.page import Html, Section, html, join, page
+from pipeline.reports.papers import find_table
+from pipeline.reports.row_runs import fill
+from pipeline.reports.table_sheet import Column, Number, Sheet, make_sheet
+from pipeline.runs.folder import find_runs, read_runs
+
+_STYLE = """<style>
+.paper-table th, .paper-table td { padding: 4px 10px; } .paper-table td { white-space: nowrap; } .paper-table .group { text-align: center; border-bottom: 0; }
+.paper-table .ours { background: var(--soft); } .command { white-space: pre-wrap; overflow-wrap: anywhere; } .paper-table td:first-child, .paper-table th:first-child { padding-left: 0; }
+</style>"""
+
+
+def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False) -> str:
+    """A table of a paper with ours beside it.
+
+    Args:
+        name: as in ``configs/ablations/``.
+        paths: run folders, and folders that hold some; none for the paper's figures alone.
+        form: ``html``, ``markdown``, ``latex`` or ``csv``.
+        any_data: see :mod:`pipeline.reports.row_runs`.
+
+    Raises:
+        UserError: there is no such table.
+    """
+    table = find_table(name)
+    folders, missing = find_runs(paths)
+    runs, damaged = read_runs(folders)
+    sheet = make_sheet(fill(table, runs, any_data), [*missing, *damaged])
+    if form == "csv":  # has no place for them
+        for problem in sheet.problems:
+            print(problem, file=sys.stderr)
+    return {"html": table_page, "markdown": markdown, "latex": latex, "csv": comma_separated}[form](sheet)
+
+
+def table_page(sheet: Sheet) -> str:
+    """The page of a table."""
+    footnotes = [html('<p class="quiet">{}</p>', note) for note in sheet.footnotes]
+    sections = [Section("Table", html("{}{}{}", Html(_STYLE), _table(sheet), footnotes))]
+    if sheet.missing:
+        how = '<h3>{}</h3><pre class="command"><code>{}</code></pre>'
+        commands = [html(how, row.labels, "\n".join(filter(None, [row.shards, row.command]))) for row in sheet.missing]
+        sections.append(Section(f"{len(sheet.missing)} rows without a run, and the commands that make one", join(commands)))
+    if sheet.unused or sheet.problems:
+        parts = [html("<ul>{}</ul>", [html("<li>{}</li>", problem) for problem in sheet.problems])] if sheet.problems else []
+        for reason, paths in sheet.unused.items():
+            listed = [html("<li><code>{}</code></li>", path) for path in paths]
+            parts.append(html("<p>Left out, as {}:</p><ul>{}</ul>", reason, listed))
+        sections.append(Section("Runs in no row", join(parts), closed=not sheet.problems))
+    return page(sheet.title, sheet.paper, sections, sheet.notes, plots=False)
+
+
+def _table(sheet: Sheet) -> Html:
+    def cells(tag: str, row: Iterable[object]) -> list[Html]:
+        kinds = ["n" * column.numeric + " ours" * column.group.startswith("Ours") for column in sheet.columns]
+        return [html('<{0} class="{1}">{2}</{0}>', tag, kind, "" if cell is None else cell) for kind, cell in zip(kinds, row)]
+
+    group_of = '<th class="group{}" colspan="{}">{}</th>'
+    groups = [html(group_of, " ours" * name.startswith("Ours"), count, name) for name, count in column_groups(sheet.columns)]
+    titles = cells("th", (column.title for column in sheet.columns))
+    rows = [html("<tr>{}</tr>", cells("td", row)) for row in sheet.rows]
+    whole = '<div class="wide"><table class="paper-table"><thead><tr>{}</tr><tr>{}</tr></thead><tbody>{}</tbody></table></div>'
+    return html(whole, groups, titles, rows)
+
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -76,7 +141,7 @@ def comma_separated(sheet: Sheet) -> str:
     """CSV: means and spreads in columns of their own, and in the last one what ours are of."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    ours = " ".join(note for note in sheet.notes)
+    ours = " ".join(sheet.notes)
     head: list[str] = []
     for column in sheet.columns:
         head += [column.key, f"{column.key}_std"] if _has_spread(column) else [column.key]
@@ -120,13 +185,12 @@ def _markdown_text(text: str) -> str:
 def _padded(rows: list[list[str]], columns: list[Column]) -> list[list[str]]:
     """Cells of equal width, so that the source is a table too."""
     widths = [max(3, *(_width(row[number]) for row in rows)) for number in range(len(columns))]
-    return [
-        [
-            " " * (width - _width(cell)) + cell if column.numeric else cell + " " * (width - _width(cell))
-            for cell, width, column in zip(row, widths, columns)
-        ]
-        for row in rows
-    ]
+
+    def padded(cell: str, width: int, column: Column) -> str:
+        space = " " * (width - _width(cell))
+        return space + cell if column.numeric else cell + space
+
+    return [list(map(padded, row, widths, columns)) for row in rows]
 
 
 def _width(text: str) -> int:

@@ -12,20 +12,19 @@ from typing import Any
 import yaml
 
 from pipeline.config import find_recipe
-from pipeline.reports.known_runs import KnownRun, flat_config
-from pipeline.reports.paper_tables import FIGURES, PaperRow, PaperTable, recipe_file
+from pipeline.reports.papers import FIGURES, PaperRow, PaperTable, recipe_file
 from pipeline.reports.row_runs import Filled, Setting, mean_and_spread, recipe_keys, row_has_own_widths
+from pipeline.runs.folder import RunFolder, flat_config
 
+_COUNTED = " The last evaluation counts, of the averaged weights where the run keeps an average. ± is the standard deviation over the seeds (n − 1)."
 RULE = (
     "A run belongs to a row if its recorded config is that of the row in every key that decides the weights, apart from the seed and "
     "the precision, and its data has the paper's numbers of classes, training and validation images; the name of its folder does not "
-    "count. The last evaluation counts, of the averaged weights where the run keeps an average. ± is the standard deviation over the "
-    "seeds (n − 1)."
+    "count." + _COUNTED
 )
 RULE_ANY = (
     "A run belongs to a row if it has the row's model and switches; data, size and recipe may be others, and only runs that are alike "
-    "in these stand in one column. The last evaluation counts, of the averaged weights where the run keeps an average. ± is the "
-    "standard deviation over the seeds (n − 1)."
+    "in these stand in one column." + _COUNTED
 )
 COUNTS = "Parameters and GMACs of ours are counted; GMACs in the papers' convention, without the matrix products of attention."
 
@@ -65,26 +64,18 @@ class Missing:
 
 @dataclass
 class Sheet:
-    """A table to be written.
-
-    Attributes:
-        notes: sentences that a reader has to know before the numbers.
-        rows: a cell for each column; None is an empty one.
-        footnotes: how ours were chosen.
-        unused: reason -> runs in no row.
-        problems: a sentence for each folder that could not be read.
-    """
+    """A table to be written."""
 
     name: str
     title: str
     paper: str
-    notes: list[str]
+    notes: list[str]  # sentences that a reader has to know before the numbers
     columns: list[Column]
-    rows: list[list[str | Number | None]]
-    footnotes: list[str]
+    rows: list[list[str | Number | None]]  # a cell for each column; None is an empty one
+    footnotes: list[str]  # how ours were chosen
     missing: list[Missing]
-    unused: dict[str, list[str]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    unused: dict[str, list[str]] = field(default_factory=dict)  # reason -> runs in no row
+    problems: list[str] = field(default_factory=list)  # a sentence for each folder that could not be read
 
 
 def make_sheet(filled: Filled, problems: Iterable[str] = ()) -> Sheet:
@@ -166,7 +157,7 @@ def _details(filled: Filled, names: list[str]) -> list[str]:
     return found
 
 
-def _our_figure(figure: str, row: PaperRow, runs: list[KnownRun], any_data: bool) -> Number | None:
+def _our_figure(figure: str, row: PaperRow, runs: list[RunFolder], any_data: bool) -> Number | None:
     if figure in ("top1", "top5"):
         found = mean_and_spread(runs, figure)
         return None if found is None else Number(*found)
@@ -207,7 +198,7 @@ def _paper_difference(table: PaperTable, row: PaperRow) -> Number | None:
     return Number(float(row.figures["top1"]) - float(reference.figures["top1"]), digits=digits, signed=True)
 
 
-def _our_difference(filled: Filled, runs: list[KnownRun], setting: int) -> Number | None:
+def _our_difference(filled: Filled, runs: list[RunFolder], setting: int) -> Number | None:
     numbers = [number for number, row in enumerate(filled.table.rows) if row.config == filled.table.reference]
     reference = filled.runs.get((numbers[0], setting), [])
     ours, theirs = mean_and_spread(runs, "top1"), mean_and_spread(reference, "top1")
@@ -224,9 +215,8 @@ def _missing(filled: Filled, row: PaperRow) -> Missing:
         command = _command_like(filled, row)
         chosen = "WIDTHS" in command
         return Missing(f"{labels}; WIDTHS: for equal cost at this size" if chosen else labels, command, "")
-    found = re.search(r"^#\s+or: (.*\S)", header, re.MULTILINE) or re.search(
-        r"^# (.*pipeline\.train --config \S+)", header, re.MULTILINE
-    )
+    patterns = r"^#\s+or: (.*\S)", r"^# (.*pipeline\.train --config \S+)"
+    found = next(filter(None, (re.search(pattern, header, re.MULTILINE) for pattern in patterns)), None)
     command = found[1] if found else f"python -m pipeline.train --config {path.stem}"
     return Missing(labels, f"{command} seed=0 output_dir=runs/{row.config}_0", _shards_command(path))
 
@@ -235,11 +225,8 @@ def _command_like(filled: Filled, row: PaperRow) -> str:
     """The command of a run of the row in the first setting."""
     example = next(runs[0] for (_, column), runs in filled.runs.items() if column == 0)
     recipe, ours = recipe_keys(str(row.config)), example.flat
-    changes = {
-        "data.path": ours["data.path"],
-        **filled.settings[0].changes,
-        "train.micro_batch_size": ours["train.micro_batch_size"],
-    }
+    changes = {"data.path": ours["data.path"], **filled.settings[0].changes}
+    changes["train.micro_batch_size"] = ours["train.micro_batch_size"]
     if row_has_own_widths(row) and "model.switches.widths" in changes:
         changes["model.switches.widths"] = "WIDTHS"
     overrides = [f"{key}={_value(value)}" for key, value in changes.items() if recipe.get(key) != value]
@@ -264,6 +251,7 @@ def _shards_command(path: Any) -> str:
 
 
 def _value(value: Any) -> str:
+    """As a command takes it."""
     return yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True).split("\n")[0]
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from pipeline.distributed.environment import job_name
 from pipeline.errors import UserError
-from pipeline.files import disk_reason, is_locked_by_another, lock_bytes, write_error
+from pipeline.files import disk_reason, lock_bytes, write_error
+from pipeline.runs import LOCK
+from pipeline.runs.files import Holder, read_holder
 
-LOCK = ".lock"
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5  # between attempts to lock: the holder may be on another node, and nothing signals its end
 _ATTEMPTS = 100  # to create folder and file: concurrent starts that are refused remove what they created
@@ -47,7 +48,7 @@ class RunLock:
         """
         path = run_dir / LOCK
         if path.resolve() in _held_here:
-            raise _refusal(run_dir, _describe(_about_me()))
+            raise _refusal(run_dir, Holder(**_about_me()))
         created: list[Path] = []
         for left in reversed(range(_ATTEMPTS)):
             created += _create(run_dir)
@@ -115,8 +116,9 @@ def check_lock(run_dir: Path) -> None:
     except OSError as error:
         raise _not_writable(run_dir, path, error) from None
     try:
-        if is_locked_by_another(descriptor):
-            raise _refusal(run_dir, _describe(_read(descriptor)))
+        holder = read_holder(descriptor)
+        if holder and holder.alive:
+            raise _refusal(run_dir, holder)
     finally:
         os.close(descriptor)
 
@@ -151,7 +153,7 @@ def _wait_for_lock(descriptor: int, run_dir: Path, wait_seconds: float) -> None:
     until = time.monotonic() + wait_seconds
     waiting = False
     while not lock_bytes(descriptor, run_dir / LOCK):
-        holder = _describe(_read(descriptor))
+        holder = read_holder(descriptor) or Holder()
         if time.monotonic() >= until:
             raise _refusal(run_dir, holder)
         if not waiting:
@@ -164,7 +166,7 @@ def _not_writable(run_dir: Path, path: Path, error: OSError) -> UserError:
     return UserError(f"output_dir {run_dir} is not writable ({disk_reason(path, error)})", "choose another output_dir")
 
 
-def _refusal(run_dir: Path, holder: str) -> UserError:
+def _refusal(run_dir: Path, holder: Holder) -> UserError:
     return UserError(
         f"{run_dir} is being trained by {holder}, 1 run per folder possible",
         "wait for it, stop it, or choose another output_dir",
@@ -178,20 +180,6 @@ def _about_me() -> dict:
         "slurm_job": job_name(os.environ),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-
-
-def _describe(holder: dict) -> str:
-    if not holder:  # it has not written its name yet
-        return "another process"
-    job = f"Slurm job {holder['slurm_job']}, " if holder["slurm_job"] else ""
-    return f"process {holder['pid']} on {holder['host']} ({job}since {holder['since']})"
-
-
-def _read(descriptor: int) -> dict:
-    try:
-        return json.loads(os.pread(descriptor, 4096, 0))  # a record has about 150 bytes
-    except (OSError, ValueError):
-        return {}
 
 
 def _write(descriptor: int, text: str) -> None:

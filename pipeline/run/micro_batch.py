@@ -26,13 +26,14 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.hardware import DEFAULT_GPU, gpu_named, memory_gib
 from pipeline.logs import console
-from pipeline.logs.run_files import AUTO_REASON, CONFIG, earlier_starts
+from pipeline.logs.run_files import AUTO_REASON, earlier_starts
 from pipeline.optim.build import optimizer_description, parameter_groups
 from pipeline.planning.memory import largest_micro_batch, plan_memory
 from pipeline.planning.subject import Subject
 from pipeline.run.building import build_model
 from pipeline.run.folder import config_hash
 from pipeline.run.teacher import load_teacher
+from pipeline.runs import CONFIG
 from pipeline.step.forward import autocast, random_batch
 from pipeline.step.loss import Objective, label_loss
 from pipeline.step.train_step import forward_backward

@@ -35,6 +35,7 @@ from pipeline.run.lock import RunLock
 from pipeline.run.profiling import StepProfiler
 from pipeline.run.settle import Settled, check_alone, settle
 from pipeline.run.state import Run
+from pipeline.runs.state import is_complete
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Start:
     def is_complete(self, data: RunData, verified: Verified | None) -> bool:
         """Whether nothing is left to train, which is said."""
         before = verified.state if verified else None
-        complete = before is not None and before.step >= data.schedule.last_step and not before.evaluation_due
+        complete = before is not None and is_complete(before.step, before.evaluation_due, data.schedule.last_step)
         if before and complete:
             say(self.world, f"{self.folder} is complete at step {before.step}: nothing to train.")
         return complete

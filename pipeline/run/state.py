@@ -29,6 +29,7 @@ from pipeline.run.compiling import Compilation
 from pipeline.run.folder import config_hash
 from pipeline.run.lock import RunLock
 from pipeline.run.profiling import StepProfiler
+from pipeline.runs.state import is_complete
 from pipeline.step.train_step import TrainState
 from pipeline.stores.store import StoreAway, StoreFails
 
@@ -101,6 +102,7 @@ class Run:
             data=self.train_set.identity(),
             world_size=self.world.size,
             zero_stage=int(self.trained.engine.zero_optimization_stage()),
+            last_step=self.schedule.last_step,
             bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.state().items()},
             best=self.best,
             evaluation_due=self.evaluation_due,
@@ -111,7 +113,7 @@ class Run:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Stop threads and close files. After an error the lock stays with the process, whose threads may still be writing."""
-        whole = error is None and self.step >= self.schedule.last_step and not self.evaluation_due
+        whole = error is None and is_complete(self.step, self.evaluation_due, self.schedule.last_step)
         self.events.add("end", self.step, reason=self._why_it_ends(error, whole), whole=whole)
         with ExitStack() as parts:
             if error is None:

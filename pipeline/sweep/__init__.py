@@ -1,7 +1,6 @@
 """The command ``pipeline.sweep``: many runs from one file, a line of overrides each, on this machine or as a job array.
 
 ================== ============================================================
-``words.py``       the words of a line
 ``lines.py``       the file: its lines, checked, and the folder of each run
 ``grid.py``        the file for all combinations of some values
 ``states.py``      how far each run is, and the page that compares them

@@ -19,6 +19,8 @@ from typing import NoReturn
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 
+_NO_FILE = "a sweep requires a file with a line of overrides for each run, got none"
+
 
 def main() -> int:
     if sys.argv[1:2] == ["--submit"]:
@@ -56,12 +58,10 @@ def run(args: argparse.Namespace) -> int:
 
         return report(args.report)
     if args.file is None:
-        raise UserError(
-            "no file is named, one with a line of overrides for each run needed", "pass it, or make one with --grid"
-        )
+        raise UserError(_NO_FILE, "pass it, or make one with --grid")
     for name in ("jobs", "processes"):
         if getattr(args, name) < 1:
-            raise UserError(f"--{name} is {getattr(args, name)}, at least 1 needed", "correct it")
+            raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}", "correct it")
     from pipeline.sweep.lines import read_sweep
     from pipeline.sweep.states import sweep_table
 
@@ -82,21 +82,19 @@ def _submit(words: list[str]) -> int:
         if option == "--jobs" or option.startswith("--jobs="):
             number = option.partition("=")[2] or (words.pop(0) if words else "")
             if not number.isascii() or not number.isdigit() or int(number) < 1:
-                raise UserError(f"--jobs is {number!r}, a number of at least 1 needed", "correct it")
+                raise UserError(f"--jobs must be a number of at least 1, got {number!r}", "correct it")
             at_once = int(number)
         else:
             options.append(option)
     if not words:
-        raise UserError(
-            "no file is named, one with a line of overrides for each run needed", "pass it after the options of sbatch"
-        )
+        raise UserError(_NO_FILE, "pass it after the options of sbatch")
     from pipeline.sweep.job_array import submit
     from pipeline.sweep.lines import read_sweep
 
     file = Path(words[0])
     if options and not file.exists() and "=" not in options[-1]:
         raise UserError(
-            f"{file} does not exist, a file with a line of overrides for each run needed",
+            f"{file} must be a file with a line of overrides for each run, got no such file",
             f"if it is the value of {options[-1]}, write the two as one word, --name=value",
         )
     return submit(read_sweep(file, words[1:]), options, at_once)

@@ -1,4 +1,4 @@
-"""A sweep's file with every combination of some values."""
+"""Make a sweep's file with every combination of some values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def grid(words: Sequence[str]) -> str:
             to the value. What has one value only goes into the line for all.
 
     Raises:
-        UserError: a word of another form, an empty value, or a combination that is no valid config.
+        UserError: a word of another form, an empty value, or a combination that is not a valid config.
     """
     common: list[str] = []
     axes: list[list[str]] = []
@@ -31,32 +31,26 @@ def grid(words: Sequence[str]) -> str:
         word = todo.pop(0)
         if word == "--config":
             if not todo:
-                raise UserError(
-                    "--config has no config after it, a file or a name in configs/ needed", "write --config pervit_t"
-                )
+                raise UserError("--config requires a file or a name in configs/, got nothing", "write --config pervit_t")
             key, values = "--config ", todo.pop(0)
         elif word.startswith("--config="):
             key, values = "--config ", word.partition("=")[2]
         else:
             name, equals, values = word.partition("=")
             if not equals or not name or word.startswith("-"):
-                raise UserError(f"found {word!r}, key=value,value needed", "write for example optim.lr=1e-3,5e-4")
+                raise UserError(f"--grid must have words key=value,value, got {word!r}", "write for example optim.lr=1e-3,5e-4")
             key = f"{name}="
         choices = [_word(key, value) for value in _values(values)]
         if not all(_values(values)):
-            raise UserError(
-                f"{word}: one of the values separated by commas is empty, at least one character needed", "correct it"
-            )
+            raise UserError(f"{word} has an empty value between its commas", "correct it")
         if len(set(choices)) < len(choices):
-            raise UserError(f"{word}: a value is there twice, each once needed", "take one out")
+            raise UserError(f"{word} has a value twice", "take one out")
         if len(choices) > 1:
             axes.append(choices)
         else:
             common += choices
     if not axes:
-        raise UserError(
-            "no key has several values, at least one needed for a grid", "write for example optim.lr=1e-3,5e-4 seed=0,1"
-        )
+        raise UserError("--grid must have a key with several values, got none", "write for example optim.lr=1e-3,5e-4 seed=0,1")
     lines = [" ".join(combination) for combination in itertools.product(*axes)]
     has_config = any(choice.startswith("--config ") for choice in (*common, *(axis[0] for axis in axes)))
     text = "".join(f"{line}\n" for line in ([f"all: {' '.join(common)}"] if common else []) + lines)

@@ -1,4 +1,4 @@
-"""All runs of a sweep as a job array, and its report as the job that waits for it.
+"""Submit all runs of a sweep as a job array, and its report as the job that waits for it.
 
 A submission is a folder ``SWEEP/submitted/TIME`` with a copy of the file and, in ``tasks/NUMBER``, the words of each run: the config,
 then the overrides, one a line, so that the job script reads them without Python. A task runs what was submitted, whatever becomes of
@@ -17,26 +17,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.config import accumulation_steps
 from pipeline.errors import UserError
 from pipeline.files import replace_text
 from pipeline.sweep.lines import Sweep
-from pipeline.sweep.states import LOGS, REPORT, is_finished, make_report, table
+from pipeline.sweep.states import LOGS, REPORT, check_batches, is_finished, make_report, table
 
 SCRIPT = Path("launch", "sweep.slurm")
 TASK = "--task"
 _SUBMITTED, _TASKS = "submitted", "tasks"
 # Options of sbatch that say where a job may run, which the report's job takes over; the others are the size of a training.
 _WHERE = ("account", "partition", "qos", "reservation", "clusters", "wckey")
-_SHORT = {
-    "-A": "--account",
-    "-p": "--partition",
-    "-q": "--qos",
-    "-M": "--clusters",
-    "-J": "--job-name",
-    "-o": "--output",
-    "-a": "--array",
-}
+_SHORT = {"-A": "account", "-p": "partition", "-q": "qos", "-M": "clusters", "-J": "job-name", "-o": "output", "-a": "array"}
 _OURS = ("array", "parsable", "wrap", "wait", "test-only")
 
 
@@ -52,11 +43,16 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
         UserError: no Slurm, too many runs, a batch that the processes cannot share, or ``sbatch`` refuses. Nothing is submitted then.
     """
     if shutil.which("sbatch") is None:
-        raise UserError("sbatch was not found, Slurm needed", f"on one machine: python -m pipeline.sweep {sweep.file}")
+        raise UserError(
+            "a job array requires Slurm, got no sbatch on the PATH", f"on one machine: python -m pipeline.sweep {sweep.file}"
+        )
     if not SCRIPT.is_file():
-        raise UserError(f"{SCRIPT} is not in {Path.cwd()}, the repository's root needed", "submit from there")
+        raise UserError(
+            f"a job array must be submitted from the repository's root, got {Path.cwd()} without {SCRIPT}", "go there"
+        )
     options = _check_options(options)
-    _check_batches(sweep, options)
+    if (processes := _processes(options)) is not None:
+        check_batches(sweep, processes, "; before the file, --nodes, --gpus-per-node and --ntasks-per-node say how many")
     queued = _in_the_queue(sweep)
     finished = [run for run in sweep.runs if is_finished(run)]
     todo = [run for run in sweep.runs if run not in finished and os.path.abspath(run.folder) not in queued]
@@ -89,15 +85,7 @@ def submit(sweep: Sweep, options: Sequence[str], at_once: int | None) -> int:
             print(f"{what}: {count} of {len(sweep.runs)} runs", flush=True)
     after = f"--dependency=afterany:{':'.join(arrays)}"
     where = [option for option in options if option.removeprefix("--").partition("=")[0] in _WHERE]
-    own = [
-        f"--job-name={name}-report",
-        "--nodes=1",
-        "--ntasks=1",
-        "--mem=4G",
-        "--time=01:00:00",
-        "--requeue",
-        "--open-mode=append",
-    ]
+    own = [f"--job-name={name}-report", *"--nodes=1 --ntasks=1 --mem=4G --time=01:00:00 --requeue --open-mode=append".split()]
     own += [f"--output={_escaped(sweep.folder / LOGS)}/report-%j.out", *([after] if arrays else []), *where]
     try:
         report = _sbatch(*own, f"--wrap=exec bash {SCRIPT} --report {shlex.quote(str(submission))}")
@@ -115,9 +103,7 @@ def report(submission: Path) -> int:
     """The last job of a sweep: how its runs have ended, in the log, and the page that compares them."""
     tasks = submission / _TASKS
     if not tasks.is_dir():
-        raise UserError(
-            f"{submission} is no submission of a sweep, a folder SWEEP/{_SUBMITTED}/TIME needed", "correct the path"
-        )
+        raise UserError(f"--report must be a submission, SWEEP/{_SUBMITTED}/TIME, got {submission}", "correct the path")
     numbers = sorted(int(path.name) for path in tasks.iterdir())
     folders = [_folder_of(tasks / str(number)) for number in numbers]
     print(table(list(zip(numbers, folders))), flush=True)
@@ -125,30 +111,12 @@ def report(submission: Path) -> int:
 
 
 def _check_options(options: Sequence[str]) -> list[str]:
-    long = [
-        re.sub(r"^-\w(?=.)", lambda short: f"{_SHORT[short[0]]}=" if short[0] in _SHORT else short[0], each) for each in options
-    ]
-    for each in long:
-        name = each.removeprefix("--").partition("=")[0]
-        if name in _OURS or each in ("-a", "-W", "-H"):
-            raise UserError(f"found {each!r}, which a sweep says itself", "take it out; --jobs=N lets N runs train at a time")
+    long = [f"--{_SHORT[option[:2]]}={option[2:]}" if option[:2] in _SHORT and option[2:] else option for option in options]
+    for option in long:
+        if option.removeprefix("--").partition("=")[0] in _OURS or option in ("-a", "-W", "-H"):
+            remedy = "take it out; --jobs=N lets N runs train at a time"
+            raise UserError(f"{option} is an option that a sweep sets itself", remedy)
     return long
-
-
-def _check_batches(sweep: Sweep, options: Sequence[str]) -> None:
-    """See that the batch of each run divides by the processes of its job, which it would else find out after the queue."""
-    count = _processes(options)
-    for run in sweep.runs:
-        if count is None or not isinstance(run.config.train.micro_batch_size, int):  # settled when the run starts
-            continue
-        try:
-            accumulation_steps(run.config.train, count, run.config.augment.unit)
-        except UserError as error:
-            raise UserError(
-                f"{sweep.file}, line {run.line}: {error.problem}",
-                f"{str(error).removeprefix(f'{error.problem}: ').rstrip('.')}; before the file, --nodes, --gpus-per-node and "
-                "--ntasks-per-node say how many",
-            ) from None
 
 
 def _processes(options: Sequence[str]) -> int | None:
@@ -189,9 +157,7 @@ def _in_the_queue(sweep: Sweep) -> dict[str, str]:
         ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%F|%K|%o"], capture_output=True, text=True
     )
     if asked.returncode != 0:
-        raise UserError(
-            f"squeue does not answer ({_last(asked.stderr)}), Slurm needed", "try again when its controller is there"
-        )
+        raise UserError(f"squeue does not answer ({_last(asked.stderr)})", "try again when its controller is there")
     ours = f"{TASK} {Path(os.path.abspath(sweep.folder)) / _SUBMITTED}/"
     found = {}
     for line in asked.stdout.splitlines():

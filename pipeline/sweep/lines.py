@@ -1,4 +1,4 @@
-"""A sweep's file: one line of overrides for each run.
+"""Read a sweep's file: one line of overrides for each run.
 
 ::
 
@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,8 +29,10 @@ from typing import NoReturn
 from pipeline.config import Config, flatten, load_config, section_from_dict
 from pipeline.errors import UserError
 from pipeline.models.registry import check_name, model_entry
-from pipeline.sweep.words import CONFIG, Words, read_words, split_line
+from pipeline.runs import CHECKPOINTS, METRICS
+from pipeline.runs import CONFIG as RUN_CONFIG
 
+CONFIG = "--config"
 _ALL = "all:"
 _FOLDER = "output_dir"
 _LONGEST = 120  # characters of a folder's name; file systems allow 255 bytes
@@ -37,17 +40,22 @@ _EXAMPLE = "--config pervit_t optim.lr=1e-3"
 
 
 @dataclass(frozen=True)
-class SweepRun:
-    """A line of the file.
+class Words:
+    """The words of a line, or of the command: a ``config`` after ``--config``, empty for none, and overrides; ``place`` is for messages."""
 
-    Attributes:
-        number: among the runs of the file, from 1: the index of its task in a job array.
-        line: of the file, from 1.
-        name: of its folder.
-        config_file: what ``--config`` of :mod:`pipeline.train` takes.
-        overrides: likewise; ``output_dir`` is the last.
-        config: both, read.
-    """
+    place: str
+    config: str = ""
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> list[str]:
+        return [word.partition("=")[0] for word in self.overrides]
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """A run: ``number`` among those of the file and its ``line``, both from 1; the ``name`` of its folder; what :mod:`pipeline.train` takes,
+    of which the last override is ``output_dir``; and the ``config`` of both."""
 
     number: int
     line: int
@@ -63,13 +71,7 @@ class SweepRun:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A file that was read and found right.
-
-    Attributes:
-        file: where it is.
-        text: its content at that moment.
-        folder: that the folders of the runs are in.
-    """
+    """A file that was read and found right, with its text at that moment, and the folder that those of its runs are in."""
 
     file: Path
     text: str
@@ -90,14 +92,10 @@ def read_sweep(file: Path, words: Sequence[str] = (), variables: Mapping[str, st
     """
     try:
         text = file.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(
-            f"{file} does not exist, a file with a line of overrides for each run needed", "correct the path"
-        ) from None
-    except IsADirectoryError:
-        raise UserError(f"{file} is a folder, a file with a line of overrides for each run needed", "name the file") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{file} is not text in UTF-8, a line of overrides for each run needed", "correct the path") from None
+    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError) as error:
+        kinds: dict[type[Exception], str] = {FileNotFoundError: "no such file", IsADirectoryError: "a folder"}
+        got = kinds.get(type(error), "something that is not text in UTF-8")
+        raise UserError(f"{file} must be a file with a line of overrides for each run, got {got}", "correct the path") from None
     return parse_sweep(file, text, words, variables)
 
 
@@ -110,24 +108,21 @@ def parse_sweep(file: Path, text: str, words: Sequence[str] = (), variables: Map
         begins_all = line.lstrip().startswith(_ALL)
         found = read_words(split_line(line.lstrip().removeprefix(_ALL) if begins_all else line, place), place)
         if begins_all and common.place != f"{file}":
-            raise UserError(
-                f"{place} is a second '{_ALL}', after that of {common.place}, at most one needed", "make one line of both"
-            )
+            raise UserError(f"{place} is a second '{_ALL}', after that of {common.place}", "make one line of both")
         if begins_all:
             common = found
         elif found.config or found.overrides:
             lines.append((number, found))
     if not lines:
-        raise UserError(f"{file} has no run, a line for each needed", f"write lines such as '{_EXAMPLE}'")
+        raise UserError(f"{file} must have a line for each run, got none", f"write lines such as '{_EXAMPLE}'")
     if variables.get("PERVIT_DATA"):
         common = replace(common, overrides=(f"data.path={variables['PERVIT_DATA']}", *common.overrides))
     folder = Path(variables.get("PERVIT_OUTPUT") or Path("runs", file.stem))
-    for each in (*common.overrides, *typed.overrides):
-        if each.startswith(f"{_FOLDER}="):
-            named = each.partition("=")[2]
-            if not named:
-                raise UserError(f"{each} names no folder, one for a sweep's runs needed", "name one, or take it out")
-            folder = Path(named)
+    for word in (*common.overrides, *typed.overrides):
+        if word.startswith(f"{_FOLDER}="):
+            if word == f"{_FOLDER}=":
+                raise UserError(f"{_FOLDER} must name the folder of a sweep's runs, got nothing", "name one, or take it out")
+            folder = Path(word.partition("=")[2])
     _check_folder(folder)
     runs: list[SweepRun] = []
     for number, line_words in lines:
@@ -154,13 +149,13 @@ def folder_name(config: str, overrides: Sequence[str]) -> str:
 
 def _check_folder(folder: Path) -> None:
     if "%a" in str(folder):
-        raise UserError(f"the sweep's folder {folder} has %a in its name, which a job array would replace", "choose another")
-    if any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "config.yaml")):
         raise UserError(
-            f"{folder} is the folder of a run, one for the folders of a sweep's runs needed", f"choose another with {_FOLDER}="
+            f"the sweep's folder must not have %a in its name, which a job array replaces, got {folder}", "choose another"
         )
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file, a folder for a sweep's runs needed", f"choose another with {_FOLDER}=")
+    a_run = any((folder / name).exists() for name in (METRICS, CHECKPOINTS, RUN_CONFIG))
+    if a_run or folder.exists() and not folder.is_dir():
+        got = "the folder of a run" if a_run else "a file"
+        raise UserError(f"{folder} must be a folder for the runs of a sweep, got {got}", f"choose another with {_FOLDER}=")
 
 
 def _run(number: int, line: int, common: Words, typed: Words, own: Words, folder: Path) -> SweepRun:
@@ -172,11 +167,11 @@ def _run(number: int, line: int, common: Words, typed: Words, own: Words, folder
         )
     for key in typed.keys:
         if key in own.keys:
-            raise UserError(f"{own.place} sets {key}, and so do the words after the file, one of them needed", "take one out")
+            raise UserError(f"{own.place} sets {key}, and so do the words after the file", "take one out")
     config_file = own.config or typed.config or common.config
     if not config_file:
         raise UserError(
-            f"{own.place} has no config, one needed",
+            f"{own.place} must have a config, got none",
             f"begin it with {CONFIG} pervit_t, or write a line '{_ALL} {CONFIG} pervit_t'",
         )
     name = folder_name(own.config, own.overrides)
@@ -202,7 +197,7 @@ def _checked(config_file: str, overrides: Sequence[str]) -> Config:
 
 def _blame(error: UserError, config_file: str, common: Words, typed: Words, own: Words) -> NoReturn:
     """Say in which place the mistake is: the first that makes it without those after it."""
-    named_by = next(each for each in (own, typed, common) if each.config)
+    named_by = next(words for words in (own, typed, common) if words.config)
     parts: tuple[tuple[Words, list[str]], ...] = ((named_by, []), (common, _shared(common)), (typed, _shared(common, typed)))
     for place, words in parts:
         try:
@@ -214,7 +209,7 @@ def _blame(error: UserError, config_file: str, common: Words, typed: Words, own:
 
 
 def _shared(*words: Words) -> list[str]:
-    return [word for each in words for word in each.overrides if not word.startswith(f"{_FOLDER}=")]
+    return [word for place in words for word in place.overrides if not word.startswith(f"{_FOLDER}=")]
 
 
 def _check_apart(file: Path, runs: list[SweepRun]) -> None:
@@ -225,7 +220,7 @@ def _check_apart(file: Path, runs: list[SweepRun]) -> None:
         other = folders.setdefault(run.name.casefold(), run)
         if other is not run:
             raise UserError(
-                f"{file}, line {run.line} and line {other.line} would both train in {other.folder}, a folder for each needed",
+                f"{file}, line {run.line} and line {other.line} would both train in {other.folder}",
                 "take one out, or let them differ in an override",
             )
         content = json.dumps(
@@ -233,6 +228,67 @@ def _check_apart(file: Path, runs: list[SweepRun]) -> None:
         )
         other = contents.setdefault(content, run)
         if other is not run:
+            raise UserError(f"{file}, line {run.line} is the same run as line {other.line}", "take one out")
+
+
+def split_line(line: str, place: str) -> list[str]:
+    """Split as a shell, up to a comment; ``place`` is for messages.
+
+    Raises:
+        UserError: a quote is not closed.
+    """
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words: list[str] = []
+    try:
+        for word in lexer:
+            if word.startswith("#"):  # no override begins so; within a word it is part of a value
+                break
+            words.append(word)
+    except ValueError as error:
+        if "escaped" in str(error):  # a backslash at the end
             raise UserError(
-                f"{file}, line {run.line} is the same run as line {other.line}, different ones needed", "take one out"
+                f"{place} must not end with a backslash, which continues no line here", "join the two lines"
+            ) from None
+        if re.search(r"(^|\s)#", line):  # an apostrophe in the comment
+            return split_line(re.split(r"(?:^|\s)#", line, maxsplit=1)[0], place)
+        raise UserError(f"{place} has a quote that is not closed", "close it") from None
+    return words
+
+
+def read_words(found_words: Sequence[str], place: str) -> Words:
+    """Tell the config from the overrides; ``place`` is for messages.
+
+    Raises:
+        UserError: a word that is neither, or a key twice.
+    """
+    config, overrides, words = "", [], list(found_words)
+    while words:
+        word = words.pop(0)
+        if word == CONFIG or word.startswith(f"{CONFIG}="):
+            found = word.partition("=")[2] if "=" in word else words.pop(0) if words else ""
+            if config or not found:
+                got = f"a second {CONFIG}" if config else f"{CONFIG} without a config"
+                raise UserError(f"{place} must have one {CONFIG} with a file or a name in configs/, got {got}", "correct it")
+            config = found
+        elif word.startswith("-"):
+            raise UserError(
+                f"{place} must have words {CONFIG} CONFIG and key=value, got {word!r}",
+                "options of the command stand before the file",
             )
+        elif "%a" in word:
+            raise UserError(f"{place} must not have %a, which a job array replaces, got {word!r}", "write the value itself")
+        elif variable := re.search(r"\$(\w+|\{\w+\})|=~(?=/|$)", word):
+            raise UserError(
+                f"{place} must not have {variable[0].lstrip('=')}, which only a shell replaces, got {word!r}",
+                "write the value itself",
+            )
+        elif "\n" in word:
+            raise UserError(f"{place} must not have a line break, got {word!r}", "take it out")
+        else:
+            overrides.append(word)
+    made = Words(place, config, tuple(overrides))
+    twice = sorted({key for key in made.keys if made.keys.count(key) > 1})
+    if twice:
+        raise UserError(f"{place} sets {twice[0]} twice", "keep one of them")
+    return made

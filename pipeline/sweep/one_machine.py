@@ -1,4 +1,4 @@
-"""All runs of a sweep on this machine, one after the other or some at a time."""
+"""Train all runs of a sweep on this machine, one after the other or some at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline.config import accumulation_steps
-from pipeline.errors import PREEMPTED, USER_ERROR, UserError
-from pipeline.faults.restart import allow_restart, reason
+from pipeline.errors import PREEMPTED, USER_ERROR, UserError, exit_reason
+from pipeline.faults.restart import allow_restart
 from pipeline.files import replace_text
 from pipeline.sweep.lines import Sweep, SweepRun
-from pipeline.sweep.states import LOGS, REPORT, is_finished, make_report, state
+from pipeline.sweep.states import LOGS, REPORT, check_batches, is_finished, make_report, state
 
 _LAUNCHER = Path("launch", "local.sh")  # in the repository, from whose root it is called
 _LOOK = 0.2  # seconds between two looks at the runs
@@ -55,19 +54,13 @@ class OneMachine:
         self.gpus = visible_gpus()
         if self.gpus and len(self.gpus) < jobs * processes:
             raise UserError(
-                f"{jobs} runs at a time with --processes {processes} need {jobs * processes} GPUs, {len(self.gpus)} found",
+                f"--jobs {jobs} with --processes {processes} requires {jobs * processes} GPUs, got {len(self.gpus)}",
                 "lower --jobs or --processes",
             )
-        for run in sweep.runs:
-            if not isinstance(run.config.train.micro_batch_size, int):  # settled when the run starts
-                continue
-            try:
-                accumulation_steps(run.config.train, processes, run.config.augment.unit)
-            except UserError as error:
-                raise UserError(f"{sweep.file}, line {run.line}: {error}") from None
+        check_batches(sweep, processes)
         if processes > 1 and not _LAUNCHER.is_file():
             raise UserError(
-                f"the repository's {_LAUNCHER} is not in {Path.cwd()}, needed for --processes {processes}",
+                f"--processes {processes} requires the repository's {_LAUNCHER}, got {Path.cwd()} without it",
                 "go to the repository's root",
             )
         self.logs = sweep.folder / LOGS
@@ -173,7 +166,7 @@ class OneMachine:
             try:
                 allow_restart(run.folder, f"sweep-{os.getpid()}", number, code)
                 self._restarts[run.number] = number
-                say(f"{self._label(run)} {reason(code)} (exit code {code}); it goes on from its newest checkpoint")
+                say(f"{self._label(run)} {exit_reason(code)} (exit code {code}); it goes on from its newest checkpoint")
                 return True
             except (UserError, OSError) as error:
                 say(f"{self._label(run)} is given up: {error}")

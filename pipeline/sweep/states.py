@@ -1,4 +1,4 @@
-"""How far the runs of a sweep are, and the page that compares them."""
+"""Tell how far the runs of a sweep are, and make the page that compares them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.config import flatten, is_free
+from pipeline.config import accumulation_steps, config_from_dict, flatten, is_free
 from pipeline.errors import UserError
 from pipeline.sweep.lines import Sweep, SweepRun
 
@@ -15,16 +15,33 @@ REPORT = "report.html"
 LOGS = "logs"
 
 
-def is_finished(run: SweepRun) -> bool:
-    """Whether the run is through, with this config. If not, or in doubt, the training is started and finds out."""
-    from pipeline.reports.known_runs import is_run, read_runs
+def check_batches(sweep: Sweep, processes: int, remedy: str = "") -> None:
+    """See that the batch of each run divides by its processes, which it would else find out after the queue.
 
-    if not is_run(run.folder):
+    Raises:
+        UserError: one does not; ``remedy`` is added to that of the config.
+    """
+    for run in sweep.runs:
+        if isinstance(run.config.train.micro_batch_size, int):  # else it is settled when the run starts
+            try:
+                accumulation_steps(run.config.train, processes, run.config.augment.unit)
+            except UserError as error:
+                what_to_do = str(error).removeprefix(f"{error.problem}: ").rstrip(".")
+                raise UserError(f"{sweep.file}, line {run.line}: {error.problem}", what_to_do + remedy) from None
+
+
+def is_finished(run: SweepRun) -> bool:
+    """Whether the run is finished, with this config. If not, or in doubt, the training is started and finds out."""
+    from pipeline.runs.files import RunFiles
+    from pipeline.runs.state import state_of
+
+    files = RunFiles(run.folder)
+    if not state_of(files).finished:
         return False
-    known, _ = read_runs([run.folder])
-    if not known or not known[0].finished:
+    try:
+        before, now = flatten(config_from_dict(files.config, str(run.folder))), flatten(run.config)
+    except UserError:
         return False
-    before, now = flatten(known[0].config), flatten(run.config)
     decisive = [key for key in now if key == "train.max_steps" or not is_free(key)]
     if now["train.precision"] == "auto":  # the run has recorded what it chose
         decisive.remove("train.precision")
@@ -33,19 +50,13 @@ def is_finished(run: SweepRun) -> bool:
 
 def state(folder: Path) -> str:
     """How far a run is, in words."""
-    from pipeline.reports.known_runs import is_run, read_runs
+    from pipeline.runs.folder import is_run, read_run
+    from pipeline.runs.state import read_state
 
     if not is_run(folder):
-        return "not begun"
-    known, problems = read_runs([folder])
-    if not known:
-        return problems[0]
-    run = known[0]
-    top1 = f", top-1 {run.result['top1']:.1f} %" if run.result and "top1" in run.result else ""
-    if run.finished:
-        return f"finished at step {run.folder.step}{top1}"
-    last = run.folder.last_step
-    return f"{'training' if run.folder.running else 'stopped'} at step {run.folder.step}{f' of {last}' if last else ''}{top1}"
+        return str(read_state(folder))
+    run = read_run(folder)
+    return f"{run.state}" + (f", top-1 {run.result['top1']:.1f} %" if run.result else "")
 
 
 def table(rows: Sequence[tuple[int, Path]]) -> str:
@@ -61,8 +72,8 @@ def sweep_table(sweep: Sweep) -> str:
 
 def make_report(folders: Sequence[Path], folder: Path) -> int:
     """Write the page that compares the runs into the sweep's folder; returns the exit code of :mod:`pipeline.report`."""
-    found = [each for each in folders if each.is_dir()]
+    found = [run for run in folders if run.is_dir()]
     if not found:
-        raise UserError(f"{folder} has no run yet, at least one needed for a report", "see the logs of the tasks")
+        raise UserError(f"a report requires at least 1 run, got none in {folder}", "see the logs of the tasks")
     command = [sys.executable, "-m", "pipeline.report", *map(str, found), "--output", str(folder / REPORT)]
     return subprocess.run(command, stdin=subprocess.DEVNULL).returncode

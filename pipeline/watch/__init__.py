@@ -1,7 +1,7 @@
-"""The command ``pipeline.watch``: runs in a terminal, from their files alone.
+"""The command ``pipeline.watch``: show runs in a terminal, from their files alone.
 
 ================ =========================================================
-``follow.py``    what a run folder tells, kept up to date by what is new in it
+``live.py``      a run folder with the curves of its metrics, kept up to date
 ``screen.py``    that as a page, or as a line among several runs
 ``__main__.py``  the command
 ================ =========================================================

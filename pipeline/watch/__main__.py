@@ -27,7 +27,7 @@ from pipeline.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from pipeline.watch.follow import Run
+    from pipeline.watch.live import LiveRun
 
 _REFRESH = 1.0  # seconds
 
@@ -47,22 +47,22 @@ def run(args: argparse.Namespace) -> None:
     """
     for path in args.runs:
         if path.exists() and not path.is_dir():
-            raise UserError(f"{path} is a file, a run folder needed", "pass a run's output_dir")
+            raise UserError(f"{path} must be a run folder, got a file", "pass a run's output_dir")
     try:
         from rich.console import Console
         from rich.live import Live
     except ImportError as error:
         raise UserError(
-            f"pipeline.watch needs Rich, which cannot be imported ({error})", "pip install 'pervit-pipeline[insight]'"
+            f"pipeline.watch requires Rich, which cannot be imported ({error})", "pip install 'pervit-pipeline[insight]'"
         ) from None
-    from pipeline.watch.follow import Run
+    from pipeline.watch.live import LiveRun
 
-    console, runs = Console(), [Run(path) for path in args.runs]
+    console, runs = Console(), [LiveRun(path) for path in args.runs]
     stays = not args.once and console.is_terminal
     if not stays and not any(path.exists() for path in args.runs):
         names = " and ".join(f"{path}" for path in args.runs)
         missing = f"{names} {'does' if len(args.runs) == 1 else 'do'} not exist"
-        raise UserError(f"{missing}, a run's output_dir needed", "correct the name, or wait until the run has begun")
+        raise UserError(missing, "correct the name, or wait until the run has begun")
     if stays:
         with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
             try:
@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> None:
     console.print(picture(runs, console))  # stays when the page is gone
 
 
-def picture(runs: list[Run], console: Console) -> RenderableType:
+def picture(runs: list[LiveRun], console: Console) -> RenderableType:
     """The runs as they stand now."""
     from pipeline.watch import screen
 
-    for each in runs:
-        each.look()
+    for run in runs:
+        run.look()
     return screen.page(runs[0], console) if len(runs) == 1 else screen.table(runs)
 
 

@@ -1,8 +1,7 @@
-"""A run as a page of a terminal, or as a line among several runs."""
+"""Draw a run as a page of a terminal, or as a line among several runs."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -12,13 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.logs.console import duration
-from pipeline.watch.follow import Run
+from pipeline.runs.state import State, state_of
+from pipeline.watch.live import LiveRun
 
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"  # the second for terminals without Unicode
 _LABEL = 11  # columns
 
 
-def page(run: Run, console: Console, now: float | None = None) -> RenderableType:
+def page(run: LiveRun, console: Console, now: float | None = None) -> RenderableType:
     """Everything about one run.
 
     Args:
@@ -26,38 +26,37 @@ def page(run: Run, console: Console, now: float | None = None) -> RenderableType
         console: whose width and characters are kept to.
         now: Unix time in seconds; None: that of the clock.
     """
-    now = time.time() if now is None else now
-    unicode = console.encoding.startswith("utf")
+    state, unicode = state_of(run, now), console.encoding.startswith("utf")
     lines = Table.grid(padding=(0, 1))
     lines.add_column(width=_LABEL, style="dim", no_wrap=True)
     lines.add_column(ratio=1)
     lines.expand = True
-    for name, content in _lines(run, console.width - _LABEL - 7, now, unicode):
+    for name, content in _lines(run, state, console.width - _LABEL - 7, unicode):
         lines.add_row(name, content)
     what = Text(" ".join(filter(None, [run.path.name or str(run.path), _model(run)])), style="bold")
-    return Panel(Group(_progress(run, unicode), Text(), lines), title=what, title_align="left", padding=(1, 2))
+    return Panel(Group(_progress(run, state, unicode), Text(), lines), title=what, title_align="left", padding=(1, 2))
 
 
-def table(runs: Sequence[Run], now: float | None = None) -> RenderableType:
+def table(runs: Sequence[LiveRun], now: float | None = None) -> RenderableType:
     """A line for each of several runs."""
-    now = time.time() if now is None else now
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     result.add_column("run", overflow="fold")
     for name in ("step", "loss", "best top-1", "images/s"):
         result.add_column(name, justify="right", no_wrap=True)
     result.add_column("")
     for run in runs:
-        done = f"{run.step / run.last_step:.0%}" if run.last_step else f"{run.step:,}" if run.step else ""
+        state = state_of(run, now)
+        done = f"{state.step / state.last_step:.0%}" if state.last_step else f"{state.step:,}" if state.step else ""
         best, loss, speed = run.best, run.row.get("loss"), run.row.get("images_per_second")
         cells = (run.path.name, done, _number(loss, ".3f"), _number(best and best["top1"], ".1f"), _number(speed, ",.0f"))
-        result.add_row(*cells, _state(run, now, short=True))
+        result.add_row(*cells, _short_state(state))
     return result
 
 
-def _lines(run: Run, width: int, now: float, unicode: bool) -> list[tuple[str, RenderableType]]:
+def _lines(run: LiveRun, state: State, width: int, unicode: bool) -> list[tuple[str, RenderableType]]:
     """Label and content of each line of the page."""
     row = run.row
-    lines: list[tuple[str, RenderableType]] = [("state", _state(run, now))]
+    lines: list[tuple[str, RenderableType]] = [("state", _state(run, state))]
     if row:
         lines.append(("loss", Text.assemble(*_curve(run.loss.values, width, unicode, _number(row.get("loss"), ".4f")))))
     for weights, result in run.evaluations.items():
@@ -80,19 +79,18 @@ def _lines(run: Run, width: int, now: float, unicode: bool) -> list[tuple[str, R
     if run.starts:
         lines.append(("starts", Text(_starts(run))))
     if run.checkpoints:
-        count, more = len(run.checkpoints), ", another is being written" if run.saving else ""
-        lines.append(
-            ("saved", Text(f"{count} checkpoint{'s' * (count > 1)}, the newest of step {run.checkpoints[-1]:,}{more}"))
-        )
+        count, more = len(run.checkpoints), ", another is being written" if run.saving and state.alive else ""
+        newest = f"{count} checkpoint{'s' * (count > 1)}, the newest of step {run.checkpoints[-1].step:,}"
+        lines.append(("saved", Text(newest + more)))
     return [*lines, *(("problem", Text(problem, style="red")) for problem in run.problems)]
 
 
-def _progress(run: Run, unicode: bool) -> RenderableType:
-    total, step = run.last_step, run.step
+def _progress(run: LiveRun, state: State, unicode: bool) -> RenderableType:
+    total, step = state.last_step, state.step
     if not total:
         return Text(f"step {step:,}" if step else "")
     epoch = f"epoch {run.row['epoch']:.2f}" if "epoch" in run.row else ""
-    left = f"{duration(run.seconds_left)} left" if run.seconds_left is not None and step < total else ""
+    left = f"{duration(state.seconds_left)} left" if state.seconds_left is not None and step < total else ""
     words = ", ".join(filter(None, [f"{step / total:.0%}", f"step {step:,} of {total:,}", epoch, left]))
     return Group(
         Text(words), ProgressBar(total=total, completed=min(step, total)) if unicode else Text(_plain_bar(step / total))
@@ -103,35 +101,34 @@ def _plain_bar(share: float) -> str:
     return "[" + ("#" * round(40 * min(share, 1))).ljust(40, ".") + "]"
 
 
-def _state(run: Run, now: float, short: bool = False) -> Text:
+_COLOURS = {"finished": "green", "running": "green", "hung": "bold red", "killed": "bold red"}
+
+
+def _state(run: LiveRun, state: State) -> Text:
     """What the run is doing, as far as its files tell."""
-    silence = run.silence(now)
-    ago = f"{duration(silence)} ago" if silence is not None else ""
-    if not run.path.is_dir():
-        return Text(f"waits for {run.path}, which is not there yet" if not short else "waits: not there yet", style="yellow")
-    if run.finished:
-        return Text("finished" if short else f"finished at step {run.step:,}, {ago}", style="green")
-    if not run.holder:
-        if not run.starts and not run.step:
-            return Text(
-                f"waits for a run in {run.path}, which has none yet" if not short else "waits: no run yet", style="yellow"
-            )
-        reason = run.end or "no process trains it"
-        return Text(
-            "stopped" if short else f"stopped at step {run.step:,}, {ago} ({reason}); the same command goes on", style="yellow"
-        )
-    if run.seems_to_hang(now) and silence is not None:
-        words = f"no new row for {duration(silence)}"
-        return Text(words if short else f"{words}: it hangs, was killed, or its node is down", style="bold red")
-    if short:
-        return Text(f"{duration(run.seconds_left)} left" if run.seconds_left is not None else "starting", style="green")
-    where = f"process {run.holder.get('pid')} on {run.holder.get('host')}"
-    job = f", Slurm job {run.holder['slurm_job']}" if run.holder.get("slurm_job") else ""
-    doing = "training" if run.row else "starting"
-    return Text.assemble((doing, "green"), f", last sign of life {ago or 'none yet'} ({where}{job})")
+    ago = f"{duration(state.silence)} ago" if state.silence is not None else "none yet"
+    goes_on = "the same command goes on" + (f" from step {state.saved:,}" if state.saved is not None else "")
+    if state.name == "waiting" and not state.holder:
+        words = f"waits for a run in {run.path}, which has none yet"
+        return Text(words if run.path.is_dir() else f"waits for {run.path}, which is not there yet", style="yellow")
+    told = {
+        "waiting": f"starting, last sign of life {ago}: {state.holder}",
+        "running": f"running, last sign of life {ago}: {state.holder}",
+        "hung": f"hung: no sign of life for {duration(state.silence or 0)} from {state.holder}",
+        "killed": f"{state}, {ago}, without a word: killed, or its node is down; {goes_on}",
+        "stopped": f"{state}, {ago} ({state.reason or 'no process trains it'}); {goes_on}",
+        "finished": f"{state}, {ago}",
+    }
+    return Text(told[state.name], style=_COLOURS.get(state.name, "yellow"))
 
 
-def _trouble(run: Run) -> Text:
+def _short_state(state: State) -> Text:
+    left = f"{duration(state.seconds_left)} left" if state.seconds_left is not None else "running"
+    words = {"waiting": str(state), "running": left}.get(state.name, state.name)
+    return Text(words, style=_COLOURS.get(state.name, "yellow"))
+
+
+def _trouble(run: LiveRun) -> Text:
     parts = []
     for key, words in (("bad_samples", "bad samples"), ("skipped_steps", "skipped steps")):
         count = run.row.get(key) or 0
@@ -141,23 +138,21 @@ def _trouble(run: Run) -> Text:
     return Text(", ").join(parts)
 
 
-def _starts(run: Run) -> str:
+def _starts(run: LiveRun) -> str:
     """The newest start."""
     last = run.starts[-1]
     processes, hosts = last.get("world_size"), last.get("hosts") or []
     where = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} hosts" if hosts else ""
-    parts = [
+    parts = (
         f"{processes} process{'es' * (processes != 1)} {where}".strip() if processes else where,
         str(last.get("device") or ""),
-    ]
-    parts += [
         f"from step {last['first_step']:,}" if isinstance(last.get("first_step"), int) else "",
         str(last.get("started", ""))[:16],
-    ]
+    )
     return f"{len(run.starts)}; the last: " + ", ".join(filter(None, parts)).replace("T", " ")
 
 
-def _model(run: Run) -> str:
+def _model(run: LiveRun) -> str:
     name, size = run.value("model.name"), run.value("model.image_size")
     return f"({name}, {size} px)" if name and size else ""
 

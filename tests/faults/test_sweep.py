@@ -123,9 +123,9 @@ def test_two_preempted_tasks_and_the_report_after_all(cluster: Cluster, reposito
     for options, sentence in (
         ((file,), f"error: {file}, line 3: "),
         (("--nodes=none", file, "data.flip=0.1"), "sbatch refused the job"),
-        (("--nodes", "2", file), "error: 2 does not exist"),
-        (("--array=1-3", file), "which a sweep says itself"),
-        (("--jobs=0", file), "--jobs is '0'"),
+        (("--nodes", "2", file), "error: 2 must be a file"),
+        (("--array=1-3", file), "that a sweep sets itself"),
+        (("--jobs=0", file), "got '0'"),
     ):
         if "sbatch" in sentence:
             file.write_text(f"all: {words}\nseed=9\n")

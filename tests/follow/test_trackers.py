@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.follow.to_wandb import history
 from pipeline.follow.tracker import About, Segment
-from pipeline.follow.wandb_file import history
 from support.followed import GrowingRun, rows_back
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 
@@ -178,13 +178,22 @@ def test_two_followers_of_one_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["run", "--to", "comet"], "error: --to is 'comet', one of wandb, mlflow, trackio needed: choose one."),
-        (["nowhere", "--to", "wandb", "--once"], "error: nowhere does not exist, a run folder needed: leave --once away"),
-        (["file", "--to", "wandb"], "error: file is a file, a run folder needed: pass a run's output_dir."),
-        (["run", "--to", "wandb", "--every", "0"], "error: --every is 0, a time in seconds above 0 needed: raise it."),
-        (["run", "--to", "wandb", "--every", "inf"], "error: --every is inf, at most 86400 seconds (a day) needed: lower it."),
-        (["run", "--to", "wandb", "--project", ""], "error: --project is '', a name of printable characters needed: give one,"),
-        (["run", "--to", "wandb"], "error: --to wandb needs Weights & Biases's client, which"),
+        (["run", "--to", "comet"], "error: --to must be one of wandb, mlflow, trackio, got 'comet': choose one."),
+        (["nowhere", "--to", "wandb", "--once"], "error: nowhere does not exist: leave --once away"),
+        (["file", "--to", "wandb"], "error: file must be a run folder, got a file: pass a run's output_dir."),
+        (
+            ["run", "--to", "wandb", "--every", "0"],
+            "error: --every must be above 0 and at most 86400 seconds (a day), got 0: correct it.",
+        ),
+        (
+            ["run", "--to", "wandb", "--every", "inf"],
+            "error: --every must be above 0 and at most 86400 seconds (a day), got inf: correct it.",
+        ),
+        (
+            ["run", "--to", "wandb", "--project", ""],
+            "error: --project must be a name of printable characters, got '': give one,",
+        ),
+        (["run", "--to", "wandb"], "error: --to wandb requires Weights & Biases's client, which"),
     ],
     ids=["tracker", "no run", "file", "every", "for ever", "project", "client"],
 )

@@ -17,14 +17,13 @@ from pipeline.errors import UserError
 from pipeline.hardware import GPUS, gpu_of_driver
 from pipeline.planning import time_rows
 from pipeline.planning.loader_need import measure_loader
-from pipeline.planning.measured import Measured, difference
+from pipeline.planning.measured import Measured, difference, read_measured
 from pipeline.planning.operators import CONVOLUTION, KINDS, NARROW, trace_step
 from pipeline.planning.roofline import GpuRates
 from pipeline.planning.schedule import Options, count_images
 from pipeline.planning.storage import plan_checkpoints
 from pipeline.planning.subject import Subject
 from pipeline.planning.time import NETWORKED, OPTIMIZER, RECOMPUTED, Time, plan_time
-from pipeline.reports.pace import read_pace
 from support.ranks import run_forked
 from support.runs import step_rows, write_small_config
 
@@ -164,7 +163,7 @@ def trained(digits_shards: Path, tmp_path: Path) -> tuple[Config, Path]:
 def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> None:
     """Guards against a plan that real files contradict: the size of a checkpoint, the steps, and the pace that the log shows."""
     config, folder = trained(digits_shards, tmp_path)
-    measured = read_pace(folder)
+    measured = read_measured(folder)
     rates = [row["images_per_second"] for row in step_rows(folder) if row["step"] > 2]
     assert measured.step_seconds == pytest.approx(16 / statistics.median(rates))
     assert (measured.world_size, measured.stage, measured.steps) == (1, 0, STEPS - 2) and gpu_of_driver(measured.device) is None
@@ -188,12 +187,12 @@ def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> 
         UserError, match=f"--measured {folder} is no measure of this plan, it ran on .*, and the plan is for a100-80g"
     ):
         plan.earlier_run(folder, on_gpu, "fp32")
-    with pytest.raises(UserError, match="does not exist, a run folder needed"):
+    with pytest.raises(UserError, match="does not exist"):
         plan.earlier_run(tmp_path / "none", run, "fp32")
     (folder / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="has no training steps"):
+    with pytest.raises(UserError, match="must have at least 5 training steps, got 0"):
         plan.earlier_run(folder, run, "fp32")
-    assert "no training steps" in (plan.earlier_run(None, run, "fp32")[1] or "")
+    assert "5 training steps, got 0" in (plan.earlier_run(None, run, "fp32")[1] or "")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +201,7 @@ def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> 
         (["--time-limit", "soon"], "--time-limit is 'soon', a time in Slurm's form needed: write it as sbatch takes it"),
         (["--price", "-1"], "--price is -1, a price of 0 or more needed"),
         (["--network", "0"], "--network is 0, GB/s above 0 needed"),
-        (["--measured", "nowhere"], "nowhere does not exist, a run folder needed"),
+        (["--measured", "nowhere"], "nowhere does not exist"),
         (["--data", "nowhere"], "--data nowhere is no folder, a shard set needed: pass"),
     ],
 )

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.reports.comparison import by_data, differing_keys, group_runs, mean_curve
+from pipeline.reports.comparison import by_data, differing_keys, group_runs, mean_curve, results
 from pipeline.reports.comparison_page import comparison_page
-from pipeline.reports.known_runs import find_runs, read_runs
+from pipeline.runs.folder import find_runs, read_runs
 from support.browser import open_page
 from support.ranks import run_forked
 from support.run_folders import write_run
@@ -51,7 +51,7 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(runs: Path) -> None:
     sizes = {name: len(group.runs) for name, group in groups.items()}
     assert sorted(sizes.values()) == [1, 1, 2, 3, 3]
     assert sizes["phi_p=false"] == sizes["pervit_t"] == 3 and sizes["deit_t"] == 2 and sizes["lr=0.002"] == 1, sizes
-    assert groups["phi_p=false"].values("top1") == [70, 71, 72]
+    assert results(groups["phi_p=false"].runs, "top1") == [70, 71, 72]
     differing = differing_keys(list(groups.values()))
     assert {"model.name", "model.switches.phi_p", "model.image_size", "optim.lr"} <= set(differing)
     assert not {"seed", "output_dir", "optim.betas"} & set(differing)
@@ -89,7 +89,7 @@ def test_the_mean_curve_is_where_all_runs_are() -> None:
 def test_what_cannot_be_used_is_named(runs: Path, tmp_path: Path) -> None:
     """Guards against one damaged folder that keeps ten runs from being compared, or is left out silently."""
     page = comparison_page([runs, tmp_path / "gone", tmp_path])
-    assert "damaged" in page and "gone is not there." in page and f"{tmp_path} holds no run folder." in page
+    assert "damaged" in page and "gone does not exist." in page and f"{tmp_path} holds no run folder." in page
     with pytest.raises(UserError, match="pass the output_dir of runs"):
         comparison_page([tmp_path])
 
@@ -115,7 +115,7 @@ def test_the_page_in_a_browser(runs: Path, tmp_path: Path) -> None:
 def test_of_several_runs_there_are_no_pictures(runs: Path) -> None:
     """Guards against options that are silently without effect."""
     result = run_forked("pipeline.report", runs, "--data", runs, check=False)
-    assert result.returncode == 2 and f"--data is of one run, {runs} holds several" in result.stderr
+    assert result.returncode == 2 and f"--data requires one run, but {runs} holds several" in result.stderr
     result = run_forked("pipeline.report", check=False)
-    assert result.returncode == 2 and "no run is named" in result.stderr
+    assert result.returncode == 2 and "a report requires at least one run" in result.stderr
     assert json.dumps(result.stdout) == '""'

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.reports.curves import smoothed, thinned
-from pipeline.reports.metric_rows import read_metrics
-from pipeline.reports.run_folder import read_run
 from pipeline.reports.run_page import Sources, run_page
+from pipeline.runs.folder import read_run
+from pipeline.runs.rows import read_metrics
 
 
 def test_damaged_rows_are_counted_and_the_others_read(tmp_path: Path) -> None:

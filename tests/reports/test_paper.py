@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import load_config
-from pipeline.reports.paper import paper_recipe
-from pipeline.reports.run_folder import RunFolder
+from pipeline.config import config_to_yaml, load_config
+from pipeline.reports.papers import paper_recipe
+from pipeline.runs.folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -22,16 +22,19 @@ from pipeline.reports.run_folder import RunFolder
         ("pervit_t", ["model.switches.widths=[16,16,16,16]"], "pervit_t.yaml", 78.8, ["model.switches.widths"]),
     ],
 )
-def test_the_nearest_recipe(config: str, overrides: list[str], file: str, top1: float, decisive: list[str]) -> None:
+def test_the_nearest_recipe(
+    config: str, overrides: list[str], file: str, top1: float, decisive: list[str], tmp_path: Path
+) -> None:
     """Guards against a run beside the figure of another training, with nothing that says so."""
-    tree = load_config(config, overrides).model_dump(mode="json")
-    found = paper_recipe(RunFolder(Path("run"), config=tree))
+    (tmp_path / "config.yaml").write_text(config_to_yaml(load_config(config, overrides)))
+    found = paper_recipe(RunFolder(tmp_path))
     assert found is not None
     assert (found.file, found.top1, found.decisive) == (file, top1, decisive)
     assert found.comparable == (not decisive)
 
 
-def test_a_damaged_config_has_no_recipe() -> None:
+def test_a_damaged_config_has_no_recipe(tmp_path: Path) -> None:
     """Guards against a traceback, and against PerViT-T's figure beside a run of which nothing is known."""
-    assert paper_recipe(RunFolder(Path("run"), config={})) is None
-    assert paper_recipe(RunFolder(Path("run"), config={"train": 3})) is None
+    assert paper_recipe(RunFolder(tmp_path)) is None
+    (tmp_path / "config.yaml").write_text("train: 3")
+    assert paper_recipe(RunFolder(tmp_path)) is None

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from pipeline.errors import UserError
-from pipeline.reports.run_folder import read_run
 from pipeline.reports.run_page import Sources, run_page
-from pipeline.reports.story import starts_of
+from pipeline.runs.folder import read_run
+from pipeline.runs.starts import starts_of
 from support.browser import open_page
 from support.predictions import BAD, write_predictions
 from support.ranks import run_forked
@@ -59,7 +59,7 @@ def test_the_story_of_a_run_with_three_restarts_and_a_bad_sample(storied_run: Pa
     assert all(a.repeated == a.reached - b.step for a, b in zip(starts, starts[1:]))
     assert starts[1].repeated == 0  # stopped by a signal, it has saved all
     assert [start.zero_stage for start in starts] == [0] * 4 and starts[0].world_size == 1
-    assert run.finished and run.step == run.last_step == 60 and not run.problems
+    assert run.state.finished and run.state.step == run.state.last_step == 60 and not run.problems
     text = words(run_page(run, Sources()))
     assert "4 starts" in text and "2 ended by a failure" in text
     assert f"sample 000000-{BAD:06d} was changed after it was written" in text
@@ -114,13 +114,13 @@ def test_a_run_in_progress(copied_run: Path) -> None:
     try:
         assert holder.stdout and holder.stdout.readline() == "True\n"
         run = read_run(copied_run)
-        assert run.running and not run.finished
+        assert run.state.name == "running"
         assert starts_of(run)[-1].end == "is running"
-        assert "in progress at step 60" in words(run_page(run, Sources()))
+        assert "running at step 60" in words(run_page(run, Sources()))
     finally:
         holder.kill()
         holder.wait()
-    assert not read_run(copied_run).running
+    assert not read_run(copied_run).state.alive
 
 
 def test_without_tensorboard_and_with_it(copied_run: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_damaged_folder_shows_what_is_left(copied_run: Path, tmp_path: Path) -
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     """Guards against a page about nothing, and against a traceback."""
-    for place, found in ((tmp_path / "none", "does not exist"), (tmp_path, "is no run folder")):
+    for place, found in ((tmp_path / "none", "does not exist"), (tmp_path, "is not a run folder")):
         result = run_forked("pipeline.report", place, "--output", tmp_path / "report.html", check=False)
         assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
         assert found in result.stderr and str(place) in result.stderr

@@ -13,11 +13,10 @@ import pytest
 
 from pipeline.config import shipped_recipes
 from pipeline.errors import UserError
-from pipeline.reports.known_runs import find_runs, read_runs
-from pipeline.reports.paper_tables import find_table, list_tables, paper_tables, recipe_file
+from pipeline.reports.papers import find_table, list_tables, paper_tables, recipe_file
 from pipeline.reports.row_runs import Filled, fill, mean_and_spread
-from pipeline.reports.table_formats import latex_text
-from pipeline.reports.table_page import paper_table
+from pipeline.reports.table_formats import latex_text, paper_table
+from pipeline.runs.folder import find_runs, read_runs
 from support.ranks import run_forked
 from support.run_folders import write_run
 
@@ -167,9 +166,9 @@ def test_unknown_tables_and_folders_without_runs(tmp_path: Path, capsys: pytest.
         find_table("pervit_tabel1")
     assert all(name in list_tables() for name in paper_tables())
     text = paper_table("lsat_table6", [tmp_path, tmp_path / "gone"], "markdown")
-    assert f"{tmp_path} holds no run folder." in text.replace("\\", "") and "is not there." in text
+    assert f"{tmp_path} holds no run folder." in text.replace("\\", "") and "does not exist." in text
     assert "gone" not in paper_table("lsat_table6", [tmp_path / "gone"], "csv")
-    assert f"{tmp_path / 'gone'} is not there." in capsys.readouterr().err
+    assert f"{tmp_path / 'gone'} does not exist." in capsys.readouterr().err
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -187,4 +186,4 @@ def test_the_command(tmp_path: Path) -> None:
 def test_options_of_one_run_do_not_go_with_a_table(tmp_path: Path) -> None:
     """Guards against options that are silently without effect."""
     result = run_forked("pipeline.report", "--table", "lsat_table6", "--analysis", tmp_path, check=False)
-    assert result.returncode == 2 and "--analysis is of one run, --table is given" in result.stderr
+    assert result.returncode == 2 and "--analysis requires one run, but --table is given" in result.stderr

@@ -24,6 +24,7 @@ STATE = RunState(
     data={"samples": 100, "fingerprint": "f"},
     world_size=1,
     zero_stage=1,
+    last_step=10,
 )
 
 
@@ -46,4 +47,13 @@ def save_small(run: Path, step: int, value: float = 0.0) -> Path:
     """A checkpoint with one parameter, under its name in a run folder."""
     folder = step_folder(run, step)
     save(folder, [{slice_key("weight", "w", 0): torch.full((3,), value)}], {"w": [3]}, step)
+    return folder
+
+
+def save_state(run: Path, step: int, last_step: int, **facts: object) -> Path:
+    """A checkpoint with a state and no weights, under its name in a run folder."""
+    folder = step_folder(run, step)
+    folder.mkdir(parents=True)
+    state = replace(STATE, step=step, last_step=last_step, **facts)  # type: ignore[arg-type]
+    (folder / MANIFEST).write_text(CheckpointManifest(state, {}, []).to_text())
     return folder

@@ -17,7 +17,8 @@ def write_run(
     count: int = 10_000,
     steps: int = 20,
 ) -> Path:
-    """A run that is through: ``steps`` rows over its whole schedule, then an evaluation; without one where ``top1`` is None."""
+    """A run that is finished, copied without its checkpoints: ``steps`` rows over its whole schedule, then an evaluation. Where ``top1`` is
+    None there is none, and the run was stopped before it."""
     resolved = load_config(config, [*overrides, f"output_dir={folder}"])
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("# precision fp32\n" + config_to_yaml(resolved))
@@ -32,4 +33,10 @@ def write_run(
         rows.append({**{key: rows[-1][key] for key in ("step", "time", "epoch", "samples")}, "weights": "model", "top1": top1, "top5": 99.0,
                      "loss": 1.5, "correct1": 1, "correct5": 2, "count": count})  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = top1 is not None
+    events = [
+        {"event": "start", "step": 0, "last_step": last},
+        {"event": "end", "step": last, "reason": "its end", "whole": whole},
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps({**event, "time": 1.7e9}) + "\n" for event in events))
     return folder

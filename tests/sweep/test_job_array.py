@@ -98,11 +98,13 @@ def test_where_no_sweep_can_be_submitted(tmp_path: Path, monkeypatch: pytest.Mon
     """Guards against tasks that do not find the repository, and a traceback on a machine without Slurm."""
     sweep = sweep_of(1, tmp_path / "runs")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="sbatch was not found, Slurm needed: on one machine: python -m pipeline.sweep s.txt"):
+    with pytest.raises(
+        UserError, match="a job array requires Slurm, got no sbatch on the PATH: on one machine: python -m pipeline.sweep s.txt"
+    ):
         submit(sweep, [], None)
     answering(tmp_path, "sbatch", "exit 1")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="launch/sweep.slurm is not in .*, the repository's root needed"):
+    with pytest.raises(UserError, match="must be submitted from the repository's root, got .* without launch/sweep.slurm"):
         submit(sweep, [], None)
-    with pytest.raises(UserError, match="is no submission of a sweep"):
+    with pytest.raises(UserError, match="--report must be a submission"):
         report(tmp_path / "runs")

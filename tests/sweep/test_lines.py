@@ -77,8 +77,8 @@ def test_names_that_a_folder_cannot_have() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "my sweep.txt has no run, a line for each needed"),
-        ("# nothing\nall: --config demo\n", "my sweep.txt has no run"),
+        ("", "my sweep.txt must have a line for each run, got none"),
+        ("# nothing\nall: --config demo\n", "my sweep.txt must have a line for each run, got none"),
         (
             "all: --config demo\n\nseed=0\ntrain.epoch=3",
             "my sweep.txt, line 4: override 'train.epoch=3': unknown key 'train.epoch'",
@@ -93,16 +93,25 @@ def test_names_that_a_folder_cannot_have() -> None:
         ("all: --config demo\nmodel.switches.cpee=false", "line 2: model.switches: unknown switch 'cpee'"),
         ("all: --config demo\nseed=1 seed=2", "my sweep.txt, line 2 sets seed twice"),
         ("all: --config demo\n'seed=1", "my sweep.txt, line 2 has a quote that is not closed"),
-        ("all: --config demo\nseed=1 \\\n  optim.lr=1e-3", "my sweep.txt, line 2 ends with a backslash"),
+        ("all: --config demo\nseed=1 \\\n  optim.lr=1e-3", "my sweep.txt, line 2 must not end with a backslash"),
         (
             "all: --config demo\ndata.path=$HOME/x",
-            "my sweep.txt, line 2: found $HOME in 'data.path=$HOME/x', which is not replaced",
+            "my sweep.txt, line 2 must not have $HOME, which only a shell replaces, got 'data.path=$HOME/x'",
         ),
-        ("all: --config demo data.path=~/x\nseed=1", "my sweep.txt, line 1: found ~ in 'data.path=~/x', which is not replaced"),
-        ("all: --config demo\nseed=%a", "my sweep.txt, line 2: found %a in 'seed=%a'"),
-        ("all: --config demo\n--jobs=2 seed=1", "my sweep.txt, line 2: found '--jobs=2'"),
-        ("all: --config demo\n--config", "my sweep.txt, line 2: found --config without a config"),
-        ("seed=1", "my sweep.txt, line 1 has no config, one needed"),
+        (
+            "all: --config demo data.path=~/x\nseed=1",
+            "my sweep.txt, line 1 must not have ~, which only a shell replaces, got 'data.path=~/x'",
+        ),
+        ("all: --config demo\nseed=%a", "my sweep.txt, line 2 must not have %a, which a job array replaces, got 'seed=%a'"),
+        (
+            "all: --config demo\n--jobs=2 seed=1",
+            "my sweep.txt, line 2 must have words --config CONFIG and key=value, got '--jobs=2'",
+        ),
+        (
+            "all: --config demo\n--config",
+            "my sweep.txt, line 2 must have one --config with a file or a name in configs/, got --config without a config",
+        ),
+        ("seed=1", "my sweep.txt, line 1 must have a config, got none"),
         ("--config demoo seed=1", "my sweep.txt, line 1: config demoo does not exist"),
         ("\nall: --config demoo\nseed=1", "my sweep.txt, line 2: config demoo does not exist"),
         ("seed=1\nall: --config demo train.epoch=1", "my sweep.txt, line 2: override 'train.epoch=1': unknown key"),
@@ -122,9 +131,12 @@ def test_a_mistake_is_named_with_its_line(text: str, said: str) -> None:
         (["--config", "demo", "train.epoch=1"], "the words after my sweep.txt: override 'train.epoch=1': unknown key"),
         (["--config", "demoo"], "the words after my sweep.txt: config demoo does not exist"),
         (["seed=3", "--config", "demo"], "my sweep.txt, line 1 sets seed, and so do the words after the file"),
-        (["--config", "demo", "--list"], "the words after my sweep.txt: found '--list'"),
-        (["--config", "demo", "output_dir="], "output_dir= names no folder"),
-        (["--config", "demo", "output_dir=/x/%a"], "found %a in 'output_dir=/x/%a'"),
+        (
+            ["--config", "demo", "--list"],
+            "the words after my sweep.txt must have words --config CONFIG and key=value, got '--list'",
+        ),
+        (["--config", "demo", "output_dir="], "output_dir must name the folder of a sweep's runs, got nothing"),
+        (["--config", "demo", "output_dir=/x/%a"], "must not have %a, which a job array replaces, got 'output_dir=/x/%a'"),
     ],
 )
 def test_a_mistake_in_the_command(words: list[str], said: str) -> None:
@@ -138,8 +150,12 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     """Guards against a traceback for a wrong path."""
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    for path, said in ((tmp_path / "no", "does not exist"), (tmp_path, "is a folder"), (binary, "is not text in UTF-8")):
-        with pytest.raises(UserError, match=re.escape(f"{path} {said}")):
+    for path, said in (
+        (tmp_path / "no", "no such file"),
+        (tmp_path, "a folder"),
+        (binary, "something that is not text in UTF-8"),
+    ):
+        with pytest.raises(UserError, match=f"{path} must be a file .*, got {said}"):
             read_sweep(path)
     file = tmp_path / "windows.txt"
     file.write_bytes("\ufeffall: --config demo\r\nseed=1\r\n".encode())
@@ -150,5 +166,5 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 def test_the_folder_of_a_run_is_none_for_a_sweep(held: str, tmp_path: Path) -> None:
     """Guards against runs inside of a run, of which a report would see the outer one alone."""
     (tmp_path / held).touch()
-    with pytest.raises(UserError, match="is the folder of a run"):
+    with pytest.raises(UserError, match="got the folder of a run"):
         parse("--config demo", PERVIT_OUTPUT=str(tmp_path))

@@ -19,8 +19,11 @@ import yaml
 from rich.console import Console
 
 from pipeline.logs.run_log import drop_rows_after
+from pipeline.runs.rows import Tail
+from pipeline.runs.state import state_of
 from pipeline.watch import screen
-from pipeline.watch.follow import Curve, Run, Tail
+from pipeline.watch.live import Curve, LiveRun
+from support.checkpoints import save_state
 from support.launching import PATIENCE, REPOSITORY, clean_environment, run_module
 from support.ranks import train
 
@@ -42,7 +45,9 @@ def evaluation_row(step: int, weights: str, top1: float) -> str:
 
 def write_run(folder: Path, steps: int = 100, lock: object = LOCK) -> Path:
     """A run of 200 steps, two evaluations of two kinds of weights, two restarts."""
-    (folder / "checkpoints" / "step-00000100").mkdir(parents=True)
+    folder.mkdir()
+    for step in range(100, steps + 1, 100):
+        save_state(folder, step, 200)
     config = {
         "model": {"name": "pervit_t", "image_size": 224},
         "train": {"epochs": 4.0, "max_steps": None},
@@ -54,19 +59,26 @@ def write_run(folder: Path, steps: int = 100, lock: object = LOCK) -> Path:
     rows = [step_row(step, bad_samples=2) for step in range(1, steps + 1)]
     rows += [evaluation_row(step, *each) for step in (50, 100) for each in (("model", step / 2 + 10), ("ema", 70 - step / 20))]
     (folder / "metrics.jsonl").write_text("".join(rows))
+    write_events(folder, {"event": "start", "last_step": 200})
     (folder / ".lock").write_text(json.dumps(lock) if lock else "")
     for path in (folder / "checkpoints", folder / "environment.json"):
         os.utime(path, (NOW - 900, NOW - 900))
     return folder
 
 
-def looked_at(path: Path) -> Run:
-    run = Run(path)
+def write_events(folder: Path, *events: dict) -> None:
+    (folder / "events.jsonl").write_text(
+        "".join(json.dumps({"step": 0, "time": NOW - 900, **event}) + "\n" for event in events)
+    )
+
+
+def looked_at(path: Path) -> LiveRun:
+    run = LiveRun(path)
     run.look()
     return run
 
 
-def shown(*runs: Run, width: int = 100, now: float = NOW, encoding: str = "utf-8") -> str:
+def shown(*runs: LiveRun, width: int = 100, now: float = NOW, encoding: str = "utf-8") -> str:
     """The page, or the table, as text; no line may be wider than the terminal."""
     output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     console = Console(file=output, width=width)
@@ -86,8 +98,8 @@ def test_the_page_answers_at_any_width(width: int, tmp_path: Path) -> None:
     for part in (
         *("50%, step 100 of 200, epoch 2.00, 2 min left", "run (pervit_t, 224 px)", "2.0000", "60.00 %", "65.00 %"),
         *("67.50 % at step 50 (ema); last evaluation at step 100", "1,234.5 images/s, MFU 41.0%, data wait 2.0%"),
-        *("7.25 GiB, peak 8.50 GiB", "2 bad samples, 0 skipped steps, 2 restarts", "training, last sign of life 10 s ago"),
-        *("process 4711 on node7, Slurm job 17_2", "16 processes on 2 hosts", "1 checkpoint, the newest of step 100"),
+        *("7.25 GiB, peak 8.50 GiB", "2 bad samples, 0 skipped steps, 2 restarts", "running, last sign of life 10 s ago"),
+        *("process 4711 on node7 (Slurm job 17_2,", "16 processes on 2 hosts", "1 checkpoint, the newest of step 100"),
     ):
         assert part in flat, f"{part}\n{text}"
     assert "█" in text and "▁" in text and "…" not in text and "\x1b" not in text
@@ -98,19 +110,18 @@ def test_the_page_answers_at_any_width(width: int, tmp_path: Path) -> None:
 def test_what_a_run_does_is_said(tmp_path: Path) -> None:
     """Guards against a run that was killed and looks alive, and one that has ended and looks stuck."""
     run = looked_at(write_run(tmp_path / "run"))
-    assert "no new row for 1 h 11 min" in shown(run, now=NOW - 500 + 4260) and not run.seems_to_hang(NOW - 500 + 100)
-    assert "stopped at step 100" in shown(looked_at(write_run(tmp_path / "stopped", lock=None)))
-    (tmp_path / "stopped" / "events.jsonl").write_text(
-        '{"event": "start", "last_step": 150}\n{"event": "end", "reason": "stopped by SIGTERM"}\n'
-    )
-    told = looked_at(tmp_path / "stopped")
-    assert "stopped by SIGTERM" in shown(told) and "step 100 of 150" in shown(told)
+    assert state_of(run, NOW - 500 + 100).name == "running"
+    assert "killed at step 100 of 200, 1 h 11 min ago" in shown(run, now=NOW - 500 + 4260)
+    stopped = looked_at(write_run(tmp_path / "stopped", lock=None))
+    write_events(stopped.path, {"event": "start", "last_step": 150}, {"event": "end", "reason": "stopped by SIGTERM"})
+    stopped.look()
+    assert "stopped at step 100 of 150" in shown(stopped) and "stopped by SIGTERM" in shown(stopped)
     assert "finished at step 200" in shown(looked_at(write_run(tmp_path / "done", steps=200, lock=None)))
     assert "not there yet" in shown(looked_at(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     assert "waits for a run in" in shown(looked_at(tmp_path / "empty"))
     table = shown(*(looked_at(tmp_path / name) for name in ("run", "done", "nowhere")), width=80, now=NOW - 490)
-    for part in ("50%", "67.5", "2 min left", "100%", "finished", "nowhere", "waits"):
+    for part in ("50%", "67.5", "2 min left", "100%", "finished", "nowhere", "not begun"):
         assert part in table, table
 
 
@@ -124,9 +135,9 @@ def test_damaged_files_cost_only_themselves(tmp_path: Path) -> None:
     (folder / "environment.json").write_text("[{")
     (folder / "config.yaml").write_text("a: [")
     run = looked_at(folder)
-    assert run.row["step"] == 101 and run.last_step is None
+    assert run.row["step"] == 101
     text = shown(run)
-    assert "environment.json cannot be read" in text and "config.yaml cannot be read" in text and "step 101" in text
+    assert "environment.json is damaged" in text and "config.yaml is damaged" in text and "step 101" in text
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(step_row(102)[20:])
     (folder / "environment.json").write_text("[]")
@@ -138,9 +149,9 @@ def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Guards against a login node that reads 100 MB each second, and against steps that a resume has dropped and a page keeps."""
     path = tmp_path / "metrics.jsonl"
     tail, count = Tail(path), 0
-    assert not tail.restarted() and list(tail.lines()) == []
+    assert not tail.was_replaced() and list(tail.lines()) == []
     path.write_text("".join(step_row(step) for step in range(1, 5001)))
-    assert not tail.restarted() and len(list(tail.lines())) == 5000
+    assert not tail.was_replaced() and len(list(tail.lines())) == 5000
     with open(path, "a") as file:
         file.write(step_row(5001) + '{"step"')
 
@@ -153,15 +164,17 @@ def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", lambda path, mode: Counting(path))
-        assert not tail.restarted() and [json.loads(line)["step"] for line in tail.lines()] == [5001]
+        assert not tail.was_replaced() and [json.loads(line)["step"] for line in tail.lines()] == [5001]
         assert count < 1000
-        assert not tail.restarted() and list(tail.lines()) == []
+        assert not tail.was_replaced() and list(tail.lines()) == []
     drop_rows_after(path, 4000)  # as a resume does
-    assert tail.restarted() and len(list(tail.lines())) == 4000 and not tail.restarted()
+    assert tail.was_replaced()
+    tail.rewind()
+    assert len(list(tail.lines())) == 4000 and not tail.was_replaced()
     path.write_text(step_row(1))
-    assert tail.restarted() and len(list(tail.lines())) == 1
+    assert tail.was_replaced()
     path.unlink()
-    assert tail.restarted() and list(tail.lines()) == []
+    assert not tail.was_replaced() and list(tail.lines()) == []
 
     run = looked_at(write_run(tmp_path / "run"))
     drop_rows_after(run.path / "metrics.jsonl", 50)
@@ -183,17 +196,17 @@ def test_a_long_curve_keeps_its_shape_in_little_memory() -> None:
 @pytest.mark.multiprocess
 def test_a_run_in_progress_is_watched(small_run: Path, tmp_path: Path) -> None:
     """Guards against names and forms of files that only this test's own files have, and against PyTorch on a login node."""
-    run = Run(tmp_path / "run")
+    run = LiveRun(tmp_path / "run")
     job = train(2, small_run, run.path, "train.max_steps=300", "checkpoint.every_steps=5", "eval.every_epochs=0.1")
 
     def is_under_way() -> bool:
         run.look()
-        return run.step >= 10 and bool(run.checkpoints and run.evaluations)
+        return state_of(run).step >= 10 and bool(run.checkpoints and run.evaluations)
 
     try:
         assert job.until(is_under_way), job.outputs()
         done = run_module("pipeline.watch", run.path, "--once", COLUMNS="100")
-        for part in (" of 300,", "training, last sign of life", "top-1 ema", "2 processes", "images/s", "checkpoint"):
+        for part in (" of 300,", "running, last sign of life", "top-1 ema", "2 processes", "images/s", "checkpoint"):
             assert part in done.stdout, done.stdout
         code = f"import sys; sys.argv[1:] = [{str(run.path)!r}, '--once']; from pipeline.watch.__main__ import main; main()"
         code += "; print(sorted({'torch', 'tensorboard', 'numpy', 'deepspeed'} & sys.modules.keys()))"
@@ -203,7 +216,7 @@ def test_a_run_in_progress_is_watched(small_run: Path, tmp_path: Path) -> None:
         job.signal(signal.SIGTERM)
         job.wait()
     run.look()
-    assert not run.finished and "stopped at step" in shown(run, now=time.time())
+    assert state_of(run).name == "stopped" and "stopped at step" in shown(run, now=time.time())
 
 
 def test_without_a_terminal_there_must_be_a_run(tmp_path: Path) -> None:
@@ -212,7 +225,7 @@ def test_without_a_terminal_there_must_be_a_run(tmp_path: Path) -> None:
     for once in ([], ["--once"]):
         result = run_module("pipeline.watch", tmp_path / "rum", *once, check=False)
         assert result.returncode == 2 and not result.stdout
-        assert f"error: {tmp_path / 'rum'} does not exist, a run's output_dir needed: correct the name" in result.stderr
+        assert f"error: {tmp_path / 'rum'} does not exist: correct the name" in result.stderr
     assert "rum" in run_module("pipeline.watch", run_folder, tmp_path / "rum", "--once").stdout
 
 
@@ -256,5 +269,5 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
     done = run_module("pipeline.watch", tmp_path / "file", check=False)
     assert (
         done.returncode == 2
-        and done.stderr == f"error: {tmp_path / 'file'} is a file, a run folder needed: pass a run's output_dir.\n"
+        and done.stderr == f"error: {tmp_path / 'file'} must be a run folder, got a file: pass a run's output_dir.\n"
     )

@@ -1,4 +1,4 @@
-"""Inside the model: figures of ``pipeline.analyze``, measures over training, and training images as the model saw them."""
+"""Show the inside of the model: figures of ``pipeline.analyze``, measures over training, and training images as the model saw them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from pipeline.page import Figure, Html, figure, html, join
 from pipeline.reports.curves import Curve, curve_figure
-from pipeline.reports.metric_rows import is_number
 from pipeline.reports.pictures import data_uri, file_uri
-from pipeline.reports.run_folder import TENSORBOARD, RunFolder
+from pipeline.runs import TENSORBOARD
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.pictures import IMAGES, PictureFiles
+from pipeline.runs.rows import is_number
 
 ANALYSIS = "analysis"
-_IMAGES = "train/images"  # in TensorBoard
 _MOST_FIGURES, _MOST_BYTES = 60, 2_000_000  # of an analysis, in a page of 8 MB
-_LARGEST_EVENTS = 2 << 30  # bytes of event files in which the image is looked for
 _LINES = 24  # layers, or heads of a layer, that a figure can tell apart
 _OF_AN_IMAGE = re.compile(r"image|_\d+$")  # name of a figure of single images
 _MEASURES = {
@@ -41,16 +41,16 @@ def analysis_figures(folder: Path) -> tuple[Html | None, list[str]]:
         told, images = {}, None
     entries, count = _entries(told), images.get("count") if isinstance(images, dict) else None
     order = {file: place for place, file in enumerate(entries)}
+
+    def place(path: Path) -> tuple[bool, int, Path]:
+        """As the analysis lists them, but single images last."""
+        name = path.relative_to(folder).as_posix()
+        return bool(_OF_AN_IMAGE.search(path.stem)), order.get(name, len(order)), path
+
+    figure_of = '<figure><h3>{0}</h3><img class="sheet" alt="{0}" src="{1}"><figcaption>{2}</figcaption></figure>'
     parts: list[Html] = []
     left_out, size = 0, 0
-    for path in sorted(  # as the analysis lists them, but single images last
-        folder.rglob("*.png"),
-        key=lambda path: (
-            bool(_OF_AN_IMAGE.search(path.stem)),
-            order.get(path.relative_to(folder).as_posix(), len(order)),
-            path,
-        ),
-    ):
+    for path in sorted(folder.rglob("*.png"), key=place):
         if len(parts) >= _MOST_FIGURES or size >= _MOST_BYTES:
             left_out += 1
             continue
@@ -64,15 +64,7 @@ def analysis_figures(folder: Path) -> tuple[Html | None, list[str]]:
             continue
         size += len(uri)
         title, caption = entries.get(path.relative_to(folder).as_posix(), (path.stem.replace("_", " "), ""))
-        parts.append(
-            html(
-                '<figure><h3>{}</h3><img class="sheet" alt="{}" src="{}"><figcaption>{}</figcaption></figure>',
-                title,
-                title,
-                uri,
-                caption,
-            )  # fmt: skip
-        )
+        parts.append(html(figure_of, title, uri, caption))
     if not parts:
         return None, problems
     over = f" over {count:,} images" if is_number(count) else ""
@@ -105,10 +97,8 @@ def over_training(run: RunFolder) -> Html | None:
     figures = [drawn for (name, part), points in found.items() if (drawn := _by_layer(name, part, points))]
     if not figures:
         return None
-    note = html(
-        '<p class="quiet">A line per layer over epochs: the mean over its heads, from orange (layer 1) to blue (the last).</p>'
-    )
-    return join([note, html('<div class="plots">{}</div>', [figure(each) for each in figures])])
+    note = "A line per layer over epochs: the mean over its heads, from orange (layer 1) to blue (the last)."
+    return html('<p class="quiet">{}</p><div class="plots">{}</div>', note, [figure(drawn) for drawn in figures])
 
 
 def _layers(value: Any) -> list[list[float]]:
@@ -123,9 +113,9 @@ def _by_layer(name: str, part: str, points: list[tuple[float, list[list[float]]]
     count = min(max(len(layers) for _, layers in points), _LINES)
     curves = []
     for layer in range(count):
-        its = [(at, float(np.mean(layers[layer]))) for at, layers in points if layer < len(layers) and layers[layer]]
-        if its:
-            x, y = np.array(its).T
+        means = [(at, float(np.mean(layers[layer]))) for at, layers in points if layer < len(layers) and layers[layer]]
+        if means:
+            x, y = np.array(means).T
             shade = layer / max(1, count - 1)
             curves.append(Curve(f"layer {layer + 1}", x, y, dots=True, colour=_shade(shade)))
     if not curves:
@@ -141,40 +131,11 @@ def _shade(depth: float) -> str:
 
 
 def training_images(run: RunFolder) -> Html | None:
-    """The picture of the first batch in the event files; None where there is none."""
-    found = _first_image(run.path / TENSORBOARD)
-    if found is None:
-        return None
+    """The newest picture of a training batch in the event files; None where there is none."""
+    found = [picture for picture in PictureFiles(run.path / TENSORBOARD).look() if picture.name == IMAGES]
     try:
-        uri = data_uri(found, side=1200)
-    except (OSError, ValueError):
+        uri = data_uri(found[-1].png(), side=1200)
+    except (IndexError, OSError, ValueError):
         return None
-    return html(
-        '<p>The first batch of a start, augmented and mixed.</p><img class="sheet" alt="training images" src="{}">', uri
-    )
-
-
-def _first_image(folder: Path) -> bytes | None:
-    """The newest picture of a training batch, as PNG."""
-    files = sorted(folder.glob("events.out.tfevents.*"))
-    try:
-        if not files or sum(path.stat().st_size for path in files) > _LARGEST_EVENTS:
-            return None
-        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-        from tensorboard.compat.proto.event_pb2 import Event
-    except (OSError, ImportError):
-        return None
-    for path in reversed(files):
-        newest = None
-        try:
-            for raw in RawEventFileLoader(str(path)).Load():
-                if _IMAGES.encode() not in raw:
-                    continue  # thousands of scalars, which need not be parsed
-                for value in Event.FromString(raw).summary.value:
-                    if value.tag.startswith(_IMAGES):
-                        newest = newest or value.image.encoded_image_string or (value.tensor.string_val or [b"", b"", b""])[-1]
-        except Exception:  # a damaged file raises whatever TensorBoard and protobuf raise
-            continue
-        if newest:
-            return newest
-    return None
+    shown = '<p>The first batch of a start, augmented and mixed.</p><img class="sheet" alt="training images" src="{}">'
+    return html(shown, uri)

@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 
 from pipeline.page import COLOURS, Figure, Html, figure, html, join, table
-from pipeline.reports.curves import numbers
+from pipeline.reports.curves import numbers, plot_title
 from pipeline.reports.pictures import Pictures
 from pipeline.reports.predictions import Predictions, class_namer
 
@@ -75,7 +75,7 @@ def _bars(rows: list[tuple[int, int, int, int]], title: str, name: Namer) -> Fig
         "cliponaxis": False,
     }  # fmt: skip
     layout = {
-        "title": _title(f"{title} (top-1, %)"), "showlegend": False, "hovermode": "closest",
+        "title": plot_title(f"{title} (top-1, %)"), "showlegend": False, "hovermode": "closest",
         "xaxis": {"range": [0, 106], "tickvals": [0, 25, 50, 75, 100]},
         "yaxis": {"tickvals": list(range(len(rows))), "ticktext": [_short(name(row[0])) for row in rows], "autorange": "reversed", "automargin": True},
     }  # fmt: skip
@@ -118,15 +118,11 @@ def _matrix(found: Predictions, classes: np.ndarray, name: Namer) -> Figure:
     }  # fmt: skip
     ticks = {"tickvals": list(range(len(names))), "ticktext": names, "automargin": True, "showgrid": False}
     layout = {
-        "title": _title("Mistakes: class (rows), predicted (columns)"), "hovermode": "closest",
+        "title": plot_title("Mistakes: class (rows), predicted (columns)"), "hovermode": "closest",
         "xaxis": ticks,
         "yaxis": {**ticks, "autorange": "reversed"},
     }  # fmt: skip
     return Figure([trace], layout, max(340, 120 + 24 * len(names)), "Confusion matrix")
-
-
-def _title(text: str) -> dict[str, object]:
-    return {"text": escape(text), "font": {"size": 13}, "x": 0, "xanchor": "left", "y": 0.985, "yanchor": "top"}
 
 
 def _shown(found: Predictions, name: Namer, pictures: Pictures | None) -> Html:

@@ -1,4 +1,4 @@
-"""How the run was set up: its config beside the recipe, its environment, its checkpoints."""
+"""Show how the run was set up: its config beside the recipe, its environment, its checkpoints."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 from pipeline.checkpoint.overview import reasons_to_keep, size_text
 from pipeline.checkpoint.verification import find_damage
-from pipeline.page import Html, facts, html, join, table
-from pipeline.reports.paper import PaperRecipe
-from pipeline.reports.run_folder import FOLDER, Checkpoint, RunFolder
-from pipeline.reports.story import clock
+from pipeline.page import Html, clock, facts, html, join, table
+from pipeline.reports.papers import PaperRecipe
+from pipeline.runs import CHECKPOINTS
+from pipeline.runs.files import Checkpoint
+from pipeline.runs.folder import RunFolder
 
 _VERIFIED_BYTES = 4_000_000_000  # of checkpoints that are read for their checksums, the newest first
 
@@ -23,35 +24,22 @@ def config_section(run: RunFolder, recipe: PaperRecipe | None) -> Html | None:
     intro = Html("")
     if recipe:
         words = "no key" if not changed else f"{len(changed)} key{'s' * (len(changed) != 1)}"
-        rows = [
-            (html("<code>{}</code>", key), _shown(old), html("<b>{}</b>", _shown(new))) for key, (old, new) in changed.items()
-        ]
+        cells = ((key, _shown(old), _shown(new)) for key, (old, new) in changed.items())
+        rows = [(html("<code>{}</code>", key), old, html("<b>{}</b>", new)) for key, old, new in cells]
         differs = table(("key", "recipe", "this run"), rows) if rows else Html("")
         intro = html("<p>Differs in {} from <code>configs/{}</code>.</p>{}", words, recipe.file, differs)
-    top = [(key, value) for key, value in run.config.items() if not isinstance(value, dict)]
-    parts = [("", top), *((key, list(value.items())) for key, value in run.config.items() if isinstance(value, dict))]
-    columns = [
-        html(
-            '<div><h3>{}</h3><dl class="facts">{}</dl></div>',
-            name or "run",
-            [
-                html("<dt>{}</dt><dd>{}</dd>", key, _marked(f"{name}.{key}".lstrip("."), value, changed))
-                for key, value in values
-            ],
-        )
-        for name, values in parts
-        if values
-    ]
+    parts = {"": {key: value for key, value in run.config.items() if not isinstance(value, dict)}}
+    parts |= {key: value for key, value in run.config.items() if isinstance(value, dict)}
+    columns = []
+    for name, values in parts.items():
+        shown = {key: html("{}", _shown(value)) for key, value in values.items()}
+        for key in shown:
+            if any(f"{differing}.".startswith(f"{name}.{key}.".lstrip(".")) for differing in changed):
+                shown[key] = html("<b>{}</b>", shown[key])
+        if shown:
+            columns.append(html("<div><h3>{}</h3>{}</div>", name or "run", facts(shown.items())))
     whole = html('<details><summary class="quiet">All keys</summary><div class="plots">{}</div></details>', columns)
     return join([intro, whole])
-
-
-def _marked(key: str, value: Any, changed: dict[str, tuple[Any, Any]]) -> Html:
-    return (
-        html("<b>{}</b>", _shown(value))
-        if any(f"{each}.".startswith(f"{key}.") for each in changed)
-        else html("{}", _shown(value))
-    )
 
 
 def _shown(value: Any) -> str:
@@ -60,7 +48,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_shown(each)}" for key, each in value.items()) or "{}"
+        return ", ".join(f"{key}: {_shown(part)}" for key, part in value.items()) or "{}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_shown, value)) + "]"
     return str(value)
@@ -72,27 +60,19 @@ def environment_section(run: RunFolder) -> Html | None:
         return None
     last = run.starts[-1]
     pairs: list[tuple[object, object]] = [("precision", run.precision)] if run.precision else []
-    pairs += [
-        (key.replace("_", " "), _shown(value))
-        for key, value in last.items()
-        if not isinstance(value, dict) and value is not None
-    ]
-    pairs += [(f"{key}: {name}", value) for key in ("packages", "slurm") for name, value in _items(last.get(key))]
-    seen = dict.fromkeys(
-        key for start in run.starts for key in ("python", "packages", "git_commit", "device") if start.get(key) != last.get(key)
-    )
+    for key, value in last.items():
+        if isinstance(value, dict):
+            pairs += [(f"{key}: {name}", told) for name, told in value.items()]
+        elif value is not None:
+            pairs.append((key.replace("_", " "), _shown(value)))
     changes = [
         f"start {number} had {key.replace('_', ' ')} {_difference(start.get(key), last.get(key))}"
         for number, start in enumerate(run.starts, 1)
-        for key in seen
+        for key in ("python", "packages", "git_commit", "device")
         if start.get(key) != last.get(key)
     ]
     notes = html("<p>{}.</p>", "; ".join(changes)) if changes else Html("")
     return join([facts(pairs), notes])
-
-
-def _items(value: Any) -> list[tuple[str, Any]]:
-    return list(value.items()) if isinstance(value, dict) else []
 
 
 def _difference(old: Any, new: Any) -> str:
@@ -105,28 +85,21 @@ def checkpoints_section(run: RunFolder) -> Html | None:
     """Size and state of each checkpoint; files are compared with their checksums as far as that takes seconds."""
     if not run.checkpoints:
         return html("<p>No checkpoint.</p>") if run.config or run.starts else None
-    reasons = reasons_to_keep({each.step: each.manifest for each in run.checkpoints if each.manifest})
+    reasons = reasons_to_keep({found.step: found.manifest for found in run.checkpoints if found.manifest})
     left, rows = _VERIFIED_BYTES, []
     for checkpoint in reversed(run.checkpoints):
         size = checkpoint.bytes
         read = size is not None and size <= left
         left -= size if read and size else 0
-        state = checkpoint.manifest.state if checkpoint.manifest else None
-        rows.append(
-            (
-                f"{checkpoint.step:,}",
-                clock(checkpoint.written),
-                "?" if size is None else size_text(size),
-                state.world_size if state else "?",
-                state.zero_stage if state else "?",
-                reasons.get(checkpoint.step, "") if state else "",
-                _verified(checkpoint, read),
-            )
-        )
+        told: tuple[object, ...] = ("?", "?", "?", "")
+        if checkpoint.manifest and size is not None:
+            state = checkpoint.manifest.state
+            told = (size_text(size), state.world_size, state.zero_stage, reasons.get(checkpoint.step, ""))
+        rows.append((f"{checkpoint.step:,}", clock(checkpoint.written), *told, _verified(checkpoint, read)))
     head = ("step", "written", "size", "processes", "ZeRO", "kept as", "files")
     newest = run.newest_manifest
     parameters = f"{sum(math.prod(shape) for shape in newest.shapes.values()):,} parameters. " if newest else ""
-    note = html("<p>{}All files are in <code>{}/</code>.</p>", parameters, FOLDER)
+    note = html("<p>{}All files are in <code>{}/</code>.</p>", parameters, CHECKPOINTS)
     return join([note, table(head, rows, numeric=(0, 2, 3, 4))])
 
 
@@ -141,8 +114,5 @@ def _verified(checkpoint: Checkpoint, contents: bool) -> Html:
         return html("removed meanwhile, the run goes on")
     if problems:
         return html('<span class="bad">damaged: {}</span>', "; ".join(problems))
-    return (
-        html('<span class="good">whole, checksums match</span>')
-        if contents
-        else html("sizes match; checksums not read, they take long")
-    )
+    whole = html('<span class="good">whole, checksums match</span>')
+    return whole if contents else html("sizes match; checksums not read, they take long")

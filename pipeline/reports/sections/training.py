@@ -1,14 +1,15 @@
-"""Curves of the training, and its speed."""
+"""Show the curves of the training, and its speed."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from pipeline.page import COLOURS, Figure, Html, figure, html, join
+from pipeline.logs.console import duration
+from pipeline.page import COLOURS, Html, figure, html, join
 from pipeline.reports.curves import BINS, Curve, Mark, curve_figure, with_mean
-from pipeline.reports.metric_rows import is_number
-from pipeline.reports.run_folder import RunFolder
-from pipeline.reports.story import Start, duration
+from pipeline.runs.folder import RunFolder
+from pipeline.runs.rows import is_number
+from pipeline.runs.starts import Start
 
 _NAMES = {"model": "weights", "ema": "averaged weights"}
 
@@ -16,74 +17,65 @@ _NAMES = {"model": "weights", "ema": "averaged weights"}
 def curves(run: RunFolder, starts: list[Start], paper: float | None) -> Html | None:
     """Loss, accuracy, learning rate and gradient norm; None before the first step."""
     marks = [mark for mark in marks_of(run, starts) if mark.kind == "start"]
-    figures: list[Figure] = []
-    steps, losses = run.curve("loss")
-    if len(steps):
-        its = with_mean("training", steps, losses)
-        its += [each for each in _evaluated(run, "loss", "validation, ")]
-        figures.append(curve_figure("Loss", its, marks, last=run.step))
+    norm_steps, norms = run.curve("grad_norm")
+    positive = norms > 0
     accuracy = _evaluated(run, "top1", "top-1, ") + _evaluated(run, "top5", "top-5, ", dash="dot")
-    if accuracy:
-        if paper is not None:
-            ends = np.array([0.0, float(run.last_step or run.step)])
-            accuracy.append(Curve(f"paper, {paper:g}", ends, np.full(2, paper), dash="dash", colour="#8a9096"))
-        figures.append(curve_figure("Accuracy", accuracy, marks, unit="%", last=run.step))
-    steps, rates = run.curve("lr")
-    if len(steps):
-        figures.append(curve_figure("Learning rate", [Curve("learning rate", steps, rates)], marks, last=run.step))
-    steps, norms = run.curve("grad_norm")
-    if len(steps):
-        positive = norms > 0
-        its = with_mean("gradient norm", steps[positive], norms[positive], COLOURS[1])
-        figures.append(curve_figure("Gradient norm", its, marks, log=True, last=run.step))
-    if not figures:
-        return None
-    return join([html('<div class="plots">{}</div>', [figure(each) for each in figures]), _how_to_read(run, starts)])
+    if accuracy and paper is not None:
+        ends = np.array([0.0, float(run.state.last_step or run.state.step)])
+        accuracy.append(Curve(f"paper, {paper:g}", ends, np.full(2, paper), dash="dash", colour="#8a9096"))
+    shown = [
+        ("Loss", [*with_mean("training", *run.curve("loss")), *_evaluated(run, "loss", "validation, ")], ""),
+        ("Accuracy", accuracy, "%"),
+        ("Learning rate", [Curve("learning rate", *run.curve("lr"))], ""),
+        ("Gradient norm", with_mean("gradient norm", norm_steps[positive], norms[positive], COLOURS[1]), ""),
+    ]
+    plots = _plots(run, marks, shown)
+    return join([plots, _how_to_read(run, starts)]) if plots else None
 
 
 def speed(run: RunFolder, starts: list[Start]) -> Html | None:
     """Throughput, utilization, waiting and memory, with what interrupts the training; None without a step."""
-    marks = marks_of(run, starts)
-    figures = []
-    for name, title, unit, factor in (
-        ("images_per_second", "Throughput", "images/s", 1.0),
-        ("mfu", "Model FLOPs utilization", "%", 100.0),
-        ("data_wait", "Waiting for data", "% of the time", 100.0),
-    ):
+
+    def percent(name: str) -> tuple[np.ndarray, np.ndarray]:
         steps, values = run.curve(name)
-        if len(steps):
-            figures.append(curve_figure(title, [Curve(title.lower(), steps, factor * values)], marks, unit, last=run.step))
-    memory = [(name, *run.curve(name)) for name in ("memory_gib", "peak_memory_gib")]
-    its = [Curve({"memory_gib": "now", "peak_memory_gib": "peak"}[name], x, y) for name, x, y in memory if len(x)]
-    if its:
-        figures.append(curve_figure("Memory of a process", its, marks, "GiB", last=run.step))
-    if not figures:
-        return None
-    rate = run.curve("images_per_second")[1]
-    told = html("<p>Half of the steps ran at {} images/s or more.</p>", f"{np.median(rate):,.1f}") if len(rate) else Html("")
-    return join([told, _pauses(run), html('<div class="plots">{}</div>', [figure(each) for each in figures])])
+        return steps, 100 * values
+
+    rate, memory = run.curve("images_per_second"), {"now": run.curve("memory_gib"), "peak": run.curve("peak_memory_gib")}
+    shown = [
+        ("Throughput", [Curve("throughput", *rate)], "images/s"),
+        ("Model FLOPs utilization", [Curve("model flops utilization", *percent("mfu"))], "%"),
+        ("Waiting for data", [Curve("waiting for data", *percent("data_wait"))], "% of the time"),
+        ("Memory of a process", [Curve(name, *found) for name, found in memory.items()], "GiB"),
+    ]
+    told = (
+        html("<p>Half of the steps ran at {} images/s or more.</p>", f"{np.median(rate[1]):,.1f}") if len(rate[1]) else Html("")
+    )
+    plots = _plots(run, marks_of(run, starts), shown)
+    return join([told, _pauses(run), plots]) if plots else None
+
+
+def _plots(run: RunFolder, marks: list[Mark], shown: list[tuple[str, list[Curve], str]]) -> Html | None:
+    """The figures, given as title, curves and unit, that have a point; None if none has."""
+    figures = []
+    for title, lines, unit in shown:
+        if drawn := [line for line in lines if len(line.steps)]:
+            log = title == "Gradient norm"
+            figures.append(figure(curve_figure(title, drawn, marks, unit, log=log, last=run.state.step)))
+    return html('<div class="plots">{}</div>', figures) if figures else None
 
 
 def marks_of(run: RunFolder, starts: list[Start]) -> list[Mark]:
-    """Restarts, evaluations and saves, as far as files tell them."""
-    found = []
-    for start in starts[1:]:
-        if start.step is not None:
-            found.append(Mark(start.step, f"start {start.number} goes on from step {start.step:,}", "start"))
-    told: set[tuple[str, int]] = set()
+    """Restarts, evaluations and saves."""
+    found = [
+        Mark(start.step, f"start {start.number} goes on from step {start.step:,}", "start")
+        for start in starts[1:]
+        if start.step is not None
+    ]
     for row in run.events:
-        kind, step = row.get("event"), row.get("step")
-        if kind in ("evaluation", "save") and is_number(step):
+        kind, step = row.get("event"), row["step"]
+        if kind in ("evaluation", "save"):
             seconds = f", {duration(row['seconds'])}" if is_number(row.get("seconds")) and row["seconds"] >= 1 else ""
-            told.add((kind, int(step)))
-            found.append(Mark(step, f"{kind} at step {int(step):,}{seconds}", kind))
-    for row in run.metrics.evaluations:
-        if ("evaluation", row["step"]) not in told:
-            told.add(("evaluation", row["step"]))
-            found.append(Mark(row["step"], f"evaluation at step {row['step']:,}", "evaluation"))
-    for checkpoint in run.checkpoints:
-        if ("save", checkpoint.step) not in told:
-            found.append(Mark(checkpoint.step, f"save at step {checkpoint.step:,}", "save"))
+            found.append(Mark(step, f"{kind} at step {step:,}{seconds}", kind))
     return sorted(found, key=lambda mark: mark.step)
 
 

@@ -1,4 +1,4 @@
-"""A run's pictures, from the event files that it writes for TensorBoard.
+"""Read a run's pictures from the event files that it writes for TensorBoard.
 
 An event file is a sequence of records: length (8 bytes), checksum (4), an ``Event`` as protocol buffer, checksum (4). Those that a later
 start repeats are left out, as TensorBoard does: a file says from which step on it takes the place of earlier ones.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+IMAGES = "train/images"  # the name of the pictures of training batches
 _HEADER, _FOOTER = 12, 4  # bytes
 _BEGINNING = 8  # records of a file in which it tells from which step on it counts
 _SMALLEST_PICTURE = 512  # bytes of a record; scalars take less

@@ -1,0 +1,23 @@
+"""Read a run folder: the names of its files, what they hold, and how the run stands. Nothing here writes, and a run may go on meanwhile.
+
+============== ============================================================================
+``rows.py``    files of JSON lines: a row, the rows that are new, the steps as columns
+``files.py``   the small files, the checkpoints and the lock, as far as they can be read
+``state.py``   how a run stands: waiting, running, stopped, killed, hung, finished
+``folder.py``  a run folder as a whole; the run folders below a folder
+``starts.py``  the starts of a run and how each of them ended
+============== ============================================================================
+"""
+
+from pipeline.checkpoint.folder import FOLDER as CHECKPOINTS
+
+CONFIG = "config.yaml"  # the resolved config
+ENVIRONMENT = "environment.json"  # versions, git commit, hosts, Slurm job; an entry per start
+METRICS = "metrics.jsonl"  # a row per step, evaluation and analysis; ``time`` is Unix time in seconds
+EVENTS = "events.jsonl"  # starts, evaluations, saves, ends
+RESTARTS = "restarts.json"  # restarts of its job, by job scripts and sweeps
+TENSORBOARD = "tensorboard"  # a folder: the metrics as scalars, and images
+SAMPLES = "samples"  # a folder: every sample that each rank trained on
+LOCK = ".lock"  # locked while a process trains; its text names that process
+
+__all__ = ["CHECKPOINTS", "CONFIG", "ENVIRONMENT", "EVENTS", "LOCK", "METRICS", "RESTARTS", "SAMPLES", "TENSORBOARD"]

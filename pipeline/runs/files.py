@@ -1,0 +1,244 @@
+"""Read the small files of a run folder, its checkpoints and its lock, as far as they can be read; say in sentences what is damaged.
+
+Nothing here needs PyTorch.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.checkpoint.folder import SAVING, saved_steps, step_folder
+from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest
+from pipeline.checkpoint.verification import find_damage
+from pipeline.config import parse_value
+from pipeline.errors import UserError
+from pipeline.files import is_locked_by_another, open_regular
+from pipeline.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, EVENTS, LOCK, RESTARTS
+from pipeline.runs.rows import Row, is_number, parse_row
+
+_LARGEST_FILE = 64 << 20  # bytes of a file that is read as a whole: none of these comes near it
+_Content = TypeVar("_Content")
+Stamp = tuple[int, int, int] | None  # inode, size, modification time; None: it is not there
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that the lock file of a run names; None where it does not tell."""
+
+    pid: int | None = None
+    host: str | None = None
+    slurm_job: str | None = None
+    since: str | None = None  # a date and time
+    alive: bool = False  # it holds the lock now, as far as this machine can see
+
+    def __str__(self) -> str:
+        if self.pid is None:  # it has not written its name yet
+            return "another process"
+        job = f"Slurm job {self.slurm_job}, " if self.slurm_job else ""
+        return f"process {self.pid} on {self.host} ({job}since {self.since})"
+
+
+def read_holder(descriptor: int) -> Holder | None:
+    """Read an open lock file; None if nobody holds it and it names nobody, as one that was released in order.
+
+    Whoever holds a lock must not call this: to close another descriptor of the file would release it.
+    """
+    alive, told = False, None
+    try:
+        alive = is_locked_by_another(descriptor)
+        told = json.loads(os.pread(descriptor, 4096, 0) or b"null")  # a record has about 150 bytes
+    except (OSError, ValueError, RecursionError):
+        pass
+    if isinstance(told, dict):
+        return Holder(told.get("pid"), told.get("host"), told.get("slurm_job"), told.get("since"), alive)
+    return Holder(alive=alive) if alive else None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's folder."""
+
+    step: int
+    folder: Path
+    manifest: CheckpointManifest | None  # None where it cannot be read
+    problem: str | None  # what is damaged; None where manifest and files' sizes are right. Checksums are not compared
+    written: float  # Unix time in seconds
+
+    @property
+    def bytes(self) -> int | None:
+        """Size of its files by the manifest."""
+        return sum(file.bytes for file in self.manifest.files) if self.manifest else None
+
+
+class RunFiles:
+    """The small files of a run folder. :meth:`look` brings them up to date and reads only what has changed.
+
+    Args:
+        path: the run's ``output_dir``, which need not exist yet.
+
+    Attributes:
+        config: ``config.yaml``, section -> key -> value; that of the newest readable checkpoint where the file tells none.
+        precision: the first line of ``config.yaml``: the precision and why it was chosen.
+        starts: entries of ``environment.json``.
+        events: rows of ``events.jsonl``.
+        restarts: entries of ``restarts.json``.
+        checkpoints: ascending by step; ``saving``: whether another is being written, or was when the run was killed.
+        holder: who trains, or ended without releasing the folder.
+        problems: what is damaged, a sentence each. A file that is not there is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read: dict[Path, tuple[Stamp, Any, list[str]]] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Read what has changed."""
+        self.problems: list[str] = []
+        self.checkpoints = self._checkpoints()
+        self.config: dict[str, Any]
+        self.config, self.precision = self._file(CONFIG, _config) or ({}, "")
+        if not self.config and (newest := self.newest_manifest):
+            self.problems.append(f"The config shown is that of the checkpoint of step {newest.state.step}.")
+            self.config = dict(newest.state.config)
+        self.starts = self._file(ENVIRONMENT, _entries) or []
+        self.events = self._file(EVENTS, _rows) or []
+        self.restarts = self._file(RESTARTS, _entries) or []
+        self.holder = _holder(self.path / LOCK)
+        try:
+            self.saving = any(name.startswith(SAVING) for name in os.listdir(self.path / CHECKPOINTS))
+        except OSError:
+            self.saving = False
+
+    @property
+    def stamps(self) -> tuple[Stamp, ...]:
+        """Changes when one of the small files does."""
+        return tuple(_stamp(self.path / name) for name in (CONFIG, ENVIRONMENT, EVENTS))
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A value of the config by its dotted key; ``default`` where there is none."""
+        section, _, name = key.rpartition(".")
+        values = self.config.get(section) if section else self.config
+        return values.get(name, default) if isinstance(values, dict) else default
+
+    def number(self, key: str) -> float | None:
+        """A number of the config by its dotted key; None where there is none."""
+        value = self.value(key)
+        return value if is_number(value) else None
+
+    @property
+    def newest_manifest(self) -> CheckpointManifest | None:
+        """That of the newest checkpoint of which it can be read."""
+        return next((found.manifest for found in reversed(self.checkpoints) if found.manifest), None)
+
+    @property
+    def newest_intact(self) -> CheckpointManifest | None:
+        """That of the newest checkpoint without damage."""
+        return next((found.manifest for found in reversed(self.checkpoints) if not found.problem), None)
+
+    def _file(self, name: str, parse: Callable[[str, list[str]], _Content]) -> _Content | None:
+        """A file's content; None if it is not there or cannot be read."""
+        return self._unless_changed(self.path / name, lambda problems: _parsed(self.path / name, parse, problems))
+
+    def _checkpoints(self) -> list[Checkpoint]:
+        try:
+            steps = saved_steps(self.path)
+        except OSError as error:
+            self.problems.append(f"{CHECKPOINTS}/ cannot be read ({error.strerror}).")
+            return []
+        found = []
+        for step in steps:
+            folder = step_folder(self.path, step)
+            checkpoint = self._unless_changed(folder / MANIFEST, partial(_checkpoint, step, folder))
+            if folder.exists():
+                found.append(checkpoint)
+        return found
+
+    def _unless_changed(self, path: Path, read: Callable[[list[str]], _Content]) -> _Content:
+        """What was read of a file before, if it is still the same."""
+        stamp = _stamp(path)
+        if path not in self._read or self._read[path][0] != stamp:
+            problems: list[str] = []
+            self._read[path] = (stamp, read(problems), problems)
+        _, content, problems = self._read[path]
+        self.problems += problems
+        return content
+
+
+def _parsed(path: Path, parse: Callable[[str, list[str]], _Content], problems: list[str]) -> _Content | None:
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return parse(path.read_text(encoding="utf-8", errors="replace"), problems)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read ({error.strerror}).")
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{path.name} is damaged ({' '.join(str(error).split())[:120]}).")
+    return None
+
+
+def _config(text: str, problems: list[str]) -> tuple[dict[str, Any], str]:
+    tree = parse_value(text)
+    if not isinstance(tree, dict) or not tree:
+        raise ValueError("it holds no keys")
+    first = text.partition("\n")[0]
+    return {str(key): value for key, value in tree.items()}, first[2:].strip() if first.startswith("# ") else ""
+
+
+def _entries(text: str, problems: list[str]) -> list[dict[str, Any]]:
+    """The objects of a JSON list; what else it holds is left out."""
+    entries = json.loads(text)
+    if not isinstance(entries, list):
+        raise ValueError("it is not a list")
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def _rows(text: str, problems: list[str]) -> list[Row]:
+    lines = [line for line in text.encode().split(b"\n") if line.strip()]
+    rows = [row for line in lines if (row := parse_row(line)) is not None]
+    if damaged := len(lines) - len(rows):
+        problems.append(f"{damaged:,} line{'s' * (damaged != 1)} of {EVENTS} cannot be read and are left out.")
+    return rows
+
+
+def _checkpoint(step: int, folder: Path, problems: list[str]) -> Checkpoint:
+    manifest, problem = None, None
+    try:
+        manifest = CheckpointManifest.read(folder)
+        problem = "; ".join(find_damage(folder, manifest.files, contents=False)) or None
+    except UserError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{folder} cannot be read ({error.strerror})."
+    if problem and folder.exists():  # else it was removed meanwhile
+        problems.append(problem)
+    stamp = _stamp(folder / MANIFEST) or _stamp(folder)
+    return Checkpoint(step, folder, manifest, problem, stamp[2] / 1e9 if stamp else 0.0)
+
+
+def _holder(path: Path) -> Holder | None:
+    try:
+        descriptor = open_regular(path)
+    except OSError:
+        return None
+    try:
+        return read_holder(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _stamp(path: Path) -> Stamp:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

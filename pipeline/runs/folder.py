@@ -1,0 +1,219 @@
+"""Read a run folder as a whole: its files, every row of ``metrics.jsonl``, its state; and find the run folders below a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.config import Config, config_from_dict, flatten
+from pipeline.errors import UserError
+from pipeline.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
+from pipeline.runs.files import RunFiles
+from pipeline.runs.rows import MetricRows, Row, is_number, read_metrics
+from pipeline.runs.state import State, state_of
+
+_DEEPEST = 3  # levels of folders below one that holds runs
+
+
+class RunFolder(RunFiles):
+    """What a run folder tells; every part may be empty.
+
+    Attributes:
+        metrics: ``metrics.jsonl``.
+        state: how the run stands.
+        problems: also what is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.metrics = _metrics(path, self.problems)
+        for name, lost in (
+            (CONFIG, "what was trained is not known"),
+            (ENVIRONMENT, "the hosts and versions of its starts are not known"),
+        ):
+            if not (path / name).exists():
+                self.problems.append(f"{name} is missing: {lost}.")
+        self.state: State = state_of(self)
+        if self.metrics.half_a_line and not self.state.alive:
+            self.problems.append(
+                f"The last line of {METRICS} has no end: the run was killed while it wrote it, or the copy was cut off."
+            )
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.resolve().name
+
+    @cached_property
+    def settings(self) -> Config:
+        """The config, validated.
+
+        Raises:
+            UserError: it cannot be read or is not valid.
+        """
+        if not self.config:
+            raise UserError(f"{self.path}: {self.problems[0] if self.problems else 'it has no config.'}")
+        return config_from_dict(self.config, str(self.path / CONFIG))
+
+    @cached_property
+    def flat(self) -> dict[str, Any]:
+        """Dotted key -> value of :attr:`settings`; each switch of the model is a key."""
+        return flat_config(self.settings)
+
+    def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of a column of the training rows, (n,) each, without those that are not there."""
+        steps, values = self.metrics.steps.get("step", np.empty(0)), self.metrics.steps.get(name)
+        if values is None:
+            return np.empty(0), np.empty(0)
+        there = ~np.isnan(values)
+        return steps[there], values[there]
+
+    def evaluation_curve(self, name: str, weights: str) -> tuple[np.ndarray, np.ndarray]:
+        """The same of the evaluations of ``model`` or ``ema``: ``top1``, ``top5``, ``loss``."""
+        rows = [row for row in self.metrics.evaluations if row["weights"] == weights and is_number(row.get(name))]
+        return np.array([row["step"] for row in rows], float), np.array([row[name] for row in rows], float)
+
+    @property
+    def evaluated_weights(self) -> list[str]:
+        """Which weights were evaluated: ``model`` first, then ``ema``."""
+        return sorted({str(row["weights"]) for row in self.metrics.evaluations}, key=lambda name: (name != "model", name))
+
+    def best(self) -> Row | None:
+        """The evaluation row with the best top-1; the earliest of equals."""
+        return max(self.metrics.evaluations, key=lambda row: row["top1"], default=None)
+
+    @property
+    def result(self) -> Row | None:
+        """The last evaluation, of the averaged weights where the run keeps an average."""
+        wanted = (self.evaluated_weights or ["model"])[-1]
+        return next((row for row in reversed(self.metrics.evaluations) if row["weights"] == wanted), None)
+
+    @cached_property
+    def images(self) -> int | None:
+        """Training images per epoch; None before the first step."""
+        (_, epochs), (_, samples) = self.curve("epoch"), self.curve("samples")
+        return round(samples[-1] / epochs[-1]) if len(epochs) and len(samples) and epochs[-1] > 0 else None
+
+    @property
+    def val_images(self) -> int | None:
+        """Images of an evaluation; None before the first."""
+        return int(self.result["count"]) if self.result and self.result.get("count") else None
+
+    @cached_property
+    def subset(self) -> float | None:
+        """The fraction of the source's images in the shards (``--subset``); None where they are no longer there."""
+        try:
+            found = json.loads((Path(self.settings.data.path) / "manifest.json").read_bytes())
+            return float(found["splits"]["train"]["source"].get("subset", 1.0))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names in index order, as a checkpoint knows them; empty without one."""
+        return list(self.newest_manifest.state.classes) if self.newest_manifest else []
+
+    @property
+    def class_names(self) -> list[str]:
+        """What to call the classes; empty if no checkpoint says their names."""
+        return (self.newest_manifest.state.class_names if self.newest_manifest else None) or self.classes
+
+
+def read_run(path: Path) -> RunFolder:
+    """Read a run folder.
+
+    Args:
+        path: a run's ``output_dir``.
+
+    Raises:
+        UserError: there is no such folder, or nothing in it is of a run.
+    """
+    if not path.is_dir():
+        found = "must be a run folder, got a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {found}", "pass the output_dir of a run")
+    if not any((path / name).exists() for name in (CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS)):
+        raise UserError(
+            f"{path} is not a run folder: it has no {CONFIG}, {ENVIRONMENT}, {METRICS} or {CHECKPOINTS}/",
+            "pass the output_dir of a run",
+        )
+    return RunFolder(path)
+
+
+def read_runs(paths: list[Path]) -> tuple[list[RunFolder], list[str]]:
+    """Read run folders.
+
+    Returns:
+        Those whose config is valid; and a sentence for each of the others.
+    """
+    runs, problems = [], []
+    for path in paths:
+        try:
+            run = read_run(path)
+            run.settings  # noqa: B018 - raises if it is not valid
+            runs.append(run)
+        except UserError as error:
+            problems.append(str(error))
+    return runs, problems
+
+
+def find_runs(paths: list[Path]) -> tuple[list[Path], list[str]]:
+    """Find the run folders among paths and in the folders below them, in the order given, each once.
+
+    Returns:
+        The folders; and a sentence for each path where there is none.
+    """
+    found: dict[Path, Path] = {}
+    problems = []
+    for path in paths:
+        runs = [path] if is_run(path) else _below(path)
+        if not runs:
+            problems.append(f"{path} {'holds no run folder' if path.is_dir() else 'does not exist'}.")
+        for run in runs:
+            found.setdefault(run.resolve(), run)
+    return list(found.values()), problems
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder looks like a run's."""
+    return (path / METRICS).is_file() or (path / CONFIG).is_file() and (path / ENVIRONMENT).is_file()
+
+
+def flat_config(config: Config) -> dict[str, Any]:
+    """Dotted key -> value; each switch of the model is a key."""
+    flat = flatten(config)
+    switches = flat.pop("model.switches") or {}
+    return {**flat, **{f"model.switches.{name}": value for name, value in switches.items()}}
+
+
+def _below(path: Path) -> list[Path]:
+    found = []
+    for folder, names, _ in os.walk(path):
+        here = Path(folder)
+        if here != path and is_run(here):
+            found.append(here)
+            names.clear()
+        elif len(here.relative_to(path).parts) >= _DEEPEST:
+            names.clear()
+        names.sort()
+    return found
+
+
+def _metrics(path: Path, problems: list[str]) -> MetricRows:
+    try:
+        found = read_metrics(path / METRICS)
+    except FileNotFoundError:
+        problems.append(f"{METRICS} is missing: there are no curves and no evaluations.")
+        return MetricRows()
+    except OSError as error:
+        problems.append(f"{METRICS} cannot be read ({error.strerror}): there are no curves and no evaluations.")
+        return MetricRows()
+    if found.damaged:
+        problems.append(f"{found.damaged:,} line{'s' * (found.damaged != 1)} of {METRICS} cannot be read and are left out.")
+    if found.repeated:
+        problems.append(f"{found.repeated:,} steps are in {METRICS} more than once: the last row of each counts.")
+    return found

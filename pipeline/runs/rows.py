@@ -1,0 +1,172 @@
+"""Read files of JSON lines (``metrics.jsonl``, ``events.jsonl``): whole, as columns, or only what is new; damaged lines are left out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_BLOCK = 1 << 20  # bytes read at once
+_END = 1 << 18  # bytes at the end of a file in which its last rows are looked for: some hundred steps
+_LARGEST_STEP = 2**53  # beyond it a float does not tell two steps apart
+
+Row = dict[str, Any]
+
+
+def parse_row(line: bytes) -> Row | None:
+    """Parse a line; None if it is not a row, which has a step."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and is_count(row.get("step")) else None
+
+
+def kind_of(row: Row) -> Literal["step", "evaluation", "analysis", "damaged"]:
+    """What a row of ``metrics.jsonl`` is about; an evaluation without its result is damaged."""
+    if isinstance(row.get("analysis"), dict):
+        return "analysis"
+    if "weights" in row:
+        return "evaluation" if is_number(row.get("top1")) else "damaged"
+    return "step"
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value of a file is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value of a file is a whole number from 0 on, such as a step."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_STEP
+
+
+def last_rows(path: Path) -> list[Row]:
+    """The rows at the end of a file, some hundred of them, in its order; empty if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - _END)
+            file.seek(begin)
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    return [row for line in lines[1 if begin else 0 :] if (row := parse_row(line)) is not None]
+
+
+class Tail:
+    """Read the lines that are added to a file.
+
+    Args:
+        path: it need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: tuple[int, int] | None = None  # device and inode
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin at the file's start again."""
+        self._place, self._begun = 0, b""  # bytes read; of a line that has no end yet
+
+    def was_replaced(self) -> bool:
+        """Whether the file is another one than at the last look, or shorter than what was read of it. One that is gone is not."""
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return False
+        return self._file is not None and ((now.st_dev, now.st_ino) != self._file or now.st_size < self._place)
+
+    def lines(self) -> Iterator[bytes]:
+        """Whole lines that were not read before; read all of them.
+
+        Raises:
+            OSError: the file cannot be read; not if it does not exist.
+        """
+        return chain.from_iterable(self.blocks())
+
+    def blocks(self) -> Iterator[list[bytes]]:
+        """:meth:`lines`, as many at a time as a block of the file has; the next call goes on where this one was left."""
+        try:
+            file = open(self.path, "rb")
+        except FileNotFoundError:
+            return
+        with file:
+            there = os.fstat(file.fileno())
+            self._file = (there.st_dev, there.st_ino)
+            file.seek(self._place)
+            while block := file.read(_BLOCK):
+                self._place += len(block)
+                *whole, self._begun = (self._begun + block).split(b"\n")
+                yield whole
+
+
+@dataclass
+class MetricRows:
+    """What ``metrics.jsonl`` holds."""
+
+    steps: dict[str, np.ndarray] = field(default_factory=dict)  # column -> (n,) float64, ascending by "step"; NaN: no number
+    evaluations: list[Row] = field(default_factory=list)  # in the file's order
+    analyses: list[Row] = field(default_factory=list)  # of ``eval.analyses``
+    damaged: int = 0  # lines that are not rows
+    repeated: int = 0  # steps that were there more than once; the last row of each counts
+    half_a_line: bool = False  # the last line has no end: it is being written, or was when the run was killed or copied
+
+
+def read_metrics(path: Path) -> MetricRows:
+    """Read ``metrics.jsonl`` of any length; one of 500,000 steps takes seconds and some 100 MB.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    import numpy as np
+
+    found, columns, count = MetricRows(), dict[str, "array[float]"](), 0
+    with open(path, "rb") as file:
+        for line in file:
+            row = parse_row(line)
+            if row is None:
+                found.half_a_line = not line.endswith(b"\n")
+                found.damaged += not found.half_a_line
+            elif (kind := kind_of(row)) == "step":
+                for name, value in row.items():
+                    column = columns[name] if name in columns else columns.setdefault(name, array("d"))
+                    if len(column) < count:  # rows before, which do not have it
+                        column.extend([math.nan] * (count - len(column)))
+                    column.append(value if is_number(value) else math.nan)
+                count += 1
+            elif kind == "damaged":
+                found.damaged += 1
+            else:
+                (found.evaluations if kind == "evaluation" else found.analyses).append(row)
+    for name, column in columns.items():
+        column.extend([math.nan] * (count - len(column)))
+        if not np.isnan(values := np.array(column)).all():
+            found.steps[name] = values
+    found.repeated = _keep_last_of_each_step(found.steps)
+    return found
+
+
+def _keep_last_of_each_step(columns: dict[str, np.ndarray]) -> int:
+    """Sort the columns by step, in place; return how many rows were of a step that a later row is of too."""
+    import numpy as np
+
+    if "step" not in columns:
+        return 0
+    step = columns["step"]
+    if (np.diff(step) > 0).all():
+        return 0
+    _, from_end = np.unique(step[::-1], return_index=True)
+    kept = len(step) - 1 - from_end
+    for name in columns:
+        columns[name] = columns[name][kept]
+    return len(step) - len(kept)

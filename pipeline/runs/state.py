@@ -1,0 +1,169 @@
+"""Say how a run stands: waiting, running, stopped, killed, hung or finished. Everything that shows or starts runs asks here.
+
+A run is finished when its newest intact checkpoint is of the last step and that step's evaluation is done: then, and only then, the same
+command has nothing to train. A row of ``metrics.jsonl`` does not make it so, since the run may be killed before it saves.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipeline.runs import CHECKPOINTS, ENVIRONMENT, LOCK, METRICS
+from pipeline.runs.files import Holder, RunFiles
+from pipeline.runs.rows import Row, is_count, is_number, kind_of, last_rows
+
+_QUIET = 120.0  # seconds without a sign of life, or five times as long as usual, after which a run hangs
+_STARTING = 1800.0  # seconds until the first row of a start, which compiles; the default of distributed.progress_timeout
+
+StateName = Literal["waiting", "running", "hung", "stopped", "killed", "finished"]
+
+
+@dataclass(frozen=True)
+class State:
+    """How a run stands.
+
+    Attributes:
+        name: ``waiting``: there is no step yet. ``running``: a process trains. ``hung``: it does, but has given no sign of life for far longer
+            than usual. ``finished``: nothing is left to train. ``stopped``: it ended in order, by a signal or with an error, and the same
+            command goes on. ``killed``: it ended without a word.
+        step: the last one that the folder knows of; 0 before the first.
+        last_step: the end of the schedule, as the run has recorded it; None before it has.
+        saved: step of the newest intact checkpoint, from which the same command goes on; None: there is none.
+        reason: why the last start ended, in words; empty where nothing tells it.
+        holder: who trains, or ended without releasing the folder.
+        silence: seconds since the last sign of life; None before there is one.
+        seconds_per_step: by the latest rows of this start, evaluations and checkpoints included; None before there are two.
+    """
+
+    name: StateName
+    step: int = 0
+    last_step: int | None = None
+    saved: int | None = None
+    reason: str = ""
+    holder: Holder | None = None
+    silence: float | None = None
+    seconds_per_step: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether a process has the folder."""
+        return self.name in ("running", "hung") or self.name == "waiting" and self.holder is not None
+
+    @property
+    def finished(self) -> bool:
+        return self.name == "finished"
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the pace so far; None if that cannot be told, or the run does not go on."""
+        if self.name != "running" or self.last_step is None or self.seconds_per_step is None:
+            return None
+        return max(0, self.last_step - self.step) * self.seconds_per_step
+
+    def __str__(self) -> str:
+        """In a few words, such as "stopped at step 40 of 100"."""
+        if self.name == "waiting":
+            return "starting" if self.holder else "not begun"
+        if self.finished:
+            return f"finished at step {self.step:,}"
+        words = f"{self.name} at step {self.step:,}" + (f" of {self.last_step:,}" if self.last_step is not None else "")
+        lost = self.name == "killed" and self.step > (self.saved or 0)
+        return words + (f", saved at step {self.saved:,}" if lost and self.saved else ", with no checkpoint" if lost else "")
+
+
+def is_complete(step: int, evaluation_due: bool, last_step: int) -> bool:
+    """Whether a run has nothing left to train, whose newest intact checkpoint is of this step."""
+    return step >= last_step and not evaluation_due
+
+
+def read_state(path: Path) -> State:
+    """:func:`state_of` a run folder, which need not exist."""
+    return state_of(RunFiles(path))
+
+
+def state_of(files: RunFiles, now: float | None = None) -> State:
+    """How a run stands.
+
+    Args:
+        files: as they were looked at last; the end of ``metrics.jsonl`` is read here.
+        now: Unix time in seconds; None: that of the clock.
+    """
+    now = time.time() if now is None else now
+    rows, saved = last_rows(files.path / METRICS), files.newest_intact
+    steps = [row["step"] for row in rows[-1:]] + [found.step for found in files.checkpoints]
+    last_step, silence, pace = _last_step(files), _silence(files, rows, now), _pace(files, rows)
+    ended = files.events[-1] if files.events and files.events[-1].get("event") == "end" else None
+    name: StateName
+    if _is_held(files.holder, ended is not None, late := silence is not None and silence > _patience(files, rows, pace)):
+        name = "waiting" if not steps else "hung" if late else "running"
+    elif _is_complete(files, last_step, ended):
+        name = "finished"
+    elif files.events or files.holder is not None:
+        name = "stopped" if ended else "killed"
+    else:
+        name = "stopped" if steps else "waiting"
+    return State(
+        name=name,
+        step=max(steps, default=0),
+        last_step=last_step,
+        saved=saved.state.step if saved else None,
+        reason=str(ended.get("reason", "")) if ended else "",
+        holder=files.holder,
+        silence=silence,
+        seconds_per_step=pace,
+    )
+
+
+def _is_held(holder: Holder | None, ended: bool, late: bool) -> bool:
+    """Whether a process has the folder. A file system without locks between nodes shows none of another node's: there only the signs of
+    life tell."""
+    if holder is None or holder.alive:
+        return holder is not None
+    return holder.host not in (None, socket.gethostname()) and not ended and not late
+
+
+def _is_complete(files: RunFiles, last_step: int | None, ended: Row | None) -> bool:
+    if (saved := files.newest_intact) is not None:
+        return last_step is not None and is_complete(saved.state.step, saved.state.evaluation_due, last_step)
+    # A copy without the checkpoints: such an end was written after the last of them.
+    return ended is not None and ended.get("whole") is True and not (files.path / CHECKPOINTS).exists()
+
+
+def _last_step(files: RunFiles) -> int | None:
+    """The end of the schedule: as the newest start has recorded it, else the newest checkpoint."""
+    recorded = [row["last_step"] for row in files.events if is_count(row.get("last_step"))]
+    newest = files.newest_manifest
+    return recorded[-1] if recorded else newest.state.last_step if newest else None
+
+
+def _pace(files: RunFiles, rows: list[Row]) -> float | None:
+    first = next((row["step"] + 1 for row in reversed(files.events) if row.get("event") == "start"), 1)
+    taken = [row for row in rows if kind_of(row) == "step" and row["step"] >= first and is_number(row.get("time"))]
+    if len(taken) < 2 or taken[-1]["step"] == taken[0]["step"]:
+        return None
+    return (taken[-1]["time"] - taken[0]["time"]) / (taken[-1]["step"] - taken[0]["step"])
+
+
+def _silence(files: RunFiles, rows: list[Row], now: float) -> float | None:
+    """Seconds since the last row, evaluation, or start of saving; None before there is one."""
+    times = [row["time"] for row in (*rows[-1:], *files.events[-1:]) if is_number(row.get("time"))]
+    for name in (CHECKPOINTS, ENVIRONMENT, LOCK):  # a save makes and renames folders
+        with suppress(OSError):
+            times.append(os.stat(files.path / name).st_mtime)
+    return max(0.0, now - max(times)) if times else None
+
+
+def _patience(files: RunFiles, rows: list[Row], pace: float | None) -> float:
+    """Seconds of silence that are usual for a run."""
+    begun = next((row.get("time", 0) for row in reversed(files.events) if row.get("event") == "start"), 0)
+    if not rows or not is_number(rows[-1].get("time")) or rows[-1]["time"] < begun:
+        return max(_STARTING, files.number("distributed.progress_timeout") or 0)
+    evaluations = [row["seconds"] for row in files.events if row.get("event") == "evaluation" and is_number(row.get("seconds"))]
+    usual = max((pace or 0) * (files.number("log.every_steps") or 1), *evaluations, 0)
+    return max(_QUIET, 5 * usual)
