@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from pipeline.checkpoint import latest_step
+from pipeline.errors import exit_reason
 from pipeline.faults import restart
 from support.launching import PATIENCE, REPOSITORY
 from support.runs import step_rows
@@ -67,7 +68,7 @@ class Training:
         ]
         assert lives == list(range(len(lives)))
         for each in self.restarts():
-            assert f"restart {each.restart} of job {submitted.number}: {restart.reason(each.exit_code)}" in job.log
+            assert f"restart {each.restart} of job {submitted.number}: {exit_reason(each.exit_code)}" in job.log
 
 
 @pytest.fixture
