@@ -86,7 +86,10 @@ def test_the_files_that_are_named_are_there(page: str) -> None:
     files = [*REPOSITORY.glob("*.md"), *(path for folder in folders for path in (REPOSITORY / folder).rglob("*.*"))]
     there = [f"/{path.relative_to(REPOSITORY).as_posix()}" for path in files]
     named = set(re.findall(r"(?<![\w/*.-])[a-z][\w/]*\.(?:py|sh|slurm|md|yaml)\b", (REPOSITORY / page).read_text()))
-    named = {name for name in named if not re.search("[A-Z]", name.rpartition("/")[2])} - {"other.yaml", "config.yaml"}  # placeholders, files of runs
+    named = {name for name in named if not re.search("[A-Z]", name.rpartition("/")[2])} - {
+        "other.yaml",
+        "config.yaml",
+    }  # placeholders, files of runs
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in there)] == []
 
 
