@@ -51,7 +51,7 @@ def measure_parts(settings: Settings, full: bool, rounds: int) -> dict[str, floa
 
     def one_round(first: int) -> None:
         requests = timed("samples and draws", lambda: [source.request(i) for i in range(first, first + BATCHES)])
-        encoded = timed("read and checksum", lambda: [source.shards.read_jpegs(request.index) for request in requests])
+        encoded = timed("read and checksum", lambda: [list(map(source.shards.read, request.index)) for request in requests])
         feed[:] = [window_inputs(images, request) for images, request in zip(encoded, requests)]
         decoded = timed("decode the windows (DALI)", lambda: [graph.run()[0] for _ in range(BATCHES)])
         windows = timed("take the windows over", lambda: [[torch.from_dlpack(image) for image in batch] for batch in decoded])

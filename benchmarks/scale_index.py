@@ -34,8 +34,9 @@ import psutil
 
 from pipeline.command_line import run_command
 from pipeline.data import shards
-from pipeline.data.manifest import SAMPLE_DTYPE, ShardInfo, ShardManifest, SplitInfo, file_sha256, shard_name
+from pipeline.data.manifest import SAMPLE_DTYPE, ShardInfo, ShardManifest, SplitInfo, shard_name
 from pipeline.data.order import Blocks, block_sample_at, sample_at
+from pipeline.files import file_sha256
 
 PER_SHARD, BYTES, CLASSES, BATCH, ROUNDS = 10_000, 100_000, 1000, 256, 200
 ROOM = 512 * (4 + -(-BYTES // 512))  # of a sample in its tar: headers and padding too
@@ -91,7 +92,7 @@ def write_set(folder: Path, samples: int, real: bool) -> None:
                 file.truncate(size)
         infos.append(ShardInfo(tar, PER_SHARD, PER_SHARD * ROOM + 1024, "0" * 64, index, 50 * PER_SHARD, "0" * 64))
     digest = file_sha256(table) if real else "0" * 64
-    source = {"kind": "synthetic", "fingerprint": "0" * 64}
+    source = {"kind": "synthetic", "fingerprint": "0" * 64, "subset": 1.0, "subset_rule": "random"}
     split = SplitInfo(samples, samples * BYTES, 0, PER_SHARD, source, [samples // CLASSES] * CLASSES, table.name, digest, infos)
     ShardManifest([f"n{number:08d}" for number in range(CLASSES)], {"train": split}).write(folder)
 

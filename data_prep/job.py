@@ -11,7 +11,7 @@ import numpy as np
 
 from data_prep.output import Output
 from data_prep.shard_writer import ShardTask, record_file
-from data_prep.sources import RANDOM, Source
+from data_prep.sources import Source
 from data_prep.split_classes import classes_with_images, untaught_classes
 from pipeline.data.image_checks import ImageRules
 from pipeline.data.manifest import MANIFEST, ShardManifest, SplitInfo, in_progress_file, shard_name
@@ -64,7 +64,7 @@ def describe_job(source: Source, output: Output, split: str, samples_per_shard: 
         UserError: the folder is within the source, or holds shards with other classes.
     """
     _refuse_source_folder(source, output)
-    rules = _rules_of_set(source, output, split, rules)
+    rules = replace(rules, keep_formats=rules.keep_formats and source.keep_formats)
     classes = _class_list(source, output)
     _compare_with_other_split(source, output, split)
     description = {
@@ -74,27 +74,10 @@ def describe_job(source: Source, output: Output, split: str, samples_per_shard: 
         "subset": source.subset,
         "samples_per_shard": samples_per_shard,
         "seed": seed,
-        # The rule of every set from before there was a choice is not written: their records have the digest of this.
-        **({"subset_rule": source.subset_rule} if source.subset_rule != RANDOM else {}),
+        "subset_rule": source.subset_rule,
         **rules.description(),
     }
     return ShardJob(source, output, split, classes, samples_per_shard, seed, rules, description)
-
-
-def _rules_of_set(source: Source, output: Output, split: str, rules: ImageRules) -> ImageRules:
-    """The rules, with the choice of formats that the split was begun with: earlier releases stored everything as JPEG."""
-    begun: dict | None = None
-    folder = output.folder
-    if (folder / MANIFEST).exists():
-        info = ShardManifest.read(folder).splits.get(split)
-        begun = info.source if info else None
-    elif in_progress_file(folder, split).exists() and _tars(output, split):
-        try:
-            begun = dict(json.loads(in_progress_file(folder, split).read_text()))
-        except (ValueError, TypeError):
-            pass  # begin() says that it is damaged
-    keep = source.formats and (begun is None or bool(begun.get("keep_formats")))
-    return replace(rules, keep_formats=rules.keep_formats and keep)
 
 
 def already_written(job: ShardJob) -> SplitInfo | None:
@@ -166,7 +149,6 @@ def remove_traces(job: ShardJob) -> None:
 
 def _difference(found: dict, wanted: dict) -> str:
     """Describe the last key that differs; empty if none does."""
-    found, wanted = ({**each, "subset_rule": each.get("subset_rule", RANDOM)} for each in (found, wanted))
     differing = [key for key, value in wanted.items() if found.get(key) != value]
     return f"{differing[-1]} is {found.get(differing[-1])}, {wanted[differing[-1]]} needed" if differing else ""
 

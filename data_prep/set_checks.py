@@ -14,9 +14,8 @@ from data_prep import counted
 from data_prep.shard_checks import Finding, Findings, ShardCheck, check_shard
 from data_prep.split_classes import classes_with_images, untaught_classes
 from data_prep.workers import run_tasks
-from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, file_sha256
-from pipeline.data.sample_table import find_out_of_range, map_sample_table
-from pipeline.files import open_regular
+from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, find_out_of_range, map_sample_table
+from pipeline.files import file_sha256, open_regular
 
 
 def verify(folder: Path, manifest: ShardManifest, workers: int = 1, decode: bool = False) -> list[Finding]:

@@ -18,13 +18,12 @@ from xxhash import xxh3_64_intdigest
 from data_prep.tar_writer import BLOCK
 from data_prep.workers import count_image
 from pipeline.data.image_checks import Rejected, check_decodes
-from pipeline.data.jpeg import image_size
-from pipeline.data.kept_formats import FORMATS, kept_format
-from pipeline.data.manifest import ShardInfo, sample_key
+from pipeline.data.image_headers import jpeg_header, kept_format
+from pipeline.data.manifest import KEPT_FORMATS, ShardInfo, sample_key
 from pipeline.files import open_regular
 
 MEMBERS = ("jpg", "cls", "json")  # or another of IMAGES in place of the first
-IMAGES = ("jpg", *FORMATS)
+IMAGES = ("jpg", *KEPT_FORMATS)
 _MOST_OF_A_KIND = 5  # findings of one check and shard that are listed individually
 _SIGMAS = 7  # tolerance of the class balance: a random draw exceeds it about once in 10^11 shards
 
@@ -211,12 +210,12 @@ def _check_image(key: str, suffix: str, data: bytes, findings: Findings, decode:
     """Check an image; its size from the header as ``WIDTHxHEIGHT``, empty if it is damaged."""
     try:
         if suffix == MEMBERS[0]:
-            width, height = image_size(data)
+            _, _, width, height, _ = jpeg_header(data)
         else:
             found = kept_format(data)
             if found is None or found.suffix != suffix:
-                raise ValueError(f"no {suffix} as shards hold them")
-            width, height = found.width, found.height
+                raise ValueError(f"not a {suffix} that shards keep")
+            _, width, height = found
         if decode:
             check_decodes(data)
     except Rejected as error:

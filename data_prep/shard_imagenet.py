@@ -164,7 +164,7 @@ def _write(args: argparse.Namespace, output: Output, rules: ImageRules, share: S
         )
         if info.formats:
             kept = ", ".join(f"{count} {suffix}" for suffix, count in info.formats.items())
-            print(f"{args.output}: {split} holds images as they were that are no JPEGs: {kept}")
+            print(f"{args.output}: {split} keeps {sum(info.formats.values())} non-JPEG images unchanged: {kept}")
     drop_copies(output.folder / STAGED)
 
 
@@ -277,7 +277,7 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
         raise UserError(f"--quality is {args.quality}, 1 to 100 needed", "pass a JPEG quality")
     if args.tasks < 1 or not 0 <= args.task < args.tasks:
         raise UserError(f"--task {args.task} --tasks {args.tasks}: a task from 0 to {max(args.tasks, 1) - 1} needed.")
-    rules = ImageRules(not args.no_check, args.resize_short_side, args.quality or ImageRules.quality, keep_formats=True)
+    rules = ImageRules(not args.no_check, args.resize_short_side, args.quality or ImageRules.quality)
     return rules, Share(args.task, args.tasks)
 
 

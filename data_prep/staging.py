@@ -12,10 +12,8 @@ from tqdm import tqdm
 
 from data_prep import counted
 from data_prep.workers import interrupts_noted
-from pipeline.data.cache_filler import allow_open_copies
-from pipeline.data.cached_shard import CachedShard
-from pipeline.data.shard_cache import ShardCache, Unclaimed
-from pipeline.data.shard_fetch import CacheFault, SourceFault, WrongContent, fetch_shard, rows_of
+from pipeline.data.cache_filler import CacheFault, SourceFault, WrongContent, allow_open_copies, fetch_shard, rows_of
+from pipeline.data.shard_cache import CachedShard, ShardCache, Unclaimed
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 

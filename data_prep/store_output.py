@@ -28,9 +28,9 @@ from data_prep.folder_lock import FolderLock
 from data_prep.output import Output
 from data_prep.space import check_space_for_shards
 from data_prep.workers import stop_if_asked
-from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, file_sha256
+from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED
 from pipeline.errors import UserError
-from pipeline.files import lock_bytes, replace_file
+from pipeline.files import file_sha256, lock_bytes, replace_file
 from pipeline.stores.client import Version
 from pipeline.stores.place import Place, RemotePath
 from pipeline.stores.store import NoBucket, Store, StoreFails

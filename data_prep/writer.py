@@ -29,9 +29,9 @@ from data_prep.sources import Source
 from data_prep.space import needed_bytes
 from data_prep.workers import run_tasks
 from pipeline.data.image_checks import ImageRules
-from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, file_sha256, shard_name
+from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, shard_name
 from pipeline.errors import UserError
-from pipeline.files import remove_leftovers, replace_file, replace_text
+from pipeline.files import file_sha256, remove_leftovers, replace_file, replace_text
 
 
 @dataclass(frozen=True)

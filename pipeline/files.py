@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import stat
@@ -71,6 +72,15 @@ def open_regular(path: Path) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return descriptor
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a regular file, hexadecimal."""
+    digest = hashlib.sha256()
+    with open(open_regular(path), "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def check_writable(path: Path) -> None:

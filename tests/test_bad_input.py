@@ -33,7 +33,7 @@ def damaged(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         ),
         ("data.path={nowhere}", ["nowhere does not exist", "set data.path"]),
         ("data.path={no_index}", ["train-000002.idx is missing", "wds2idx"]),
-        ("data.path={truncated}", ["train-000002.tar has", "needed by manifest.json", "shard again"]),
+        ("data.path={truncated}", ["train-000002.tar must have", "by manifest.json, got", "shard again"]),
         ("model.num_classes=1000", ["model.num_classes is 1000", "has 10 classes", "set model.num_classes=10"]),
         ("model.image_size=100", ["model.image_size is 100", "multiple of 16", "set it to 96"]),
         ("model.switches.conv_stm=false", ["model.switches: unknown switch 'conv_stm'", "did you mean 'conv_stem'?"]),

@@ -107,11 +107,11 @@ def test_folders_that_are_no_class_are_refused(photos: Path, tmp_path: Path) -> 
     """Guards against labels by alphabet, which are another model's as soon as a class is missing or spelled otherwise."""
     images = ImageFolder(photos, "val", [*"0123456789"])
     assert sorted(set(images.samples[np.arange(len(images))]["label"].tolist())) == [2, 5, 8]
-    with pytest.raises(UserError, match=r"1 folders that are not classes of the model \(8; its 2 classes are 2, 5\)"):
+    with pytest.raises(UserError, match=r"must be classes of the model \(2: 2, 5\), got 1 others \(8\)"):
         ImageFolder(photos, "val", ["2", "5"])
-    with pytest.raises(UserError, match="holds no manifest.json and 0 images in 0 class folders"):
+    with pytest.raises(UserError, match="must have a manifest.json or images, got 0 images in 0 class folders"):
         ImageFolder(tmp_path, "val", ["2"])
-    with pytest.raises(UserError, match="is no folder: pass a folder with shards, or"):
+    with pytest.raises(UserError, match="must be a folder, got .*: pass a folder with shards, or"):
         ImageFolder(tmp_path / "nowhere", "val", ["2"])
 
 

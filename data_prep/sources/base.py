@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from pipeline.data.kept_formats import IMAGE_SUFFIXES, claims_jpeg
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 
@@ -51,12 +50,9 @@ class Source(Protocol):
     subset: float  # fraction of each class that was kept; 1.0: all
     subset_rule: str  # which images of a class these are, random or first
     class_words: Mapping[str, str]  # class name -> what to call it, where the source says so
+    keep_formats: bool  # whether its non-JPEG images may be stored in the format that they have
 
     def __len__(self) -> int: ...
-
-    @property
-    def formats(self) -> bool:
-        """Whether some images may be no JPEGs, by their names, and are stored in the format that they have."""
 
     def read(self, sample: int) -> SourceImage: ...
 
@@ -96,6 +92,7 @@ class ListedSource(ABC):
 
     kind: str
     subset, subset_rule = 1.0, "random"
+    keep_formats = True
     class_words: Mapping[str, str] = {}
 
     def __init__(self, path: str | Path, class_names: list[str], entries: Iterable[Entry], ignored: int = 0) -> None:
@@ -111,11 +108,6 @@ class ListedSource(ABC):
 
     def __len__(self) -> int:
         return len(self._names)
-
-    @property
-    def formats(self) -> bool:
-        """Whether some images may be no JPEGs, by their names, and are stored in the format that they have."""
-        return not all(map(claims_jpeg, self._names))
 
     def read(self, sample: int) -> SourceImage:
         """Read one image.
@@ -194,8 +186,3 @@ def in_order(class_names: Iterable[str]) -> list[str]:
     """Class names in index order: by number if all are whole numbers, so that 10 comes after 9 and labels stay what they were."""
     names = list(class_names)
     return sorted(names, key=int) if all(name.isascii() and name.isdigit() for name in names) else sorted(names)
-
-
-def is_image(name: str) -> bool:
-    """Whether a file name (without folders) is that of an image."""
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")

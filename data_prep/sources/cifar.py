@@ -60,7 +60,7 @@ class Cifar(ListedSource):
     """
 
     kind = "cifar"
-    formats = False  # the archive holds pixels, and PNG only carries them to the writer
+    keep_formats = False  # the archive holds pixels, and PNG only carries them to the writer
 
     def __init__(self, path: str | Path, split: str) -> None:
         meta, batches, layout = _load(Path(path), split)

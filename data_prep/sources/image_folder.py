@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, is_image, read_listed
+from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, read_listed
+from pipeline.data.image_checks import is_image
 from pipeline.errors import UserError
 
 

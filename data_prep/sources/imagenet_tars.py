@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from data_prep.sources.base import Entry, ListedSource, is_image, refuse_duplicates
+from data_prep.sources.base import Entry, ListedSource, refuse_duplicates
 from data_prep.sources.devkit import Devkit
+from pipeline.data.image_checks import is_image
 from pipeline.errors import UserError
 from pipeline.files import open_regular
 

@@ -6,7 +6,8 @@ import zipfile
 from functools import lru_cache
 from pathlib import Path
 
-from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, changed, is_image, refuse_duplicates
+from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, changed, refuse_duplicates
+from pipeline.data.image_checks import is_image
 from pipeline.errors import UserError
 
 _ENCRYPTED = 0x1  # bit 0 of a member's flags

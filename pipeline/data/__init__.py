@@ -1,18 +1,14 @@
 """Shard sets, sample order, augmentation and the data loader. Independent of models and training.
 
 =================  ===========================================================================
-``manifest``      ``manifest.json`` of a shard set
-``shards``        a shard set on disk: reads and verifies samples
-``shard_files``   where its files are read from
-``cached_files``  the same, with a cache of whole shards on the node before it; ``cache_filler`` fills it, with ``shard_fetch``
-``shard_cache``   that cache's folder: claims, room, eviction; ``cached_shard`` has its files
-``sample_table``  its index, one row per sample
-``image_folder``  a folder of images in place of a shard set, for evaluation
+``manifest``      ``manifest.json`` and the sample tables of a shard set
+``shards``        a shard set: reads and verifies samples; ``mixed_set`` several of them as one
+``shard_files``   reads its files from a folder, ``remote_files`` from a store
+``cached_files``  the same, behind a cache of whole shards on the node; ``cache_filler`` fills it
+``shard_cache``   that cache's folder: claims, room, eviction
+``image_folder``  a folder of images instead of a shard set, for evaluation
 ``image_list``    any images that a user names, for prediction; ``image_names`` finds them
-``checked_images``  what both have in common
-``image_checks``  checks and re-encodes images before they are stored
-``jpeg``          parses and checks JPEG headers
-``kept_formats``  the PNG, WebP, TIFF and BMP images that shards hold as they are
+``image_checks``  checks and re-encodes images before they are stored; ``image_headers`` parses their headers
 ``order``         the permutation of an epoch, and the places of an image's views in a global batch
 ``samples``       what batches know of a split, and the order of several sets
 ``batches``       samples and augmentation of every batch, as a pure function

@@ -1,7 +1,8 @@
-"""What a process does for the cache of its node, in a thread: it fetches shards, and looks after those that are there."""
+"""Fill the cache of a node with shards, each verified before anybody can open it there, and look after those that are there."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -9,16 +10,19 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.cached_shard import CachedShard
-from pipeline.data.manifest import ShardInfo
-from pipeline.data.shard_cache import GIB, ShardCache, Unclaimed
-from pipeline.data.shard_fetch import CacheFault, SourceFault, Stopped, WrongContent, fetch_shard, find_damage, rows_of
+from pipeline.data.manifest import ShardInfo, sample_damage
+from pipeline.data.shard_cache import GIB, CachedShard, Partial, ShardCache, Unclaimed
 from pipeline.data.shard_files import ShardFiles
+from pipeline.errors import UserError
+from pipeline.files import disk_reason
 
+CHUNK = 8 << 20  # bytes of a request to the source: 50 ms of latency cost a third of the time at 100 MB/s
 _log = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 30.0  # between two records of what is in use
@@ -27,6 +31,115 @@ _FAULT_SECONDS = 60.0  # until the next try after a fault, or where there was no
 _TRIES = 2  # of a shard whose copy is found damaged, or cannot be opened, again and again
 _SHOWN = 3  # warnings of one kind
 _OTHER_FILES = 256  # for everything else: libraries, sockets, logs, checkpoints
+
+
+class CacheFault(Exception):
+    """The cache cannot be written or locked; the message is the reason."""
+
+
+class SourceFault(Exception):
+    """A shard cannot be had from its source now; the message is the reason."""
+
+
+class WrongContent(Exception):
+    """What the source has is not what the sample table says; the message is the reason."""
+
+
+class Stopped(Exception):
+    """The caller asked to stop. What was fetched is left to be continued."""
+
+
+def fetch_shard(
+    cache: ShardCache, source: ShardFiles, shard: ShardInfo, rows: np.ndarray, go_on: Callable[[int], bool]
+) -> Unclaimed | None:
+    """Fetch a shard, unless it is there or another process is about it.
+
+    Args:
+        cache: of the node.
+        source: has the shard.
+        shard: its entry in the manifest.
+        rows: (n,) of ``SAMPLE_DTYPE``, its rows of the sample table.
+        go_on: called with the number of bytes after each step, also with those that an earlier process had fetched; False stops.
+
+    Returns:
+        None if the shard was fetched, else why it was not.
+
+    Raises:
+        CacheFault, SourceFault, WrongContent, Stopped: see there.
+    """
+    try:
+        partial = cache.claim(shard)
+    except OSError as error:
+        raise CacheFault(_reason(cache.folder, error)) from None
+    if isinstance(partial, Unclaimed):
+        return partial
+    try:
+        continued = partial.begun > 0
+        if not go_on(partial.begun):
+            raise Stopped
+        _fill(partial, source, shard, go_on)
+        if continued and find_damage(partial.read, rows):  # it was left by a machine that lost power: with zeros, for example
+            partial.restart()
+            _fill(partial, source, shard, lambda _: go_on(0))
+        if damage := find_damage(partial.read, rows):
+            partial.discard()
+            raise WrongContent(damage)
+        partial.publish()
+    except OSError as error:
+        partial.discard()  # the disk may be full: it is not this file that should fill it
+        raise CacheFault(_reason(cache.folder, error)) from None
+    finally:
+        partial.close()
+    return None
+
+
+def rows_of(shards: list[ShardInfo]) -> dict[str, slice]:
+    """Name of each shard -> its rows of the split's sample table."""
+    ends = accumulate(shard.samples for shard in shards)
+    return {shard.file: slice(end - shard.samples, end) for shard, end in zip(shards, ends)}
+
+
+def find_damage(read: Callable[[int, int], bytes], rows: np.ndarray) -> str:
+    """Compare a shard with its part of the sample table.
+
+    Args:
+        read: gives bytes of the shard by offset and size.
+        rows: (n,) of ``SAMPLE_DTYPE``.
+
+    Returns:
+        What is wrong with the first damaged sample; empty if all are as they were written.
+
+    Raises:
+        OSError: from ``read``.
+    """
+    for place, row in enumerate(rows):
+        if damage := sample_damage(read(int(row["offset"]), int(row["bytes"])), row):
+            return f"sample {place} of it {damage}"
+    return ""
+
+
+def _fill(partial: Partial, source: ShardFiles, shard: ShardInfo, go_on: Callable[[int], bool]) -> None:
+    while partial.begun < shard.bytes:
+        wanted = min(CHUNK, shard.bytes - partial.begun)
+        try:
+            data = source.read(shard.file, partial.begun, wanted)
+        except OSError as error:
+            raise SourceFault(f"it cannot be read ({error.strerror or error})") from None
+        except UserError as error:
+            raise SourceFault(error.problem) from None
+        if len(data) != wanted:
+            raise SourceFault(f"it ends at {partial.begun + len(data)} of its {shard.bytes} bytes")
+        partial.append(data)
+        if not go_on(len(data)):
+            raise Stopped
+
+
+def _reason(folder: Path, error: OSError) -> str:
+    if error.errno == errno.ENOENT and not folder.parent.is_dir():
+        return f"{folder.parent} does not exist"
+    if error.errno == errno.ENOTDIR:
+        return "it is not a directory"
+    return disk_reason(folder / "shard", error)
 
 
 class Filler:
@@ -117,7 +230,7 @@ class Filler:
         return not self._stop.is_set()
 
     def _open(self, name: str) -> bool:
-        """Use a shard's copy if there is one."""
+        """Use a shard's copy, if there is one."""
         try:
             copy = self._cache.open(self._shards[name])
         except OSError as error:
@@ -148,7 +261,7 @@ class Filler:
             what = "removed" if removed else "left alone, as it cannot be removed"
             path = self._cache.path(self._shards[name]).name
             self._warn(
-                "damage", f"has a damaged shard, {path} ({damage}): it is {what}, and read from {self._source.folder}", _SHOWN
+                "damage", f"has a damaged shard, {path} ({damage}): it is {what} and read from {self._source.folder}", _SHOWN
             )
         if time.monotonic() - self._swept < _SWEEP_SECONDS:
             return

@@ -1,4 +1,4 @@
-"""A shard set's files, read from the cache of the node where it has them and from their source where it has not.
+"""Read a shard set from the cache of the node where it has the shards, and from their source where it has not.
 
 Results do not depend on the cache: a sample's checksum is compared whichever of the two it comes from. A thread of each process
 fetches what is missing; the locks of :mod:`pipeline.data.shard_cache` let the processes of a node share that work. Reading never
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,17 +20,15 @@ import numpy as np
 from pipeline.data.cache_filler import Filler
 from pipeline.data.manifest import ShardInfo, ShardManifest
 from pipeline.data.shard_cache import GIB, ShardCache
-from pipeline.data.shard_files import ManyFiles, ShardFiles
+from pipeline.data.shard_files import Range, ShardFiles
 from pipeline.errors import UserError
-from pipeline.stores.place import Place
 
-if TYPE_CHECKING:  # data_prep comes here without a config, and most runs without a store
+if TYPE_CHECKING:  # data_prep comes here without a config
     from pipeline.config import DataConfig
-    from pipeline.data.remote_files import RemoteFiles
 
 
-class CachedFiles:
-    """:class:`~pipeline.data.shard_files.ShardFiles` with a cache before them.
+class CachedFiles(ShardFiles):
+    """The files of a shard set, behind a cache.
 
     A run does not remove its own shards to make room: an epoch reads each sample once, in an order of its own, so that any part of
     the set that stays serves as many reads as another, and one that changes has to be fetched besides.
@@ -47,16 +46,13 @@ class CachedFiles:
     def __init__(self, source: ShardFiles, cache: ShardCache, shards: list[ShardInfo], samples: np.ndarray) -> None:
         check_cache(cache, source, "data.cache")
         self.source, self.cache = source, cache
+        self.folder, self.repeats = source.folder, source.repeats
         self._bytes = {shard.file: shard.bytes for shard in shards}
         self._filler = Filler(source, cache, shards, samples)
         self._copies = self._filler.copies
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         weakref.finalize(self, self._filler.stop)
-
-    @property
-    def folder(self) -> Place:
-        return self.source.folder
 
     def manifest(self) -> ShardManifest:
         return self.source.manifest()
@@ -74,9 +70,24 @@ class CachedFiles:
         data = self._from_cache(name, offset, size)
         return self.source.read(name, offset, size) if data is None else data
 
-    def will_need(self, name: str, begin: int, size: int) -> None:
-        if not self._announce(name, begin, size):
-            self.source.will_need(name, begin, size)
+    def read_many(self, ranges: list[Range]) -> Iterable[bytes | memoryview | OSError]:
+        found = [self._from_cache(*each) for each in ranges]
+        rest = iter(self.source.read_many([each for each, data in zip(ranges, found) if data is None]))
+        return (next(rest) if data is None else data for data in found)
+
+    def will_need(self, ranges: list[Range]) -> None:
+        """Read copies ahead, and fetch shards without a copy next."""
+        lacking = []
+        for name, begin, size in ranges:
+            copy = self._copies.get(name)
+            if copy is not None:
+                copy.advise(begin, size)
+            else:
+                self._filler.announced.append(name)
+                lacking.append((name, begin, size))
+        if lacking:
+            self.fill()
+            self.source.will_need(lacking)
 
     def forget_if_replaced(self, name: str) -> None:
         if name in self._copies:
@@ -84,21 +95,14 @@ class CachedFiles:
         else:
             self.source.forget_if_replaced(name)
 
+    def take_counts(self) -> dict[str, int] | None:
+        return self.source.take_counts()
+
     def close(self) -> None:
         """Stop fetching."""
         self._filler.stop()
         if self._thread:
             self._thread.join()
-
-    def _announce(self, name: str, begin: int, size: int) -> bool:
-        """Read a copy ahead, or fetch the shard next; returns whether there is a copy."""
-        copy = self._copies.get(name)
-        if copy is not None:
-            copy.advise(begin, size)
-            return True
-        self._filler.announced.append(name)
-        self.fill()
-        return False
 
     def _from_cache(self, name: str, offset: int, size: int) -> bytes | None:
         """Bytes of a copy; None if there is none, or it has not all of them."""
@@ -122,31 +126,6 @@ class CachedFiles:
                     self._thread.start()
 
 
-class CachedStore(CachedFiles):
-    """:class:`CachedFiles` before a store, which is asked for all that a batch or a window lacks at the same time."""
-
-    source: RemoteFiles
-
-    def read_many(self, wanted: list[tuple[str, int, int]]) -> list[bytes | memoryview | OSError]:
-        found: list[bytes | memoryview | OSError | None] = [self._from_cache(*each) for each in wanted]
-        missing = [place for place, data in enumerate(found) if data is None]
-        if missing:
-            for place, data in zip(missing, self.source.read_many([wanted[place] for place in missing])):
-                found[place] = data
-        return [data for data in found if data is not None]  # all of them
-
-    def will_need_blocks(self, ranges: list[tuple[str, int, int]]) -> None:
-        for name, begin, size in ranges:
-            self._announce(name, begin, size)
-        self.source.will_need_blocks([each for each in ranges if each[0] not in self._copies])
-
-
-def with_cache(source: ShardFiles, cache: ShardCache, shards: list[ShardInfo], samples: np.ndarray) -> CachedFiles:
-    """A cache before any source; arguments and errors as for :class:`CachedFiles`."""
-    kind = CachedStore if isinstance(source, ManyFiles) else CachedFiles
-    return kind(source, cache, shards, samples)
-
-
 def cache_of(config: DataConfig) -> ShardCache | None:
     """The cache that a config asks for."""
     if config.cache is None:
@@ -167,6 +146,6 @@ def check_cache(cache: ShardCache, source: ShardFiles, name: str) -> None:
     with suppress(OSError):
         if os.path.samefile(cache.folder, source.folder):
             raise UserError(
-                f"{name} {cache.folder} is the folder of the shards themselves, another one needed",
+                f"{name} must not be the folder of the shards themselves, got {cache.folder}",
                 "choose a folder on a disk of the node",
             )

@@ -1,10 +1,10 @@
-"""Checks every image before it is stored: keeps it unchanged, re-encodes it, or rejects it with a reason.
+"""Check every image before it is stored: keep it unchanged, re-encode it, or reject it with a reason.
 
 A JPEG that every decoder supports (Huffman-coded baseline, extended or progressive, 8 bits, one or three components) is kept
 byte for byte. DALI's decoders, especially on the GPU, do not support all of the rest: CMYK and YCCK JPEGs (ImageNet has 22),
 arithmetic and lossless coding, GIF, PPM, some forms of PNG, WebP, TIFF and BMP. These are decoded with Pillow and re-encoded as JPEG;
-the other forms of these four are kept (:mod:`pipeline.data.kept_formats`), unless the file's name says that it is a JPEG: ImageNet has a
-PNG named .JPEG, which has been re-encoded since before anything else was kept. Images that Pillow cannot decode are rejected, as are JPEGs of more than 100 scans, which are crafted to
+the other forms of these four are kept (:mod:`pipeline.data.image_headers`), unless the file's name says that it is a JPEG, as that of
+one PNG in ImageNet does. Images that Pillow cannot decode are rejected, as are JPEGs of more than 100 scans, which are crafted to
 exhaust decoders. EXIF is not parsed and may be malformed; orientation is ignored in writing and in reading.
 """
 
@@ -12,22 +12,26 @@ from __future__ import annotations
 
 import io
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from pipeline.data.jpeg import CutOff, FrameHeader, TooManyScans, frame_header
-from pipeline.data.kept_formats import claims_jpeg, kept_format
+from pipeline.data.image_headers import LONGEST_SIDE, CutOff, FrameHeader, TooManyScans, jpeg_header, kept_format
 
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".tif", ".tiff", ".bmp")  # of the files in folders, zips and tars
 REENCODED_QUALITY = 95  # with 4:4:4 chroma: re-encoded images are so few that their size does not matter
 _HUFFMAN_CODED = (0xC0, 0xC1, 0xC2)  # baseline, extended sequential, progressive
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")  # no EPS: Pillow would start a PostScript interpreter
 _KEPT_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
-_LONGEST_SIDE = 65_500  # pixels, libjpeg's limit
 
 # Silences Pillow's warning about large images. Above twice its limit (179 million pixels) Pillow still raises.
 warnings.filterwarnings("ignore", module="PIL")
+
+
+def is_image(name: str) -> bool:
+    """Whether a file name (without folders) is that of an image."""
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
 class Rejected(ValueError):
@@ -42,22 +46,17 @@ class ImageRules:
         decode: decode every image, which finds truncation and damage; False: parse headers only.
         resize_short_side: resize images whose short side is longer than this, in pixels; None: never.
         quality: JPEG quality of resized images, 1 to 100.
-        keep_formats: keep PNG, WebP, TIFF and BMP where decoders agree on them; False: only JPEG, as earlier releases did.
+        keep_formats: keep PNG, WebP, TIFF and BMP where decoders agree on them; False: store everything as JPEG.
     """
 
     decode: bool = True
     resize_short_side: int | None = None
     quality: int = 90
-    keep_formats: bool = False
+    keep_formats: bool = True
 
     def description(self) -> dict:
         """The settings that determine the stored bytes."""
-        quality = self.quality if self.resize_short_side else None
-        kept = {"keep_formats": True} if self.keep_formats else {}  # absent: a set from before there was a choice
-        return {"decode": self.decode, "resize_short_side": self.resize_short_side, "quality": quality, **kept}
-
-
-AS_IN_SHARDS = ImageRules(keep_formats=True)  # for images that are no shards: as a set of these images would hold them
+        return {**asdict(self), "quality": self.quality if self.resize_short_side else None}
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,11 @@ def prepare_image(data: bytes, rules: ImageRules, name: str = "") -> StoredImage
     """
     if not data:
         raise Rejected("an empty file")
-    if rules.keep_formats and not claims_jpeg(name) and (kept := _as_it_is(data, rules)):
+    if rules.keep_formats and not name.lower().endswith((".jpeg", ".jpg")) and (kept := _keep(data, rules)):
         return kept
     try:
-        frame = frame_header(data)
-        reason = _why_not_as_it_is(frame)
+        frame = jpeg_header(data)
+        reason = _why_reencode(frame)
     except (CutOff, TooManyScans) as error:
         raise Rejected(str(error)) from None
     except ValueError as error:
@@ -103,8 +102,8 @@ def prepare_image(data: bytes, rules: ImageRules, name: str = "") -> StoredImage
     return _encode_anew(data, rules, reason)
 
 
-def _as_it_is(data: bytes, rules: ImageRules) -> StoredImage | None:
-    """An image that is no JPEG and can be kept, decoded to its end whatever the rules say: no header bounds its damage."""
+def _keep(data: bytes, rules: ImageRules) -> StoredImage | None:
+    """A non-JPEG image that can be kept, decoded to its end whatever the rules say: no header bounds its damage."""
     try:
         found = kept_format(data)
     except CutOff as error:
@@ -128,7 +127,7 @@ def check_decodes(data: bytes) -> None:
     _open(data, eighth=True)
 
 
-def _why_not_as_it_is(frame: FrameHeader) -> str | None:
+def _why_reencode(frame: FrameHeader) -> str | None:
     """The reason why a JPEG must be re-encoded; None if it can be kept."""
     if frame.coding not in _HUFFMAN_CODED:
         return f"a JPEG with coding SOF{frame.coding - 0xC0} (arithmetic, lossless or hierarchical)"
@@ -151,8 +150,8 @@ def _encode_anew(data: bytes, rules: ImageRules, reason: str | None) -> StoredIm
         scale = target / min(image.size)
         width, height = (max(1, round(side * scale)) for side in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)  # antialiased
-    if max(image.size) > _LONGEST_SIDE:
-        raise Rejected(f"{image.width}x{image.height} pixels, a JPEG has at most {_LONGEST_SIDE} a side")
+    if max(image.size) > LONGEST_SIDE:
+        raise Rejected(f"{image.width}x{image.height} pixels, a JPEG has at most {LONGEST_SIDE} a side")
     encoded = io.BytesIO()
     image.save(encoded, "JPEG", quality=quality, subsampling=subsampling)
     return StoredImage(encoded.getvalue(), image.width, image.height, reason)

@@ -1,23 +1,82 @@
-"""A plain folder of images in place of a split of a shard set, for evaluation.
+"""Read a plain folder of images instead of a split of a shard set, for evaluation.
 
-Images are checked and re-encoded as when shards are written (:mod:`pipeline.data.checked_images`), so that results are identical.
+Images are checked and re-encoded as when shards are written, so that results are identical.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.data.checked_images import CheckedImages
-from pipeline.data.image_checks import AS_IN_SHARDS, Rejected, StoredImage, prepare_image
-from pipeline.data.kept_formats import IMAGE_SUFFIXES
-from pipeline.data.manifest import MANIFEST
+import numpy as np
+
+from pipeline.data.image_checks import ImageRules, Rejected, StoredImage, is_image, prepare_image
+from pipeline.data.manifest import MANIFEST, SAMPLE_DTYPE
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
 from pipeline.stores.place import Place, RemotePath
 
 _SHOWN = 3  # classes listed in a message
+
+
+class CheckedImages(ABC):
+    """Samples that are not shards: images are checked, and where necessary re-encoded, as when shards are written.
+
+    This happens when a batch asks for an image, so that nothing is read twice and each rank reads its own images only. A subclass finds
+    an image and its label.
+    """
+
+    mixture: None = None  # one set: see pipeline.data.samples
+
+    def __init__(self) -> None:
+        self._coming: dict[int, StoredImage | DamagedSample] = {}  # checked by __getitem__, not yet read
+        self._lock = threading.Lock()
+
+    @property
+    def samples(self) -> CheckedImages:
+        """``samples[indices]`` is :meth:`__getitem__`."""
+        return self
+
+    @abstractmethod
+    def look(self, index: int) -> StoredImage | DamagedSample:
+        """The image as a shard would have it, or why it cannot be used. Thread-safe."""
+
+    @abstractmethod
+    def label(self, index: int) -> int:
+        """The index of its class."""
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        """(B,) of ``SAMPLE_DTYPE``. An unusable image is listed as 1 x 1 pixel; :meth:`read` raises the reason."""
+        rows = np.zeros(len(indices), dtype=SAMPLE_DTYPE)
+        for row, index in zip(rows, indices.tolist()):
+            image = self.look(index)
+            with self._lock:
+                self._coming[index] = image
+            width, height = (image.width, image.height) if isinstance(image, StoredImage) else (1, 1)
+            row["label"], row["width"], row["height"] = self.label(index), width, height
+        return rows
+
+    def read(self, index: int) -> np.ndarray:
+        """The encoded image as it would be stored in a shard. Thread-safe.
+
+        Returns:
+            (bytes,) uint8.
+
+        Raises:
+            DamagedSample: it cannot be read or decoded.
+        """
+        with self._lock:
+            image = self._coming.pop(index, None)
+        image = image or self.look(index)
+        if isinstance(image, DamagedSample):
+            raise image
+        return np.frombuffer(image.data, dtype=np.uint8)
+
+    def will_need(self, runs: list[tuple[int, int]]) -> None:  # noqa: B027 (a subclass need not)
+        """Does nothing: the images are read in their order, which the kernel's readahead detects."""
 
 
 class ImageFolder(CheckedImages):
@@ -30,7 +89,6 @@ class ImageFolder(CheckedImages):
 
     Attributes:
         split: None if the split has no folder of its own.
-        samples: as in a shard set: ``samples[indices]`` gives width, height and label of each.
         classes: class names in index order.
         class_names: the same: what to call the classes is not known here.
 
@@ -44,7 +102,7 @@ class ImageFolder(CheckedImages):
         self.folder = folder / (self.split or "")
         if not self.folder.is_dir():
             raise UserError(
-                f"--data {folder} is no folder", "pass a folder with shards, or one with a folder of images per class"
+                f"--data must be a folder, got {folder}", "pass a folder with shards, or one with a folder of images per class"
             )
         folders = sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir() and not entry.name.startswith("."))
         self.classes = folders if classes is None else list(classes)
@@ -53,15 +111,15 @@ class ImageFolder(CheckedImages):
         unknown = [name for name in folders if name not in number]
         if unknown:
             raise UserError(
-                f"{self.folder} has {len(unknown)} folders that are not classes of the model ({_some(unknown)}; its {len(self.classes)} "
-                f"classes are {_some(self.classes)})",
+                f"the folders of {self.folder} must be classes of the model ({len(self.classes)}: {_some(self.classes)}), got "
+                f"{len(unknown)} others ({_some(unknown)})",
                 "rename or remove them, or pass images of the data set that it was trained on",
             )
         listed = [(name, file) for name in folders for file in sorted(os.listdir(self.folder / name))]
-        self._files = [f"{name}/{file}" for name, file in listed if _is_image(file)]
+        self._files = [f"{name}/{file}" for name, file in listed if is_image(file)]
         if not self._files:
             raise UserError(
-                f"{self.folder} holds no {MANIFEST} and 0 images in {len(folders)} class folders, at least 1 needed",
+                f"{self.folder} must have a {MANIFEST} or images, got 0 images in {len(folders)} class folders",
                 f"pass a folder with shards, or one that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG",
             )
         self._labels = [number[name.partition("/")[0]] for name in self._files]
@@ -82,7 +140,7 @@ class ImageFolder(CheckedImages):
 
     def look(self, index: int) -> StoredImage | DamagedSample:
         try:
-            return prepare_image((self.folder / self._files[index]).read_bytes(), AS_IN_SHARDS, self._files[index])
+            return prepare_image((self.folder / self._files[index]).read_bytes(), ImageRules(), self._files[index])
         except Rejected as error:
             return self.damaged(index, f"cannot be used: {error}")
         except OSError as error:
@@ -103,10 +161,6 @@ def open_split(path: Place, split: str, classes: Sequence[str] | None) -> ShardS
     if isinstance(path, RemotePath) or any((folder / MANIFEST).exists() for folder in (path, path / split)):
         return ShardSet(path, split)
     return ImageFolder(path, split, classes)
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from pipeline.data.checked_images import CheckedImages
-from pipeline.data.image_checks import AS_IN_SHARDS, Rejected, StoredImage, prepare_image
+from pipeline.data.image_checks import ImageRules, Rejected, StoredImage, prepare_image
+from pipeline.data.image_folder import CheckedImages
 from pipeline.data.image_names import NamedImages
 from pipeline.data.shards import DamagedSample
 
@@ -58,7 +58,7 @@ class ImageList(CheckedImages):
 
     def look(self, index: int) -> StoredImage:
         try:
-            return prepare_image(self._images.data(index), AS_IN_SHARDS, self._images.name(index))
+            return prepare_image(self._images.data(index), ImageRules(), self._images.name(index))
         except Rejected as error:
             self.errors[index] = f"cannot be used: {error}"
         except OSError as error:

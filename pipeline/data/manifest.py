@@ -1,33 +1,36 @@
-"""``manifest.json`` of a shard set: the contract between the writer and the readers of shards."""
+"""Read, write and validate the index of a shard set: ``manifest.json`` and the sample tables ``*-samples.npy``.
+
+This is the contract between the writer and the readers of shards. Both are validated when they are read, so that no later use of a
+value can fail.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import mmap
+import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
-from pipeline.data.kept_formats import FORMATS
 from pipeline.errors import UserError
 from pipeline.files import open_regular, replace_text
 from pipeline.stores.place import Place
 
-FORMAT_VERSION = 2
-EXTENDED_VERSION = 3  # of a manifest with class_names or with images that are no JPEGs: readers of version 2 alone refuse it
+FORMAT_VERSION = 1
+KEPT_FORMATS = ("png", "webp", "tif", "bmp")  # suffixes of the members that are not JPEGs
 MANIFEST = "manifest.json"
 REJECTED, REENCODED = "rejected.jsonl", "reencoded.jsonl"
 SHARDER = "python -m data_prep.shard_imagenet --source IMAGES --output DIR"
-
 SAMPLE_DTYPE = np.dtype(
     [
-        ("offset", "<u8"),  # of the JPEG in its tar, bytes
-        ("checksum", "<u8"),  # XXH3-64 of the JPEG, verified on every read (10 us per image)
+        ("offset", "<u8"),  # of the image in its tar, bytes
+        ("checksum", "<u8"),  # XXH3-64 of the image, verified on every read (10 us per image)
         ("bytes", "<u4"),
         ("shard", "<u4"),
         ("label", "<u4"),
@@ -35,6 +38,7 @@ SAMPLE_DTYPE = np.dtype(
         ("height", "<u2"),
     ]
 )
+_ROWS_AT_ONCE = 1 << 14  # 512 kB, so that a chunk stays in the CPU cache for all comparisons
 _RESTORE = f"restore the file, or write the shards again with {SHARDER}"
 
 
@@ -59,38 +63,33 @@ class SplitInfo:
     bytes: int
     seed: int
     samples_per_shard: int
-    source: dict  # provenance: kind, path, fingerprint, subset and its rule (none: random), image rules
+    source: dict  # provenance: kind, path, fingerprint, subset and its rule, image rules
     samples_per_class: list[int]
     samples_file: str
     samples_sha256: str
     shards: list[ShardInfo]
     rejected: int = 0  # rejected images, listed in rejected.jsonl
     reencoded: int = 0  # re-encoded images, listed in reencoded.jsonl
-    formats: dict[str, int] = field(default_factory=dict)  # suffix -> images that are no JPEGs; not written if there are none
+    formats: dict[str, int] = field(default_factory=dict)  # suffix -> non-JPEG images
 
 
 @dataclass(frozen=True)
 class ShardManifest:
-    """The content of ``manifest.json``."""
+    """The content of ``manifest.json``.
 
-    classes: list[str]  # in index order; they identify the classes: folder names, wnids
+    Attributes:
+        classes: identifiers of the classes (folder names, wnids), in index order.
+        class_names: what tables and figures call the classes, in index order; None: their identifiers.
+    """
+
+    classes: list[str]
     splits: dict[str, SplitInfo] = field(default_factory=dict)
-    version: int = FORMAT_VERSION  # of the file that was read; the one to write depends on the content
-    class_names: list[str] | None = (
-        None  # what tables and figures call the classes, in index order; None: as they are identified
-    )
+    version: int = FORMAT_VERSION
+    class_names: list[str] | None = None
 
     def write(self, folder: Path) -> None:
-        """Replace the folder's manifest atomically. What version 2 can say is written byte for byte as it always was."""
-        tree = asdict(self)
-        for split in tree["splits"].values():
-            if not split["formats"]:
-                del split["formats"]
-        if self.class_names is None:
-            del tree["class_names"]
-        extended = "class_names" in tree or any("formats" in split for split in tree["splits"].values())
-        tree["version"] = EXTENDED_VERSION if extended else FORMAT_VERSION
-        replace_text(folder / MANIFEST, json.dumps(tree, indent=1))
+        """Replace the folder's manifest atomically."""
+        replace_text(folder / MANIFEST, json.dumps(asdict(self), indent=1))
 
     @staticmethod
     def read(folder: Path) -> ShardManifest:
@@ -100,19 +99,18 @@ class ShardManifest:
             UserError: missing, damaged, invalid values, or another format version.
         """
         path = folder / MANIFEST
-        if not path.is_file():
-            unfinished = ", ".join(name for name in ("train", "val") if in_progress_file(folder, name).exists())
-            if unfinished:
-                raise UserError(
-                    f"{path} is missing because the sharding of {unfinished} into this folder was not finished",
-                    "run the same sharding command again, which writes the missing shards",
-                )
-            raise UserError(f"{path} is missing, one manifest per shard set needed", f"write the shards with {SHARDER}")
-        return ShardManifest.parse(path.read_bytes(), path)
+        if path.is_file():
+            return ShardManifest.parse(path.read_bytes(), path)
+        if unfinished := ", ".join(name for name in ("train", "val") if in_progress_file(folder, name).exists()):
+            raise UserError(
+                f"{path} is missing because the sharding of {unfinished} into this folder was not finished",
+                "run the same sharding command again, which writes the missing shards",
+            )
+        raise UserError(f"{path} is missing: the folder is not a shard set", f"write the shards with {SHARDER}")
 
     @staticmethod
     def parse(content: bytes, path: Place) -> ShardManifest:
-        """The manifest of a file's content.
+        """Parse and validate the content of a manifest.
 
         Args:
             content: of ``manifest.json``.
@@ -123,53 +121,42 @@ class ShardManifest:
         """
         try:
             tree = json.loads(content)
-            version = tree["version"]
-            if version in (FORMAT_VERSION, EXTENDED_VERSION):
-                for split in tree["splits"].values():
-                    split["shards"] = [ShardInfo(**shard) for shard in split["shards"]]
-                tree["splits"] = {name: SplitInfo(**split) for name, split in tree["splits"].items()}
-                manifest = ShardManifest(**tree)
-                manifest._check()
-                return manifest
-        except _Impossible as error:
+            if tree["version"] != FORMAT_VERSION:
+                raise UserError(
+                    f"{path} must have format version {FORMAT_VERSION}, got {tree['version']!r:.60}",
+                    "use the release that wrote it, or shard again",
+                )
+            for split in tree["splits"].values():
+                split["shards"] = [ShardInfo(**shard) for shard in split["shards"]]
+            tree["splits"] = {name: SplitInfo(**split) for name, split in tree["splits"].items()}
+            manifest = ShardManifest(**tree)
+            manifest._check()
+        except _Invalid as error:
             raise UserError(f"{path} is damaged: {error}", _RESTORE) from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path} is damaged ({error!r}), a whole manifest needed", _RESTORE) from None
-        raise UserError(
-            f"{path} has format version {version}, version {FORMAT_VERSION} or {EXTENDED_VERSION} needed",
-            "use the release that wrote it or shard again",
-        )
+            raise UserError(f"{path} is damaged: it is not a complete manifest ({error!r})", _RESTORE) from None
+        return manifest
 
     def _check(self) -> None:
-        """Validate every value, so that no later use of the manifest can fail."""
+        """Validate every value."""
         _check_values("", self, {"classes": _NAMES})
         if self.class_names is not None:
             _check_values("", self, {"class_names": _NAMES})
-            if len(self.class_names) != len(self.classes):
-                raise _Impossible(
-                    f"class_names has {len(self.class_names)} names, {len(self.classes)} needed, one for each class"
-                )
+            self._check_length("class_names", self.class_names)
         for name, split in self.splits.items():
             _check_values(f"splits.{name}.", split, _SPLIT_VALUES)
             _check_values(f"splits.{name}.source.", split.source, _SOURCE_VALUES)
-            if len(split.samples_per_class) != len(self.classes):
-                raise _Impossible(
-                    f"splits.{name}.samples_per_class has {len(split.samples_per_class)} counts, {len(self.classes)} needed, "
-                    f"one for each class"
-                )
+            self._check_length(f"splits.{name}.samples_per_class", split.samples_per_class)
             for number, shard in enumerate(split.shards):
                 _check_values(f"splits.{name}.shards.{number}.", shard, _SHARD_VALUES)
 
+    def _check_length(self, where: str, values: list) -> None:
+        if len(values) != len(self.classes):
+            raise _Invalid(f"{where} must have {len(self.classes)} entries, one for each class, got {len(values)}")
 
-class _Impossible(ValueError):
+
+class _Invalid(ValueError):
     """A value that no writer produces."""
-
-
-class _Needed(NamedTuple):
-    """A constraint on a value: a predicate and its description."""
-
-    fits: Callable[[object], bool]
-    words: str
 
 
 def _is_whole(value: object, least: int = 0) -> bool:
@@ -180,62 +167,134 @@ def _is_plain_name(value: object) -> bool:
     return isinstance(value, str) and value.isprintable() and "/" not in value and value not in ("", ".", "..")
 
 
-_COUNT = _Needed(_is_whole, "a whole number of at least 0")
-_POSITIVE = _Needed(partial(_is_whole, least=1), "a whole number of at least 1")
-_FILE = _Needed(_is_plain_name, "the plain name of a file in this folder")
-_DIGEST = _Needed(
-    lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)), "a SHA-256 of 64 hexadecimal digits"
+def _is_text_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+
+
+# A predicate for a value, and what the value must be.
+_Rule = tuple[Callable[..., bool], str]
+_COUNT: _Rule = (_is_whole, "a whole number of at least 0")
+_POSITIVE: _Rule = (partial(_is_whole, least=1), "a whole number of at least 1")
+_FILE: _Rule = (_is_plain_name, "the plain name of a file in this folder")
+_DIGEST: _Rule = (
+    lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)),
+    "a SHA-256 of 64 hexadecimal digits",
 )
-_NAMES = _Needed(
-    lambda value: isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value),
-    "a list of at least 1 name",
-)
+_NAMES: _Rule = (_is_text_list, "a list of at least 1 name")
 _SHARD_VALUES = {
-    "file": _FILE,
-    "samples": _COUNT,
-    "bytes": _COUNT,
-    "sha256": _DIGEST,
-    "idx_file": _FILE,
-    "idx_bytes": _COUNT,
-    "idx_sha256": _DIGEST,
+    **dict.fromkeys(("file", "idx_file"), _FILE),
+    **dict.fromkeys(("samples", "bytes", "idx_bytes"), _COUNT),
+    **dict.fromkeys(("sha256", "idx_sha256"), _DIGEST),
 }
-_SPLIT_VALUES = {
-    "samples": _POSITIVE,
-    "bytes": _COUNT,
-    "seed": _Needed(lambda value: type(value) is int and value >= 0, _COUNT.words),
-    "samples_per_shard": _POSITIVE,
-    "source": _Needed(lambda value: isinstance(value, dict), "an object"),
-    "samples_per_class": _Needed(lambda value: isinstance(value, list) and all(map(_is_whole, value)), "a list of counts"),
+_SPLIT_VALUES: dict[str, _Rule] = {
+    **dict.fromkeys(("samples", "samples_per_shard"), _POSITIVE),
+    **dict.fromkeys(("bytes", "rejected", "reencoded"), _COUNT),
+    "seed": (lambda value: type(value) is int and value >= 0, _COUNT[1]),
+    "source": (lambda value: isinstance(value, dict), "an object"),
+    "samples_per_class": (lambda value: isinstance(value, list) and all(map(_is_whole, value)), "a list of counts"),
     "samples_file": _FILE,
     "samples_sha256": _DIGEST,
-    "shards": _Needed(bool, "at least 1 shard"),
-    "rejected": _COUNT,
-    "reencoded": _COUNT,
-    "formats": _Needed(
-        lambda value: isinstance(value, dict) and all(key in FORMATS and _is_whole(count) for key, count in value.items()),
-        f"counts of {', '.join(FORMATS)}",
+    "shards": (bool, "a list of at least 1 shard"),
+    "formats": (
+        lambda value: isinstance(value, dict) and all(key in KEPT_FORMATS and _is_whole(count) for key, count in value.items()),
+        f"counts of {', '.join(KEPT_FORMATS)}",
     ),
 }
-_SOURCE_VALUES = {
-    "fingerprint": _Needed(lambda value: isinstance(value, str), "a string"),
-    "subset": _Needed(
-        lambda value: value is None or isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1,
-        "a share above 0 and at most 1",
-    ),
-    "subset_rule": _Needed(lambda value: value in (None, "random", "first"), "random or first"),
+_SOURCE_VALUES: dict[str, _Rule] = {
+    "fingerprint": (lambda value: isinstance(value, str), "a string"),
+    "subset": (lambda value: type(value) in (int, float) and 0 < value <= 1, "a share above 0 and at most 1"),
+    "subset_rule": (lambda value: value in ("random", "first"), "random or first"),
 }
 
 
-def _check_values(where: str, values: object, needed: dict[str, _Needed]) -> None:
-    """Check attributes, or the keys of a dict, against their constraints.
+def _check_values(where: str, values: object, rules: dict[str, _Rule]) -> None:
+    """Check attributes, or the keys of a dict, against their rules.
 
     Raises:
-        _Impossible: a constraint is violated; the message names the value, prefixed with ``where``.
+        _Invalid: a rule is violated; the message names the value, prefixed with ``where``.
     """
-    for name, (fits, words) in needed.items():
+    for name, (fits, words) in rules.items():
         value = values.get(name) if isinstance(values, dict) else getattr(values, name)
         if not fits(value):
-            raise _Impossible(f"{where}{name} is {value!r:.60}, {words} needed")
+            raise _Invalid(f"{where}{name} must be {words}, got {value!r:.60}")
+
+
+def map_sample_table(path: Path, samples: int) -> np.ndarray:
+    """Map a sample table into memory.
+
+    Args:
+        path: the .npy file.
+        samples: number of rows according to the manifest.
+
+    Returns:
+        (samples,) of ``SAMPLE_DTYPE``, read-only.
+
+    Raises:
+        ValueError: not a sample table, or the wrong number of rows; the message says what was found.
+        OSError: the file cannot be opened.
+    """
+    os.close(open_regular(path))
+    try:
+        rows = np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # NumPy evaluates the header, and can raise nearly any exception for a malformed one
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+    if rows.dtype != SAMPLE_DTYPE or rows.ndim != 1:
+        raise ValueError(f"it holds an array of shape {rows.shape} and {len(rows.dtype)} fields")
+    if len(rows) != samples:
+        raise ValueError(f"it lists {len(rows)} samples")
+    return rows
+
+
+def forget_pages(rows: np.ndarray) -> None:
+    """Stop counting a mapped table's pages as this process's memory; they stay in the page cache.
+
+    After a look at every row, each process of a node would otherwise be charged with all of the table that they share.
+    """
+    mapped = getattr(rows, "_mmap", None)
+    if mapped is not None:
+        mapped.madvise(mmap.MADV_DONTNEED)
+        mapped.madvise(mmap.MADV_RANDOM)  # else each row that is not in the page cache would be read with 128 kB around it
+
+
+def find_out_of_range(rows: np.ndarray, shard_bytes: list[int], classes: int) -> str | None:
+    """Describe the first row with an out-of-range value; None if there is none.
+
+    Args:
+        rows: (n,) of ``SAMPLE_DTYPE``.
+        shard_bytes: size of each tar.
+        classes: number of classes.
+    """
+    sizes = np.array(shard_bytes, dtype=np.uint64)
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        part = rows[first : first + _ROWS_AT_ONCE]
+        shard, size = part["shard"], part["bytes"]
+        room = sizes.take(shard, mode="clip")
+        wrong = {
+            "shard": (shard >= len(sizes), f"below {len(sizes)}"),
+            "label": (part["label"] >= classes, f"below {classes}"),
+            "width": (part["width"] == 0, "at least 1"),
+            "height": (part["height"] == 0, "at least 1"),
+            "bytes": ((size == 0) | (size > room), "at least 1 and within its tar"),
+            "offset": (part["offset"] > room - size, "within its tar"),
+        }
+        for name, (rows_wrong, allowed) in wrong.items():
+            if rows_wrong.any():
+                row = int(rows_wrong.argmax())
+                return f"{name} of sample {first + row} must be {allowed}, got {part[name][row]}"
+    return None
+
+
+def sample_damage(data: bytes | memoryview, row: np.void) -> str:
+    """Compare what was read of a sample with its row of the sample table; empty if it is what was written."""
+    size, checksum = int(row["bytes"]), int(row["checksum"])
+    if len(data) != size:
+        return f"is cut off: {len(data)} of its {size} bytes are there, at offset {row['offset']}"
+    found = xxh3_64_intdigest(data)
+    return (
+        "" if found == checksum else f"was changed after it was written: its checksum must be {checksum:016x}, got {found:016x}"
+    )
 
 
 def in_progress_file(folder: Path, split: str) -> Path:
@@ -251,12 +310,3 @@ def shard_name(split: str, number: int, suffix: str) -> str:
 def sample_key(shard: int, place: int) -> str:
     """The WebDataset key of the sample at ``place`` of its shard, counted from 0: ``000007-001234``."""
     return f"{shard:06d}-{place:06d}"
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a regular file, hexadecimal."""
-    digest = hashlib.sha256()
-    with open(open_regular(path), "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

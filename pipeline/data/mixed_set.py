@@ -1,4 +1,4 @@
-"""Several shard sets as one training split: ``data.path`` and those of ``data.mix``, with their classes matched by name."""
+"""Read several shard sets as one training split: ``data.path`` and those of ``data.mix``, with their classes matched by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MixedSet:
         samples: ``samples[indices]`` gives rows with the labels of the first set.
 
     Raises:
-        UserError: a set has a class that the first one has not.
+        UserError: a set has a class that the first one lacks.
     """
 
     def __init__(self, first: ShardSet, further: Mapping[ShardSet, float]) -> None:
@@ -45,7 +45,7 @@ class MixedSet:
         self.mixture: Mixture | None = Mixture(tuple(map(len, self.sets)), (1.0, *further.values()))
         self.weights = self.mixture.weights
         self._starts = self.mixture.first_sample
-        self.samples = _Rows(self.sets, [_labels(one, first) for one in self.sets], self._starts)
+        self.samples = _Rows(self.sets, [_labels(shards, first) for shards in self.sets], self._starts)
 
     def __len__(self) -> int:
         """Images of all sets; an epoch may show more or fewer."""
@@ -59,14 +59,14 @@ class MixedSet:
     def identity(self) -> dict:
         """That of the first set, with the images of an epoch, and a digest of each further set with its weight."""
         assert self.mixture is not None
-        digests = [hashlib.sha256(json.dumps(one.identity(), sort_keys=True).encode()).hexdigest() for one in self.sets]
+        digests = [hashlib.sha256(json.dumps(shards.identity(), sort_keys=True).encode()).hexdigest() for shards in self.sets]
         mix = [f"{weight:g} x {digest[:_DIGITS]}" for weight, digest in zip(self.weights[1:], digests[1:])]
         return {**self.sets[0].identity(), "samples": self.mixture.images, "mix": mix}
 
     def key(self, index: int) -> str:
         """The WebDataset key of a sample, and its folder if it is of a further set."""
-        one, own = self._find(index)
-        return one.key(own) if one is self.sets[0] else f"{one.key(own)} of {one.folder}"
+        shards, own = self._find(index)
+        return shards.key(own) if shards is self.sets[0] else f"{shards.key(own)} of {shards.folder}"
 
     def read(self, index: int) -> np.ndarray:
         """The encoded image, (bytes,) uint8. Thread-safe.
@@ -74,11 +74,10 @@ class MixedSet:
         Raises:
             DamagedSample: it cannot be read.
         """
-        one, own = self._find(index)
-        try:
-            return one.read(own)
-        except DamagedSample as damage:
-            raise DamagedSample(index, str(damage)) from None
+        (image,) = self.read_batch([index])
+        if isinstance(image, DamagedSample):
+            raise image
+        return image
 
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
         """As :meth:`ShardSet.read_batch`; a store that one of the sets is in is asked for its samples at the same time."""
@@ -86,29 +85,29 @@ class MixedSet:
         places: dict[ShardSet, list[int]] = {}
         for place, index in enumerate(indices):
             places.setdefault(self._find(index)[0], []).append(place)
-        for one, its in places.items():
-            for place, image in zip(its, one.read_batch([self._find(indices[place])[1] for place in its])):
+        for shards, own_places in places.items():
+            for place, image in zip(own_places, shards.read_batch([self._find(indices[place])[1] for place in own_places])):
                 images[place] = DamagedSample(indices[place], str(image)) if isinstance(image, DamagedSample) else image
         return images
 
     def will_need(self, runs: list[tuple[int, int]]) -> None:
         """Announce runs, (first sample, number of samples) each; none spans two sets."""
-        own: dict[ShardSet, list[tuple[int, int]]] = {}
+        runs_of: dict[ShardSet, list[tuple[int, int]]] = {}
         for first, count in runs:
-            one, begin = self._find(first)
-            own.setdefault(one, []).append((begin, count))
-        for one, its in own.items():
-            one.will_need(its)
+            shards, begin = self._find(first)
+            runs_of.setdefault(shards, []).append((begin, count))
+        for shards, own_runs in runs_of.items():
+            shards.will_need(own_runs)
 
     def take_counts(self) -> dict[str, int] | None:
         """The sum of :meth:`ShardSet.take_counts`."""
-        counts = [found for one in self.sets if (found := one.take_counts()) is not None]
+        counts = [found for shards in self.sets if (found := shards.take_counts()) is not None]
         return dict(sum(map(Counter, counts), Counter[str]())) if counts else None
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
         """An error about a sample, to be raised by the caller."""
-        one, own = self._find(index)
-        return DamagedSample(int(index), str(one.damaged(own, reason)))
+        shards, own = self._find(index)
+        return DamagedSample(int(index), str(shards.damaged(own, reason)))
 
     def _find(self, index: int) -> tuple[ShardSet, int]:
         which = int(np.searchsorted(self._starts, index, side="right")) - 1
@@ -126,9 +125,9 @@ class _Rows:
         rows = np.empty(len(indices), SAMPLE_DTYPE)
         which = np.searchsorted(self._starts, indices, side="right") - 1
         for number in np.unique(which).tolist():
-            its = which == number
-            rows[its] = self._sets[number].samples[indices[its] - self._starts[number]]
-            rows["label"][its] = self._labels[number][rows["label"][its]]
+            own = which == number
+            rows[own] = self._sets[number].samples[indices[own] - self._starts[number]]
+            rows["label"][own] = self._labels[number][rows["label"][own]]
         return rows
 
 
@@ -144,7 +143,7 @@ def open_training_set(
         cache: of the node, for all of them; None: none.
 
     Raises:
-        UserError: a set cannot be opened (the message names its key), or has a class that ``data.path`` has not.
+        UserError: a set cannot be opened (the message names its key), or has a class that ``data.path`` lacks.
     """
     first = ShardSet(path, "train", readers, cache=cache)
     if not mix:
@@ -153,31 +152,33 @@ def open_training_set(
     places = {_place(first): os.fspath(path)}
     for folder, weight in mix.items():
         try:
-            one = ShardSet(folder, "train", readers, cache=cache)
+            shards = ShardSet(folder, "train", readers, cache=cache)
         except UserError as error:
             raise UserError(f"data.mix: {error}".replace("data.path", "data.mix")) from None
-        if (other := places.setdefault(_place(one), folder)) is not folder:
-            raise UserError(f"data.mix: {folder} is the same place as {other}, different sets needed", "take one of them out")
-        further[one] = weight
+        if (other := places.setdefault(_place(shards), folder)) is not folder:
+            raise UserError(
+                f"data.mix must name different sets, got {folder} and {other}, which are the same place", "remove one of them"
+            )
+        further[shards] = weight
     return MixedSet(first, further)
 
 
-def _place(one: ShardSet) -> str:
-    """However the path of a set is spelled; a URL has one spelling."""
-    return os.path.realpath(one.folder) if isinstance(one.folder, Path) else str(one.folder)
+def _place(shards: ShardSet) -> str:
+    """One spelling of a set's path, however the user spelled it; a URL has one spelling."""
+    return os.path.realpath(shards.folder) if isinstance(shards.folder, Path) else str(shards.folder)
 
 
-def _labels(one: ShardSet, first: ShardSet) -> np.ndarray:
+def _labels(shards: ShardSet, first: ShardSet) -> np.ndarray:
     """(classes of the set,) int64: the label of each in the first set."""
     number = {name: label for label, name in enumerate(first.classes)}
     spoken = {name: label for label, name in enumerate(first.class_names)}
     if len(spoken) < len(first.class_names):
         spoken = {}  # two classes of one name, such as ImageNet's cranes: names identify none
-    labels = [number.get(name, spoken.get(called)) for name, called in zip(one.classes, one.class_names)]
-    if unknown := [name for name, label in zip(one.class_names, labels) if label is None]:
+    labels = [number.get(name, spoken.get(called)) for name, called in zip(shards.classes, shards.class_names)]
+    if unknown := [name for name, label in zip(shards.class_names, labels) if label is None]:
         names = ", ".join(unknown[:_SHOWN]) + (", ..." if len(unknown) > _SHOWN else "")
         raise UserError(
-            f"data.mix: {one.folder} has {len(unknown)} of {len(one.classes)} classes that {first.folder} has not ({names})",
+            f"data.mix: the classes of {shards.folder} must be among those of {first.folder}, got {len(unknown)} others ({names})",
             "shard it with class folders or --class-names as there, or make the set with all classes data.path",
         )
     return np.array(labels, dtype=np.int64)

@@ -1,13 +1,12 @@
-"""Whole shards on a disk of the node, which all processes on it share, also those of other jobs and users.
+"""Keep whole shards on a disk of the node, which all processes on it share, also those of other jobs and users.
 
 ::
 
     DIR/train-000007-5d41402abc4b2a76b9719d911017c592.tar    a shard; the digits are the first half of its SHA-256
     DIR/.train-000007-5d41...7c592.tar.231014400.1000.partial  on its way: its size when whole, and the user who fetches it
 
-A name stands for one content: shards that were written anew, or another data set, have other names. What a name stands for never
-changes, so that nothing here needs to be kept up to date. There is no other state: what a process has claimed or has open is held
-by ``flock``, which the kernel releases when the process ends, however it ends.
+A name stands for one content, so that nothing here needs to be kept up to date: shards that were written anew, or another data set,
+have other names. What a process has claimed or has open is held by ``flock``, which the kernel releases however the process ends.
 
 - Whoever writes a partial file has it locked. One that nobody has locked was left by a process that was killed; the next process
   of the same user continues it.
@@ -25,13 +24,13 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.data.cached_shard import CachedShard, Partial, hold, is_held, lock
 from pipeline.data.manifest import ShardInfo
+from pipeline.data.shard_files import OpenFile
 
 GIB = 1 << 30
 KEEP_FREE = 0.05  # of the disk, for its other users, where there is no limit or a larger one
@@ -49,6 +48,87 @@ class Unclaimed(enum.Enum):
     NO_ROOM = "there is no room for it"
 
 
+class CachedShard(OpenFile):
+    """A shard of the cache, open for reading and locked against removal until no thread refers to it any more."""
+
+    def touch(self) -> None:
+        """Record that it is in use. Only its owner can: a shard that another user fetched keeps the time of that user's last use."""
+        with suppress(OSError):
+            os.utime(self._descriptor)
+
+    def is_removed(self) -> bool:
+        """Whether its name was removed, so that its space is free once it is closed."""
+        return os.fstat(self._descriptor).st_nlink == 0
+
+    def is_at(self, path: Path) -> bool:
+        """Whether it is the file of that name; a link is not."""
+        return _is_at(self._descriptor, path)
+
+
+class Partial:
+    """A shard that this process fetches; see :meth:`ShardCache.claim`. To be closed.
+
+    Args:
+        alone: holds the lock on the cache's folder.
+
+    Attributes:
+        begun: bytes that are there already.
+    """
+
+    def __init__(
+        self, descriptor: int, path: Path, whole: Path, size: int, alone: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._descriptor, self._path, self._whole, self._alone = descriptor, path, whole, alone
+        if os.fstat(descriptor).st_size > size:
+            os.ftruncate(descriptor, 0)
+        self.begun = os.fstat(descriptor).st_size
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Write the bytes that follow.
+
+        Raises:
+            OSError: the disk is full or refuses to write.
+        """
+        rest = memoryview(data)
+        while rest:
+            written = os.pwrite(self._descriptor, rest, self.begun)
+            self.begun, rest = self.begun + written, rest[written:]
+
+    def read(self, offset: int, size: int) -> bytes:
+        """What was written."""
+        return os.pread(self._descriptor, size, offset)
+
+    def restart(self) -> None:
+        """Drop all bytes."""
+        os.ftruncate(self._descriptor, 0)
+        self.begun = 0
+
+    def publish(self) -> None:
+        """Give the file its name, when all of it is there and verified.
+
+        Raises:
+            OSError: the disk refuses, the folder stays locked, or somebody removed the partial file.
+        """
+        os.fsync(self._descriptor)
+        with self._alone():  # who lists the folder to find room would see the file by neither name
+            if not _is_at(self._descriptor, self._path):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
+            if self._whole.exists():  # from another user, whose claim this process was not allowed to see
+                self.discard()
+            else:
+                os.rename(self._path, self._whole)
+
+    def discard(self) -> None:
+        """Remove the file."""
+        with suppress(OSError):
+            if _is_at(self._descriptor, self._path):
+                os.unlink(self._path)
+
+    def close(self) -> None:
+        """Release the claim. What was written and not discarded is left for the next process that claims the shard."""
+        os.close(self._descriptor)
+
+
 @dataclass(frozen=True)
 class _File:
     """A file of the cache."""
@@ -60,16 +140,12 @@ class _File:
     name: str  # of the shard in the cache
     owner: int
 
-    @property
-    def is_partial(self) -> bool:
-        return self.path.name != self.name
-
 
 class ShardCache:
     """The cache in one folder. Thread-safe; holds no state but its arguments.
 
     Args:
-        folder: created when it is needed, in an existing folder: a disk that is not mounted is not filled in its place.
+        folder: created when it is needed, in an existing folder: where a disk is not mounted, the one below is not filled.
         limit: bytes that all shards in it may take; None: as many as the disk has.
         keep_free: share of the disk that is left free.
     """
@@ -89,11 +165,11 @@ class ShardCache:
         """
         path = self.path(shard)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = _open(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         copy = CachedShard(descriptor)  # closes it, whatever follows
-        if not lock(descriptor, fcntl.LOCK_SH):
+        if not _lock(descriptor, fcntl.LOCK_SH):
             return None  # about to be removed, or to be published
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size != shard.bytes:
@@ -129,7 +205,7 @@ class ShardCache:
                 return Unclaimed.CACHED
             own = self.folder / f".{whole.name}.{shard.bytes}.{os.getuid()}.partial"
             files = self._files()
-            if any(file.is_partial and file.name == whole.name and is_held(file.path) for file in files):
+            if any(file.name == whole.name and _is_written(file.path) for file in files):
                 return Unclaimed.ELSEWHERE
             others = [file for file in files if file.path != own]
             begun = next((file.bytes - file.missing for file in files if file.path == own), 0)
@@ -137,36 +213,31 @@ class ShardCache:
                 return Unclaimed.NO_ROOM
             descriptor = os.open(own, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
-                if not lock(descriptor, fcntl.LOCK_EX):
+                if not _lock(descriptor, fcntl.LOCK_EX):
                     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(own))
                 return Partial(descriptor, own, whole, shard.bytes, self._alone)
             except BaseException:
                 os.close(descriptor)
                 raise
 
-    def used_bytes(self) -> int:
-        """What all shards in the folder take, partial ones as if they were whole."""
-        return sum(file.bytes for file in self._files())
-
     def room(self) -> int:
         """Bytes that all shards may take together on this disk, those that are there included; the folder need not exist."""
-        disk = os.statvfs(self.folder if self.folder.exists() else self.folder.absolute().parent)
-        free = disk.f_bavail * disk.f_frsize - int(self.keep_free * disk.f_blocks * disk.f_frsize)
         files = self._files() if self.folder.exists() else []
-        most = free + sum(file.bytes - file.missing for file in files)
+        most = self._free() + sum(file.bytes - file.missing for file in files)
         return most if self.limit is None else min(most, self.limit)
+
+    def _free(self) -> int:
+        """Bytes of the disk that may be written now."""
+        disk = os.statvfs(self.folder if self.folder.exists() else self.folder.absolute().parent)
+        return disk.f_bavail * disk.f_frsize - int(self.keep_free * disk.f_blocks * disk.f_frsize)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the lock on the folder.
-
-        Raises:
-            OSError: it cannot be opened or locked, or another process has held it for long, for example a stopped one.
-        """
+        """Hold the lock on the folder; an ``OSError`` if another process holds it for long, for example a stopped one."""
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             deadline = time.monotonic() + _LOCK_SECONDS
-            while not lock(descriptor, fcntl.LOCK_EX):
+            while not _lock(descriptor, fcntl.LOCK_EX):
                 if time.monotonic() > deadline:
                     raise OSError(errno.ETIMEDOUT, "locked by another process for long", str(self.folder))
                 time.sleep(0.01)
@@ -198,9 +269,7 @@ class ShardCache:
             to_write: bytes of it that are not on the disk yet.
             others: all other files.
         """
-        disk = os.statvfs(self.folder)
-        free = disk.f_bavail * disk.f_frsize - int(self.keep_free * disk.f_blocks * disk.f_frsize)
-        over = to_write - (free - sum(file.missing for file in others))
+        over = to_write - (self._free() - sum(file.missing for file in others))
         if self.limit is not None:
             over = max(over, needed + sum(file.bytes for file in others) - self.limit)
         folder = os.stat(self.folder)
@@ -210,7 +279,7 @@ class ShardCache:
             for file in sorted(others, key=lambda file: file.used):
                 if over <= 0:
                     break
-                descriptor = None if sticky and file.owner != os.geteuid() else hold(file.path)
+                descriptor = None if sticky and file.owner != os.geteuid() else _hold(file.path, fcntl.LOCK_EX)
                 if descriptor is not None:
                     held.append((descriptor, file))
                     over -= file.bytes
@@ -223,3 +292,47 @@ class ShardCache:
         finally:
             for descriptor, _ in held:
                 os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock an open file or folder without waiting; False if another process holds it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a file for reading; a link is an error, a pipe is not waited for."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _hold(path: Path, kind: int) -> int | None:
+    """A locked descriptor of a file; None if another process uses it, or it cannot be opened."""
+    try:
+        descriptor = _open(path)
+    except OSError:
+        return None
+    with suppress(OSError):
+        if _lock(descriptor, kind):
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _is_written(path: Path) -> bool:
+    """Whether a process is writing a partial file."""
+    held = _hold(path, fcntl.LOCK_SH)
+    if held is not None:
+        os.close(held)
+    return held is None and os.access(path, os.R_OK)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+    except OSError:
+        return False

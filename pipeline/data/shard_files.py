@@ -1,4 +1,4 @@
-"""Where the files of a shard set are read from; a :class:`~pipeline.data.shards.ShardSet` does not know more than this of it."""
+"""Read the files of a shard set from wherever they are: a folder, a store, or the cache of the node."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ import os
 import resource
 import stat
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
-from pipeline.data.manifest import MANIFEST, SHARDER, ShardManifest
+from pipeline.data.manifest import MANIFEST, ShardManifest
 from pipeline.errors import UserError
 from pipeline.files import open_regular
-from pipeline.stores.place import Place, RemotePath, parse_place
+from pipeline.stores.place import Place
 
 _OTHERS = 256  # open files of everything else: libraries, sockets, logs, checkpoints
+Range = tuple[str, int, int]  # of a file: its name, the offset of the first byte, bytes
 
 
-class ShardFiles(Protocol):
+class ShardFiles(ABC):
     """The files of one shard set, by their plain names in the manifest. All methods are thread-safe.
 
     Attributes:
         folder: where they are, for messages: ``folder / name`` is what a message calls a file.
+        repeats: whether a read has been repeated many times when it fails, so that another one is no use.
     """
 
-    @property
-    def folder(self) -> Place: ...
+    folder: Place
+    repeats = False
 
+    @abstractmethod
     def manifest(self) -> ShardManifest:
         """The set's manifest.
 
@@ -38,6 +41,7 @@ class ShardFiles(Protocol):
             UserError: as :meth:`ShardManifest.read`.
         """
 
+    @abstractmethod
     def expect(self, name: str, size: int, remedy: str) -> None:
         """Check, before anything is read, that a file is there and as large as the manifest says.
 
@@ -50,9 +54,7 @@ class ShardFiles(Protocol):
             UserError: missing, not a regular file, or of another size.
         """
 
-    def will_open(self, count: int) -> None:
-        """Announce that ``count`` tars will be read in turns."""
-
+    @abstractmethod
     def whole(self, name: str) -> Path:
         """A path on this machine with a file's whole content, to be mapped into memory. It may not exist.
 
@@ -60,6 +62,7 @@ class ShardFiles(Protocol):
             OSError: it cannot be had.
         """
 
+    @abstractmethod
     def read(self, name: str, offset: int, size: int) -> bytes | memoryview:
         """Bytes of a file; fewer than ``size`` where it ends.
 
@@ -68,39 +71,32 @@ class ShardFiles(Protocol):
             UserError: none of the files can be read any more.
         """
 
-    def will_need(self, name: str, begin: int, size: int) -> None:
-        """Announce that these bytes will be read soon. Returns immediately, and never fails."""
-
-    def forget_if_replaced(self, name: str) -> None:
-        """If the file is another one than when it was read first, read that from now on."""
-
-
-@runtime_checkable
-class ManyFiles(Protocol):
-    """:class:`ShardFiles` that are read faster many ranges at a time."""
-
-    def read_many(self, wanted: list[tuple[str, int, int]]) -> list[bytes | memoryview | OSError]:
-        """For each (name, offset, size) what :meth:`ShardFiles.read` returns, or the error that it raises.
+    def read_many(self, ranges: list[Range]) -> Iterable[bytes | memoryview | OSError]:
+        """For each range what :meth:`read` returns, or the ``OSError`` that it raises.
 
         Raises:
             UserError: none of the files can be read any more.
         """
+        for each in ranges:
+            try:
+                yield self.read(*each)
+            except OSError as error:
+                yield error
 
+    def will_open(self, count: int) -> None:  # noqa: B027 (nothing to prepare by default)
+        """Announce that ``count`` tars will be read in turns."""
 
-@runtime_checkable
-class BlockFiles(Protocol):
-    """:class:`ShardFiles` that read the blocks of a window as a whole."""
+    @abstractmethod
+    def will_need(self, ranges: list[Range]) -> None:
+        """Announce the ranges of a window, which will be read soon. Returns immediately, and never fails."""
 
-    def will_need_blocks(self, ranges: list[tuple[str, int, int]]) -> None:
-        """Announce all ranges, (name, begin, size) each, of a window. Returns immediately, and never fails."""
+    @abstractmethod
+    def forget_if_replaced(self, name: str) -> None:
+        """If the file is another one than when it was read first, read that from now on."""
 
-
-@runtime_checkable
-class Counting(Protocol):
-    """:class:`ShardFiles` that count their requests."""
-
-    def take_counts(self) -> dict[str, int]:
-        """Since the last call; see :meth:`pipeline.stores.store.Store.take_counts`."""
+    def take_counts(self) -> dict[str, int] | None:
+        """Count the requests since the last call: :meth:`pipeline.stores.store.Store.take_counts`; None without a store."""
+        return None
 
 
 class OpenFile:
@@ -137,7 +133,7 @@ class OpenFile:
             return False
 
 
-class LocalFiles:
+class LocalFiles(ShardFiles):
     """:class:`ShardFiles` in a folder of a file system. Tars that were read stay open, as many as the system allows: those read last.
 
     They are read with ``pread`` and not mapped, so that truncation of a tar under a running job is an error that names the file,
@@ -148,7 +144,7 @@ class LocalFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder: Path = folder
         self._descriptors: OrderedDict[str, OpenFile] = OrderedDict()  # the one read last comes last
         self._most = 1 << 20  # open at a time
         self._opening = threading.Lock()
@@ -161,11 +157,11 @@ class LocalFiles:
         try:
             found = path.stat()
         except FileNotFoundError:
-            raise UserError(f"{path} is missing, {size} bytes needed by {MANIFEST}", remedy) from None
+            raise UserError(f"{path} is missing ({size} bytes by {MANIFEST})", remedy) from None
         if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{path} is not a regular file, one of {size} bytes needed by {MANIFEST}", remedy)
+            raise UserError(f"{path} must be a regular file", remedy)
         if found.st_size != size:
-            raise UserError(f"{path} has {found.st_size} bytes, {size} needed by {MANIFEST}", remedy)
+            raise UserError(f"{path} must have {size} bytes by {MANIFEST}, got {found.st_size}", remedy)
 
     def will_open(self, count: int) -> None:
         """Raise the soft limit on open files, up to the hard limit. If that is less, not all stay open."""
@@ -189,10 +185,11 @@ class LocalFiles:
             # Too many open files is not the sample's fault.
             raise UserError(f"{self.folder}: {error.strerror}", "raise `ulimit -n`, or use larger shards") from None
 
-    def will_need(self, name: str, begin: int, size: int) -> None:
+    def will_need(self, ranges: list[Range]) -> None:
         """Ask the kernel to read into the page cache."""
-        with suppress(OSError):  # only a hint: read() reports errors
-            self._open(name).advise(begin, size)
+        for name, begin, size in ranges:
+            with suppress(OSError):  # only a hint: read() reports errors
+                self._open(name).advise(begin, size)
 
     def forget_if_replaced(self, name: str) -> None:
         with self._opening:
@@ -217,30 +214,3 @@ class LocalFiles:
             for _ in range(half):
                 self._descriptors.popitem(last=False)
             return half > 0
-
-
-def open_files(path: str | os.PathLike[str], split: str, readers: int = 1) -> ShardFiles:
-    """The files of the shard set at ``data.path``.
-
-    Args:
-        path: a folder or a URL; holds ``manifest.json``, directly or in a subfolder named ``split``.
-        split: ``train`` or ``val``.
-        readers: processes that divide the samples among them.
-
-    Raises:
-        UserError: there is no such place.
-    """
-    place = parse_place(path)
-    if isinstance(place, RemotePath):
-        from pipeline.data.remote_files import RemoteFiles  # imported late: a local set needs no client
-
-        return RemoteFiles.find(place, split, readers)
-    return LocalFiles(_find(place, split))
-
-
-def _find(folder: Path, split: str) -> Path:
-    """``folder``, or ``folder/split`` if the manifest is there."""
-    if not folder.is_dir():
-        raise UserError(f"shard folder {folder} does not exist", f"set data.path to the folder that {SHARDER} wrote")
-    nested = folder / split
-    return nested if (nested / MANIFEST).is_file() and not (folder / MANIFEST).is_file() else folder

@@ -1,4 +1,4 @@
-"""A shard set on disk, as written by ``data_prep/shard_imagenet.py``, and its reader.
+"""Read a shard set, as written by ``data_prep/shard_imagenet.py``.
 
 ::
 
@@ -9,8 +9,8 @@
     DIR/rejected.jsonl         rejected images of the source with reasons; absent if there are none
     DIR/reencoded.jsonl        re-encoded images with reasons; absent if there are none
 
-The ranks of a node share ``*-samples.npy``, which is memory-mapped, and the tars through the page cache. Where the files are read
-from is known to :mod:`pipeline.data.shard_files` alone.
+The ranks of a node share ``*-samples.npy``, which is memory-mapped, and the tars through the page cache. Only
+:mod:`pipeline.data.shard_files` knows where the files are read from.
 """
 
 from __future__ import annotations
@@ -18,20 +18,27 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
-from pipeline.data.cached_files import with_cache
-from pipeline.data.manifest import MANIFEST, SHARDER, file_sha256, in_progress_file, sample_key
-from pipeline.data.sample_table import find_out_of_range, forget_pages, map_sample_table
+from pipeline.data.cached_files import CachedFiles
+from pipeline.data.manifest import (
+    MANIFEST,
+    SHARDER,
+    find_out_of_range,
+    forget_pages,
+    in_progress_file,
+    map_sample_table,
+    sample_damage,
+    sample_key,
+)
 from pipeline.data.shard_cache import ShardCache
-from pipeline.data.shard_files import BlockFiles, Counting, ManyFiles, ShardFiles, open_files
+from pipeline.data.shard_files import LocalFiles, Range, ShardFiles
 from pipeline.errors import UserError
-from pipeline.stores.place import Place
+from pipeline.files import file_sha256
+from pipeline.stores.place import Place, RemotePath, parse_place
 
 _BLOCK = 512  # bytes: headers and data in a tar are aligned to it
 
@@ -74,7 +81,7 @@ class ShardSet:
         manifest = self.files.manifest()
         if split not in manifest.splits:
             raise UserError(
-                f"{self.folder / MANIFEST} has the splits {sorted(manifest.splits)}, {split!r} needed",
+                f"the split must be one of {sorted(manifest.splits)} of {self.folder / MANIFEST}, got {split!r}",
                 _advice(self.folder, split),
             )
         self.classes, self.named = manifest.classes, manifest.class_names
@@ -87,10 +94,15 @@ class ShardSet:
         self._first_of_shard = [0, *accumulate(shard.samples for shard in self.info.shards)]  # sample numbers
         self.files.will_open(len(self.info.shards))
         if cache is not None:
-            self.files = with_cache(self.files, cache, self.info.shards, self.samples)
+            self.files = CachedFiles(self.files, cache, self.info.shards, self.samples)
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def sets(self) -> list[ShardSet]:
+        """As of a :class:`~pipeline.data.mixed_set.MixedSet`."""
+        return [self]
 
     def identity(self) -> dict:
         """Plain values that identify the split's content and order, independent of its location."""
@@ -109,10 +121,6 @@ class ShardSet:
         shard = int(self.samples["shard"][index])
         return sample_key(shard, int(index) - self._first_of_shard[shard])
 
-    def read_jpegs(self, indices: np.ndarray) -> list[np.ndarray]:
-        """:meth:`read` for each of several samples."""
-        return [self.read(int(index)) for index in indices]
-
     def read(self, index: int) -> np.ndarray:
         """The encoded image of one sample, verified by its checksum. Thread-safe.
 
@@ -125,27 +133,27 @@ class ShardSet:
             DamagedSample: the tar is missing, truncated, unreadable or does not match the checksum.
             UserError: the limit on open files is reached.
         """
-        try:
-            return self._read(index)
-        except DamagedSample:
-            self.files.forget_if_replaced(self._tar(self.samples[index]))
-            return self._read(index)
+        (image,) = self.read_batch([index])
+        if isinstance(image, DamagedSample):
+            raise image
+        return image
 
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
-        """:meth:`read` for each of several samples, in a store at the same time; in place of an image, the error that it raises.
+        """:meth:`read` for each of several samples, in a store at the same time; for a damaged image, the error.
 
         Raises:
             UserError: none of the samples can be read any more.
         """
-        if not isinstance(self.files, ManyFiles):
-            return [self._try(self.read, index) for index in indices]
-        rows = [self.samples[index] for index in indices]
-        found = self.files.read_many([(self._tar(row), int(row["offset"]), int(row["bytes"])) for row in rows])
-        images = [self._try(self._verified, index, data) for index, data in zip(indices, found)]
-        for place, image in enumerate(images):
-            if isinstance(image, DamagedSample) and not _was_given_up(found[place]):  # rare
-                self.files.forget_if_replaced(self._tar(rows[place]))
-                images[place] = self._try(self._read, indices[place])
+        ranges = [self._range(index) for index in indices]
+        images = []
+        for index, wanted, data in zip(indices, ranges, self.files.read_many(ranges)):
+            image = self._verified(index, data)
+            final = self.files.repeats and isinstance(data, OSError) and data.errno != errno.ESTALE  # ESTALE: replaced
+            if isinstance(image, DamagedSample) and not final:
+                self.files.forget_if_replaced(wanted[0])
+                (data,) = self.files.read_many([wanted])
+                image = self._verified(index, data)
+            images.append(image)
         return images
 
     def will_need(self, runs: list[tuple[int, int]]) -> None:
@@ -161,18 +169,12 @@ class ShardSet:
                 inside = samples[samples["shard"] == shard]
                 begin, end = int(inside["offset"][0]), int(inside["offset"][-1]) + int(inside["bytes"][-1])
                 ranges.append((self.info.shards[int(shard)].file, begin, end - begin))
-        if ranges and isinstance(self.files, BlockFiles):
-            self.files.will_need_blocks(ranges)
-            return
-        for each in ranges:
-            self.files.will_need(*each)
+        if ranges:
+            self.files.will_need(ranges)
 
     def take_counts(self) -> dict[str, int] | None:
-        """What happened with the store since the last call (:meth:`pipeline.stores.store.Store.take_counts`); None without one."""
-        files: object = self.files
-        while not isinstance(files, Counting) and hasattr(files, "source"):  # a cache before them
-            files = files.source
-        return files.take_counts() if isinstance(files, Counting) else None
+        """Count the store's requests since the last call (:meth:`pipeline.stores.store.Store.take_counts`); None without one."""
+        return self.files.take_counts()
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
         """An error about a sample, to be raised by the caller."""
@@ -197,48 +199,25 @@ class ShardSet:
             return ""
         return original if isinstance(original, str) and original.isprintable() else ""
 
-    def _read(self, index: int) -> np.ndarray:
-        sample = self.samples[index]
-        try:
-            data: bytes | memoryview | OSError = self.files.read(self._tar(sample), int(sample["offset"]), int(sample["bytes"]))
-        except OSError as error:
-            data = error
-        return self._verified(index, data)
-
-    def _verified(self, index: int, data: bytes | memoryview | OSError) -> np.ndarray:
-        """What was read of a sample, compared with its row.
-
-        Raises:
-            DamagedSample: it could not be read, or is not what was written.
-        """
-        sample = self.samples[index]
-        size, offset = int(sample["bytes"]), int(sample["offset"])
+    def _verified(self, index: int, data: bytes | memoryview | OSError) -> np.ndarray | DamagedSample:
+        """What was read of a sample, if it is what was written."""
         if isinstance(data, OSError):
-            original = (
-                "" if isinstance(self.files, ManyFiles) else self._original(index)
-            )  # in a store that would take long, too
-            raise self._damaged(index, f"cannot be read ({data.strerror})", original)
-        if len(data) != size:
-            raise self.damaged(index, f"is cut off: {len(data)} of its {size} bytes are there, at offset {offset}")
-        checksum = xxh3_64_intdigest(data)
-        if checksum != sample["checksum"]:
-            raise self.damaged(
-                index, f"was changed after it was written: checksum {checksum:016x}, {int(sample['checksum']):016x} needed"
-            )
+            original = "" if self.files.repeats else self._original(index)  # reading that would take as long
+            return self._damaged(index, f"cannot be read ({data.strerror})", original)
+        if damage := sample_damage(data, self.samples[index]):
+            return self.damaged(index, damage)
         return np.frombuffer(data, dtype=np.uint8)
 
-    def _try(self, read: Callable[..., np.ndarray], index: int, *rest: object) -> np.ndarray | DamagedSample:
-        try:
-            return read(index, *rest)
-        except DamagedSample as damage:
-            return damage
+    def _range(self, index: int) -> Range:
+        sample = self.samples[index]
+        return self._tar(sample), int(sample["offset"]), int(sample["bytes"])
 
     def _tar(self, sample: np.void) -> str:
         """Name of the tar with a row of the sample table."""
         return self.info.shards[int(sample["shard"])].file
 
     def _map_samples(self) -> np.ndarray:
-        path, needed = self.folder / self.info.samples_file, f"{self.info.samples} samples needed by {MANIFEST}"
+        path = self.folder / self.info.samples_file
         remedy = "restore it, or shard again into an empty folder"
         try:
             local = self.files.whole(self.info.samples_file)
@@ -248,23 +227,45 @@ class ShardSet:
             wrong = find_out_of_range(samples, [shard.bytes for shard in self.info.shards], len(self.classes))
             forget_pages(samples)
         except FileNotFoundError:
-            raise UserError(f"{path} is missing, {needed}", remedy) from None
+            raise UserError(f"{path} is missing ({self.info.samples} samples by {MANIFEST})", remedy) from None
         except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}), {needed}", remedy) from None
+            raise UserError(f"{path} is damaged ({error}; {self.info.samples} samples by {MANIFEST})", remedy) from None
         if wrong:
-            raise UserError(f"{path} does not fit {MANIFEST}: {wrong} needed", remedy)
+            raise UserError(f"{path} does not fit {MANIFEST}: {wrong}", remedy)
         return samples
 
 
-def _was_given_up(data: object) -> bool:
-    """Whether a store did not give it, after all tries; a file that was replaced is another matter."""
-    return isinstance(data, OSError) and data.errno != errno.ESTALE
+def open_files(path: str | os.PathLike[str], split: str, readers: int = 1) -> ShardFiles:
+    """The files of the shard set at ``data.path``.
+
+    Args:
+        path: a folder or a URL; holds ``manifest.json``, directly or in a subfolder named ``split``.
+        split: ``train`` or ``val``.
+        readers: processes that divide the samples among them.
+
+    Raises:
+        UserError: there is no such place.
+    """
+    place = parse_place(path)
+    if isinstance(place, RemotePath):
+        from pipeline.data.remote_files import RemoteFiles  # imported late: a local set needs no client
+
+        return RemoteFiles.find(place, split, readers)
+    return LocalFiles(_find(place, split))
+
+
+def _find(folder: Path, split: str) -> Path:
+    """``folder``, or ``folder/split`` if the manifest is there."""
+    if not folder.is_dir():
+        raise UserError(f"shard folder {folder} does not exist", f"set data.path to the folder that {SHARDER} wrote")
+    nested = folder / split
+    return nested if (nested / MANIFEST).is_file() and not (folder / MANIFEST).is_file() else folder
 
 
 def _advice(folder: Place, split: str) -> str:
     """The remedy for a split that the manifest does not list."""
     if split not in ("train", "val"):
-        return f"take one of these; other images with labels are sharded into a folder of their own, {SHARDER} --split val"
+        return f"pass one of these; shard other labelled images into a folder of their own, {SHARDER} --split val"
     if isinstance(folder, Path) and in_progress_file(folder, split).exists():
         return "its sharding was not finished, run the same sharding command again"
     if split == "val":

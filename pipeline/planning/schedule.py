@@ -11,7 +11,7 @@ from pipeline.config import Config
 from pipeline.data.manifest import MANIFEST, SplitInfo
 from pipeline.data.samples import Mixture
 from pipeline.data.schedule import make_schedule
-from pipeline.data.shard_files import open_files
+from pipeline.data.shards import open_files
 from pipeline.errors import UserError
 from pipeline.planning.network import NETWORK
 from pipeline.stores.place import Place, parse_place

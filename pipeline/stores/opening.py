@@ -9,14 +9,15 @@ from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from pipeline.errors import UserError
 from pipeline.stores.place import RemotePath
-from pipeline.stores.settings import ENDPOINTS
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # the first that is set counts
 EXTRA = "pip install 'pervit-pipeline[remote]'"
 _CONNECT, _SILENT, _WHOLE = timedelta(seconds=10), timedelta(seconds=20), timedelta(seconds=120)  # of a request
 
@@ -103,3 +104,30 @@ def _login(host: str) -> str:
     except (OSError, netrc.NetrcParseError):
         return ""
     return "Basic " + b64encode(f"{found[0]}:{found[2]}".encode()).decode() if found else ""
+
+
+def check_settings(place: RemotePath) -> None:
+    """See that the address of another store than Amazon's is one.
+
+    Raises:
+        UserError: it is not.
+    """
+    if place.scheme != "s3":
+        return
+    for name in ENDPOINTS:
+        if (address := os.environ.get(name)) and not _is_address(address):
+            raise UserError(  # without the address, which may hold a password
+                f"{name} is not the address of a store, https://HOST or https://HOST:PORT needed",
+                "correct it, or unset it for Amazon",
+            )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        port = parts.port  # raises where it is none
+    except ValueError:
+        return False
+    return (
+        parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and text.isascii() and text.split() == [text]
+    )

@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import errno
 import logging
+import queue
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from pipeline.errors import RANK_LOST, UserError
 from pipeline.stores.client import NO_RANGES, Answer, Client, Failure, Kind, Version
-from pipeline.stores.parallel import Threads
+from pipeline.stores.opening import check_settings
 from pipeline.stores.place import RemotePath
-from pipeline.stores.settings import check_settings
 
 _log = logging.getLogger(__name__)
 
+Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _PART = 8 << 20  # bytes of a request for a whole object
@@ -51,6 +54,51 @@ class StoreAway(StoreFails):
     """The store answers nobody. A later start may succeed, so the job may be requeued."""
 
     exit_code = RANK_LOST
+
+
+class Threads:
+    """Threads that wait for answers. They are started as needed, and do not keep a process from ending.
+
+    Args:
+        most: threads, and so requests at a time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tasks: queue.SimpleQueue[tuple[Future, Callable[[], object]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._started = self._pending = 0
+
+    def submit(self, act: Callable[[], Result]) -> Future[Result]:
+        """Call ``act`` in a thread."""
+        future: Future[Result] = Future()
+        with self._lock:
+            self._pending += 1
+            begin = self._pending > self._started and self._started < self._most
+            self._started += begin
+        self._tasks.put((future, act))
+        if begin:
+            threading.Thread(target=self._work, name=f"store-{self._started}", daemon=True).start()
+        return future
+
+    def map(self, act: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result | BaseException]:
+        """``act`` of each task, at the same time; in place of a result, the exception that was raised."""
+        waiting = [self.submit(partial(act, task)) for task in tasks]
+        return [future.exception() or future.result() for future in waiting]
+
+    def _work(self) -> None:
+        while True:
+            future, act = self._tasks.get()
+            try:
+                if not future.set_running_or_notify_cancel():
+                    continue
+                future.set_result(act())
+            except BaseException as error:
+                future.set_exception(error)
+            finally:
+                del future, act  # an answer is not kept until the next task
+                with self._lock:
+                    self._pending -= 1
 
 
 class Store:

@@ -18,11 +18,12 @@ import pytest
 import pipeline.data.cache_filler as cache_filler
 from pipeline.config import DataConfig
 from pipeline.data.cached_files import CachedFiles, cache_of
-from pipeline.data.manifest import ShardManifest, file_sha256
+from pipeline.data.manifest import ShardManifest
 from pipeline.data.reader import BadSamples, Reader
 from pipeline.data.shard_cache import ShardCache
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from pipeline.files import file_sha256
 from support.batches import train_batches
 from support.cached_stream import digest, result_of, start_stream, wait_for_all
 from support.launching import REPOSITORY, clean_environment
@@ -141,7 +142,7 @@ def test_damage_under_the_run_is_a_warning_and_mended(
     if damage is not delete:  # a deleted file is read to its end
         until(lambda: len(caplog.messages) == 2)
         assert (
-            "has a damaged shard, train-00000" in caplog.text and f"it is removed, and read from {digits_shards}" in caplog.text
+            "has a damaged shard, train-00000" in caplog.text and f"it is removed and read from {digits_shards}" in caplog.text
         )
         wait_for_all(files)
         assert whole_shards(digits_shards, tmp_path / "cache") == 4
@@ -175,7 +176,7 @@ def test_a_shard_that_is_damaged_in_its_source_stays_out(
     files.fill()
     until(lambda: len(files._copies) == 3 and "train-000001.tar" in caplog.text)
     assert (
-        f"does not take {copied_shards / 'train-000001.tar'}, which is damaged itself (sample 0 of it has checksum"
+        f"does not take {copied_shards / 'train-000001.tar'}, which is damaged itself (sample 0 of it was changed"
         in caplog.text
     )
     files.close()
@@ -193,7 +194,7 @@ def test_a_cache_that_cannot_be_made_is_a_warning(
     shards, files = cached(digits_shards, folder, full=False)
     assert digest(shards) == digest(ShardSet(digits_shards, "train"))
     until(lambda: caplog.messages)
-    reason = f"{tmp_path / 'absent'} does not exist" if place == "no parent" else "it is no folder"
+    reason = f"{tmp_path / 'absent'} does not exist" if place == "no parent" else "it is not a directory"
     assert f"cannot be filled ({reason}): shards that it lacks are read from {digits_shards}" in caplog.text
     assert len(caplog.messages) == 1 and not files._copies
 
@@ -258,7 +259,7 @@ def test_a_disk_that_is_full_or_read_only_is_a_warning(digits_shards: Path, tmp_
 
 def test_a_cache_is_not_the_source(digits_shards: Path) -> None:
     """Guards against an eviction in a data set."""
-    with pytest.raises(UserError, match=r"data.cache .* is the folder of the shards themselves, another one needed: choose"):
+    with pytest.raises(UserError, match=r"data.cache must not be the folder of the shards themselves, got .*: choose"):
         ShardSet(digits_shards, "train", cache=ShardCache(digits_shards))
 
 

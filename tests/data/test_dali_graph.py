@@ -36,7 +36,7 @@ def test_the_graph_is_within_two_levels_of_the_cpu(mode: str, size: int, eval_cr
     else:
         batches = EvalBatches(**common, eval_crop=eval_crop)
     request = batches.request(0)
-    inputs = full_inputs(shards.read_jpegs(request.index), request)
+    inputs = full_inputs(list(map(shards.read, request.index)), request)
     (output,) = full_graph(lambda: inputs, batches, None, 1, 1).run()
     whole = Normalization(CONFIG.mean, CONFIG.std)(torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2))
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from PIL import Image
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE, train_geometry
 from pipeline.data.batches import EvalBatches, TrainBatches
-from pipeline.data.jpeg import image_size
+from pipeline.data.image_headers import CutOff, jpeg_header, kept_format
 from pipeline.data.loader import Batch, Loader
 from pipeline.data.shards import ShardSet
 from support.batches import train_batches
@@ -189,7 +190,7 @@ def test_evaluation_pixels_are_pillows(imagenet_shards: Path, image_size: int, s
     batch = next(Loader(EvalBatches(shards=shards, image_size=image_size, batch_size=32, eval_crop=0.875), CONFIG, CPU))
     mean, std = (torch.tensor(values)[:, None, None] for values in (CONFIG.mean, CONFIG.std))
     ours = ((batch.images * std + mean) * 255).permute(0, 2, 3, 1).numpy()  # (32, size, size, 3)
-    for i, jpeg in enumerate(shards.read_jpegs(batch.request.index)):
+    for i, jpeg in enumerate(list(map(shards.read, batch.request.index))):
         image = Image.open(io.BytesIO(jpeg.tobytes())).convert("RGB")
         scale = [side * short_side // min(image.size) for side in image.size]
         left, top = (round((side - image_size) / 2) for side in scale)
@@ -207,7 +208,7 @@ def test_training_pixels_are_pillows_crop_resize_and_flip(imagenet_shards: Path)
     mean, std = (torch.tensor(values)[:, None, None] for values in (CONFIG.mean, CONFIG.std))
     ours = ((batch.images * std + mean) * 255).permute(0, 2, 3, 1).numpy()
     geometry = batch.request.geometry
-    for i, jpeg in enumerate(shards.read_jpegs(batch.request.index)):
+    for i, jpeg in enumerate(list(map(shards.read, batch.request.index))):
         (top, left), (height, width) = geometry.start[i], geometry.shape[i]
         image = Image.open(io.BytesIO(jpeg.tobytes())).convert("RGB").crop((left, top, left + width, top + height))
         pillow = np.asarray(image.resize((160, 160), Image.Resampling.BICUBIC))
@@ -232,12 +233,18 @@ def test_evaluation_counts_every_image_once(digits_shards: Path, world_size: int
 
 
 def test_images_of_all_kinds_have_their_size_read_and_cut_off_ones_are_found() -> None:
-    """Guards against a header check that refuses good files (grey, progressive, PNG under a JPEG's name) or passes half ones."""
+    """Guards against a header check that refuses good files (grey, progressive, PNG) or passes half ones."""
     for mode, options in (("RGB", {}), ("L", {}), ("CMYK", {}), ("RGB", {"progressive": True}), ("RGB", {"format": "PNG"})):
         file = io.BytesIO()
         Image.new(mode, (31, 17)).save(file, **{"format": "JPEG", **options})
         whole = file.getvalue()
-        assert image_size(whole) == image_size(whole + b"trailing bytes" * ("format" not in options)) == (31, 17)
+        if "format" in options:
+            assert kept_format(whole) == ("png", 31, 17)
+            for length in range(8, len(whole) - 4):
+                with suppress(CutOff):
+                    assert kept_format(whole[:length]) is None
+            continue
+        assert jpeg_header(whole)[2:4] == jpeg_header(whole + b"trailing bytes")[2:4] == (31, 17)
         for length in range(len(whole) - 4):
             with pytest.raises(ValueError, match="cut off|not a JPEG"):
-                image_size(whole[:length])
+                jpeg_header(whole[:length])

@@ -104,10 +104,13 @@ def test_bad_input_is_one_sentence(digits_shards: Path, few: Path, tmp_path: Pat
     (tmp_path / "again").symlink_to(digits_shards)
     for twice in ({str(tmp_path / "again"): 1.0}, {str(few): 1.0, f"{few}/.": 2.0}):
         with pytest.raises(
-            UserError, match="^data.mix: .* is the same place as .*, different sets needed: take one of them out"
+            UserError, match="^data.mix must name different sets, got .* and .*, which are the same place: remove one of them"
         ):
             open_training_set(digits_shards, twice)
-    with pytest.raises(UserError, match=rf"data.mix: {digits_shards} has 8 of 10 classes that {few} has not \(0, 1, 2, ...\)"):
+    with pytest.raises(
+        UserError,
+        match=rf"data.mix: the classes of {digits_shards} must be among those of {few}, got 8 others \(0, 1, 2, ...\)",
+    ):
         open_training_set(few, {str(digits_shards): 1.0})
     for mix, said in (
         ({"x": 0}, "greater than 0"),

@@ -112,7 +112,7 @@ def test_s3_gives_the_same_batches_as_the_disk(copied_shards: Path, monkeypatch:
         (copied_shards / "train-000002.tar").write_bytes(b"short")
         upload(copied_shards, "sets/digits")
         with pytest.raises(
-            UserError, match=r"s3://bucket/sets/digits/train-000002.tar has 5 bytes, \d+ needed by manifest.json"
+            UserError, match=r"s3://bucket/sets/digits/train-000002.tar must have \d+ bytes by manifest.json, got 5"
         ):
             ShardSet(f"s3://{BUCKET}/sets/digits", "train")
 
@@ -189,7 +189,7 @@ def test_changed_bytes_are_bad_and_a_like_object_goes_unnoticed(copied_shards: P
     assert isinstance(image, DamagedSample) and "was changed after it was written" in str(image)
     tar.write_bytes(tar.read_bytes() + b"more")
     with pytest.raises(
-        DamagedSample, match=r"cannot be read \(the file was replaced: it has \d+ bytes, \d+ needed by manifest.json\)"
+        DamagedSample, match=r"cannot be read \(the file was replaced: it must have \d+ bytes by manifest.json, got \d+\)"
     ):
         remote.read(index)
 
@@ -242,7 +242,7 @@ def test_what_is_not_there_is_one_sentence(copied_shards: Path, web: int, monkey
     (copied_shards / "train-samples.npy").unlink()
     monkeypatch.setenv("TMPDIR", str(copied_shards.parent))
     monkeypatch.setattr("tempfile.tempdir", None)
-    with pytest.raises(UserError, match=r"train-samples.npy is missing, 1438 samples needed"):
+    with pytest.raises(UserError, match=r"train-samples.npy is missing \(1438 samples by manifest.json\)"):
         ShardSet(f"http://127.0.0.1:{web}/shards", "train")
     monkeypatch.setattr("tempfile.tempdir", None)
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from data_prep.set_checks import read_sample_table, verify
-from pipeline.data.manifest import MANIFEST, ShardManifest, file_sha256
+from pipeline.data.manifest import MANIFEST, ShardManifest
 from pipeline.data.shards import DamagedSample, ShardSet
 from pipeline.errors import UserError
+from pipeline.files import file_sha256
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ EDITS = [
     ("splits.val.samples", True, "a whole number of at least 1"),
     ("splits.val.seed", -1, "a whole number of at least 0"),
     ("splits.val.samples_per_shard", 1.5, "a whole number of at least 1"),
-    ("splits.val.samples_per_class", [1, 2], "10 needed, one for each class"),
+    ("splits.val.samples_per_class", [1, 2], "must have 10 entries, one for each class, got 2"),
     ("splits.val.samples_per_class", [-1] * 10, "a list of counts"),
     ("splits.val.source", None, "an object"),
     ("splits.val.source.fingerprint", None, "a string"),
@@ -45,8 +46,8 @@ EDITS = [
     ("splits.val.shards.0.file", "/etc/passwd", "the plain name of a file"),
     ("splits.val.shards.0.idx_file", "\0", "the plain name of a file"),
     ("splits.val.shards.0.bytes", "many", "a whole number of at least 0"),
-    ("splits.val.shards.0.unknown", 1, "a whole manifest"),
-    ("splits.val", [], "a whole manifest"),
+    ("splits.val.shards.0.unknown", 1, "not a complete manifest"),
+    ("splits.val", [], "not a complete manifest"),
 ]
 
 
@@ -60,10 +61,10 @@ def test_an_impossible_value_in_the_manifest_is_named(place: str, value: object,
         parent = parent[int(key) if key.isdecimal() else key]
     parent[last] = value
     (copied / MANIFEST).write_text(json.dumps(tree))
-    with pytest.raises(UserError, match=r"manifest.json is damaged.* needed.*: restore the file, or write") as error:
+    with pytest.raises(UserError, match=r"manifest.json is damaged: .*: restore the file, or write") as error:
         ShardSet(copied, "val")
     assert needed in str(error.value)
-    if needed != "a whole manifest":
+    if needed != "not a complete manifest":
         assert f": {place} " in str(error.value)
 
 
@@ -78,17 +79,17 @@ def edit_row(name: str, value: int) -> Callable[[np.ndarray], np.ndarray]:
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        (edit_row("offset", 2**63), "offset of sample 7 is 9223372036854775808, within its tar needed"),
-        (edit_row("offset", 2**64 - 1), "offset of sample 7 is"),
-        (edit_row("bytes", 0), "bytes of sample 7 is 0, at least 1"),
-        (edit_row("bytes", 2**32 - 1), "bytes of sample 7 is"),
-        (edit_row("shard", 1), "shard of sample 7 is 1, below 1 needed"),
-        (edit_row("label", 10), "label of sample 7 is 10, below 10 needed"),
-        (edit_row("width", 0), "width of sample 7 is 0, at least 1 needed"),
-        (edit_row("height", 0), "height of sample 7 is 0, at least 1 needed"),
+        (edit_row("offset", 2**63), "offset of sample 7 must be within its tar, got 9223372036854775808"),
+        (edit_row("offset", 2**64 - 1), "offset of sample 7 must be"),
+        (edit_row("bytes", 0), "bytes of sample 7 must be at least 1 and within its tar, got 0"),
+        (edit_row("bytes", 2**32 - 1), "bytes of sample 7 must be"),
+        (edit_row("shard", 1), "shard of sample 7 must be below 1, got 1"),
+        (edit_row("label", 10), "label of sample 7 must be below 10, got 10"),
+        (edit_row("width", 0), "width of sample 7 must be at least 1, got 0"),
+        (edit_row("height", 0), "height of sample 7 must be at least 1, got 0"),
         (lambda rows: rows[0], r"damaged \(it holds an array of shape \(\)"),
         (lambda rows: rows[None], r"damaged \(it holds an array of shape \(1, 359\)"),
-        (lambda rows: rows[:5], r"damaged \(it lists 5 samples\), 359 samples needed"),
+        (lambda rows: rows[:5], r"damaged \(it lists 5 samples; 359 samples by manifest.json\)"),
         (lambda rows: rows["label"], "fields"),
         (lambda rows: b"\x93NUMPY\x01\x00\x06\x00{'x':\n", "damaged"),
         (lambda rows: b"PK\x03\x04", "damaged"),
@@ -120,7 +121,7 @@ def test_a_pipe_in_place_of_a_file_is_named(copied: Path) -> None:
         content = (copied / name).read_bytes()
         (copied / name).unlink()
         os.mkfifo(copied / name)
-        with pytest.raises((UserError, OSError), match=rf"not a regular file.*{name}|{name} is not a regular file"):
+        with pytest.raises((UserError, OSError), match=rf"not a regular file.*{name}|{name} must be a regular file"):
             ShardSet(copied, "val")
         if name.endswith(".tar"):
             assert any("not a regular file" in finding.found for finding in verify(copied, ShardManifest.read(copied)))
@@ -134,7 +135,7 @@ def test_a_pipe_in_place_of_a_file_is_named(copied: Path) -> None:
 
 def test_an_unfinished_set_and_an_unknown_split_get_advice_that_works(copied: Path) -> None:
     """Guards against "manifest.json is missing" for a set that one more command would finish, and an invalid --split."""
-    with pytest.raises(UserError, match=r"'test' needed: take one of these; .* --split val"):
+    with pytest.raises(UserError, match=r"got 'test': pass one of these; .* --split val"):
         ShardSet(copied, "test")
     (copied / MANIFEST).rename(copied / "kept")
     (copied / ".train-in-progress").write_text("{}")

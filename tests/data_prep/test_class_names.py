@@ -183,5 +183,5 @@ def test_a_manifest_with_names_that_are_too_few_is_damaged(named: Path, tmp_path
     tree = json.loads((named / "shards" / MANIFEST).read_text())
     tree["class_names"] = ["one"]
     (tmp_path / MANIFEST).write_text(json.dumps(tree))
-    with pytest.raises(UserError, match="class_names has 1 names, 2 needed, one for each class"):
+    with pytest.raises(UserError, match="class_names must have 2 entries, one for each class, got 1"):
         ShardManifest.read(tmp_path)

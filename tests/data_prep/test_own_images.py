@@ -12,9 +12,10 @@ import pytest
 
 from data_prep.sources import ImageFolder, hold_out, open_sources
 from data_prep.writer import write_shards
-from pipeline.data.manifest import ShardManifest, file_sha256
+from pipeline.data.manifest import ShardManifest
 from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from pipeline.files import file_sha256
 from support.launching import REPOSITORY, clean_environment, run_script
 from support.official_files import jpeg
 
@@ -97,7 +98,7 @@ def test_splits_with_other_classes_are_refused_or_told(tmp_path: Path) -> None:
     said = run_script(SHARDER, "--source", source, "--output", tmp_path / "more", "--workers", 1).stdout
     assert "warning: " in said and "val has no images of 1 class (d) that train has" in said
 
-    path = tmp_path / "more" / "manifest.json"  # as an earlier release wrote it
+    path = tmp_path / "more" / "manifest.json"  # as another program may write it
     manifest = json.loads(path.read_text())
     manifest["splits"]["train"]["samples_per_class"] = [0, 4, 2]
     path.write_text(json.dumps(manifest))

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.manifest import ShardManifest, file_sha256
+from pipeline.data.manifest import ShardManifest
+from pipeline.files import file_sha256
 from support.cached_stream import result_of, start_stream
 from support.launching import REPOSITORY, clean_environment, run_script
 from support.ranks import run_forked
@@ -60,7 +61,7 @@ def test_an_interrupted_command_goes_on(how: signal.Signals, digits_shards: Path
     """Guards against a prolog's time limit that leaves a cache which nobody can use."""
     cache = tmp_path / "cache"
     slow = (
-        "import time, pipeline.data.shard_fetch as fetch; fetch.CHUNK = 1 << 16; append = fetch.Partial.append\n"
+        "import time, pipeline.data.cache_filler as fetch; fetch.CHUNK = 1 << 16; append = fetch.Partial.append\n"
         "fetch.Partial.append = lambda self, data: (append(self, data), time.sleep(0.05))\n"
         "from data_prep.stage_shards import command; command()"
     )
@@ -110,7 +111,7 @@ def test_wrong_arguments_are_one_sentence(digits_shards: Path, tmp_path: Path) -
             ("--cache", tmp_path / "absent" / "cache"),
             f"cannot be filled ({tmp_path / 'absent'} does not exist): see to the folder",
         ),
-        (("--cache", tmp_path / "file"), "cannot be filled (it is no folder): see to the folder"),
+        (("--cache", tmp_path / "file"), "cannot be filled (it is not a directory): see to the folder"),
         (("--cache", digits_shards), "is the folder of the shards themselves, another one needed: choose a folder"),
         (("--cache", tmp_path, "--gib", 0), "--gib is 0, above 0 and at most 1048576 needed"),
         (("--cache", ""), "--cache is empty, a folder on a disk of this node needed"),

@@ -12,7 +12,7 @@ import pytest
 
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
-from pipeline.data.manifest import file_sha256
+from pipeline.files import file_sha256
 from support.launching import PATIENCE, run_script
 from support.slurm_cluster import ENDED, Cluster, python_in_a_container
 

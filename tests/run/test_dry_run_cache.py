@@ -37,5 +37,5 @@ def test_what_fits_is_said_and_nothing_is_written(digits_shards: Path, tmp_path:
         check(f"data.cache={tmp_path}/no/cache")
     with pytest.raises(UserError, match="it is not a folder"):
         check(f"data.cache={config}")
-    with pytest.raises(UserError, match=f"data.cache {digits_shards} is the folder of the shards themselves"):
+    with pytest.raises(UserError, match=f"data.cache must not be the folder of the shards themselves, got {digits_shards}"):
         check(f"data.cache={digits_shards}")

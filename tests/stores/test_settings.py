@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import UserError
+from pipeline.stores.opening import check_settings
 from pipeline.stores.place import RemotePath
-from pipeline.stores.settings import check_settings
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ import numpy as np
 from xxhash import xxh3_64
 
 import pipeline.data.cache_filler as cache_filler
-import pipeline.data.shard_fetch as shard_fetch
 from pipeline.data.cached_files import CachedFiles
 from pipeline.data.order import sample_at
 from pipeline.data.shard_cache import ShardCache
@@ -64,13 +63,13 @@ def main() -> None:
     parser.add_argument("shards", type=Path)
     parser.add_argument("cache", type=Path)
     parser.add_argument("--delay", type=float, default=0.0)
-    parser.add_argument("--chunk", type=int, default=shard_fetch.CHUNK)
+    parser.add_argument("--chunk", type=int, default=cache_filler.CHUNK)
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--hang", type=int, default=1 << 60)
     parser.add_argument("--fill", action="store_true")
     parser.add_argument("--offline", action="store_true")
     args = parser.parse_args()
-    shard_fetch.CHUNK, cache_filler._ELSEWHERE_SECONDS = args.chunk, 0.05
+    cache_filler.CHUNK, cache_filler._ELSEWHERE_SECONDS = args.chunk, 0.05
     shards = ShardSet(args.shards, "train", cache=ShardCache(args.cache, keep_free=0))
     files = shards.files
     assert isinstance(files, CachedFiles)

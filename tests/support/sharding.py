@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.data.manifest import file_sha256
+from pipeline.files import file_sha256
 
 SHARDER = "data_prep/shard_imagenet.py"
 

@@ -146,7 +146,7 @@ def test_the_graph_is_within_two_levels_of_the_cpu(rule: str, size: int, imagene
     """Guards against a graph for GPUs that takes another filter, or repeats the border's pixels where Pillow leaves them out."""
     batches = batches_of(imagenet_shards, rule, PLAIN, size=size)
     request = batches.request(0)
-    inputs = full_inputs(batches.shards.read_jpegs(request.index), request)
+    inputs = full_inputs(list(map(batches.shards.read, request.index)), request)
     (output,) = full_graph(lambda: inputs, batches, None, 1, 1).run()
     graph = torch.from_dlpack(output.as_tensor()).permute(0, 3, 1, 2).numpy().astype(int)
     difference = np.abs(graph - loaded(batches))
@@ -163,11 +163,11 @@ def test_the_graph_gives_each_operation_its_filter(imagenet_shards: Path) -> Non
     (rand_augment,) = batches.augmentations
     fixed = np.column_stack([np.zeros(BATCH, bool), linear])
     request = replace(request, bilinear=fixed, draws={rand_augment: Ops(op, np.full(op.shape, 20, np.float32))})
-    inputs = full_inputs(batches.shards.read_jpegs(request.index), request)
+    inputs = full_inputs(list(map(batches.shards.read, request.index)), request)
     (output,) = full_graph(lambda: inputs, batches, None, 1, 1).run()
     graph = torch.from_dlpack(output.as_tensor()).numpy().astype(int)
     plain = replace(request, draws={}, bilinear=None)
-    bare = full_inputs(batches.shards.read_jpegs(plain.index), plain)
+    bare = full_inputs(list(map(batches.shards.read, plain.index)), plain)
     (output,) = full_graph(lambda: bare, batches_of(imagenet_shards, "bicubic", PLAIN), None, 1, 1).run()
     before = torch.from_dlpack(output.as_tensor()).numpy()
     linear = linear[np.arange(BATCH), np.arange(BATCH) % 3]
