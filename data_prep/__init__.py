@@ -1,24 +1,19 @@
-"""Writes and verifies shard sets: images in common download formats -> WebDataset tars with indexes and checksums.
+"""Write and verify shard sets: images in common download formats -> WebDataset tars with indexes and checksums.
 
 ======================  ===============================================================
 ``shard_imagenet``      command: write shards
 ``verify_shards``       command: verify a shard set
 ``upload_shards``       command: copy a shard set into a store
-``stage_shards``        command: copy shards into a node's cache
+``stage_shards``        command: copy shards into a node's cache, with ``staging``
 ``make_demo_dataset``   command: write the digits data set of the demo
-``staging``             does that for a split
 ``sources``             the supported formats of images
 ``job``                 plans the writing of one split and checks the output folder
 ``writer``              writes a split with worker processes, then the manifest
 ``shard_writer``        writes one shard in a worker
-``tar_writer``          fast tar output
-``output``              where a set is written: files are finished in a folder, then published
+``output``              a set in a folder: locks, space; files are finished, then published
 ``store_output``        publishes them in a store
 ``workers``             worker processes with a progress bar and clean shutdown
-``folder_lock``         POSIX locks between concurrent writers
-``space``               estimate of the disk space needed
-``class_names``         what people call the classes
-``split_classes``       checks that the splits have the same classes and different images
+``class_names``         readable names of the classes
 ``set_checks``          verification of a shard set
 ``shard_checks``        verification of one shard
 ======================  ===============================================================

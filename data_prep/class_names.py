@@ -1,4 +1,4 @@
-"""Names of classes for people: ``--class-names FILE``, and ImageNet's devkit.
+"""Read names of classes for people: ``--class-names FILE``, and ImageNet's devkit.
 
 A class is identified by its folder, wnid or label, which order the classes and never change. What tables, figures and predictions
 call it is its name in ``manifest.json``, ``class_names``.
@@ -25,8 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_prep import counted
-from data_prep.folder_lock import FolderLock
-from data_prep.output import Output
+from data_prep.output import FolderLock, Output
 from data_prep.sources.devkit import Devkit
 from pipeline.data.manifest import MANIFEST, ShardManifest
 from pipeline.errors import UserError
@@ -65,8 +64,8 @@ def read_class_names(path: Path, classes: Sequence[str]) -> list[str]:
     if found and isinstance(found[0], str):
         if len(found) != len(classes):
             raise UserError(
-                f"{path} has {counted(len(found), 'name')} for {counted(len(classes), 'class')}, 1 each in class order needed",
-                "write a name a line, or CLASS<tab>name",
+                f"{path} must have a name for each of {counted(len(classes), 'class')}, got {counted(len(found), 'name')}",
+                "write a name on each line, in class order, or CLASS<tab>name",
             )
         return by_class(zip(classes, found), classes, str(path))
     return by_class(_by_name(found, classes), classes, str(path))
@@ -95,7 +94,7 @@ def by_class(pairs: Iterable[tuple[str, str]], classes: Sequence[str], where: st
         )
     for key in classes:
         if not names[key].strip() or not names[key].isprintable():
-            raise UserError(f"{where}: the name of {key} is {names[key]!r:.60}, printable text needed", "correct it")
+            raise UserError(f"{where}: the name of {key} must be printable text, got {names[key]!r:.60}", "correct it")
     return distinct([names[key].strip() for key in classes], classes)
 
 
@@ -171,7 +170,7 @@ def _json(path: Path, text: str, classes: set[str]) -> list[str] | Pairs:
         return pairs
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{path} is no JSON of class names ({' '.join(str(error).split())[:80]})",
+            f"{path} is not a JSON file of class names ({' '.join(str(error).split())[:80]})",
             'write {"CLASS": "name", ...}, {"0": "name", ...} or a list in class order',
         ) from None
 
@@ -185,7 +184,7 @@ def _table(path: Path, text: str) -> Pairs:
     key, name = (next((column for column in wanted if column in columns), None) for wanted in (_KEYS, _NAMES))
     if key is None or name is None:
         raise UserError(
-            f"{path} has the columns {', '.join(map(str, columns)) or 'of no line'}, {_KEYS[0]} and {_NAMES[0]} needed",
+            f"{path} must have the columns {_KEYS[0]} and {_NAMES[0]}, got {', '.join(map(str, columns)) or 'no line'}",
             f"name them in its first line: {_KEYS[0]},{_NAMES[0]}",
         )
     return [(row[key] or "", row[name] or "") for row in rows]

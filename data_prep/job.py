@@ -1,4 +1,4 @@
-"""Plans the writing of one split and checks that the output folder is empty or belongs to the same data set."""
+"""Plan the writing of one split, and check that the output folder is empty or belongs to the same data set."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.output import Output
+from data_prep.set_checks import classes_with_images, untaught_classes
 from data_prep.shard_writer import ShardTask, record_file
 from data_prep.sources import Source
-from data_prep.split_classes import classes_with_images, untaught_classes
 from pipeline.data.image_checks import ImageRules
 from pipeline.data.manifest import MANIFEST, ShardManifest, SplitInfo, in_progress_file, shard_name
 from pipeline.data.order import sample_at
@@ -94,7 +94,7 @@ def already_written(job: ShardJob) -> SplitInfo | None:
     difference = _difference(found.source, job.description)
     if difference:
         raise UserError(
-            f"{place / MANIFEST} already holds another {job.split} set ({difference} for this source)",
+            f"{place / MANIFEST} already holds another {job.split} set (for this source {difference})",
             "pass an empty --output folder",
         )
     ShardSet(place, job.split)  # raises if a file is missing or damaged
@@ -116,13 +116,13 @@ def begin(job: ShardJob) -> None:
         return
     if not job.in_progress.exists():
         raise UserError(
-            f"{place} already holds {len(tars)} {job.split} shards of another data set ({min(tars)}, ...), 0 needed",
+            f"{place} already holds {len(tars)} {job.split} shards of another data set ({min(tars)}, ...)",
             "pass an empty --output folder or remove them",
         )
     try:
         difference = _difference(json.loads(job.in_progress.read_text()), job.description)
     except (ValueError, AttributeError):
-        difference = "its description cannot be read, one by this release needed"
+        difference = "its description cannot be read"
     if difference:
         remedy = "run the command that began it, or pass an empty --output folder"
         if not tars:
@@ -150,7 +150,7 @@ def remove_traces(job: ShardJob) -> None:
 def _difference(found: dict, wanted: dict) -> str:
     """Describe the last key that differs; empty if none does."""
     differing = [key for key, value in wanted.items() if found.get(key) != value]
-    return f"{differing[-1]} is {found.get(differing[-1])}, {wanted[differing[-1]]} needed" if differing else ""
+    return f"{differing[-1]} must be {wanted[differing[-1]]}, got {found.get(differing[-1])}" if differing else ""
 
 
 def _refuse_source_folder(source: Source, output: Output) -> None:
@@ -158,9 +158,7 @@ def _refuse_source_folder(source: Source, output: Output) -> None:
     images, folder = Path(source.path).resolve(), output.folder.resolve()
     if images.is_dir() and (folder == images or images in folder.parents):
         option = "--output" if output.place == output.folder else "--scratch"
-        raise UserError(
-            f"{option} {output.folder} is within the source {source.path}, a folder outside of it needed", "pass another one"
-        )
+        raise UserError(f"{option} must be outside of the source {source.path}, got {output.folder}", "pass another one")
 
 
 def refuse_untaught_classes(where: str | Path, train: set[str], val: set[str]) -> None:
@@ -171,7 +169,7 @@ def refuse_untaught_classes(where: str | Path, train: set[str], val: set[str]) -
     """
     if wrong := untaught_classes(train, val):
         raise UserError(
-            f"{where}: {wrong}, 0 such classes needed, because a model cannot learn them",
+            f"{where}: {wrong}, so that a model cannot learn them",
             "rename or remove them, or write one split with --split into a folder of its own",
         )
 

@@ -30,7 +30,9 @@ def main() -> None:
     output = Path(parser.parse_args().output)
     if output.exists():
         if not (output / "train" / "0").is_dir():
-            raise UserError(f"{output} exists and does not hold the digits (no folder train/0)", "pass another --output")
+            raise UserError(
+                f"--output must be new or hold the digits, got {output} without a folder train/0", "pass another --output"
+            )
         print(f"{output}: the digits are already there")
         return
     temporary = output.with_name(f".{output.name}.tmp")

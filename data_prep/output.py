@@ -1,20 +1,80 @@
-"""Where a shard set is written: a folder, or a store (:mod:`data_prep.store_output`).
+"""Write a shard set to a folder; :mod:`data_prep.store_output` writes it to a store.
 
 The sharder finishes every file in :attr:`Output.folder`, then publishes it. In a folder, what is finished is published; with a store,
-the folder is a scratch folder of this machine, and publishing uploads the whole file.
+the folder is a scratch folder of this machine, and publishing uploads the whole file. :class:`FolderLock` keeps writers apart, and the
+space that shards need is estimated before hours of work instead of found missing after them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from data_prep.folder_lock import FolderLock
-from data_prep.space import check_space_for_shards
+from data_prep import SPLITS
+from data_prep.sources import Source
+from pipeline.data.image_checks import ImageRules
+from pipeline.errors import UserError
+from pipeline.files import check_space, lock_bytes
 from pipeline.stores.place import Place
+
+LOCK_FILE = ".lock"
+# Per sample: .cls and .json of one 512-byte block each, three headers, the image's padding, index line and table row.
+_BYTES_PER_SAMPLE = 3 * 1024
+_MARGIN = 1.02  # slack, for example for images that grow when re-encoded
+_ASPECT_RATIO = 1.5  # upper estimate of the average; most photographs are 4:3
+_BYTES_PER_PIXEL = ((90, 0.5), (95, 0.8), (100, 2.0))  # (quality up to, bytes): upper estimate for photographs at 4:2:0
+_MANIFEST_BYTE = 0
+_SHARDS_OF_A_SPLIT = 1 << 32
+
+
+class FolderLock:
+    """POSIX locks for concurrent writers, on one node or several.
+
+    Locks bytes of an empty file (:func:`pipeline.files.lock_bytes`), one for the manifest and one per shard, so that the tasks
+    of a job array write concurrently and no two processes write the same shard.
+
+    Args:
+        folder: the shard set.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_FILE
+        self._file = open(self._path, "ab")  # the only handle: closing any handle of a file releases all of its POSIX locks
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def take_shards(self, split: str, numbers: Iterable[int]) -> None:
+        """Lock shards until this object is closed.
+
+        Raises:
+            UserError: another process is writing one of them.
+        """
+        first = 1 + SPLITS.index(split) * _SHARDS_OF_A_SPLIT
+        for number in numbers:
+            if not lock_bytes(self._file.fileno(), self._path, first + number, 1):
+                raise UserError(
+                    f"{self._path.parent}: {split} shard {number} is being written by another process",
+                    "wait for it or stop it",
+                )
+
+    @contextmanager
+    def manifest(self) -> Iterator[None]:
+        """Hold the lock on the manifest and the lists beside it; blocks until it is free."""
+        lock_bytes(self._file.fileno(), self._path, _MANIFEST_BYTE, 1, wait=True)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _MANIFEST_BYTE)
+
 
 Result = TypeVar("Result")
 
@@ -64,7 +124,7 @@ class Output:
         return found
 
     def publish(self, name: str, sha256: str = "") -> None:
-        """Make a finished file of the folder part of the set, in place of one that has its name.
+        """Make a finished file of the folder part of the set, instead of one that has its name.
 
         Args:
             name: of the file.
@@ -89,3 +149,45 @@ class Output:
             UserError: they do not.
         """
         check_space_for_shards(self.folder, needed, written, estimate)
+
+
+def needed_bytes(source: Source, rules: ImageRules) -> int:
+    """Estimated size of the shards in bytes; an upper estimate if images are resized.
+
+    Args:
+        source: all images of the split.
+        rules: how images are stored.
+    """
+    images = source.total_bytes() * _MARGIN
+    if rules.resize_short_side is not None:
+        pixels = _ASPECT_RATIO * rules.resize_short_side**2
+        per_pixel = next(value for quality, value in _BYTES_PER_PIXEL if rules.quality <= quality)
+        images = min(images, len(source) * pixels * per_pixel)
+    return round(images + len(source) * _BYTES_PER_SAMPLE)
+
+
+def check_space_for_shards(
+    folder: Path, needed: int, written: int, estimate: bool, otherwise: str = "choose another --output"
+) -> None:
+    """Check that the shards fit on the disk.
+
+    Args:
+        folder: existing output folder.
+        needed: bytes of the whole split.
+        written: bytes already written.
+        estimate: whether ``needed`` is an estimate, because images are resized; for the message.
+        otherwise: what can be done instead of freeing space.
+
+    Raises:
+        UserError: not enough free space.
+    """
+    missing = max(0, needed - written)
+    try:
+        check_space(folder, missing)
+    except OSError:
+        about = " (an estimate: images are resized)" if estimate else ""
+        raise UserError(
+            f"the disk of {folder} must have {missing / 1e9:.2f} GB free for the shards{about}, got "
+            f"{shutil.disk_usage(folder).free / 1e9:.2f} GB",
+            f"free some space or {otherwise}",
+        ) from None

@@ -1,8 +1,9 @@
-"""Verification of a shard set: shards, sample tables, lists and class coverage. Damage is reported, never raised."""
+"""Verify a shard set: shards, sample tables, lists, and classes and images of its splits. Damage is reported, never raised."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Set
 from contextlib import closing
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -12,9 +13,8 @@ from tqdm import tqdm
 
 from data_prep import counted
 from data_prep.shard_checks import Finding, Findings, ShardCheck, check_shard
-from data_prep.split_classes import classes_with_images, untaught_classes
 from data_prep.workers import run_tasks
-from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, find_out_of_range, map_sample_table
+from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, find_out_of_range, map_sample_table
 from pipeline.files import file_sha256, open_regular
 
 
@@ -116,3 +116,44 @@ def read_sample_table(folder: Path, manifest: ShardManifest, split: str) -> tupl
     findings.expect("samples per class", counts == info.samples_per_class, True, "as in the manifest: ")
     findings.expect("samples", sum(shard.samples for shard in info.shards), info.samples, "of all shards: ")
     return rows, findings.table()
+
+
+def untaught_classes(train: Set[str], val: Set[str]) -> str:
+    """Describe the classes of val that train has no images of; empty if there are none.
+
+    Args:
+        train: classes with images in the train split.
+        val: classes with images in the val split.
+    """
+    foreign = sorted(val - train)
+    return f"val has images of {_listed(foreign)} that train has none of" if foreign else ""
+
+
+def unseen_classes(train: Set[str], val: Set[str]) -> str:
+    """Describe the classes of train that val has no images of; empty if there are none."""
+    unseen = sorted(train - val)
+    return f"val has no images of {_listed(unseen)} that train has, so accuracy says nothing about them" if unseen else ""
+
+
+def same_images(splits: Mapping[str, SplitInfo], split: str, fingerprint: str) -> str:
+    """Warn of another split that was written from the same images; empty if there is none.
+
+    Args:
+        splits: those in the shard set's manifest.
+        split: the split to compare with the others; need not be in the manifest yet.
+        fingerprint: of its source.
+    """
+    for name, info in splits.items():
+        if name != split and info.source["fingerprint"] == fingerprint:
+            return f"the {split} split has the images of its {name} split: accuracy on them says nothing about unseen images"
+    return ""
+
+
+def classes_with_images(names: list[str], counts: list[int]) -> set[str]:
+    """The names of the classes with a count above 0."""
+    return {name for name, count in zip(names, counts) if count}
+
+
+def _listed(classes: list[str]) -> str:
+    more = ", ..." if len(classes) > 3 else ""
+    return f"{counted(len(classes), 'class')} ({', '.join(classes[:3])}{more})"

@@ -1,4 +1,4 @@
-"""Verification of one shard: its tar, its index and its rows of the sample table. Damage is reported, never raised."""
+"""Verify one shard: its tar, its index and its rows of the sample table. Damage is reported, never raised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from data_prep.tar_writer import BLOCK
+from data_prep.shard_writer import BLOCK
 from data_prep.workers import count_image
 from pipeline.data.image_checks import Rejected, check_decodes
 from pipeline.data.image_headers import jpeg_header, kept_format

@@ -55,11 +55,11 @@ def main() -> None:
         "--class-names",
         type=Path,
         metavar="FILE",
-        help="what to call the classes in tables, figures and predictions: a name a line in class order, WNID or CLASS<tab> and name a "
+        help="readable class names for tables, figures and predictions: one name per line in class order, WNID or CLASS<tab> and name per "
         "line, .json, .csv, or the devkit; ImageNet's tars take the devkit's names",
     )
-    parser.add_argument("--image-column", metavar="NAME", help="of parquet files (default: by type and name)")
-    parser.add_argument("--label-column", metavar="NAME", help="of parquet files (default: by type and name)")
+    parser.add_argument("--image-column", metavar="NAME", help="column in parquet files (default: by type and name)")
+    parser.add_argument("--label-column", metavar="NAME", help="column in parquet files (default: by type and name)")
     parser.add_argument(
         "--subset",
         type=float,
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument(
         "--subset-rule",
         choices=("random", "first"),
-        help="of --subset: random images, chosen by --seed (default), or the first by file name, as for the papers' tables",
+        help="which images --subset keeps: random ones, chosen by --seed (default), or the first by file name, as in the papers' tables",
     )
     parser.add_argument(
         "--val-share",
@@ -84,7 +84,7 @@ def main() -> None:
         "--scratch",
         type=Path,
         metavar="DIR",
-        help="for a URL: folder of this machine with space for a tar of each worker, which is uploaded whole and removed (default: TMPDIR)",
+        help="with a URL: a local folder with space for one tar per worker, which is uploaded and removed (default: TMPDIR)",
     )
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
     parser.add_argument(
@@ -96,10 +96,10 @@ def main() -> None:
     for option in ("samples_per_shard", "workers"):
         if getattr(args, option) < 1:
             raise UserError(
-                f"--{option.replace('_', '-')} is {getattr(args, option)}, at least 1 needed", "pass a positive number"
+                f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}", "pass a positive number"
             )
     if args.seed < 0:
-        raise UserError(f"--seed is {args.seed}, at least 0 needed", "pass a non-negative number")
+        raise UserError(f"--seed must be at least 0, got {args.seed}", "pass a non-negative number")
 
     from data_prep.workers import stop_like_ctrl_c
 
@@ -114,7 +114,7 @@ def _open_output(args: argparse.Namespace) -> Output:
     place = parse_place(args.output)
     if isinstance(place, Path):
         if args.scratch:
-            raise UserError(f"--scratch is for an --output in a store, and {place} is a folder", "leave it out")
+            raise UserError(f"--scratch requires an --output in a store, got the folder {place}", "leave it out")
         return Output(place)
 
     import tempfile
@@ -126,8 +126,8 @@ def _open_output(args: argparse.Namespace) -> Output:
 
 def _write(args: argparse.Namespace, output: Output, rules: ImageRules, share: Share) -> None:
     from data_prep.class_names import put_class_names
+    from data_prep.set_checks import same_images
     from data_prep.sources.staged import drop_copies
-    from data_prep.split_classes import same_images
     from data_prep.writer import write_shards
 
     sources = _open_sources(args, output)  # both, so that an error in either is found before hours of work
@@ -193,33 +193,30 @@ def _splits_in(output: Output) -> dict[str, SplitInfo]:
 
 def _open_sources(args: argparse.Namespace, output: Output) -> dict[str, Source]:
     from data_prep.job import refuse_untaught_classes
+    from data_prep.set_checks import unseen_classes
     from data_prep.sources import RANDOM, Reading, check_fraction, hold_out, open_sources, take_subset
-    from data_prep.split_classes import unseen_classes
 
     stage = None if args.tasks > 1 else output.folder / STAGED
     reading = Reading(stage, frozenset(_splits_in(output)), args.image_column, args.label_column)
 
     check_fraction(args.subset)
     if args.subset_rule and args.subset == 1:
-        raise UserError(
-            f"--subset-rule is {args.subset_rule}, but there is no --subset to choose for", "pass --subset FRACTION, or drop it"
-        )
+        raise UserError(f"--subset-rule {args.subset_rule} requires --subset", "pass --subset FRACTION, or drop it")
     if args.val_share is None:
         sources = open_sources(args.source, args.split, args.devkit, reading)
     else:
         if not 0 < args.val_share < 1:
-            raise UserError(f"--val-share is {args.val_share:g}, above 0 and below 1 needed", "pass a fraction such as 0.1")
+            raise UserError(f"--val-share must be above 0 and below 1, got {args.val_share:g}", "pass a fraction such as 0.1")
         sources = open_sources(args.source, None, args.devkit, reading)
         if list(sources) != ["train"]:
             raise UserError(
-                f"--val-share is {args.val_share:g}, but {args.source} has the splits {list(sources)}, only train needed to hold "
-                f"out from",
+                f"--val-share requires a source with the split train alone, got {list(sources)} in {args.source}",
                 "drop --val-share",
             )
         both = dict(zip(SPLITS, hold_out(sources["train"], args.val_share, args.seed)))
         sources = {args.split: both[args.split]} if args.split else both
     if args.subset != 1 and "train" not in sources:
-        raise UserError(f"--subset is {args.subset}, but only {list(sources)} is written and stays complete", "drop --subset")
+        raise UserError(f"--subset requires a train split, got only {list(sources)}, which stays complete", "drop --subset")
     if len(sources) > 1:
         train, val = ({sources[name].class_names[n] for n in set(sources[name].labels.tolist())} for name in SPLITS)
         refuse_untaught_classes(args.source, train, val)
@@ -266,17 +263,20 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
     from pipeline.data.image_checks import ImageRules
 
     if not 0 <= args.max_rejected <= 1:
-        raise UserError(f"--max-rejected is {args.max_rejected:g}, 0 to 1 needed", "pass a fraction of the images")
+        raise UserError(f"--max-rejected must be 0 to 1, got {args.max_rejected:g}", "pass a fraction of the images")
     if args.resize_short_side is not None and args.resize_short_side < 1:
-        raise UserError(f"--resize-short-side is {args.resize_short_side}, at least 1 needed", "pass a number of pixels")
+        raise UserError(f"--resize-short-side must be at least 1, got {args.resize_short_side}", "pass a number of pixels")
     if args.quality is not None and args.resize_short_side is None:
         raise UserError(
-            f"--quality is {args.quality} without --resize-short-side, both needed: images of full size are stored unchanged."
+            f"--quality {args.quality} requires --resize-short-side",
+            "pass both, or neither: images of full size are stored unchanged",
         )
     if args.quality is not None and not 1 <= args.quality <= 100:
-        raise UserError(f"--quality is {args.quality}, 1 to 100 needed", "pass a JPEG quality")
+        raise UserError(f"--quality must be 1 to 100, got {args.quality}", "pass a JPEG quality")
     if args.tasks < 1 or not 0 <= args.task < args.tasks:
-        raise UserError(f"--task {args.task} --tasks {args.tasks}: a task from 0 to {max(args.tasks, 1) - 1} needed.")
+        raise UserError(
+            f"--task must be 0 to {max(args.tasks, 1) - 1} with --tasks {args.tasks}, got {args.task}", "pass another one"
+        )
     rules = ImageRules(not args.no_check, args.resize_short_side, args.quality or ImageRules.quality)
     return rules, Share(args.task, args.tasks)
 

@@ -36,13 +36,15 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="shards to fetch at a time (default: 4)")
     args = parser.parse_args()
     if not args.cache.strip():
-        raise UserError("--cache is empty, a folder on a disk of this node needed", "pass one; a variable may not be set")
+        raise UserError(
+            "--cache must be a folder on a disk of this node, got an empty name", "pass one; a variable may be unset"
+        )
     if "://" in args.cache:
-        raise UserError(f"--cache is the URL {args.cache}, a folder on a disk of this node needed", "pass one")
+        raise UserError(f"--cache must be a folder on a disk of this node, got the URL {args.cache}", "pass one")
     if args.gib is not None and not 0 < args.gib <= 2**20:
-        raise UserError(f"--gib is {args.gib:g}, above 0 and at most {2**20} needed", "pass a size in GiB, or drop it")
+        raise UserError(f"--gib must be above 0 and at most {2**20}, got {args.gib:g}", "pass a size in GiB, or drop it")
     if not 1 <= args.workers <= 256:
-        raise UserError(f"--workers is {args.workers}, 1 to 256 needed", "pass the number of shards to fetch at a time")
+        raise UserError(f"--workers must be 1 to 256, got {args.workers}", "pass the number of shards to fetch at a time")
     from data_prep.staging import stage  # imported late, so that --help is fast
     from data_prep.workers import stop_like_ctrl_c
     from pipeline.data.cached_files import check_cache

@@ -1,4 +1,4 @@
-"""Copies the shards of a split into the cache of a node, by threads, together with other processes that do the same."""
+"""Copy the shards of a split into the cache of a node, by threads, together with other processes that do the same."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class _Work:
         try:
             hindrance = fetch_shard(cache, shards.files, shard, shards.samples[self._rows[shard.file]], go_on)
         except CacheFault as fault:
-            remedy = "see to the folder, or choose another one on a disk of this node"
+            remedy = "check the folder, or choose another one on a disk of this node"
             raise UserError(f"--cache {cache.folder} cannot be filled ({fault})", remedy) from None
         except (SourceFault, WrongContent) as fault:
             self._refusals[number] += 1

@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from data_prep import SPLITS, STAGED
-from data_prep.folder_lock import FolderLock
-from data_prep.output import Output
-from data_prep.space import check_space_for_shards
+from data_prep.output import FolderLock, Output, check_space_for_shards
 from data_prep.workers import stop_if_asked
 from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED
 from pipeline.errors import UserError
@@ -41,7 +39,7 @@ _SHARED = (MANIFEST, REJECTED, REENCODED, *(f".{split}-in-progress" for split in
 _RECORD = re.compile(r"\.\w+-\d+\.finished\.npz")
 _OWNER = ".owner"  # of the scratch folder: locked by the process that uses it
 _TRIES = 30  # of an update that others come in between of: the tasks of an array begin at the same moment
-_AGAIN = "see to the store and give the same command again, which goes on with what is missing"
+_AGAIN = "check the store and run the same command again, which continues with what is missing"
 
 
 class StoreOutput(Output):
@@ -59,7 +57,7 @@ class StoreOutput(Output):
     locks = False
 
     def __init__(self, place: RemotePath, scratch: Path, part: str = "") -> None:
-        check_bucket(place, "--output ")
+        check_bucket(place, "--output")
         name = hashlib.sha256(f"{place} {part}".encode()).hexdigest()[:16]
         super().__init__(scratch / f"pervit-shards-{os.getuid()}-{name}")
         self.place: Place = place
@@ -94,7 +92,7 @@ class StoreOutput(Output):
                 file.close()
         except OSError as error:
             raise UserError(
-                f"--scratch {scratch} cannot be used ({error.strerror}), an existing folder that can be written to needed",
+                f"--scratch must be an existing, writable folder, got {scratch} ({error.strerror})",
                 "pass another one",
             ) from None
 
@@ -197,8 +195,8 @@ def check_bucket(place: Place, option: str = "") -> None:
         UserError: it is a web server, or a folder.
     """
     if not isinstance(place, RemotePath) or place.scheme not in ("s3", "gs", "az"):
-        why = "is no bucket" + (" but a web server, which is only read from" if isinstance(place, RemotePath) else "")
-        raise UserError(f"{option}{place} {why}, s3://BUCKET/PREFIX, gs:// or az:// needed", "correct it")
+        why = " (a web server can only be read)" if isinstance(place, RemotePath) else ""
+        raise UserError(f"{option or 'the URL'} must be s3://BUCKET/PREFIX, gs:// or az://, got {place}{why}", "correct it")
 
 
 def checked_size(path: Path, sha256: str) -> int:

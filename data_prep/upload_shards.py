@@ -32,7 +32,7 @@ def main() -> None:
     args = parser.parse_args()
     if is_remote(args.folder):
         raise UserError(
-            f"{args.folder} is a URL, a shard set in a folder needed",
+            f"the shard set must be in a folder, got the URL {args.folder}",
             "copy it with the store's own tool, or into a folder first",
         )
     upload(Path(args.folder), args.url)

@@ -28,14 +28,13 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one per core")
     args = parser.parse_args()
     if args.workers < 1:
-        raise UserError(f"--workers is {args.workers}, at least 1 needed", "pass a positive number")
+        raise UserError(f"--workers must be at least 1, got {args.workers}", "pass a positive number")
     if isinstance(args.folder, RemotePath):
         raise UserError(
-            f"{args.folder} is in a store, a folder needed to verify all files at once",
+            f"the shard set must be in a folder, got {args.folder}",
             "copy the set to a disk first; what is read in training is verified in any case",
         )
-    from data_prep.set_checks import print_table, verify  # imported late, so that --help is fast
-    from data_prep.split_classes import same_images
+    from data_prep.set_checks import print_table, same_images, verify  # imported late, so that --help is fast
     from pipeline.data.manifest import ShardManifest
 
     manifest = ShardManifest.read(args.folder)

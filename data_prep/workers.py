@@ -1,4 +1,4 @@
-"""Worker processes that report progress, stop on request, and exit with their parent."""
+"""Run worker processes that report progress, stop on request, and exit with their parent."""
 
 from __future__ import annotations
 
@@ -71,8 +71,7 @@ def run_tasks(
         executor = ProcessPoolExecutor(workers, context, _start_worker, (progress,))
     except OSError as error:
         raise UserError(
-            f"semaphores for {counted(workers, 'worker process')} cannot be created in /dev/shm ({error.strerror}), a few kB there "
-            f"needed",
+            f"semaphores for {counted(workers, 'worker process')} cannot be created in /dev/shm ({error.strerror})",
             "free some space on it",
         ) from None
     before = bar.n
@@ -94,7 +93,7 @@ def run_tasks(
             if not isinstance(error, (BrokenProcessPool, MemoryError)):
                 raise
             raise UserError(
-                f"a worker process was killed or ran out of memory, all {workers} needed",
+                f"one of {counted(workers, 'worker process')} was killed or ran out of memory",
                 "provide more memory or pass fewer --workers, then run the same command again",
             ) from None
 

@@ -1,4 +1,4 @@
-"""Writes a source as a shard set (layout: :mod:`pipeline.data.shards`).
+"""Write a source as a shard set (layout: :mod:`pipeline.data.shards`).
 
 Samples are shuffled across the whole set, so that each shard is a random sample of all classes. The order depends on the seed
 only, each shard is written by one worker, and no time stamps are stored: the same source and seed give the same bytes for any
@@ -21,12 +21,10 @@ import numpy as np
 from tqdm import tqdm
 
 from data_prep import MAX_REJECTED, counted
-from data_prep.folder_lock import FolderLock
 from data_prep.job import ShardJob, already_written, begin, describe_job, remove_traces
-from data_prep.output import Output
+from data_prep.output import FolderLock, Output, needed_bytes
 from data_prep.shard_writer import FinishedShard, read_record, record_file, write_shard
 from data_prep.sources import Source
-from data_prep.space import needed_bytes
 from data_prep.workers import run_tasks
 from pipeline.data.image_checks import ImageRules
 from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, shard_name
@@ -165,7 +163,7 @@ def _enter_into_manifest(job: ShardJob, max_rejected: float) -> SplitInfo | None
     rows = np.concatenate([shard.rows for shard in shards])  # (samples,) of SAMPLE_DTYPE
     if not len(rows):
         raise UserError(
-            f"none of the {len(job.source)} {job.split} images of {job.source.path} can be stored, at least 1 needed",
+            f"none of the {len(job.source)} {job.split} images of {job.source.path} can be stored",
             "repair them",
         )
     output, folder = job.output, job.output.folder
@@ -215,7 +213,7 @@ def _write_lists(job: ShardJob, shards: list[FinishedShard]) -> None:
             kept = [line for line in old if line["split"] != job.split]
         except (ValueError, KeyError, TypeError):
             raise UserError(
-                f"{job.output.place / name} is damaged, a JSON object with a split on each line needed",
+                f"{job.output.place / name} is damaged: each line must be a JSON object with a split",
                 "remove it and run the same command again",
             ) from None
         both = sorted(kept + new, key=lambda line: line["split"])  # stable: keeps the order of the shards within a split

@@ -1,10 +1,9 @@
-"""Sources of images. A source lists its samples in a fixed order and reads them by number; archives are read in place.
+"""Read sources of images. A source lists its samples in a fixed order and reads them by number; archives are read in place.
 
 ==================  ==================================================================
 ``base``            the interface of a source and what its implementations share
 ``detect``          finds out which format a path has
-``image_folder``    folders per class
-``zip_folder``      a zip of folders per class
+``image_folder``    folders per class, also in a zip
 ``imagenet_tars``   ImageNet-1k's official tars
 ``devkit``          labels of ImageNet's val tar
 ``cifar``           CIFAR-10 and CIFAR-100 archives
@@ -14,7 +13,6 @@
 ``webdataset_tars`` other people's WebDataset tars, local or behind URLs
 ``staged``          a copy, for sources that cannot be read in any order
 ``subset``          a fraction of each class; a held-out val split
-``tar_gz``          reads members of a ``.tar.gz``
 ==================  ==================================================================
 """
 

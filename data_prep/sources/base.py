@@ -1,12 +1,13 @@
-"""The interface of a source of images, and a base class for sources that list all images when they are opened."""
+"""Define the interface of a source of images, a base class for sources that list all images when they are opened, and their readers."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import os
+import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -26,6 +27,7 @@ SPLIT_NAMES = {
     "dev": "val",
     "test": "val",
 }  # in tables and file names -> split
+_LARGEST_MEMBER = 1 << 30  # bytes, against decompression bombs; the largest real one, CIFAR-100's train batch, has 155 MB
 LARGEST_IMAGE = 256 << 20  # bytes: more than any decodable image has, and a bound for zip bombs
 
 
@@ -164,7 +166,7 @@ def read_listed(path: Path, size: int) -> bytes:
 def changed(path: str | Path, what: str) -> UserError:
     """The error for a source that changed after it was listed: the shards would mix two versions of it."""
     return UserError(
-        f"{path} {what}: the source was changed while it was sharded, an unchanged one needed",
+        f"{path} {what}: the source was changed while it was sharded",
         "restore it and run the same command again, or start with an empty --output folder",
     )
 
@@ -178,7 +180,7 @@ def refuse_duplicates(path: str | Path, entries: list[Entry], remedy: str) -> No
     seen: set[str] = set()
     for entry in entries:
         if entry.name in seen:
-            raise UserError(f"{path} has 2 images named {entry.name}, 1 needed", remedy)
+            raise UserError(f"{path} must have one image of each name, got two named {entry.name}", remedy)
         seen.add(entry.name)
 
 
@@ -186,3 +188,37 @@ def in_order(class_names: Iterable[str]) -> list[str]:
     """Class names in index order: by number if all are whole numbers, so that 10 comes after 9 and labels stay what they were."""
     names = list(class_names)
     return sorted(names, key=int) if all(name.isascii() and name.isdigit() for name in names) else sorted(names)
+
+
+def read_tar_gz(path: Path, key: Callable[[str], str | None], what: str, remedy: str) -> dict[str, bytes]:
+    """Read selected members of an archive; of several with the same key, the last.
+
+    Args:
+        path: the archive.
+        key: maps a member's name to its key in the result, or to None to skip it.
+        what: name of the expected archive, for the message.
+        remedy: for the message.
+
+    Returns:
+        Key -> content.
+
+    Raises:
+        UserError: not a complete tar.gz, or a member is larger than 1 GiB.
+        OSError: the file cannot be read.
+    """
+    found: dict[str, bytes] = {}
+    try:
+        with open(open_regular(path), "rb") as file, tarfile.open(fileobj=file, mode="r:gz") as archive:
+            for member in archive:
+                if not 0 <= member.size <= _LARGEST_MEMBER:
+                    raise tarfile.ReadError(f"{member.name} has {member.size} bytes, {_LARGEST_MEMBER} at most")
+                name = key(member.name)
+                if name is not None and member.isfile() and not member.issparse():
+                    content = archive.extractfile(member)
+                    assert content  # a file has some
+                    found[name] = content.read()
+    except Exception as error:  # gzip, zlib and tarfile raise various exceptions
+        if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UserError(f"{path} is not a complete tar.gz ({error}): {what} is one", remedy) from None
+    return found

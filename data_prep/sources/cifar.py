@@ -1,4 +1,4 @@
-"""The original archives of CIFAR-10 and CIFAR-100 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009).
+"""Read the original archives of CIFAR-10 and CIFAR-100 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009).
 
 ``cifar-10-python.tar.gz`` and ``cifar-100-python.tar.gz`` hold Python pickles of pixel arrays. Images are passed on as PNG,
 which is lossless; the only lossy step is the writer's JPEG encoder.
@@ -17,8 +17,7 @@ import numpy as np
 from numpy._core import multiarray  # its old name, numpy.core, is what the pickles say
 from PIL import Image
 
-from data_prep.sources.base import Entry, ListedSource
-from data_prep.sources.tar_gz import read_tar_gz
+from data_prep.sources.base import Entry, ListedSource, read_tar_gz
 from pipeline.errors import UserError
 
 SIDE = 32  # pixels
@@ -78,13 +77,11 @@ class Cifar(ListedSource):
                 for row, (label, name) in enumerate(zip(labels, file_names, strict=True))
             ]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"{path} does not have the content of a CIFAR archive ({error!r}), a complete one needed", _DOWNLOAD
-            ) from None
+            raise UserError(f"{path} does not have the content of a CIFAR archive ({error!r})", _DOWNLOAD) from None
         if self._pixels.shape != (len(entries), _PIXELS) or self._pixels.dtype != np.uint8:
             raise UserError(
-                f"{path} has pixels of shape {self._pixels.shape} and type {self._pixels.dtype}, ({len(entries)}, {_PIXELS}) "
-                f"of uint8 needed for its {len(entries)} labels",
+                f"{path} must have pixels of shape ({len(entries)}, {_PIXELS}) and type uint8 for its {len(entries)} labels, got "
+                f"{self._pixels.shape} and {self._pixels.dtype}",
                 _DOWNLOAD,
             )
         super().__init__(path, class_names, entries)
@@ -111,7 +108,7 @@ def _load(path: Path, split: str) -> tuple[dict, list[dict], _Layout]:
     missing = [name for name in names if name not in members]
     if missing:
         raise UserError(
-            f"{path} has no member {missing[0]}, CIFAR's archive of Python pickles needed",
+            f"{path} must have the member {missing[0]}, as CIFAR's archives of Python pickles do",
             "pass cifar-10-python.tar.gz or cifar-100-python.tar.gz",
         )
     meta, *batches = (_unpickle(members[name], f"{path}: {name}") for name in names)
@@ -143,7 +140,7 @@ def _unpickle(data: bytes, name: str) -> dict:
         batch = _ArraysOnly(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:  # a damaged pickle can raise nearly any exception
         reason = str(error) or type(error).__name__
-        raise UserError(f"{name} is not a pickle of plain values and arrays ({reason}), CIFAR's needed", _DOWNLOAD) from None
+        raise UserError(f"{name} is not a pickle of plain values and arrays ({reason})", _DOWNLOAD) from None
     if not isinstance(batch, dict):
-        raise UserError(f"{name} holds a {type(batch).__name__}, a dict needed", _DOWNLOAD)
+        raise UserError(f"{name} must hold a dict, got {type(batch).__name__}", _DOWNLOAD)
     return batch

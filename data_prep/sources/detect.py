@@ -1,4 +1,4 @@
-"""Detects the format of a source from the content of its path."""
+"""Detect the format of a source from the content of its path."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from data_prep import SPLITS
 from data_prep.sources.base import SPLIT_NAMES, Source
 from data_prep.sources.cifar import Cifar
 from data_prep.sources.devkit import DEVKIT, Devkit
-from data_prep.sources.image_folder import ImageFolder, class_folders, split_folders
+from data_prep.sources.image_folder import ImageFolder, ZipFolder, class_folders, split_folders, zip_splits
 from data_prep.sources.imagenet_tars import TRAIN_TAR, VAL_TAR, ImageNetTar, tar_split, train_classes, train_source, val_source
 from data_prep.sources.inaturalist import INaturalist, annotation_files
 from data_prep.sources.listing import LISTING_SUFFIXES, Listing, listing_splits
 from data_prep.sources.parquet import parquet_files, parquet_parts
 from data_prep.sources.staged import Part, Staged
 from data_prep.sources.webdataset_tars import is_remote, tar_parts, tar_urls
-from data_prep.sources.zip_folder import ZipFolder, zip_splits
 from pipeline.data.manifest import MANIFEST
 from pipeline.errors import UserError
 
@@ -80,7 +79,7 @@ def open_sources(
         return _opened(foreign, location, split)
     imagenet = _imagenet_tars(location)
     if devkit is not None and "val" not in imagenet:
-        raise UserError(f"--devkit is {devkit}, but {location} has 0 of the 1 {VAL_TAR} that it labels", "drop --devkit")
+        raise UserError(f"--devkit {devkit} requires {VAL_TAR}, which {location} does not have", "drop --devkit")
     return _opened(_find_imagenet(imagenet, split, devkit) if imagenet else _find(location), location, split)
 
 
@@ -89,7 +88,7 @@ def _opened(found: _Found, location: str | Path, split: str | None) -> dict[str,
     wanted = (split,) if split else found.default
     if wanted[0] not in found.openers:
         raise UserError(
-            f"{location} has the splits {list(found.openers)}, {split!r} needed",
+            f"the split must be one of {list(found.openers)} of {location}, got {split!r}",
             f"pass --split {next(iter(found.openers))} or add it",
         )
     return {name: found.openers[name]() for name in wanted}
@@ -138,7 +137,7 @@ def _imagenet_tars(location: Path) -> dict[str, Path]:
     if others:
         names = [path.name for path in tars.values()]
         raise UserError(
-            f"source folder {location} holds both {names[0]} and a folder {others[0]}, 1 kind needed",
+            f"source folder {location} must hold one kind of source, got {names[0]} and a folder {others[0]}",
             f"pass the tar itself, or {location / others[0]} with --split",
         )
     return tars

@@ -1,4 +1,4 @@
-"""``ILSVRC2012_devkit_t12.tar.gz``: the labels of ImageNet's validation images.
+"""Read ``ILSVRC2012_devkit_t12.tar.gz``, the labels of ImageNet's validation images.
 
 The ground truth gives each image an ``ILSVRC2012_ID`` from 1 to 1000, ``meta.mat`` maps ids to wnids. Neither is the class
 index that models are trained with, which is the wnid's position in alphabetical order.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.sources.tar_gz import read_tar_gz
+from data_prep.sources.base import read_tar_gz
 from pipeline.errors import UserError
 
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -49,7 +49,7 @@ class Devkit:
         """
         if not 1 <= number <= len(self.truth):
             raise UserError(
-                f"{self.path} has the ground truth of {len(self.truth)} images, that of ILSVRC2012_val_{number:08d}.JPEG needed",
+                f"{self.path} must have the ground truth of ILSVRC2012_val_{number:08d}.JPEG, got that of {len(self.truth)} images",
                 _DOWNLOAD,
             )
         return self.wnids[self.truth[number - 1] - 1]
@@ -61,11 +61,11 @@ def _read_members(path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
         found = read_tar_gz(path, lambda member: next(filter(member.endswith, names), None), "the devkit", _DOWNLOAD)
     except FileNotFoundError:
         raise UserError(
-            f"{path} is missing, the labels of ImageNet's val split needed", "put it there or pass --devkit PATH"
+            f"{path}, with the labels of ImageNet's val split, is missing", "put it there or pass --devkit PATH"
         ) from None
     for name in names:
         if name not in found:
-            raise UserError(f"{path} has no {name}, one needed", _DOWNLOAD)
+            raise UserError(f"{path} must have the member {name}", _DOWNLOAD)
     return found
 
 
@@ -80,11 +80,11 @@ def _synsets(data: bytes, path: Path) -> tuple[list[str], dict[str, str]]:
         named = "words" in (synsets.dtype.names or ())
         words = {str(node["WNID"]): str(node["words"]).strip() for node in leaves} if named else {}
     except Exception as error:  # SciPy's parser can raise nearly any exception on a damaged file
-        raise UserError(f"{path}: {_META} cannot be read ({error!r}), the struct array 'synsets' needed", _DOWNLOAD) from None
+        raise UserError(f"{path}: {_META} must have the struct array 'synsets', got {error!r}", _DOWNLOAD) from None
     if sorted(classes) != list(range(1, len(classes) + 1)):
         raise UserError(
-            f"{path}: {_META} has {len(classes)} classes with the ids {min(classes, default=0)} to {max(classes, default=0)}, "
-            f"each of 1 to {len(classes)} once needed",
+            f"{path}: the ids of {_META} must be 1 to {len(classes)}, got {min(classes, default=0)} to {max(classes, default=0)} for "
+            f"{len(classes)} classes",
             _DOWNLOAD,
         )
     if unprintable := [wnid for wnid, text in words.items() if not text or not text.isprintable()]:
@@ -99,5 +99,5 @@ def _truth(data: bytes, classes: int, path: Path) -> list[int]:
     lines = data.decode(errors="replace").split()
     for number, line in enumerate(lines, start=1):
         if not (line.isdecimal() and 1 <= int(line) <= classes):
-            raise UserError(f"{path}: {_TRUTH} has {line!r} in line {number}, an id from 1 to {classes} needed", _DOWNLOAD)
+            raise UserError(f"{path}: line {number} of {_TRUTH} must be an id from 1 to {classes}, got {line!r}", _DOWNLOAD)
     return [int(line) for line in lines]

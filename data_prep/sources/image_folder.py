@@ -1,13 +1,19 @@
-"""A tree of class folders."""
+"""Read a tree of class folders, unpacked or in a zip file."""
 
 from __future__ import annotations
 
 import os
+import zipfile
+from functools import lru_cache
 from pathlib import Path
 
-from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, read_listed
+from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, changed, read_listed, refuse_duplicates
 from pipeline.data.image_checks import is_image
 from pipeline.errors import UserError
+
+_ENCRYPTED = 0x1  # bit 0 of a member's flags
+_REPACK = "download it again or pack it again with zip -r"
+_Member = tuple[tuple[str, ...], int, zipfile.ZipInfo]  # parts of the path, index in the list of members, header
 
 
 class ImageFolder(ListedSource):
@@ -27,7 +33,7 @@ class ImageFolder(ListedSource):
         folders = split_folders(Path(root))
         if folders and split not in folders:
             raise UserError(
-                f"source folder {root} has the splits {list(folders)}, {split!r} needed",
+                f"the split must be one of {list(folders)} of source folder {root}, got {split!r}",
                 f"pass --split {next(iter(folders))} or add {Path(root) / split}",
             )
         self._root = folders.get(split, Path(root))
@@ -42,7 +48,7 @@ class ImageFolder(ListedSource):
             ignored += len(files) - len(images)
         if not entries:
             raise UserError(
-                f"source folder {self._root} holds 0 images in {len(class_names)} class folders, at least 1 needed",
+                f"source folder {self._root} must have at least 1 image, got 0 in {len(class_names)} class folders",
                 f"pass a folder that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG",
             )
         super().__init__(root, class_names, entries, ignored)
@@ -74,3 +80,104 @@ def split_folders(root: Path) -> dict[str, Path]:
 def class_folders(folder: Path) -> list[os.DirEntry]:
     """The subfolders of a folder, except hidden ones."""
     return [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
+
+
+class ZipFolder(ListedSource):
+    """A zip of ``<split>/<class>/*.JPEG``, or of ``<class>/*.JPEG`` with one split, possibly within further folders.
+
+    Args:
+        path: the zip file. The folder of the val split may be called ``val`` or ``test``.
+        split: ``train`` or ``val``.
+
+    Raises:
+        UserError: not a zip, encrypted, the split is missing, no images, or two images with the same name.
+    """
+
+    kind = "zip"
+
+    def __init__(self, path: str | Path, split: str) -> None:
+        images, others = _members(str(path))
+        folders = _split_folders(images)
+        if folders and split not in folders:
+            raise UserError(
+                f"the split must be one of {list(folders)} of {path}, got {split!r}", f"pass --split {next(iter(folders))}"
+            )
+        depth = 2 if folders else 1  # folders above an image: SPLIT/CLASS or CLASS
+        tops = set(folders.values())
+        labelled = [member for member in images if len(member[0]) == depth + 1 and (not folders or member[0][0] in tops)]
+        class_names = sorted({parts[-2] for parts, _, _ in labelled})
+        # Named as in the unpacked tree, without enclosing folders, so that both give the same shards.
+        entries = [
+            Entry(parts[-2], "/".join(parts[-2:]), info.file_size, place)
+            for parts, place, info in labelled
+            if not folders or parts[0] == folders[split]
+        ]
+        refuse_duplicates(path, entries, _REPACK)
+        if not entries:
+            raise UserError(
+                f"{path} must have at least 1 image of its {split} split, got 0 in {len(class_names)} class folders",
+                f"pass a zip of CLASS/*.JPEG or {split}/CLASS/*.JPEG",
+            )
+        super().__init__(path, class_names, entries, others + len(images) - len(labelled))
+
+    def _bytes(self, sample: int) -> bytes:
+        name, place, size = self._names[sample], int(self._places[sample]), int(self._sizes[sample])
+        archive = _opened(self.path)
+        member = next(iter(archive.infolist()[place : place + 1]), None)
+        if member is None or not member.filename.endswith(name.rpartition("/")[2]) or member.file_size != size:
+            raise changed(self.path, f"has another list of members ({name} is not in its place)")
+        try:
+            data = archive.read(member)
+            if len(data) != size:
+                raise zipfile.BadZipFile(f"{len(data)} bytes, {size} by the list of members")
+            return data
+        except Exception as error:  # every compression method raises its own exceptions
+            if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise UserError(f"{self.path}: {name} cannot be read ({error})", _REPACK) from None
+
+
+def zip_splits(path: Path) -> list[str]:
+    """The splits with a folder of their own; empty for a plain tree of class folders.
+
+    Raises:
+        UserError: not a zip, or encrypted.
+    """
+    return list(_split_folders(_members(str(path))[0]))
+
+
+# Cached: a worker reads the images of many shards, and parsing a long list of members takes time.
+@lru_cache(maxsize=2)
+def _opened(path: str) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except OSError:
+        raise
+    except Exception as error:  # zipfile can raise nearly any exception on a malformed list of members
+        raise UserError(f"{path} is not a complete zip file ({error})", _REPACK) from None
+
+
+def _members(path: str) -> tuple[list[_Member], int]:
+    """The images, with folders that enclose the whole tree removed from their paths, and the number of other files.
+
+    Raises:
+        UserError: encrypted.
+    """
+    listed = enumerate(_opened(path).infolist())
+    infos = [(place, info) for place, info in listed if not info.is_dir() and not info.filename.startswith("__MACOSX/")]
+    encrypted = sum(bool(info.flag_bits & _ENCRYPTED) for _, info in infos)
+    if encrypted:
+        raise UserError(f"{path} must not be encrypted, got {encrypted} encrypted members", "pack it again without a password")
+    paths = [tuple(part for part in info.filename.split("/") if part not in ("", ".")) for _, info in infos]
+    images = [(parts, *info) for parts, info in zip(paths, infos) if parts and is_image(parts[-1]) and parts[0][0] != "."]
+    others = len(infos) - len(images)
+    while len({m[0][0] for m in images}) == 1 and not _split_folders(images) and all(len(m[0]) > 2 for m in images):
+        images = [(parts[1:], place, info) for parts, place, info in images]
+    return images, others
+
+
+def _split_folders(images: list[_Member]) -> dict[str, str]:
+    """Split -> name of its folder, for the splits that have one."""
+    top = {parts[0] for parts, _, _ in images if len(parts) > 2}  # a folder that holds images directly is a class
+    named = {split: [name for name in names if name in top] for split, names in SPLIT_FOLDERS.items()}
+    return {split: names[0] for split, names in named.items() if names}

@@ -1,4 +1,4 @@
-"""ImageNet-1k's official archives ``ILSVRC2012_img_train.tar`` and ``ILSVRC2012_img_val.tar``, read in place.
+"""Read ImageNet-1k's official archives ``ILSVRC2012_img_train.tar`` and ``ILSVRC2012_img_val.tar``, read in place.
 
 The tars are uncompressed, so that an image is a byte range: the headers are read once, then any process reads any image with
 one ``pread``. Images are named as in the usual unpacked tree (``<wnid>/<file>``), so that the tars and that tree give identical
@@ -74,7 +74,7 @@ def train_source(path: Path, more_classes: Iterable[str] = ()) -> ImageNetTar:
             ignored += len(members) - len(images)
             bar.update(size)
     if not entries:
-        raise UserError(f"{path} holds 0 images, at least 1 needed", _DOWNLOAD)
+        raise UserError(f"{path} must have at least 1 image, got 0", _DOWNLOAD)
     refuse_duplicates(path, entries, _DOWNLOAD)
     return ImageNetTar(path, sorted({*wnids, *more_classes}), entries, ignored)
 
@@ -105,7 +105,7 @@ def val_source(path: Path, devkit: Devkit, more_classes: Iterable[str] = ()) -> 
     numbers = {entry.name.rpartition("/")[2] for entry in entries}
     if not len(entries) == len(numbers) == len(devkit.truth):
         raise UserError(
-            f"{path} holds {len(numbers)} images, {len(devkit.truth)} needed by the ground truth of {devkit.path}",
+            f"{path} must have {len(devkit.truth)} images by the ground truth of {devkit.path}, got {len(numbers)}",
             _DOWNLOAD,
         )
     return ImageNetTar(path, sorted({*devkit.wnids, *more_classes}), entries)
@@ -130,7 +130,7 @@ def tar_split(path: Path) -> str:
     name = first.rpartition("/")[2]
     if not (_CLASS_TAR.fullmatch(name) or _VAL_NAME.fullmatch(name)):
         raise UserError(
-            f"{path} begins with {first}, a class's tar (nXXXXXXXX.tar) or ILSVRC2012_val_*.JPEG needed",
+            f"{path} must begin with a class's tar (nXXXXXXXX.tar) or ILSVRC2012_val_*.JPEG, got {first}",
             f"pass {TRAIN_TAR} or {VAL_TAR}; of WebDataset tars, pass their folder or a path with {{000..123}}",
         )
     return "train" if _CLASS_TAR.fullmatch(name) else "val"
@@ -173,9 +173,9 @@ def _walk(path: Path, name: str, place: int, size: int) -> Iterator[tarfile.TarI
                     yield member
                 end = archive.offset
         except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # impossible values in headers
-            raise UserError(f"{name} ({size} bytes) is cut off or not a tar ({error}), a whole one needed", _DOWNLOAD) from None
+            raise UserError(f"{name} ({size} bytes) is cut off or not a tar ({error})", _DOWNLOAD) from None
         if os.pread(file.fileno(), max(0, min(_BLOCK, size - end)), place + end) != bytes(_BLOCK):
-            raise UserError(f"{name} ({size} bytes) is cut off or damaged at byte {end}, a whole tar needed", _DOWNLOAD)
+            raise UserError(f"{name} ({size} bytes) is cut off or damaged at byte {end}", _DOWNLOAD)
 
 
 class _Part(io.RawIOBase):

@@ -1,4 +1,4 @@
-"""iNaturalist's competition data: images in nested folders, labels in COCO-style annotation files.
+"""Read iNaturalist's competition data: images in nested folders, labels in COCO-style annotation files.
 
 ``train2019.json`` and ``val2019.json`` (any year, or no year) list ``images`` with their relative paths, ``categories``, and in
 ``annotations`` the category of each image.
@@ -37,24 +37,24 @@ class INaturalist(ListedSource):
         category_of = dict(labels)
         if len(labels) != len(category_of):
             raise UserError(
-                f"{path} gives {len(labels) - len(category_of)} images two categories, one each needed", "download it again"
+                f"{path} must give each image one category, got two for {len(labels) - len(category_of)} images",
+                "download it again",
             )
         unlabelled = [row["file_name"] for row in annotations[split]["images"] if category_of.get(row["id"]) not in names]
         if unlabelled:
             raise UserError(
-                f"{path} has {len(unlabelled)} images without one of its {len(names)} categories ({unlabelled[0]}, ...), "
-                f"0 needed",
+                f"{path} has {len(unlabelled)} images without one of its {len(names)} categories ({unlabelled[0]}, ...)",
                 "download it again",
             )
         files = {row["file_name"]: names[category_of[row["id"]]] for row in annotations[split]["images"]}
         twice = len(annotations[split]["images"]) - len(files)
         if twice:
-            raise UserError(f"{path} lists {twice} images twice, each once needed", "download it again")
+            raise UserError(f"{path} lists {twice} images twice", "download it again")
         missing = [name for name in files if not (self._folder / name).is_file()]
         if missing or not files:
             raise UserError(
                 f"{path} lists {len(files)} images, of which {len(missing)} are not in {folder} "
-                f"({missing[0] if missing else 'none'}, ...), 0 missing and at least 1 listed needed",
+                f"({missing[0] if missing else 'none'}, ...)",
                 "unpack the images there",
             )
         entries = [Entry(class_name, name, (self._folder / name).stat().st_size) for name, class_name in files.items()]
@@ -76,7 +76,7 @@ def annotation_files(folder: Path) -> dict[str, Path]:
         files = [path for path in named if path.is_file()]
         if len(files) > 1:
             raise UserError(
-                f"{folder} has {len(files)} annotation files for {split} ({files[0].name}, {files[1].name}), 1 needed",
+                f"{folder} must have one annotation file for {split}, got {len(files)} ({files[0].name}, {files[1].name})",
                 "move those of the other years elsewhere",
             )
         if files:
@@ -92,7 +92,7 @@ def _read(path: Path) -> dict[str, list[dict]]:
         tables = {table: [{key: row[key] for key in keys} for row in tree[table]] for table, keys in needed.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{path} cannot be read ({error!r}), images, annotations and categories as in iNaturalist's files needed",
+            f"{path} must have images, annotations and categories as in iNaturalist's files, got {error!r}",
             "download it again",
         ) from None
     for table, rows in tables.items():
@@ -101,7 +101,7 @@ def _read(path: Path) -> dict[str, list[dict]]:
                 wanted = _WANTED.get(key, _NUMBER)
                 if not wanted[0](value):
                     raise UserError(
-                        f"{path}: {key} of {table} {number} is {value!r:.60}, {wanted[1]} needed", "download it again"
+                        f"{path}: {key} of {table} {number} must be {wanted[1]}, got {value!r:.60}", "download it again"
                     )
     return tables
 
@@ -123,7 +123,7 @@ def _class_names(tables: list[list[dict]], path: Path) -> dict[int, str]:
     rows = {(row["id"], str(row["name"])) for table in tables for row in table}
     if len(rows) != len(names):
         raise UserError(
-            f"{path} and the other split's file give {len(rows) - len(names)} categories two names, 0 needed",
+            f"{path} and the other split's file must agree on names, got two for {len(rows) - len(names)} categories",
             "take both files of one year",
         )
     unique = len(set(names.values())) == len(names)

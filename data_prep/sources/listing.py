@@ -1,4 +1,4 @@
-"""A table of paths and labels: CSV, TSV or JSON lines."""
+"""Read a table of paths and labels: CSV, TSV or JSON lines."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Listing(ListedSource):
         wanted = [(name, label) for name, label, its in rows if not has_splits or its == split]
         if not wanted:
             raise UserError(
-                f"{path} lists 0 images of the {split} split, at least 1 needed", "add some, or pass another --split"
+                f"{path} must list at least 1 image of the {split} split, got 0", "add some, or pass another --split"
             )
         self._folder = Path(path).parent
         missing = [name for name, _ in wanted if not (self._folder / name).is_file()]
         if missing:
             shown = ", ".join(missing[:_SHOWN])
             raise UserError(
-                f"{path} lists {len(missing)} images that are not there ({shown}{', ...' if len(missing) > _SHOWN else ''}), 0 needed",
+                f"{path} lists {len(missing)} images that do not exist ({shown}{', ...' if len(missing) > _SHOWN else ''})",
                 f"write paths that are absolute or relative to {self._folder}",
             )
         entries = [Entry(label, name, (self._folder / name).stat().st_size) for name, label in wanted]
@@ -82,12 +82,12 @@ def _rows(path: Path) -> list[tuple[str, str, str]]:
         if split and split not in SPLIT_NAMES:
             raise UserError(f"{path}, line {number}: split is {split!r}", f"write one of {', '.join(SPLIT_NAMES)}")
         if name in seen:
-            raise UserError(f"{path}, line {number}: {name} is listed twice, once needed", "remove one of the lines")
+            raise UserError(f"{path}, line {number}: {name} is listed twice", "remove one of the lines")
         seen.add(name)
         rows.append((name, label, SPLIT_NAMES.get(split, "")))
     if not rows:
         raise UserError(
-            f"{path} has 0 lines with images, at least 1 needed",
+            f"{path} must have at least 1 line with an image, got 0",
             f"write the columns {_PATH[0]},{_LABEL[0]} and a line per image",
         )
     unsplit = sum(not split for _, _, split in rows)
@@ -107,16 +107,14 @@ def _parsed(path: Path) -> Iterator[tuple[int, dict]]:
                     if line.strip():
                         row = json.loads(line)
                         if not isinstance(row, dict):
-                            raise ValueError(f"line {number} is no object")
+                            raise ValueError(f"line {number} is not an object")
                         yield number, row
             else:
                 reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
                 for row in reader:
                     yield reader.line_num, row
     except (ValueError, csv.Error, RecursionError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}), {path.suffix[1:].upper()} in UTF-8 needed", "correct the line"
-        ) from None
+        raise UserError(f"{path} is not {path.suffix[1:].upper()} in UTF-8 ({error})", "correct the line") from None
 
 
 def _found(row: dict, names: tuple[str, ...]) -> object:
@@ -128,7 +126,7 @@ def _value(path: Path, number: int, row: dict, names: tuple[str, ...]) -> str:
     if value is None or str(value) == "" or isinstance(value, dict | list):
         columns = ", ".join(str(key) for key in row) or "nothing"
         raise UserError(
-            f"{path}, line {number} has {columns}, a {names[0]} needed",
+            f"{path}, line {number} must have a {names[0]}, got {columns}",
             f"add the column {names[0]} (or {', '.join(names[1:])})",
         )
     return str(value)

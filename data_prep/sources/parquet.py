@@ -1,4 +1,4 @@
-"""A data set of parquet files that hold encoded images, as Hugging Face stores them."""
+"""Read a data set of parquet files that hold encoded images, as Hugging Face stores them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _images(path: Path, image: str, label: str, names: list[str] | None) -> Iter
                         f"{path}, row {row} has no encoded image in {image}", "pass a data set that carries its images"
                     )
                 if value is None or names and not 0 <= value < len(names):
-                    raise UserError(f"{path}, row {row} has the {label} {value}, a class needed", "pass a labelled split")
+                    raise UserError(f"{path}, row {row}: {label} must be a class, got {value}", "pass a labelled split")
                 name = picture.get("path") if isinstance(picture, dict) else None
                 yield (
                     f"{path.stem}/{row:08d}_{Path(name).name if name else 'image'}",

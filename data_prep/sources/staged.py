@@ -1,4 +1,4 @@
-"""Sources that can only be read from front to back, such as parquet files and tars behind a URL.
+"""Copy sources that can only be read from front to back, such as parquet files and tars behind a URL.
 
 Shards are shuffled over the whole set, which takes random access. So the images are first copied once, part by part, into files of
 the staging folder: ``NNNNN.bin`` has the encoded images of a part one after another, ``NNNNN.npz`` their names, classes, offsets and
@@ -68,12 +68,10 @@ class Staged(ListedSource):
                 entries.append(Entry(class_name, name, size, number * _PART + offset))
         if not entries:
             raise UserError(
-                f"{path} holds 0 images with a class, at least 1 needed", "pass a data set for image classification"
+                f"{path} must have at least 1 image with a class, got 0", "pass a data set for image classification"
             )
         if len({(entry.class_name, entry.name) for entry in entries}) != len(entries):
-            raise UserError(
-                f"{path} has images of one name and class twice, distinct names needed", "remove the files that are double"
-            )
+            raise UserError(f"{path} must have distinct names within a class, got one twice", "remove the duplicate files")
         super().__init__(path, list(class_names or in_order({entry.class_name for entry in entries})), entries)
 
     def _bytes(self, sample: int) -> bytes:
@@ -133,9 +131,7 @@ def _read(part: Part) -> Iterator[tuple[str, str, bytes]]:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(
-            f"{part.name} cannot be read ({reason}), a whole file needed", "download it again; parts that are copied are kept"
-        ) from None
+        raise UserError(f"{part.name} cannot be read ({reason})", "download it again; parts that are copied are kept") from None
 
 
 def drop_copies(stage: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stratified subsets: a fraction of each class for data-efficiency experiments, or held out as a val split."""
+"""Draw stratified subsets: a fraction of each class for data-efficiency experiments, or held out as a val split."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def hold_out(source: Source, share: float, seed: int) -> tuple[Source, Source]:
     held = [order[: min(max(1, _share(share, order.size)), order.size - 1)] for order in orders]
     val = np.sort(np.concatenate(held))
     if not val.size:
-        raise UserError(f"{source.path} has 1 image of each class, at least 2 of a class needed by --val-share", "add some")
+        raise UserError(f"--val-share requires at least 2 images of a class, got 1 of each in {source.path}", "add some")
     return source.select(np.setdiff1d(np.arange(len(source)), val)), source.select(val)
 
 
@@ -90,7 +90,7 @@ def check_fraction(fraction: float) -> None:
         UserError: the fraction is out of range.
     """
     if not 0 < fraction <= 1:
-        raise UserError(f"--subset is {fraction}, above 0 and at most 1 needed", "pass the fraction of each class to keep")
+        raise UserError(f"--subset must be above 0 and at most 1, got {fraction}", "pass the fraction of each class to keep")
 
 
 def _share(fraction: float, size: int) -> int:

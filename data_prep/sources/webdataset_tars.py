@@ -1,4 +1,4 @@
-"""WebDataset tars that others wrote, local or behind URLs: ``KEY.jpg`` (jpeg, png, webp) with ``KEY.cls`` or ``KEY.json``."""
+"""Read WebDataset tars that others wrote, local or behind URLs: ``KEY.jpg`` (jpeg, png, webp) with ``KEY.cls`` or ``KEY.json``."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _images(url: str) -> Iterator[tuple[str, str, bytes]]:
         image = next((sample[suffix] for suffix in (*_IMAGES, *_OTHERS) if suffix in sample), None)
         if image is None:
             members = ", ".join(name for name in sample if not name.startswith("__"))
-            raise UserError(f"{url}: {key} has {members}, one of {', '.join(_IMAGES)} needed", "pass a data set of images")
+            raise UserError(f"{url}: {key} must have one of {', '.join(_IMAGES)}, got {members}", "pass a data set of images")
         yield key, _class(url, key, sample), image
 
 
@@ -107,5 +107,5 @@ def _class(url: str, key: str, sample: dict) -> str:
     except ValueError as error:
         raise UserError(f"{url}: the class of {key} cannot be read ({error})", "write it as text or JSON in UTF-8") from None
     raise UserError(
-        f"{url}: {key} has no class, a .cls or a .json with one of {', '.join(_NAMES)} needed", "pass a labelled split"
+        f"{url}: {key} must have a class: a .cls, or a .json with one of {', '.join(_NAMES)}", "pass a labelled split"
     )

@@ -62,18 +62,18 @@ def test_classes_that_are_numbers_are_no_indices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("a.txt", "tench\ncrane\n", "a.txt has 2 names for 3 classes, 1 each in class order needed"),
+        ("a.txt", "tench\ncrane\n", "a.txt must have a name for each of 3 classes, got 2 names"),
         ("a.txt", "a\nb\nc\nd\n", "a.txt has 4 names for 3 classes"),
         ("a.txt", "n01440764 tench\nn02012849 crane\n", r"no name for 1 class of 3 \(n03126707\): add the names"),
         ("a.txt", "n01440764 tench\nn01440764 carp\n", "names the class n01440764 twice, 'tench' and 'carp': remove one"),
         ("a.txt", "\n".join(WNIDS), "the name of n01440764 is ''"),
         ("a.json", '{"n01440764": "a", "n01440764": "b"}', "names the class n01440764 twice"),
-        ("a.json", '{"0": "a", "1": {}}', "is no JSON of class names .*'1' has no text"),
-        ("a.json", '{"0": "a"', "is no JSON of class names"),
-        ("a.csv", "klass,nom\na,b\n", "has the columns klass, nom, class and name needed"),
+        ("a.json", '{"0": "a", "1": {}}', "is not a JSON file of class names .*'1' has no text"),
+        ("a.json", '{"0": "a"', "is not a JSON file of class names"),
+        ("a.csv", "klass,nom\na,b\n", "must have the columns class and name, got klass, nom"),
         ("a.csv", "class,name\nn01440764,tench\n", "no name for 2 classes of 3"),
         ("a.txt", b"tench\ncaf\xe9\ncrane\n", "a.txt, line 2 is not UTF-8: save the file in this encoding"),
-        ("a.txt", "tench\na\x07b\ncrane\n", "printable text needed"),
+        ("a.txt", "tench\na\x07b\ncrane\n", "must be printable text"),
         ("nowhere.txt", None, "nowhere.txt cannot be read .No such file"),
     ],
 )
@@ -106,7 +106,7 @@ def test_names_of_the_devkit(tmp_path: Path) -> None:
     assert manifest.class_names == [f"words of {wnid}" for wnid in sorted(manifest.classes)] and manifest.version == 3
     kit = next((tmp_path / "official").glob("*devkit*"))
     assert read_class_names(kit, ["n15075141"]) == ["words of n15075141"]
-    with pytest.raises(UserError, match="meta.mat cannot be read .* needed: download"):
+    with pytest.raises(UserError, match="meta.mat must have the struct array 'synsets', got .*: download"):
         read_class_names(damaged_devkit(tmp_path, b"no MATLAB file"), WNIDS)
 
 

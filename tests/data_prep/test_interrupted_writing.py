@@ -43,7 +43,7 @@ def test_a_killed_run_is_finished_without_writing_a_shard_twice(digits_images: P
     times = {path.name: path.stat().st_mtime_ns for name in finished for path in output.glob(f"{name}.*")}
 
     other = run_script(*arguments, "--seed", 7, check=False)
-    assert "holds an unfinished train set of another run (seed is 0, 7 needed)" in other.stderr
+    assert "holds an unfinished train set of another run (seed must be 7, got 0)" in other.stderr
     run_script(*arguments)
     assert times == {name: (output / name).stat().st_mtime_ns for name in times}
     write_shards(ImageFolder(digits_images, "train"), whole, "train", 40, workers=1)
@@ -76,7 +76,7 @@ def test_a_killed_worker_is_one_line(digits_images: Path, tmp_path: Path) -> Non
     os.kill(workers[0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2 and stderr.count("\n") == 1, stderr
-    assert "a worker process was killed or ran out of memory, all 2 needed" in stderr
+    assert "one of 2 worker processes was killed or ran out of memory" in stderr
 
 
 def test_a_finished_shard_that_was_changed_is_written_again(digits_images: Path, tmp_path: Path) -> None:
@@ -102,13 +102,13 @@ def test_tasks_write_their_own_shards_and_the_last_one_the_manifest(digits_image
     assert digests(tmp_path / "array") == digests(tmp_path / "alone")
     assert write_shards(source, tmp_path / "array", "val", 50, share=Share(1, 3)).samples == 359
     error = run_script(SHARDER, "--source", digits_images, "--output", tmp_path, "--task", 3, "--tasks", 3, check=False)
-    assert "a task from 0 to 2 needed" in error.stderr
+    assert "--task must be 0 to 2 with --tasks 3, got" in error.stderr
 
 
 def test_two_runs_do_not_write_the_same_shard(digits_images: Path, tmp_path: Path) -> None:
     """Guards against a requeued job that meets its former self."""
     holder = (
-        "import sys, time\nfrom pathlib import Path\nfrom data_prep.folder_lock import FolderLock\n"
+        "import sys, time\nfrom pathlib import Path\nfrom data_prep.output import FolderLock\n"
         "with FolderLock(Path(sys.argv[1])) as lock:\n    lock.take_shards('val', [1])\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", holder, str(tmp_path)]

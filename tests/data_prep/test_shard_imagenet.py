@@ -129,7 +129,7 @@ def test_refuses_what_it_would_spoil_or_cannot_use(digits_images: Path, copied_s
     Image.new("RGB", (20, 10)).save(other / "x.jpg")
     before = sorted((f.name, f.stat().st_mtime_ns) for f in copied_shards.iterdir())
     assert "its 10 classes lack 1" in error("--source", other.parent, "--output", copied_shards, "--split", "train")
-    assert "already holds another train set (samples_per_shard is 400, 77 needed" in error(
+    assert "already holds another train set (for this source samples_per_shard must be 77, got 400" in error(
         "--source", digits_images, "--output", copied_shards, "--samples-per-shard", 77
     )
     assert before == sorted((f.name, f.stat().st_mtime_ns) for f in copied_shards.iterdir())
@@ -138,6 +138,6 @@ def test_refuses_what_it_would_spoil_or_cannot_use(digits_images: Path, copied_s
 
     (tmp_path / "empty" / "class_a").mkdir(parents=True)
     output = tmp_path / "new"
-    assert "holds 0 images in 1 class folders, at least 1 needed" in error("--source", tmp_path / "empty", "--output", output)
+    assert "must have at least 1 image, got 0 in 1 class folders" in error("--source", tmp_path / "empty", "--output", output)
     assert "does not exist" in error("--source", tmp_path / "nowhere", "--output", output)
-    assert "--workers is 0" in error("--source", digits_images, "--output", output, "--workers", 0)
+    assert "--workers must be at least 1, got 0" in error("--source", digits_images, "--output", output, "--workers", 0)

@@ -109,13 +109,16 @@ def test_wrong_arguments_are_one_sentence(digits_shards: Path, tmp_path: Path) -
     for arguments, sentence in (
         (
             ("--cache", tmp_path / "absent" / "cache"),
-            f"cannot be filled ({tmp_path / 'absent'} does not exist): see to the folder",
+            f"cannot be filled ({tmp_path / 'absent'} does not exist): check the folder",
         ),
-        (("--cache", tmp_path / "file"), "cannot be filled (it is not a directory): see to the folder"),
-        (("--cache", digits_shards), "is the folder of the shards themselves, another one needed: choose a folder"),
-        (("--cache", tmp_path, "--gib", 0), "--gib is 0, above 0 and at most 1048576 needed"),
-        (("--cache", ""), "--cache is empty, a folder on a disk of this node needed"),
-        (("--cache", tmp_path, "--workers", 0), "--workers is 0, 1 to 256 needed"),
+        (("--cache", tmp_path / "file"), "cannot be filled (it is not a directory): check the folder"),
+        (
+            ("--cache", digits_shards),
+            f"--cache must not be the folder of the shards themselves, got {digits_shards}: choose a folder",
+        ),
+        (("--cache", tmp_path, "--gib", 0), "--gib must be above 0 and at most 1048576, got 0"),
+        (("--cache", ""), "--cache must be a folder on a disk of this node, got an empty name"),
+        (("--cache", tmp_path, "--workers", 0), "--workers must be 1 to 256, got 0"),
     ):
         result = run_forked("data_prep.stage_shards", digits_shards, *arguments, check=False)
         assert result.returncode == 2 and result.stderr.count("\n") == 1 and sentence in result.stderr, result.stderr

@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_and_gives_what_a_folder_would_hold(
         assert any(scratch.rglob("*.tar"))
 
         killed, before = True, len(proxy.requests)
-        with pytest.raises(UserError, match=r"unfinished train set of another run \(seed is 0, 7 needed\)"):
+        with pytest.raises(UserError, match=r"unfinished train set of another run \(seed must be 7, got 0\)"):
             _shard(monkeypatch, *arguments, "--seed", 7)
         _shard(monkeypatch, *arguments)
         written = [request.path for request in proxy.requests[before:] if request.method == "PUT"]
@@ -126,9 +126,12 @@ def test_an_output_that_cannot_be_written_is_one_sentence(
     """Guards against a traceback, and against two processes of a machine that remove each other's tars."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = ["--source", digits_images, "--output"]
-    with pytest.raises(UserError, match="--output https://host/x is no bucket but a web server, which is only read from"):
+    with pytest.raises(
+        UserError,
+        match=r"--output must be s3://BUCKET/PREFIX, gs:// or az://, got https://host/x \(a web server can only be read\)",
+    ):
         _shard(monkeypatch, *source, "https://host/x")
-    with pytest.raises(UserError, match=r"--scratch is for an --output in a store, and \S+ is a folder"):
+    with pytest.raises(UserError, match=r"--scratch requires an --output in a store, got the folder \S+"):
         _shard(monkeypatch, *source, tmp_path / "shards", "--scratch", tmp_path)
     with pytest.raises(UserError, match=r"--scratch \S+absent cannot be used \(No such file or directory\)"):
         _shard(monkeypatch, *source, REFUSED, "--scratch", tmp_path / "absent")
@@ -151,7 +154,7 @@ def test_an_output_that_cannot_be_written_is_one_sentence(
         with HttpProxy(port, 0, lambda request: Fault(status=403) if request.method == "PUT" else None) as proxy:
             monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
             with pytest.raises(
-                UserError, match=r"refuses access .* so that \S+-in-progress cannot be written: see to the store"
+                UserError, match=r"refuses access .* so that \S+-in-progress cannot be written: check the store"
             ):
                 _shard(monkeypatch, *source, REFUSED)
     assert not list(tmp_path.glob("pervit-shards-*"))

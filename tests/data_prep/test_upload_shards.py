@@ -56,7 +56,7 @@ def test_an_interrupted_upload_goes_on(
 
 def test_a_web_server_is_not_written_to(copied_shards: Path) -> None:
     """Guards against a traceback for a URL that can only be read."""
-    with pytest.raises(UserError, match=r"https://host/x is no bucket"):
+    with pytest.raises(UserError, match=r"the URL must be s3://BUCKET/PREFIX, gs:// or az://, got https://host/x"):
         upload(copied_shards, "https://host/x")
 
 

@@ -237,15 +237,15 @@ def bad(tree: Path, folder: Path, what: str) -> Path:
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("no label", r"line 2 has path, a label needed: add the column label"),
+        ("no label", r"line 2 must have a label, got path: add the column label"),
         ("missing image", r"1 images that are not there \(nowhere.jpg\)"),
         ("twice", "is listed twice"),
         ("empty", "has 0 lines with images"),
         ("other split", "line 2: split is 'final'"),
         ("some splits", "has 1 lines without a split and 1 with one"),
-        ("not utf-8", "CSV in UTF-8 needed"),
-        ("json damaged", "JSONL in UTF-8 needed"),
-        ("json list", "JSONL in UTF-8 needed"),
+        ("not utf-8", "is not CSV in UTF-8"),
+        ("json damaged", "is not JSONL in UTF-8"),
+        ("json list", "is not JSONL in UTF-8"),
     ],
 )
 def test_bad_tables(what: str, sentence: str, tree: Path, tmp_path: Path) -> None:
@@ -278,5 +278,5 @@ def test_bad_parquet_and_tars(tree: Path, tmp_path: Path) -> None:
     with tarfile.open(folder / "set-train-000.tar", "w") as tar:
         member = tarfile.TarInfo("x.txt")
         tar.addfile(member, io.BytesIO())
-    with pytest.raises(UserError, match="x has txt, one of jpg, jpeg, png, webp needed"):
+    with pytest.raises(UserError, match="x must have one of jpg, jpeg, png, webp, got txt"):
         open_sources(folder, "train", reading=reading)

@@ -45,13 +45,19 @@ def edited_zip(folder: Path, field: int, value: bytes) -> Path:
 
 
 ZIPS = [
-    (lambda d: zip_of(d, ("cat/a.jpg", b"1"), ("cat/a.jpg", b"2")), "has 2 images named cat/a.jpg, 1 needed"),
-    (lambda d: zip_of(d, ("cat/a.jpg", b"1"), ("./cat//a.jpg", b"2")), "has 2 images named cat/a.jpg, 1 needed"),
+    (
+        lambda d: zip_of(d, ("cat/a.jpg", b"1"), ("cat/a.jpg", b"2")),
+        "must have one image of each name, got two named cat/a.jpg",
+    ),
+    (
+        lambda d: zip_of(d, ("cat/a.jpg", b"1"), ("./cat//a.jpg", b"2")),
+        "must have one image of each name, got two named cat/a.jpg",
+    ),
     (lambda d: edited_zip(d, 10, struct.pack("<H", 99)), "cat/a.jpg cannot be read .*compression method"),
     (lambda d: edited_zip(d, 10, struct.pack("<H", 12)), "cat/a.jpg cannot be read .*Invalid data stream"),
     (lambda d: edited_zip(d, 42, b"\xff\xff\xff\x7f"), "cat/a.jpg cannot be read"),
     (lambda d: edited_zip(d, 24, struct.pack("<I", 10)), "cat/a.jpg cannot be read .*CRC"),
-    (lambda d: edited_zip(d, 6, b"\xff\xff"), "is not a whole zip file .*version 25.5"),
+    (lambda d: edited_zip(d, 6, b"\xff\xff"), "is not a complete zip file .*version 25.5"),
 ]
 
 
@@ -149,7 +155,7 @@ def test_hostile_cifar_archives_are_named(tmp_path: Path) -> None:
             members = [member(info.name, archive.extractfile(info).read()) for info in archive]
         members = [(info, data) if "test" not in info.name else member(info.name, pickled) for info, data in members]
         path.write_bytes(gzip.compress(tar_of(*members), 1))
-        with pytest.raises(UserError, match="cifar-10-python.tar.gz.* needed: download it again"):
+        with pytest.raises(UserError, match="cifar-10-python.tar.gz.*: download it again"):
             open_sources(path, "val")
     info, _ = member("cifar-10-batches-py/data_batch_1")
     info.size = 2**40
@@ -165,15 +171,15 @@ def test_hostile_cifar_archives_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "key", "value", "expected"),
     [
-        ("images", "file_name", "/etc/passwd", "file_name of images 0 is '/etc/passwd', a path below the folder needed"),
-        ("images", "file_name", "a/../../x.jpg", "a path below the folder needed"),
-        ("images", "file_name", "a\0b", "a path below the folder needed"),
-        ("images", "file_name", 5, "a path below the folder needed"),
-        ("images", "id", [1], r"id of images 0 is \[1\], a whole number needed"),
-        ("categories", "id", "x", "id of categories 0 is 'x', a whole number needed"),
-        ("categories", "name", None, "name of categories 0 is None, a string needed"),
-        ("images", None, None, "lists 1 images twice, each once needed"),
-        ("annotations", None, 1, "gives 1 images two categories, one each needed"),
+        ("images", "file_name", "/etc/passwd", "file_name of images 0 must be a path below the folder, got '/etc/passwd'"),
+        ("images", "file_name", "a/../../x.jpg", "must be a path below the folder"),
+        ("images", "file_name", "a\0b", "must be a path below the folder"),
+        ("images", "file_name", 5, "must be a path below the folder"),
+        ("images", "id", [1], r"id of images 0 must be a whole number, got \[1\]"),
+        ("categories", "id", "x", "id of categories 0 must be a whole number, got 'x'"),
+        ("categories", "name", None, "name of categories 0 must be a string, got None"),
+        ("images", None, None, "lists 1 images twice"),
+        ("annotations", None, 1, "must give each image one category, got two for 1 images"),
     ],
 )
 def test_hostile_annotations_are_named(table: str, key: str | None, value: object, expected: str, tmp_path: Path) -> None:

@@ -89,12 +89,12 @@ def test_the_tars_one_by_one(official: Path, tmp_path: Path) -> None:
     assert list(open_sources(official / TRAIN_TAR)) == ["train"]
     (official / DEVKIT).rename(tmp_path / "kit.tar.gz")
     assert open_sources(official, "train")["train"].class_names == WNIDS
-    with pytest.raises(UserError, match=rf"{DEVKIT} is missing, the labels of ImageNet's val split needed"):
+    with pytest.raises(UserError, match=rf"{DEVKIT}, with the labels of ImageNet's val split, is missing"):
         open_sources(official)
     assert len(open_sources(official / VAL_TAR, devkit=tmp_path / "kit.tar.gz")["val"]) == 8
-    with pytest.raises(UserError, match=r"--devkit is .*kit.tar.gz, but .* has 0 of the 1"):
+    with pytest.raises(UserError, match=r"--devkit .*kit.tar.gz requires ILSVRC2012_img_val.tar"):
         open_sources(official / TRAIN_TAR, devkit=tmp_path / "kit.tar.gz")
-    with pytest.raises(UserError, match=r"has the splits \['train'\], 'val' needed"):
+    with pytest.raises(UserError, match=r"the split must be one of \['train'\] of .*, got 'val'"):
         open_sources(official / TRAIN_TAR, "val")
     # A val set that lacks a class, and a train set that does.
     write_train_tar(official / TRAIN_TAR, {"n02119789": {"a.JPEG": jpeg(1)}, "n00000001": {}})
@@ -220,17 +220,17 @@ def foreign_image_in_val(official: Path) -> Path:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (damaged_header, r"img_train.tar: n01440764.tar \(\d+ bytes\) is cut off or damaged at byte \d+, a whole tar needed"),
+        (damaged_header, r"img_train.tar: n01440764.tar \(\d+ bytes\) is cut off or damaged at byte \d+"),
         (image_in_the_outer_tar, r"member b.JPEG is not a class's tar"),
         (member_that_is_no_tar, r"n01440764.tar \(5000 bytes\) is cut off or not a tar"),
-        (tar_of_the_test_images, r"begins with test/ILSVRC2012_test_00000001.JPEG, a class's tar .* needed"),
+        (tar_of_the_test_images, r"must begin with a class's tar .*, got test/ILSVRC2012_test_00000001.JPEG"),
         (no_tar_at_all, r"img_train.tar \(2600 bytes\) is cut off or not a tar"),
-        (too_few_labels, r"has the ground truth of 7 images, that of ILSVRC2012_val_00000008.JPEG needed"),
-        (too_many_labels, r"img_val.tar holds 8 images, 9 needed by the ground truth"),
-        (label_out_of_range, r"has '5' in line 5, an id from 1 to 4 needed"),
-        (devkit_cut_off, r"devkit_t12.tar.gz is not a whole tar.gz"),
+        (too_few_labels, r"must have the ground truth of ILSVRC2012_val_00000008.JPEG, got that of 7 images"),
+        (too_many_labels, r"img_val.tar must have 9 images by the ground truth of .*, got 8"),
+        (label_out_of_range, r"line 5 of .* must be an id from 1 to 4, got '5'"),
+        (devkit_cut_off, r"devkit_t12.tar.gz is not a complete tar.gz"),
         (foreign_image_in_val, r"member cat.JPEG is not one of ILSVRC2012_val_\*.JPEG"),
-        (tree_beside_the_tars, r"holds both ILSVRC2012_img_train.tar and a folder train, 1 kind needed"),
+        (tree_beside_the_tars, r"must hold one kind of source, got ILSVRC2012_img_train.tar and a folder train"),
     ],
 )
 def test_what_is_wrong_with_the_official_files_is_said(spoil, expected: str, official: Path) -> None:
@@ -242,7 +242,7 @@ def test_what_is_wrong_with_the_official_files_is_said(spoil, expected: str, off
 def test_a_devkit_of_something_else_is_refused(tmp_path: Path, official: Path) -> None:
     """Guards against a traceback when meta.mat is missing, damaged, or lacks an id."""
     for members, expected in (
-        ({"x/readme.txt": b"x"}, "has no data/meta.mat, one needed"),
+        ({"x/readme.txt": b"x"}, "must have the member data/meta.mat"),
         ({"data/meta.mat": b"x" * 900, "data/ILSVRC2012_validation_ground_truth.txt": b"1"}, "data/meta.mat cannot be read"),
     ):
         with tarfile.open(tmp_path / "kit.tar.gz", "w:gz") as archive:
@@ -265,8 +265,8 @@ def test_the_command_takes_the_official_files(official: Path, tmp_path: Path) ->
     assert (splits["val"].source["subset"], splits["val"].samples) == (1.0, 8)
     assert splits["train"].source["subset_rule"] == "random"
     for options, expected in (
-        (arguments, "already holds another train set (subset is 0.5, 1.0 needed"),
-        ([*arguments, "--split", "val", "--subset", 0.5], "--subset is 0.5, but only ['val'] is written"),
+        (arguments, "already holds another train set (for this source subset must be 1.0, got 0.5"),
+        ([*arguments, "--split", "val", "--subset", 0.5], "--subset requires a train split, got only ['val']"),
         (
             ["--source", official / "nothing", "--output", tmp_path],
             "does not exist: pass --source with a folder of train/CLASS",

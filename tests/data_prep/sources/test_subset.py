@@ -58,11 +58,11 @@ def test_the_rule_of_a_subset_arrives_and_stays_visible(tmp_path: Path) -> None:
     for options, expected in (
         (
             [*arguments, "--subset", 0.5],
-            "already holds another train set (subset_rule is first, random needed for this source)",
+            "already holds another train set (for this source subset_rule must be random, got first)",
         ),
         (
             [*arguments, "--subset-rule", "first"],
-            "--subset-rule is first, but there is no --subset to choose for: pass --subset",
+            "--subset-rule first requires --subset: pass --subset",
         ),
     ):
         result = run_script(SHARDER, *options, check=False)
