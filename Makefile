@@ -22,7 +22,7 @@ else
 BUILD := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda13,cpu)
 endif
 ifeq ($(filter $(BUILD),cpu cuda12 cuda13),)
-$(error CUDA is '$(CUDA)', 12 or 13 needed: run for example `make install CUDA=12`)
+$(error CUDA must be 12 or 13, got '$(CUDA)': run for example `make install CUDA=12`)
 endif
 STAMP  := $(VENV)/.installed-$(BUILD)
 OTHERS := $(filter-out %-$(BUILD),$(STAMPS))
@@ -34,7 +34,7 @@ help:     ## list the targets
 install: $(STAMP)   ## all packages, pinned, into .venv; HAS_GPU=1 on a login node without a GPU, CUDA=12 for old drivers
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 14) else f"Python {v[0]}.{v[1]} found, 3.10 to 3.13 needed: run make PYTHON=python3.12")'
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 14) else f"Python must be 3.10 to 3.13, got {v[0]}.{v[1]}: run make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	touch $(VENV)/.began-$(BUILD) $(subst .installed,.began,$(OTHERS))
 	rm -f $(VENV)/.installed*

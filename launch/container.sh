@@ -10,7 +10,7 @@
 case ${1:-} in -h | --help) sed -n '1,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;; esac
 
 if [ -n "${PERVIT_CONTAINER:-}" ]; then
-  [ -z "${PERVIT_SRUN:-}" ] || fail "PERVIT_CONTAINER and PERVIT_SRUN are both set, one is needed; unset the other."
+  [ -z "${PERVIT_SRUN:-}" ] || fail "PERVIT_CONTAINER and PERVIT_SRUN must not both be set; unset one."
 
   has_pyxis() { srun --help 2> /dev/null | grep -q -e --container-image; }
   apptainer=$(command -v apptainer || command -v singularity || true)
@@ -24,15 +24,15 @@ if [ -n "${PERVIT_CONTAINER:-}" ]; then
   case $image in
     *://* | *'#'*) ;;
     *.sif | *.sqsh | *.squashfs | /* | ./* | ../*)
-      [ -e "$image" ] || fail "PERVIT_CONTAINER is '$image', which is not there; build it as launch/container/ says, or correct it." ;;
+      [ -e "$image" ] || fail "PERVIT_CONTAINER must be an existing image, got '$image'; build it as launch/container/ says, or correct it." ;;
     *) [ "$runtime" = pyxis ] || image=docker://$image ;;
   esac
   case $runtime in
-    pyxis) has_pyxis || fail "PERVIT_CONTAINER is '$PERVIT_CONTAINER', which needs pyxis, but srun has no --container-image here;" \
+    pyxis) has_pyxis || fail "PERVIT_CONTAINER='$PERVIT_CONTAINER' requires pyxis, but srun has no --container-image here;" \
       "make a .sif file of it for Apptainer, or unset it for the virtual environment." ;;
-    apptainer) [ -n "$apptainer" ] || fail "PERVIT_CONTAINER is '$PERVIT_CONTAINER', which needs Apptainer, but neither apptainer nor" \
+    apptainer) [ -n "$apptainer" ] || fail "PERVIT_CONTAINER='$PERVIT_CONTAINER' requires Apptainer, but neither apptainer nor" \
       "singularity is on the PATH; load its module, or unset it for the virtual environment." ;;
-    either) [ -n "$apptainer" ] || fail "PERVIT_CONTAINER is '$PERVIT_CONTAINER', but srun has no --container-image (pyxis), and" \
+    either) [ -n "$apptainer" ] || fail "PERVIT_CONTAINER='$PERVIT_CONTAINER' requires pyxis or Apptainer, but srun has no --container-image (pyxis), and" \
       "neither apptainer nor singularity is on the PATH; load Apptainer's module, or unset it for the virtual environment." ;;
   esac
 

@@ -10,7 +10,7 @@ set -euo pipefail
 case "${1:-} $#" in
   "-h "* | "--help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;;
   " 0") ;;
-  *) echo "error: found '$*', no words are needed; for another model or data set: bash launch/local.sh --help" >&2; exit 2 ;;
+  *) echo "error: demo.sh takes no arguments, got '$*'; for another model or data set: bash launch/local.sh --help" >&2; exit 2 ;;
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -19,7 +19,7 @@ case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 
 ranks=${1:-}
 if ! [[ $ranks =~ ^[1-9][0-9]*$ ]] || [ "${2:-}" != -- ] || [ -z "${3:-}" ]; then
-  fail "found '$*', needed is 'N -- MODULE ARGS...'; for example: launch/local.sh 2 -- pipeline.train --config configs/pervit_t.yaml"
+  fail "the arguments must be 'N -- MODULE ARGS...', got '$*'; for example: launch/local.sh 2 -- pipeline.train --config configs/pervit_t.yaml"
 fi
 shift 2
 
@@ -32,18 +32,18 @@ sys.exit(sys.prefix == sys.base_prefix and not conda)' 2> /dev/null
 venv=$(dirname "${BASH_SOURCE[0]}")/../.venv
 if [ -n "${PERVIT_VENV:-}" ]; then
   [ -x "$PERVIT_VENV/bin/python" ] ||
-    fail "PERVIT_VENV is '$PERVIT_VENV', which has no bin/python; set it to a virtual environment or unset it."
+    fail "PERVIT_VENV must have bin/python, got '$PERVIT_VENV'; set it to a virtual environment or unset it."
   PATH=$PERVIT_VENV/bin:$PATH
 elif [ -x "$venv/bin/python" ] && ! in_environment; then
   PATH=$(realpath "$venv")/bin:$PATH
 fi
 command -v python > /dev/null ||
-  fail "no python was found on the PATH, one with this package is needed; run: make install"
+  fail "no python on the PATH: one with this package is required; run: make install"
 python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, ("torch", "deepspeed"))))' ||
-  fail "$(command -v python) has no PyTorch or no DeepSpeed, a python with this package is needed; run: make install && source .venv/bin/activate"
+  fail "$(command -v python) must have PyTorch and DeepSpeed; run: make install && source .venv/bin/activate"
 
 errors=$(mktemp -d 2> /dev/null) ||
-  fail "no folder can be made in ${TMPDIR:-/tmp}, one for the messages of the ranks is needed; set TMPDIR to a folder that can be written."
+  fail "cannot create a folder for the ranks' messages in ${TMPDIR:-/tmp}; set TMPDIR to a writable folder."
 set -m    # each rank leads its own process group, so that its helper processes end with it
 
 pids=()                                    # of the running ranks
@@ -87,7 +87,7 @@ except ModuleNotFoundError as error:
 except Exception:
     found = True
 sys.exit(not found)' "$1" ||
-  fail "found '$1', which is no program for 'python -m' in $PWD, the name of a module is needed, such as pipeline.train or" \
+  fail "'$1' is not a module that 'python -m' can run in $PWD; pass the name of one, such as pipeline.train or" \
     "pipeline.evaluate; correct it, or go to the folder that it is in."
 
 export WORLD_SIZE=$ranks LOCAL_WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1
@@ -100,7 +100,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((share > 0 ? share : 1))}
 # PyTorch prints a C++ traceback for each connection that a lost rank leaves behind; the heartbeat reports it in one sentence.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 [ -n "$MASTER_PORT" ] && [ -n "$PERVIT_JOB_SECRET" ] ||
-  fail "$(command -v python) failed, see above, and a free port and random numbers are needed of it; run: make install"
+  fail "$(command -v python) failed, see above: it must give a free port and random numbers; run: make install"
 
 # However this launcher ends, the kernel then sends SIGTERM to its ranks: each rank first asks for that.
 export PERVIT_LAUNCHER_PID=$$

@@ -182,36 +182,36 @@ stop_daemons() {
 
 up() {
   nodes=${1:-2}
-  [[ $nodes =~ ^[1-9]$|^1[0-6]$ ]] || die "'$nodes' nodes were asked for, 1 to 16 are possible; try: up 2"
+  [[ $nodes =~ ^[1-9]$|^1[0-6]$ ]] || die "NODES must be 1 to 16, got '$nodes'; try: up 2"
   [[ $port =~ ^[0-9]{4,5}$ ]] && [ "$port" -ge 1024 ] && [ "$port" -le 65000 ] ||
-    die "PERVIT_CLUSTER_PORT is '$port', a number from 1024 to 65000 is needed; unset it for 16817."
+    die "PERVIT_CLUSTER_PORT must be a number from 1024 to 65000, got '$port'; unset it for 16817."
   [[ $dir != *[[:space:]]* ]] ||
     die "the directory '$dir' has a space in its name, which slurm.conf cannot hold; set PERVIT_CLUSTER_DIR to another."
   local tool
   for tool in munged slurmctld slurmd sbatch; do
     command -v "$tool" > /dev/null ||
-      die "$tool was not found, Slurm and munge are needed; install them: apt-get install slurm-wlm munge"
+      die "$tool was not found: Slurm and munge are required; install them: apt-get install slurm-wlm munge"
   done
 
   if is_ours && running slurmctld "$dir/run/slurmctld.pid"; then
     local present
     present=$(grep -c ' NodeAddr=' "$SLURM_CONF")
     [ "$present" = "$nodes" ] ||
-      die "a $present-node cluster is up in $dir, $nodes nodes were asked for; run 'launch/local_cluster.sh down' first."
+      die "a $present-node cluster is already up in $dir, got a request for $nodes; run 'launch/local_cluster.sh down' first."
     say "the $nodes-node cluster in $dir is up already."
     print_export
     return
   fi
 
   mkdir -p "$dir" 2> /dev/null && [ -O "$dir" ] ||
-    die "$dir is not yours, a directory of your own is needed; set PERVIT_CLUSTER_DIR to another."
+    die "$dir must be a directory of your own; set PERVIT_CLUSTER_DIR to another."
   if is_ours; then
     stop_daemons                              # of a cluster that crashed
   elif [ -n "$(ls -A "$dir")" ]; then
-    die "$dir holds other files, an empty or new directory is needed; set PERVIT_CLUSTER_DIR to another."
+    die "$dir must be an empty or new directory; set PERVIT_CLUSTER_DIR to another."
   fi
   if port_taken; then
-    die "port $port is taken by another program, a free one is needed; set PERVIT_CLUSTER_PORT to another."
+    die "port $port must be free, but another program uses it; set PERVIT_CLUSTER_PORT to another."
   fi
   umask 022
   chmod a+x "$dir"                            # munge requires that all users can reach its socket
@@ -265,5 +265,5 @@ case "${1:-} $#" in
   "-h "* | "--help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" ;;
   "up 1" | "up 2") up "${2:-}" ;;
   "down 1") down ;;
-  *) die "found '$*', needed is 'up [NODES]' or 'down'; for example: launch/local_cluster.sh up 2" ;;
+  *) die "the arguments must be 'up [NODES]' or 'down', got '$*'; for example: launch/local_cluster.sh up 2" ;;
 esac

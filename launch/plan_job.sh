@@ -11,7 +11,7 @@
 
 case ${1:-} in -h | --help) sed -n '1,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;; esac
 
-[ "$train_module" = pipeline.train ] || fail "--plan was found, but only pipeline.train can be planned, not $train_module; leave it out."
+[ "$train_module" = pipeline.train ] || fail "--plan requires pipeline.train, got $train_module; leave it out."
 
 asked() { sed -n "s/^#SBATCH --$1=//p" "$0" | head -n 1; }   # in the script that was submitted, of which Slurm runs a copy
 
@@ -37,6 +37,6 @@ within=("${container[@]}")
 if [ "${#container[@]}" != 0 ] && [ -n "${SLURM_JOB_ID:-}" ]; then
   within=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --export=ALL "${container[@]}")
 elif [[ ${container[0]:-} = -* ]]; then
-  fail "PERVIT_SRUN is '$PERVIT_SRUN', options of srun, which are for a job; submit it with sbatch, or unset PERVIT_SRUN."
+  fail "--plan does not take PERVIT_SRUN, got '$PERVIT_SRUN'; submit it with sbatch, or unset PERVIT_SRUN."
 fi
 exec "${within[@]}" python -m pipeline.plan "${plan[@]}"

@@ -28,14 +28,14 @@ sys.exit(sys.prefix == sys.base_prefix and not conda)' 2> /dev/null
 root=$(dirname "${BASH_SOURCE[0]}")/..
 if [ -n "${PERVIT_VENV:-}" ]; then
   [ -x "$PERVIT_VENV/bin/python" ] ||
-    fail "PERVIT_VENV is '$PERVIT_VENV', which has no bin/python; set it to a virtual environment or unset it."
+    fail "PERVIT_VENV must have bin/python, got '$PERVIT_VENV'; set it to a virtual environment or unset it."
   PATH=$PERVIT_VENV/bin:$PATH
 elif [ -x "$root/.venv/bin/python" ] && ! in_environment; then
   PATH=$(realpath "$root/.venv")/bin:$PATH
 fi
 command -v python > /dev/null ||
-  fail "no python was found on the PATH, one with this package is needed; run: make install"
+  fail "no python on the PATH: one with this package is required; run: make install"
 python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("pipeline.sweep") is None)' 2> /dev/null ||
-  fail "there is no package pipeline in $PWD, the repository's root is needed; go there."
+  fail "$PWD must be the repository's root, got no package pipeline there; go there."
 
 exec python -m pipeline.sweep "$@"

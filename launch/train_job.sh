@@ -53,9 +53,9 @@ planned=                                   # --plan among the words: print what 
 for word in "${@:2}"; do [ "$word" != --plan ] || planned=yes; done
 
 [ -n "${SLURM_JOB_ID:-}" ] || [ -n "$planned" ] ||
-  fail "no Slurm job was found, this script is part of one; submit it: sbatch launch/train.slurm configs/pervit_t.yaml"
+  fail "this script must run in a Slurm job; submit it: sbatch launch/train.slurm configs/pervit_t.yaml"
 
-whole_number() { [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "$1 is '$2', a whole number is needed; it is Slurm's to set, so unset it."; }
+whole_number() { [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "$1 must be a whole number, got '$2'; Slurm sets it, so unset it."; }
 whole_number SLURM_JOB_ID "${SLURM_JOB_ID:-0}"
 whole_number SLURM_RESTART_COUNT "${SLURM_RESTART_COUNT:-0}"
 whole_number SLURM_CPUS_PER_TASK "${SLURM_CPUS_PER_TASK:-1}"
@@ -74,7 +74,7 @@ source launch/container.sh "$@"
 container=()
 if [ -n "${PERVIT_SRUN:-}" ]; then
   words=$(xargs -r printf '%s\n' <<< "$PERVIT_SRUN" 2> /dev/null) ||
-    fail "PERVIT_SRUN is '$PERVIT_SRUN', words with quotes that are closed are needed; correct it or unset it."
+    fail "PERVIT_SRUN must have closed quotes, got '$PERVIT_SRUN'; correct it or unset it."
   mapfile -t container <<< "$words"
 fi
 
@@ -86,13 +86,13 @@ if [ -n "${PERVIT_SRUN:-}" ] && [ -z "${PERVIT_VENV:-}" ]; then
 elif [ -f "$venv/bin/activate" ]; then
   source "$venv/bin/activate"
 elif [ -n "${PERVIT_VENV:-}" ]; then
-  fail "PERVIT_VENV is '$venv', which has no bin/activate; set it to a virtual environment or unset it."
+  fail "PERVIT_VENV must have bin/activate, got '$venv'; set it to a virtual environment or unset it."
 fi
 if [ -z "${PERVIT_SRUN:-}" ]; then
   command -v python > /dev/null ||
-    fail "no python was found in $venv or on the PATH, one with this package is needed; run: make install"
+    fail "no python in $venv or on the PATH: one with this package is required; run: make install"
   python -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, ("torch", "deepspeed"))))' ||
-    fail "$(command -v python) has no PyTorch or no DeepSpeed, a python with this package is needed; run: make install"
+    fail "$(command -v python) must have PyTorch and DeepSpeed; run: make install"
 fi
 
 [ -z "$planned" ] || source launch/plan_job.sh "$@"
@@ -111,7 +111,7 @@ export MASTER_ADDR MASTER_PORT
 PERVIT_JOB_SECRET=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \n')
 export PERVIT_JOB_SECRET
 [[ $PERVIT_JOB_SECRET =~ ^[0-9a-f]{64}$ ]] ||
-  fail "od gave '$PERVIT_JOB_SECRET' of /dev/urandom, 32 random bytes are needed; see whether this node has both."
+  fail "od must give 32 random bytes of /dev/urandom, got '$PERVIT_JOB_SECRET'; check that this node has both."
 
 # When a rank dies, PyTorch would print a C++ traceback on every other one, above the message that names the rank.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}

@@ -45,5 +45,5 @@ PYTHON
     rm "$list"
     ;;
   project) "$venv/bin/pip" install --no-cache-dir --no-deps . ;;
-  *) echo "error: found '${1:-}', system, packages or project needed; see launch/container/install.sh --help." >&2; exit 2 ;;
+  *) echo "error: the argument must be system, packages or project, got '${1:-}'; see launch/container/install.sh --help." >&2; exit 2 ;;
 esac

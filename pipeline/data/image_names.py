@@ -192,7 +192,7 @@ def _members_of_tar(path: Path) -> Iterator[tuple[str, str, int, int]]:
                     yield f"{path}/{member.name}", str(path), member.offset_data, member.size
     except tarfile.TarError as error:
         raise UserError(
-            f"{path} is not a whole tar ({error})", "a compressed one must be unpacked first; else copy it again"
+            f"{path} is not a complete tar ({error})", "a compressed one must be unpacked first; else copy it again"
         ) from None
 
 
@@ -211,4 +211,4 @@ def _opened_zip(path: str) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except zipfile.BadZipFile as error:
-        raise UserError(f"{path} is not a whole zip ({error})", "copy it again") from None
+        raise UserError(f"{path} is not a complete zip ({error})", "copy it again") from None

@@ -1,4 +1,4 @@
-"""Single requests to a store, without repetition: obstore's stores, with what can go wrong sorted into a few kinds.
+"""Send single requests to a store, without repetition, with obstore; sort what can go wrong into a few kinds.
 
 obstore was chosen by measurement; docs/remote.md has the figures. Its own repetitions are off, because what is repeated here is
 also counted, and waits for the whole process where a store asks for fewer requests.
@@ -90,7 +90,7 @@ class Client:
         try:
             import obstore
         except ImportError:
-            raise UserError(f"{place} needs obstore, which is not installed", EXTRA) from None
+            raise UserError(f"{place} requires obstore, which is not installed", EXTRA) from None
         self._obstore = obstore
         self.place = place
         self._conditions = True
@@ -113,9 +113,9 @@ class Client:
         with _sorted_failures():
             found = self._obstore.get(self._store, name, options={"range": (begin, begin + size)})
             answer = Answer(memoryview(found.bytes()), found.meta["size"], _version(found.meta))
-        needed = min(size, answer.size - begin)
-        if len(answer.data) != needed:
-            raise Failure(Kind.CUT, f"{len(answer.data)} of {needed} bytes were sent")
+        expected = min(size, answer.size - begin)
+        if len(answer.data) != expected:
+            raise Failure(Kind.CUT, f"{len(answer.data)} of {expected} bytes were sent")
         return answer
 
     def put(self, name: str, data: bytes | Path, mark: str = "", replaces: Version | None = None) -> Version:

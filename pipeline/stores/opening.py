@@ -1,4 +1,7 @@
-"""Opens a place with obstore, with the credentials that other programs use: those of the environment and of the usual files."""
+"""Open a place with obstore, with the credentials that other programs use: those of the environment and of the usual files.
+
+Settings in the environment are checked before obstore reads them: some of them end it with a panic.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def _of_profile(place: RemotePath) -> dict[str, Any]:
         import boto3
     except ImportError:
         raise UserError(
-            f"{place} needs boto3 to read AWS's profiles, which is not installed",
+            f"{place} requires boto3 to read AWS's profiles, which is not installed",
             f"{EXTRA}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         ) from None
     session = boto3.Session()
@@ -107,17 +110,17 @@ def _login(host: str) -> str:
 
 
 def check_settings(place: RemotePath) -> None:
-    """See that the address of another store than Amazon's is one.
+    """Check the address of another store than Amazon's.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not an address.
     """
     if place.scheme != "s3":
         return
     for name in ENDPOINTS:
         if (address := os.environ.get(name)) and not _is_address(address):
             raise UserError(  # without the address, which may hold a password
-                f"{name} is not the address of a store, https://HOST or https://HOST:PORT needed",
+                f"{name} must be the address of a store, https://HOST or https://HOST:PORT",
                 "correct it, or unset it for Amazon",
             )
 

@@ -1,4 +1,4 @@
-"""Where data is: a path of a file system, or a URL of a store, as the command line and ``data.path`` give it."""
+"""Name a place of data: a path of a file system, or a URL of a store, as the command line and ``data.path`` give it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pipeline.errors import UserError
 
 SCHEMES = ("s3", "gs", "az", "https")
-_NEEDED = "a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH"
+_ALLOWED = "a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH"
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
@@ -38,24 +38,24 @@ class RemotePath:
             parts = urlsplit(url)
             host, secret = parts.hostname, parts.password is not None or parts.username is not None
         except ValueError as error:
-            raise UserError(f"{shown} is no URL ({error}), {_NEEDED} needed", "correct it") from None
+            raise UserError(f"{shown} is not a URL ({error}): it must be {_ALLOWED}", "correct it") from None
         self.scheme = parts.scheme.lower()
         if self.scheme not in (*SCHEMES, "http"):
-            raise UserError(f"{shown} is of the scheme {self.scheme!r}, {_NEEDED} needed", "correct it, or mount the store")
+            raise UserError(f"{shown} must be {_ALLOWED}, got the scheme {self.scheme!r}", "correct it, or mount the store")
         if not host:
-            raise UserError(f"{shown} names no {'host' if 'http' in self.scheme else 'bucket'}, {_NEEDED} needed", "add it")
+            raise UserError(f"{shown} must name a {'host' if 'http' in self.scheme else 'bucket'}: {_ALLOWED}", "add it")
         if secret:
             raise UserError(
-                f"{shown} holds a user or a password, which configs and logs would keep",
-                "take them out; the repository's docs/remote.md says which variables and files credentials are read from",
+                f"{shown} must not hold a user or a password, which configs and logs would keep",
+                "remove them; the repository's docs/remote.md says which variables and files credentials are read from",
             )
         if parts.query or parts.fragment:
             raise UserError(
-                f"{shown} has a query (?...) or a fragment (#...), which could be a signature and names no folder",
-                "take it out; the repository's docs/remote.md says which variables and files credentials are read from",
+                f"{shown} must not have a query (?...) or a fragment (#...), which could be a signature and names no folder",
+                "remove it; the repository's docs/remote.md says which variables and files credentials are read from",
             )
         if self.scheme == "http" and host not in _THIS_MACHINE:
-            raise UserError(f"{shown} is not encrypted, so that anybody on the way could change the images", "use https://")
+            raise UserError(f"{shown} must be encrypted, or anybody on the way could change the images", "use https://")
         self.host, self.prefix = parts.netloc, parts.path.strip("/")
 
     def __str__(self) -> str:
@@ -94,13 +94,13 @@ def parse_place(text: str | os.PathLike[str]) -> Place:
     """A path or a URL, as the user wrote it.
 
     Raises:
-        UserError: a URL that is none of a store, or has secrets in it.
+        UserError: a URL that is not of a store, or has secrets in it.
     """
     text = os.fspath(text)
     if is_remote(text):
         return RemotePath(text)
     if re.match(rf"({'|'.join(SCHEMES)}):/", text) and not os.path.exists(text):
-        raise UserError(f"{_without_secrets(text)} has one slash after the scheme, two needed", "write it as SCHEME://")
+        raise UserError(f"{_without_secrets(text)} must have two slashes after the scheme, got one", "write it as SCHEME://")
     return Path(text)
 
 

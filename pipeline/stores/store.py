@@ -1,4 +1,4 @@
-"""A store that is asked again where that helps, and given up where it does not.
+"""Repeat requests to a store where that helps, and give it up where it does not.
 
 A request that fails is repeated after a pause that grows. What that comes to depends on whether the store answers others meanwhile:
 
@@ -82,7 +82,7 @@ class Threads:
         return future
 
     def map(self, act: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result | BaseException]:
-        """``act`` of each task, at the same time; in place of a result, the exception that was raised."""
+        """``act`` of each task, at the same time; instead of a result, the exception that was raised."""
         waiting = [self.submit(partial(act, task)) for task in tasks]
         return [future.exception() or future.result() for future in waiting]
 
@@ -181,7 +181,7 @@ class Store:
         """Name and bytes of every object of the place.
 
         Args:
-            must: raise as :meth:`read` where the store does not tell, in place of returning none.
+            must: raise as :meth:`read` where the store does not tell, instead of returning none.
         """
         if self.place.scheme in ("http", "https"):
             return {}
@@ -220,11 +220,11 @@ class Store:
                 return result
 
     def _judge(self, name: str, failure: Failure, tries: int, began: float, about_all: bool) -> None:
-        """Raise if another try is no use."""
+        """Raise if another try cannot help."""
         if failure.kind is Kind.NO_BUCKET or (failure.kind is Kind.MISSING and not name):  # a list, of no object
             self._end(
                 NoBucket,
-                f"{self.place} cannot be opened, {self.place.host} does not exist",
+                f"{self.place} cannot be opened: {self.place.host} does not exist",
                 "create it, or correct the name or the store's address",
             )
         if failure.kind is Kind.MISSING:
@@ -238,12 +238,12 @@ class Store:
             self._end(
                 StoreFails,
                 f"{self.place} refuses access ({failure})",
-                "renew the credentials, or give this user the right to read it, and start again: a run goes on from its newest checkpoint",
+                "renew the credentials, or give this user the right to read it, and start again: a run continues from its newest checkpoint",
             )
         if str(failure) == NO_RANGES and not self._ever:
             self._end(
                 StoreFails,
-                f"the server of {self.place} does not answer requests for a part of a file (byte ranges), which reading samples needs",
+                f"the server of {self.place} does not answer requests for a part of a file (byte ranges), which reading samples requires",
                 "let it, as nginx and Apache do by default, or copy the set into a bucket or a folder",
             )
         now = time.monotonic()
@@ -259,7 +259,7 @@ class Store:
             self._end(
                 StoreAway,
                 f"{self.place} has not answered for {silent:.0f} s ({failure})",
-                "see to the store and the network and start again: a run goes on from its newest checkpoint",
+                "check the store and the network and start again: a run continues from its newest checkpoint",
             )
         if silent > _WARN_AFTER and not self._warned:
             self._warned = True

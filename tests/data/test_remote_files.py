@@ -199,7 +199,7 @@ def test_changed_bytes_are_bad_and_a_like_object_goes_unnoticed(copied_shards: P
     [
         (403, r"/shards refuses access \(the answer was 403\): renew the credentials"),
         (401, r"/shards refuses access \(the answer was 401\): renew the credentials"),
-        (503, r"/shards has not answered for \d+ s \(the answer was 503\): see to the store"),
+        (503, r"/shards has not answered for \d+ s \(the answer was 503\): check the store"),
     ],
 )
 def test_a_store_that_fails_ends_the_reading_with_one_sentence(

@@ -149,7 +149,7 @@ def test_an_output_that_cannot_be_written_is_one_sentence(
                 _shard(monkeypatch, *source, REFUSED)
             assert process.stdin
             process.stdin.close()
-        with pytest.raises(UserError, match="s3://nowhere/x cannot be opened, nowhere does not exist: create it"):
+        with pytest.raises(UserError, match="s3://nowhere/x cannot be opened: nowhere does not exist: create it"):
             _shard(monkeypatch, *source, "s3://nowhere/x")
         with HttpProxy(port, 0, lambda request: Fault(status=403) if request.method == "PUT" else None) as proxy:
             monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")

@@ -67,6 +67,6 @@ def test_a_bucket_that_does_not_exist(
     """Guards against ten minutes of tries for a mistyped name, and against looking for a manifest in it."""
     with (
         s3_server(monkeypatch),
-        pytest.raises(UserError, match="^s3://bukket/x cannot be opened, bukket does not exist: create it"),
+        pytest.raises(UserError, match="^s3://bukket/x cannot be opened: bukket does not exist: create it"),
     ):
         use(copied_shards, "s3://bukket/x")

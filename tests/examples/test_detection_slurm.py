@@ -39,7 +39,7 @@ def test_the_script_says_what_it_takes() -> None:
     shown, refused = started("--help"), started()
     assert shown.returncode == 0 and shown.stdout.count(f"sbatch {SCRIPT} ") >= 2 and "set -" not in shown.stdout
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("error: found '', the file of a config is needed") and refused.stderr.count("\n") == 1
+    assert refused.stderr.startswith("error: the first word must be a config file, got ''") and refused.stderr.count("\n") == 1
     assert settings(SCRIPT) == settings("launch/train.slurm")
 
 

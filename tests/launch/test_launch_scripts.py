@@ -43,7 +43,7 @@ def test_help_of_what_is_sourced(word: str) -> None:
 
 def test_the_demo_takes_no_words() -> None:
     """Guards against minutes of training after a mistyped option."""
-    assert the_sentence(launch("demo.sh", "--hepl")).startswith("error: found '--hepl', no words are needed")
+    assert the_sentence(launch("demo.sh", "--hepl")).startswith("error: demo.sh takes no arguments, got '--hepl'")
 
 
 @pytest.mark.parametrize("module", ["toyy", "package", "package.toyy", "no_package.toy", "toy.py", "./toy.py", "package/toy"])
@@ -53,7 +53,7 @@ def test_no_such_module(module: str, tmp_path: Path) -> None:
     for name in ("toy.py", "package/__init__.py", "package/toy.py"):
         (tmp_path / name).write_text(NOTE)
     sentence = the_sentence(launch("local.sh", "2", "--", module, cwd=tmp_path))
-    assert sentence.startswith(f"error: found '{module}', which is no program for 'python -m' in {tmp_path}, ")
+    assert sentence.startswith(f"error: '{module}' is not a module that 'python -m' can run in {tmp_path}; ")
 
 
 def test_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
@@ -78,14 +78,14 @@ def test_not_slurms_environment(name: str, value: str) -> None:
     """Guards against arithmetic in bash's words, and a job that is requeued for a mistake in its environment."""
     variables = {"SLURM_JOB_ID": "7", "PERVIT_ROOT": str(REPOSITORY), name: value}
     sentence = the_sentence(launch("train.slurm", "configs/demo.yaml", **variables))
-    assert sentence == f"error: {name} is '{value}', a whole number is needed; it is Slurm's to set, so unset it."
+    assert sentence == f"error: {name} must be a whole number, got '{value}'; Slurm sets it, so unset it."
 
 
 @pytest.mark.parametrize("config", ["configs/convit_s.yaml", "convit_s", "convit_s.yaml", "ablations/pervit_table5_lrn"])
 def test_a_job_takes_what_the_training_takes_for_a_config(config: str) -> None:
     """Guards against a config's name that works on one machine and is refused by the job script."""
     sentence = the_sentence(launch("train.slurm", config, PERVIT_ROOT=str(REPOSITORY)))
-    assert sentence.startswith("error: no Slurm job was found"), "the check that follows"
+    assert sentence.startswith("error: this script must run in a Slurm job"), "the check that follows"
 
 
 @pytest.mark.parametrize("words", [[], ["convit_z"], ["train.epochs=1"]])
@@ -93,7 +93,7 @@ def test_a_job_without_a_config(words: list[str]) -> None:
     """Guards against a mistake that every task of the job answers, or bash."""
     sentence = the_sentence(launch("train.slurm", *words, PERVIT_ROOT=str(REPOSITORY)))
     assert (
-        sentence.startswith(f"error: found '{''.join(words)}', the file of a config is needed")
+        sentence.startswith(f"error: the first word must be a config file or a name in configs/, got '{''.join(words)}'")
         and "a name in configs/" in sentence
     )
 
@@ -199,7 +199,7 @@ def test_where_the_tasks_of_a_job_meet(nodes: int, address: str, repository: Pat
 def test_a_job_without_a_secret(repository: Path, tmp_path: Path) -> None:
     """Guards against tasks that start without the secret by which they know each other's messages."""
     broken = write_python(tmp_path / "broken", "echo 00", "od")
-    assert "32 random bytes are needed" in the_sentence(start_job(repository, broken))
+    assert "od must give 32 random bytes" in the_sentence(start_job(repository, broken))
     assert not (repository / "note").exists()
 
 

@@ -160,5 +160,5 @@ def test_bad_words(words: tuple[str, ...], launch: Launch) -> None:
     process = launch.start(*words)
     output, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, output) == (2, "")
-    assert errors.startswith(f"error: found '{' '.join(words)}', needed is 'N -- MODULE ARGS...'")
+    assert errors.startswith(f"error: the arguments must be 'N -- MODULE ARGS...', got '{' '.join(words)}'")
     assert len(errors.splitlines()) == 1

@@ -53,7 +53,7 @@ def test_nothing_installed(repository: Path, bare: str) -> None:
     """Guards against a traceback about a missing module, once for every rank."""
     shutil.rmtree(repository / ".venv")
     sentence = the_sentence(launch(repository / "launch" / "local.sh", "2", "--", "note", PATH=bare))
-    assert "has no PyTorch or no DeepSpeed" in sentence and "make install" in sentence
+    assert "must have PyTorch and DeepSpeed" in sentence and "make install" in sentence
 
 
 def test_no_secret(repository: Path) -> None:
@@ -61,5 +61,5 @@ def test_no_secret(repository: Path) -> None:
     shutil.rmtree(repository / ".venv")
     broken = write_python(repository / ".venv" / "bin", f'case "$*" in *secrets*) exit 1 ;; esac; exec "{sys.executable}" "$@"')
     result = launch(repository / "launch" / "local.sh", "1", "--", "note", cwd=repository, PERVIT_VENV=str(broken.parent))
-    assert "random numbers are needed" in the_sentence(result)
+    assert "it must give a free port and random numbers" in the_sentence(result)
     assert not (repository / "note").exists()

@@ -61,7 +61,7 @@ def test_azure_is_written_and_read(
                 "val-samples.npy",
             }
 
-            with pytest.raises(UserError, match="^az://nowhere/x cannot be opened, nowhere does not exist: create it"):
+            with pytest.raises(UserError, match="^az://nowhere/x cannot be opened: nowhere does not exist: create it"):
                 ShardSet("az://nowhere/x", "train")
 
             store = Store(RemotePath("az://container/a"), probe="")

@@ -24,16 +24,19 @@ def test_urls_and_paths_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("ftp://host/x", "ftp://host/x is of the scheme 'ftp', a folder, or s3://BUCKET/PREFIX"),
-        ("s3://", "s3:// names no bucket"),
-        ("https:///x", "https:///x names no host"),
-        ("s3:/bucket/x", "s3:/bucket/x has one slash after the scheme, two needed"),
-        ("http://example.org/x", "http://example.org/x is not encrypted"),
-        ("https://me:SECRET@host/x", "https://host/x holds a user or a password"),
-        ("https://SECRET@host/x", "https://host/x holds a user or a password"),
+        (
+            "ftp://host/x",
+            "ftp://host/x must be a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH, got the scheme 'ftp'",
+        ),
+        ("s3://", "s3:// must name a bucket"),
+        ("https:///x", "https:///x must name a host"),
+        ("s3:/bucket/x", "s3:/bucket/x must have two slashes after the scheme, got one"),
+        ("http://example.org/x", "http://example.org/x must be encrypted"),
+        ("https://me:SECRET@host/x", "https://host/x must not hold a user or a password"),
+        ("https://SECRET@host/x", "https://host/x must not hold a user or a password"),
         ("https://host/x?X-Amz-Signature=SECRET", r"https://host/x has a query"),
         ("s3://bucket/x#SECRET", r"s3://bucket/x has a query"),
-        ("https://[SECRET/x", "is no URL"),
+        ("https://[SECRET/x", "is not a URL"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_one_sentence_without_its_secrets(url: str, sentence: str) -> None:

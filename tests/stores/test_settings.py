@@ -15,7 +15,7 @@ from pipeline.stores.place import RemotePath
 def test_an_address_that_is_none_is_one_sentence(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against the client library, which panics with a stack of Rust's."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    with pytest.raises(UserError, match="^AWS_ENDPOINT_URL is not the address of a store, https://HOST or"):
+    with pytest.raises(UserError, match="^AWS_ENDPOINT_URL must be the address of a store, https://HOST or"):
         check_settings(RemotePath("s3://bucket/set"))
     check_settings(RemotePath("gs://bucket/set"))  # which it is not for
 
