@@ -64,7 +64,7 @@ def test_its_three_commands_make_a_model_that_is_right(place: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         said.append(done.stdout + done.stderr)
     assert "96 images of 2 classes" in said[0]
-    assert sum(map(int, re.findall(r"images as they were that are no JPEGs: (\d+) png", said[0]))) == 30
+    assert sum(map(int, re.findall(r"non-JPEG images unchanged: (\d+) png", said[0]))) == 30
     assert "init_from: model weights of step 2 of runs/pervit_t" in said[1]
     assert "head.weight is initialized from scratch: (10, " in said[1]
     assert read_weights(place / "runs" / "finetune_folder").state.classes == ["cat", "dog"]

@@ -133,7 +133,9 @@ def test_an_output_that_cannot_be_written_is_one_sentence(
         _shard(monkeypatch, *source, "https://host/x")
     with pytest.raises(UserError, match=r"--scratch requires an --output in a store, got the folder \S+"):
         _shard(monkeypatch, *source, tmp_path / "shards", "--scratch", tmp_path)
-    with pytest.raises(UserError, match=r"--scratch \S+absent cannot be used \(No such file or directory\)"):
+    with pytest.raises(
+        UserError, match=r"--scratch must be an existing, writable folder, got \S+absent \(No such file or directory\)"
+    ):
         _shard(monkeypatch, *source, REFUSED, "--scratch", tmp_path / "absent")
     with s3_server(monkeypatch) as port:
         holder = (

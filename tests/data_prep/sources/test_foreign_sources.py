@@ -238,9 +238,9 @@ def bad(tree: Path, folder: Path, what: str) -> Path:
     ("what", "sentence"),
     [
         ("no label", r"line 2 must have a label, got path: add the column label"),
-        ("missing image", r"1 images that are not there \(nowhere.jpg\)"),
+        ("missing image", r"1 images that do not exist \(nowhere.jpg\)"),
         ("twice", "is listed twice"),
-        ("empty", "has 0 lines with images"),
+        ("empty", "must have at least 1 line with an image, got 0"),
         ("other split", "line 2: split is 'final'"),
         ("some splits", "has 1 lines without a split and 1 with one"),
         ("not utf-8", "is not CSV in UTF-8"),

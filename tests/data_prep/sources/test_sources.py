@@ -158,7 +158,9 @@ def test_inaturalist_is_labelled_by_its_annotations(tmp_path: Path) -> None:
 
     whole = (tmp_path / "train2019.json").read_text()
     (tmp_path / "train2019.json").write_text(whole.replace("Abies alba", "Parus major"))
-    with pytest.raises(UserError, match="train2019.json and the other split's file give 1 categories two names"):
+    with pytest.raises(
+        UserError, match="train2019.json and the other split's file must agree on names, got two for 1 categories"
+    ):
         open_sources(tmp_path, "train")
     (tmp_path / "val2019.json").rename(tmp_path / "kept")
     same_name = open_sources(tmp_path)["train"]  # two classes must not become one
