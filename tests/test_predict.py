@@ -157,8 +157,8 @@ def test_features_are_what_the_classifier_sees(model: Path, val: Path, tmp_path:
     [
         (["{tmp}/empty"], "empty must hold at least one image, got none"),
         (["{tmp}/*.nothing"], "nothing must hold at least one image, got none"),
-        (["{tmp}/bad.zip"], "bad.zip is not a whole zip"),
-        (["{tmp}/bad.tar"], "bad.tar is not a whole tar"),
+        (["{tmp}/bad.zip"], "bad.zip is not a complete zip"),
+        (["{tmp}/bad.tar"], "bad.tar is not a complete tar"),
         (["s3://bucket/x"], "images must be on this machine, got the URL s3://bucket/x"),
         (["x.jpg", "--output", "{tmp}/x.xls"], "must end with .csv, .jsonl or .parquet, got"),
         (["x.jpg", "--features"], "--features requires --output"),
