@@ -11,7 +11,6 @@ Processes share two cores here, so that the seconds are an upper bound. Bounded:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -149,8 +148,7 @@ def run_rank(environment: dict[str, str], folder: Path, stage: int, what: str) -
     calls.clear()
     began = time.monotonic()
     if what == "write":
-        whole = {"config_hash": "0" * 64, "data": {"samples": 1, "fingerprint": "none"}}
-        training.saver.save(training.engine, training.ema, dataclasses.replace(training.state(), **whole))
+        training.save()
         training.saver.finish()
     else:
         verified = loading.newest_intact(folder, world)
