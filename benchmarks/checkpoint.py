@@ -27,7 +27,7 @@ from pipeline.config import Config, load_config
 from pipeline.distributed.agreement import Agreement
 from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.models import create_model
-from pipeline.optim.ema import WeightAverage
+from pipeline.optim.averages import WeightAverage
 from pipeline.optim.engine import build_engine, optimizer_step
 
 CLASSES = 1000

@@ -68,8 +68,7 @@ def measure(overrides: list[str], world: Any, evaluates: bool = False) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     from pipeline.config import load_config
-    from pipeline.optim.batchnorm import StepStatistics
-    from pipeline.optim.ema import WeightAverage
+    from pipeline.optim.averages import StepStatistics, WeightAverage
     from pipeline.optim.engine import build_engine, micro_batches, optimizer_step
     from pipeline.run.building import build_model
     from pipeline.run.teacher import load_teacher

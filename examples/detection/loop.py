@@ -35,7 +35,7 @@ from pipeline.errors import PREEMPTED, UserError
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs import console
-from pipeline.optim.batchnorm import StepStatistics
+from pipeline.optim.averages import StepStatistics
 from pipeline.run.lock import RunLock
 
 

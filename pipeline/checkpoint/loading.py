@@ -19,7 +19,7 @@ from pipeline.checkpoint.verification import find_damage, find_gaps
 from pipeline.distributed.agreement import raise_on_all
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.optim.ema import WeightAverage
+from pipeline.optim.averages import WeightAverage
 from pipeline.optim.engine import Engine
 from pipeline.optim.slices import create_state
 

@@ -25,7 +25,7 @@ from pipeline.distributed.agreement import Agreed, Agreement
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import check_space, disk_reason, replace_text, sync_folder
-from pipeline.optim.ema import WeightAverage
+from pipeline.optim.averages import WeightAverage
 from pipeline.optim.engine import Engine
 
 _log = logging.getLogger(__name__)

@@ -51,8 +51,9 @@ class Trained:
             UserError: unknown switches.
             RuntimeError: these switches change the model's parameters.
         """
-        its = self.config.model
-        model = create_model(its.name, its.num_classes, its.image_size, switches=its.switches if switches is None else switches)
+        asked = self.config.model
+        chosen = asked.switches if switches is None else switches
+        model = create_model(asked.name, asked.num_classes, asked.image_size, switches=chosen)
         model.load_state_dict(self.weights)
         return model.eval()
 
@@ -75,8 +76,8 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
             "pass a run's output_dir, one of its checkpoints, or an exported file",
         )
     if is_timm_folder(source):
-        model, its, named = read_timm_folder(source)
-        return _described(source, model, its, step, kind, named)
+        model, found, named = read_timm_folder(source)
+        return _described(source, model, found, step, kind, named)
     if source.is_dir() or (source.suffix != SUFFIX and not source.is_file()):
         saved = read_weights(source, step)
         config = config_from_dict(saved.state.config, source=str(source))
@@ -96,18 +97,18 @@ def read_trained(source: Path, step: int | str | None = None, kind: Kind | None 
 
 
 def _described(
-    source: Path, model: VisionModel, its: Description, step: int | str | None, kind: Kind | None, named: bool = True
+    source: Path, model: VisionModel, found: Description, step: int | str | None, kind: Kind | None, named: bool = True
 ) -> Trained:
-    for option, asked, found in (("--step", step, its.step), ("--weights", kind, its.weights)):
-        if asked not in (None, found):
-            raise UserError(f"{source} has {option} {found}, not {asked}", "leave the option out, or pass a run folder")
+    for option, asked, has in (("--step", step, found.step), ("--weights", kind, found.weights)):
+        if asked not in (None, has):
+            raise UserError(f"{source} has {option} {has}, not {asked}", "leave the option out, or pass a run folder")
     tree = {
-        "model": {key: getattr(its, key) for key in ("num_classes", "image_size", "switches")} | {"name": its.model},
-        "data": {key: getattr(its, key) for key in ("mean", "std", "eval_crop")},
-        "train": {"precision": its.precision},
+        "model": {key: getattr(found, key) for key in ("num_classes", "image_size", "switches")} | {"name": found.model},
+        "data": {key: getattr(found, key) for key in ("mean", "std", "eval_crop")},
+        "train": {"precision": found.precision},
     }
     config = config_from_dict(tree, source=str(source))
-    return Trained(config, its.classes, its.step, its.weights, model.state_dict(), named, class_names=its.class_names)
+    return Trained(config, found.classes, found.step, found.weights, model.state_dict(), named, class_names=found.class_names)
 
 
 def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | None, kind: Kind | None) -> Trained:

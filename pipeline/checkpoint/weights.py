@@ -102,9 +102,9 @@ def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialW
         UserError: it does not exist, cannot be read, or holds no state dict.
     """
     if is_timm_folder(source):
-        weights, its = read_folder_weights(source, what=f"{key} {source}")
+        weights, description = read_folder_weights(source, what=f"{key} {source}")
         classes = read_folder_config(source).classes
-        step = f"{its.weights} weights of step {its.step}" if its else f"{len(weights)} tensors"
+        step = f"{description.weights} weights of step {description.step}" if description else f"{len(weights)} tensors"
         return InitialWeights(weights, classes, step)
     if source.is_dir():
         saved = read_weights(source)
@@ -112,10 +112,10 @@ def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialW
     if not source.is_file():
         raise UserError(f"{key} {source} does not exist", "pass a run folder or a file with a state dict")
     if source.suffix == SUFFIX:
-        weights, its = read_tensors(source)
-        if its is None:
+        weights, description = read_tensors(source)
+        if description is None:
             return InitialWeights(weights, None, f"{len(weights)} tensors")
-        return InitialWeights(weights, its.classes, f"{its.weights} weights of step {its.step}")
+        return InitialWeights(weights, description.classes, f"{description.weights} weights of step {description.step}")
     found = read_pickled(source, f"{key} {source}")
     return InitialWeights(found, None, f"{len(found)} tensors")
 

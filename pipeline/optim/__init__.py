@@ -9,7 +9,6 @@
 ``learning_rate.py`` the learning rate of a step
 ``engine.py``        the DeepSpeed engine, its config, and the optimizer step
 ``slices.py``        what is used of DeepSpeed's engine; where it keeps what the optimizer updates
-``ema.py``           exponential moving average of the weights
-``batchnorm.py``     BatchNorm statistics per optimizer step, over all ranks
+``averages.py``      exponential moving average of the weights; BatchNorm statistics per optimizer step, over all ranks
 ==================== =========================================================================================
 """

@@ -23,9 +23,8 @@ from pipeline.distributed.world import World
 from pipeline.logs import console, pictures
 from pipeline.models import flops, load_pretrained, model_of
 from pipeline.models.common.base import VisionModel
-from pipeline.optim.batchnorm import StepStatistics
+from pipeline.optim.averages import StepStatistics, WeightAverage
 from pipeline.optim.build import describe
-from pipeline.optim.ema import WeightAverage
 from pipeline.optim.engine import build_engine, zero_stage
 from pipeline.run.teacher import describe_teacher, load_teacher
 from pipeline.step.loss import Objective, label_loss

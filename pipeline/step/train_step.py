@@ -14,8 +14,7 @@ from torch import Tensor
 from pipeline.data.augment import BatchRequest
 from pipeline.data.loader import Batch
 from pipeline.models.common.base import VisionModel
-from pipeline.optim.batchnorm import StepStatistics
-from pipeline.optim.ema import WeightAverage
+from pipeline.optim.averages import StepStatistics, WeightAverage
 from pipeline.optim.engine import Engine, micro_batches, optimizer_step, set_learning_rate
 from pipeline.step.forward import sample_noise
 from pipeline.step.loss import Objective, spread_nonfinite

@@ -15,7 +15,7 @@ from pipeline.checkpoint.loading import Verified, load
 from pipeline.checkpoint.parts import read_headers
 from pipeline.checkpoint.rank_slices import optimizer_state, saved_tensors
 from pipeline.distributed.world import World
-from pipeline.optim.ema import WeightAverage
+from pipeline.optim.averages import WeightAverage
 from support.checkpoints import save
 
 

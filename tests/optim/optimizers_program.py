@@ -31,6 +31,7 @@ OPTIMIZERS = {  # name -> config
     "adamw": {"layer_decay": 0.6, "clip_grad_norm": 1.0},
     "lamb": {"name": "lamb", "clip_grad_norm": 1.0},
     "muon": {"name": "muon", "layer_decay": 0.6},
+    "nadam": {"name": "torch.optim:NAdam", "layer_decay": 0.6},
 }
 BATCH, HALF = 6, 3
 LR = 0.02

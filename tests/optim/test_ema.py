@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.optim.ema import WeightAverage
+from pipeline.optim.averages import WeightAverage
 
 
 class PlainEngine:

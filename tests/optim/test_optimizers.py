@@ -30,7 +30,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 ALL = [(1, 0), *((processes, stage) for processes in (2, 3) for stage in range(4))]
 # Largest relative distance from one process, of the weights or a moment, after six steps. Found: 1e-5, 3e-6 and 1.5e-3. Gradients
 # differ by their rounding, which Muon enlarges in directions where a gradient has little else: it gives all the same length.
-LIMITS = {"adamw": 1e-4, "lamb": 1e-4, "muon": 0.02}
+LIMITS = {"adamw": 1e-4, "lamb": 1e-4, "muon": 0.02, "nadam": 1e-4}
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def saved(run: str, step: int = 2 * HALF) -> dict[tuple[str, str], Tensor]:
     reader = SliceReader(folder, read_headers(folder, [record.name for record in manifest.files]))
     return {
         (quantity, name): reader.read(quantity, name, 0, math.prod(manifest.shapes[name]))
-        for quantity in (WEIGHT, *map(optimizer_quantity, MOMENTS))
+        for quantity in {WEIGHT, *map(optimizer_quantity, MOMENTS)} & reader.quantities
         for name in reader.slices(quantity)
     }
 

@@ -26,7 +26,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.tables import compile_tables_as_constants
 from pipeline.models.pervit.model import PerViT, PerViTLayout
-from pipeline.optim.batchnorm import StepStatistics
+from pipeline.optim.averages import StepStatistics
 from pipeline.run import compiling
 from pipeline.run.compile_cache import INDUCTOR, TRITON, cache_folder, drop_compile_cache, open_compile_cache
 from pipeline.run.compiling import Compilation

@@ -1,0 +1,149 @@
+"""Average weights over steps, and BatchNorm's statistics over the ranks and micro-batches of a step.
+
+PyTorch updates BatchNorm's running statistics in every forward pass, on each rank from its own images. Here they change once per
+optimizer step, by ``momentum``, towards the mean over all micro-batches of all ranks. So they are equal on all ranks, independent of
+the world size (up to rounding), and a skipped step leaves them unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipeline.distributed.world import World
+from pipeline.optim.engine import Engine
+
+
+class WeightAverage:
+    """Exponential moving average, under any ZeRO stage: ``average = decay * average + (1 - decay) * weights`` after every step
+    (Polyak & Juditsky, 1992).
+
+    Each rank averages the weights that it holds: all of them, or its shard of each under ZeRO-3. Buffers of floating point, such
+    as BatchNorm's running statistics, are averaged likewise, in full on every rank; integer ones are the model's own. timm's
+    ``ModelEma``, which the papers' code uses, averages all buffers too.
+
+    Args:
+        engine: the DeepSpeed engine.
+        decay: such as 0.9999; DeiT's is 0.99996.
+
+    Attributes:
+        averages: by parameter name, each with the shape of this rank's share of the parameter.
+        buffers: averaged buffers by name; those of floating point that are in the model's state dict.
+    """
+
+    def __init__(self, engine: Engine, decay: float) -> None:
+        self.decay = decay
+        self._engine = engine
+        self.averages = {name: weight.clone() for name, weight in self._held()}
+        saved = engine.module.state_dict().keys()  # without buffers that are derived from others
+        floating = (name for name, buffer in engine.module.named_buffers() if buffer.is_floating_point() and name in saved)
+        self.buffers = {name: engine.module.get_buffer(name).clone() for name in floating}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update the average with the model's current weights."""
+        held = dict(self._held())
+        # One kernel for all tensors on a GPU, as torch.optim.swa_utils does; one call per tensor takes 1 to 2 ms of a step.
+        torch._foreach_lerp_([self.averages[name] for name in held], list(held.values()), 1 - self.decay)
+        if self.buffers:
+            torch._foreach_lerp_(list(self.buffers.values()), list(self.models_buffers().values()), 1 - self.decay)
+
+    def models_buffers(self) -> dict[str, Tensor]:
+        """The model's own buffers with the names of ``buffers``: not copies."""
+        return {name: self._engine.module.get_buffer(name) for name in self.buffers}
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Swap in the averaged weights and buffers for the block; the model's own return after it, bit for bit."""
+        own = {name: weight.clone() for name, weight in self._held()}
+        own_buffers = {name: buffer.clone() for name, buffer in self.models_buffers().items()}
+        self._load(self.averages, self.buffers)
+        try:
+            yield
+        finally:
+            self._load(own, own_buffers)
+
+    @torch.no_grad()
+    def _load(self, values: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+        for name, weight in self._held():
+            weight.copy_(values[name])
+        for name, buffer in self.models_buffers().items():
+            buffer.copy_(buffers[name])
+        # Drop what was derived from the other weights: parameters that ZeRO-3 keeps gathered after an evaluation because it
+        # expects to need them soon, and the model's caches.
+        self._engine.empty_partition_cache()
+        self._engine.module.train(self._engine.module.training)
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._engine.module.named_parameters():
+            yield name, getattr(parameter, "ds_tensor", parameter).data
+
+
+class StepStatistics:
+    """Accumulates the BatchNorm statistics of an optimizer step.
+
+    Args:
+        model: its BatchNorm layers that track running statistics.
+        world: all ranks.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._world = world
+        self._norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        self._momentum = [norm.momentum for norm in self._norms]
+        self._running: list[tuple[Tensor, Tensor, Tensor]] = []  # as they were before the step
+
+    def __len__(self) -> int:
+        return len(self._norms)
+
+    def begin(self) -> None:
+        """Call before the first micro-batch of a step."""
+        self._running = self._copies()
+
+    def micro_batch(self, number: int) -> None:
+        """Call before micro-batch ``number`` (from 0): with momentum 1 / (number + 1) the buffers hold the mean so far."""
+        for norm in self._norms:
+            norm.momentum = 1 / (number + 1)
+
+    @torch.no_grad()
+    def end(self, taken: bool) -> None:
+        """Call after the last micro-batch of a step. Collective.
+
+        Args:
+            taken: False if the step was skipped: the statistics are restored.
+        """
+        if not self._norms:
+            return
+        if taken:
+            mean = torch.cat([buffer for pair in self._buffers() for buffer in pair])  # (F,), all statistics concatenated
+            self._world.sum(mean).div_(self._world.size)
+            parts = iter(mean.split([len(buffer) for pair in self._buffers() for buffer in pair]))
+        for norm, kept, momentum in zip(self._norms, self._running, self._momentum):
+            assert momentum is not None  # it is with a cumulative average, which no model has
+            for buffer, before in zip(_statistics(norm), kept[:2]):
+                buffer.copy_(before.lerp_(next(parts), momentum) if taken else before)
+            _batches(norm).copy_(kept[2] + taken)
+            norm.momentum = momentum
+
+    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
+        return [_statistics(norm) for norm in self._norms]
+
+    def _copies(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        pairs = [(_statistics(norm), _batches(norm)) for norm in self._norms]
+        return [(mean.clone(), variance.clone(), batches.clone()) for (mean, variance), batches in pairs]
+
+
+def _statistics(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """Running mean and variance, (channels,) each."""
+    assert norm.running_mean is not None and norm.running_var is not None  # with track_running_stats
+    return norm.running_mean, norm.running_var
+
+
+def _batches(norm: _BatchNorm) -> Tensor:
+    """How many batches the norm has seen, ()."""
+    assert norm.num_batches_tracked is not None  # with track_running_stats
+    return norm.num_batches_tracked
