@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import socket
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,13 +119,23 @@ def _examine(folder: Path, world: World) -> tuple[Verified | None, list[str]]:
         refusal = _unreadable(error)
     raise_on_all(refusal, world)
     problems = set()
-    for sentences, of_rank in world.gather([damage, headers]):
+    for sentences, packed in world.gather([damage, _packed(headers)]):
         problems.update(sentences)
-        headers.update({name: [Entry(*entry) for entry in entries] for name, entries in of_rank.items()})
+        headers.update(_unpacked(packed))
     if problems:
         return None, sorted(problems)
     gaps = world.from_main(find_gaps(folder, manifest, headers)[:_NAMED] if world.is_main else [])
     return Verified(folder, manifest, headers), gaps
+
+
+def _packed(headers: Headers) -> str:
+    """Headers as text for other ranks: of the few names in thousands of keys, a tenth of the bytes remains."""
+    return base64.b64encode(zlib.compress(json.dumps(headers).encode())).decode()
+
+
+def _unpacked(text: str) -> dict[str, list[Entry]]:
+    headers = json.loads(zlib.decompress(base64.b64decode(text)))
+    return {name: [Entry(*entry) for entry in entries] for name, entries in headers.items()}
 
 
 def _unreadable(error: OSError) -> UserError:

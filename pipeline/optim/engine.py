@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +94,7 @@ def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
     with quiet_deepspeed():
         import deepspeed
 
+        logging.getLogger("DeepSpeed").addFilter(_is_news)
         model.to(world.device)
         with _groups_with_timeout(config.distributed.collective_timeout):
             engine: Engine[Model] = deepspeed.initialize(
@@ -107,6 +109,11 @@ def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
     if engine.zero_optimization_stage() in (1, 2) and world.device.type == "cuda":
         _wait_for_the_reduction_only(engine.optimizer)
     return engine
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a message of DeepSpeed's is more than its caution about optimizers that it does not know, which are tried here."""
+    return "ZeRO with an untested optimizer" not in record.getMessage()
 
 
 @contextmanager
