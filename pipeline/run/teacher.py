@@ -20,6 +20,7 @@ from pipeline.checkpoint import read_initial_weights
 from pipeline.checkpoint.trained import read_trained
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import UserError
+from pipeline.models.timm_network import first_line
 from pipeline.models.weights.transfer import check_finite, first_difference
 from pipeline.step.forward import autocast
 
@@ -147,20 +148,13 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
 def _imported(library: str) -> ModuleType:
     try:
         return importlib.import_module(library)
-    except ModuleNotFoundError as error:
-        if error.name != library:
-            reason = str(error)
-        else:
-            source = "'.[torchvision]'" if library == "torchvision" else library
-            raise UserError(
-                f"train.teacher={library}:... requires {library}, which is not installed",
-                f"install it beside this PyTorch, {torch.__version__}, from the same index: pip install -c constraints.txt {source}",
-            ) from None
-    except Exception as error:  # its operators are not loaded: of another build of PyTorch, RuntimeError or OSError
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # missing, or its operators are of another build of PyTorch: RuntimeError or OSError
+        missing = isinstance(error, ModuleNotFoundError) and error.name == library
+        reason = "which is not installed" if missing else f"which does not load ({first_line(error)})"
+    extra = "'.[torchvision]'" if library == "torchvision" else library
     raise UserError(
-        f"train.teacher={library}:... requires {library}, which does not load beside PyTorch {torch.__version__} ({reason})",
-        "install the two from the same index, PyPI or download.pytorch.org/whl/...",
+        f"train.teacher={library}:NAME requires {library} beside PyTorch {torch.__version__}, {reason}",
+        f"install it from PyTorch's index, PyPI or download.pytorch.org/whl/...: pip install -c constraints.txt {extra}",
     )
 
 
@@ -217,9 +211,8 @@ def _try_out(teacher: LibraryTeacher, config: Config) -> None:
         with torch.no_grad():
             scores = teacher(torch.zeros(1, 3, size, size))
     except Exception as error:  # of the library's own code, or of PyTorch's operators
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"train.teacher must take images of {size} x {size} pixels, got {config.train.teacher}, which does not ({reason})",
+            f"train.teacher must take images of {size} x {size} pixels, got {config.train.teacher}, which does not ({first_line(error)})",
             "choose another teacher or another model.image_size",
         ) from None
     found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__

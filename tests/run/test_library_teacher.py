@@ -96,11 +96,14 @@ def test_a_library_that_is_missing_is_one_sentence(tmp_path: Path, monkeypatch: 
         chosen = config(f"{name}:x", tmp_path / "w.pth")
         monkeypatch.setattr(importlib, "import_module", missing)
         with pytest.raises(
-            UserError, match=f"is of {name}, which is not installed: .*pip install -c constraints.txt {package}"
+            UserError,
+            match=f"requires {name} beside PyTorch .*, which is not installed: .*pip install -c constraints.txt {package}",
         ):
             load_teacher(chosen, CPU)
         monkeypatch.setattr(importlib, "import_module", broken)
-        with pytest.raises(UserError, match=r"does not load beside PyTorch \S+ \(operator torchvision::nms does not exist\): "):
+        with pytest.raises(
+            UserError, match=r"beside PyTorch \S+, which does not load \(operator torchvision::nms does not exist\): "
+        ):
             load_teacher(chosen, CPU)
         monkeypatch.undo()
 
