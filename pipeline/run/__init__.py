@@ -10,7 +10,7 @@
 ``dry_run.py``     a start that writes nothing, and a step on random images
 ``folder.py``      may this config continue the run in this folder?
 ``lock.py``        one run per folder
-``compiling.py``   torch.compile of a step's parts; ``compile_cache.py``: where it keeps them
+``compiling.py``   compiles a step's parts with torch.compile
 ``state.py``       ``Run``: everything that the training loop works with
 ``nonfinite.py``   non-finite gradients: skips the step, or dumps what reproduces it
 ``profiling.py``   PyTorch's profiler for some steps

@@ -12,12 +12,23 @@ analyses run the modules themselves, so that the figures of a run are those of `
 
 ZeRO 0, 1 and 2 have hooks on the whole model and on the gradients of parameters, which compiled code does not see. ZeRO-3 has
 hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled there.
+
+Compiled code is kept, so that a requeued run need not compile again. A later start runs it: it is therefore not in the run folder, from
+which nothing is ever run, but in the user's own cache folder. Each rank of each run has a folder to itself: no two processes write to
+one, whatever the file system makes of locks, and the run's lock keeps a second start of the same run away.
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import hashlib
 import logging
+import os
 import re
+import shutil
+import stat
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,7 +47,7 @@ from pipeline.models.common.base import VisionModel
 from pipeline.models.common.probe import is_recording
 from pipeline.models.common.tables import compile_tables_as_constants
 from pipeline.models.pervit.phi_model import PhiModel
-from pipeline.run.compile_cache import drop_compile_cache, open_compile_cache
+from pipeline.run.building import say
 from pipeline.step.forward import autocast
 from pipeline.step.loss import LabelLoss, Objective
 from pipeline.step.train_step import forward_backward
@@ -46,6 +57,9 @@ BACKEND: str | Callable[..., Any] = "inductor"  # of torch.compile; tests take o
 _BLOCK = re.compile(r"(.*\.)?blocks\.\d+")  # how every family names them
 _GRAPH_PASSES = 3  # a CUDA graph is warmed up, captured, and then replayed
 _LONGEST_REASON = 300  # characters of a compiler's message in ours
+# Read by Inductor and by Triton. Whoever sets them has chosen a place, which is left alone.
+INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+_NAME_DIGITS = 16  # of a SHA-256: runs of one user do not share a folder by chance
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +107,7 @@ class Compilation:
         if not self._pending:
             return
         self._pending, started = False, time.perf_counter()
-        self._say(f"compiling (train.compile={self.kind}), which takes a minute or more")
+        say(self._world, f"compiling (train.compile={self.kind}), which takes a minute or more")
         failure = None
         try:
             self._install(accumulates)
@@ -103,7 +117,7 @@ class Compilation:
         failures = [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
         if not failures:
             parts = len(self._replaced) + 1  # the loss
-            self._say(f"compiled {parts} parts of the step in {console.duration(time.perf_counter() - started)}")
+            say(self._world, f"compiled {parts} parts of the step in {console.duration(time.perf_counter() - started)}")
             return
         self._remove()
         rank, why = failures[0]
@@ -205,10 +219,6 @@ class Compilation:
                 for buffer, before in buffers:
                     buffer.copy_(before)
 
-    def _say(self, text: str) -> None:
-        if self._world.is_main:
-            console.say(text)
-
 
 def _has_batchnorm(module: nn.Module) -> bool:
     return any(isinstance(child, _BatchNorm) for child in module.modules())
@@ -223,3 +233,66 @@ def _reason(error: BaseException) -> str:
     inner = getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
     return f"{type(inner).__name__}: {lines[0] if lines else 'no message'}"[:_LONGEST_REASON]
+
+
+def open_compile_cache(run_folder: Path, rank: int) -> Path:
+    """Point the compilers at this rank's folder, or at a temporary one where the user's cache folder cannot hold it.
+
+    Returns:
+        The folder.
+    """
+    if chosen := _chosen(INDUCTOR):
+        return Path(chosen)
+    folder = cache_folder(run_folder, rank)
+    if folder is None or not _is_usable(folder):
+        folder = Path(tempfile.mkdtemp(prefix="pervit-compile-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ[INDUCTOR] = str(folder)
+    if not _chosen(TRITON):
+        os.environ[TRITON] = str(folder / "triton")
+    return folder
+
+
+def drop_compile_cache(run_folder: Path, rank: int) -> None:
+    """Remove this rank's folder: the run is complete."""
+    folder = cache_folder(run_folder, rank)
+    if folder is not None and os.environ.get(INDUCTOR) == str(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # of other ranks, or gone
+            folder.parent.rmdir()
+
+
+def cache_folder(run_folder: Path, rank: int) -> Path | None:
+    """``$XDG_CACHE_HOME/pervit/compile/RUN/rank-00000``, by default below ``~/.cache``; None without a home directory.
+
+    RUN is a hash of the run folder's path.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    run = hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:_NAME_DIGITS]
+    return cache / "pervit" / "compile" / run / f"rank-{rank:05d}"
+
+
+def _chosen(variable: str) -> str:
+    """The variable's value, unless PyTorch has set it to its own default, which lies in /tmp: it does so when it is imported."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    value = os.environ.get(variable, "")
+    return "" if Path(value).is_relative_to(default_cache_dir()) else value
+
+
+def _is_usable(folder: Path) -> bool:
+    """Create the folder; whether it can be written and locked, is this user's, and nobody else may write to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return False
+        with open(folder / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as Inductor does; some network file systems cannot
+    except OSError:
+        return False
+    return True

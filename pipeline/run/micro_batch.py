@@ -25,12 +25,11 @@ from pipeline.distributed.agreement import do_in_main
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.hardware import DEFAULT_GPU, gpu_named, memory_gib
-from pipeline.logs import console
 from pipeline.logs.run_files import AUTO_REASON, earlier_starts
 from pipeline.optim.build import optimizer_description, parameter_groups
 from pipeline.planning.memory import largest_micro_batch, plan_memory
 from pipeline.planning.subject import Subject
-from pipeline.run.building import build_model
+from pipeline.run.building import build_model, say
 from pipeline.run.folder import config_hash
 from pipeline.run.teacher import load_teacher
 from pipeline.runs import CONFIG
@@ -62,8 +61,7 @@ def choose_micro_batch(config: Config, begun_with: int | None, world: World) -> 
     sizes = fitting_micro_batches(config.train, world.size, config.augment.unit)
     begun, device = world.from_main(do_in_main(lambda: _begun_with(config, begun_with), world))
     size, reason = _keep(config, world, sizes, begun, device) if begun else _largest(config, world, sizes)
-    if world.is_main:
-        console.say(f"train.micro_batch_size is {size}: {reason}")
+    say(world, f"train.micro_batch_size is {size}: {reason}")
     return size, reason
 
 
@@ -100,8 +98,7 @@ def _keep(config: Config, world: World, sizes: list[int], begun: int, device: st
 
 def _largest(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
     """The largest size that the plan allows and a trial confirms. Collective."""
-    if world.is_main:
-        console.say("train.micro_batch_size=auto: planning the memory of a step, then trying it")
+    say(world, "train.micro_batch_size=auto: planning the memory of a step, then trying it")
     hosts, gpu = world.gather(socket.gethostname()), None
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)

@@ -14,10 +14,10 @@ from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitti
 from pipeline.data.loader import CPU, GPU, decoding_device
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.logs import console
 from pipeline.models import model_of
 from pipeline.optim.build import parameter_groups
 from pipeline.optim.engine import zero_stage
+from pipeline.run.building import say
 from pipeline.run.compiling import BLOCKS, GRAPHS, OFF
 from pipeline.run.micro_batch import choose_micro_batch
 from pipeline.run.precision import Precision, choose_precision
@@ -112,10 +112,7 @@ def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable
         return asked
     if begun_with not in (GPU, CPU):
         return GPU if repeatable else AUTO
-    if world.is_main:
-        console.say(
-            f"decoding on the {begun_with.upper()}, as this run has measured before: data.decode=gpu or cpu changes that"
-        )
+    say(world, f"decoding on the {begun_with.upper()}, as this run has measured before: data.decode=gpu or cpu changes that")
     return begun_with
 
 

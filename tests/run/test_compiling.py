@@ -28,8 +28,14 @@ from pipeline.models.common.tables import compile_tables_as_constants
 from pipeline.models.pervit.model import PerViT, PerViTLayout
 from pipeline.optim.averages import StepStatistics
 from pipeline.run import compiling
-from pipeline.run.compile_cache import INDUCTOR, TRITON, cache_folder, drop_compile_cache, open_compile_cache
-from pipeline.run.compiling import Compilation
+from pipeline.run.compiling import (
+    INDUCTOR,
+    TRITON,
+    Compilation,
+    cache_folder,
+    drop_compile_cache,
+    open_compile_cache,
+)
 from pipeline.run.settle import choose_compilation
 from pipeline.step.forward import autocast
 from pipeline.step.loss import Objective, label_loss

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline import train
 from pipeline.run import compiling
-from pipeline.run.compile_cache import INDUCTOR
+from pipeline.run.compiling import INDUCTOR
 
 
 def main() -> int:
