@@ -22,7 +22,7 @@ from nvidia.dali import pipeline_def
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, affine_matrices, draw_ops  # noqa: E402
+from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, affine_matrices  # noqa: E402
 from pipeline.data.augment.randaugment.dali import augment  # noqa: E402
 from pipeline.philox import Stream, uniforms  # noqa: E402
 from support.randaugment_reference import AMOUNTS, FILL, SIZE, apply, photographs, reference  # noqa: E402
@@ -98,7 +98,7 @@ def main() -> None:
     images = [np.asarray(picture) for picture in pictures]
     count = 20_000
     numbers = uniforms(Stream.RAND_AUGMENT, 0, np.zeros(count), np.arange(count), 2 * UNIFORMS_PER_LAYER)
-    drawn = draw_ops(numbers, RandAugment(), SIZE)
+    drawn = RandAugment(image_size=SIZE).sample(numbers)
 
     print("| operation | CPU: max | mean | DALI: max | mean | Pillow, ms | ours on the CPU, ms | ratio |")
     print("|---|---|---|---|---|---|---|---|")

@@ -19,7 +19,7 @@ from pipeline.data.augment import BatchRequest
 from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
 from pipeline.data.augment.crop import simple_geometry
 from pipeline.data.augment.randaugment import Op
-from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, blur_picture, draw_three_augment
+from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, blur_picture
 from pipeline.data.cpu_transform import Finisher, resize_and_crop
 from pipeline.philox import Stream, uniforms
 from support.deit_code import authors_module, needs_code
@@ -44,7 +44,7 @@ def pictures(imagenet_samples: Path) -> list[Image.Image]:
 
 def drawn(count: int) -> object:
     numbers = uniforms(Stream.THREE_AUGMENT, 1, np.zeros(count), np.arange(count), UNIFORMS_PER_SAMPLE)
-    return draw_three_augment(numbers, True, 0.3)
+    return ThreeAugment(True, 0.3).sample(numbers)
 
 
 def test_three_augment_is_torchvisions(pictures: list[Image.Image]) -> None:

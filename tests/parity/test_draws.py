@@ -5,6 +5,7 @@ Both sides have fixed seeds. A histogram of boxes has 20,000 of theirs, of which
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from scipy.stats import chi2_contingency
 
 from pipeline.config import load_config
 from pipeline.data.augment import crop, erasing, mixing
-from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, RandAugment, draw_ops, fill_color
+from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, RandAugment, fill_color
 from support import parity
 from support.histograms import SIDE, crop_histograms, erasing_histograms, histogram, mixing_histograms
 
@@ -67,7 +68,7 @@ def test_rand_augments_amounts(name: str) -> None:
         unit = SIDE if operation.startswith("Translate") else 1
         unchanged = 1 if op in (Op.COLOR, Op.CONTRAST, Op.BRIGHTNESS, Op.SHARPNESS) else 0
         for magnitude, amount in zip(theirs["magnitudes"], amounts, strict=True):
-            found = draw_ops(draws, RandAugment(1, magnitude, 0), SIDE)
+            found = RandAugment(1, magnitude, 0, SIDE).sample(draws)
             other = 2 * unchanged - amount if operation in theirs["signed"] else amount
             assert found.op.tolist() == [[op], [op]]
             assert found.amount[:, 0] == pytest.approx([unit * amount, unit * other], rel=1e-6, abs=1e-6), (
@@ -80,7 +81,7 @@ def test_rand_augments_amounts(name: str) -> None:
 def test_rand_augments_draws(name: str) -> None:
     """Guards against another number of operations, choice among them, or noise on the magnitude."""
     theirs, settings = parity.load(name)["rand_augment"], settings_of(name)
-    ops = draw_ops(uniforms(settings.layers * UNIFORMS_PER_LAYER), settings, SIDE)
+    ops = replace(settings, image_size=SIDE).sample(uniforms(settings.layers * UNIFORMS_PER_LAYER))
     order = dict(zip(theirs["amounts"], list(Op)[1:]))
     counts = {"applied": np.bincount((ops.op > 0).sum(axis=1), minlength=settings.layers + 1).tolist()}
     counts["chosen"] = [int((ops.op == op).sum()) for op in order.values()]
@@ -114,7 +115,9 @@ def test_mixup_and_cutmix(name: str) -> None:
     """Guards against another Beta distribution, switch, box or weight of the label."""
     config, theirs = load_config(CONFIGS / f"{RECIPES[name]}.yaml").augment, dict(parity.load(name)["mixing"])
     assert (config.mixup, config.cutmix, config.mix_switch) == (theirs.pop("mixup"), theirs.pop("cutmix"), 0.5)
-    drawn = mixing.draw_mixing(uniforms(mixing.UNIFORMS_PER_GROUP, DRAWS // 2), 8, SIDE, config.mixup, config.cutmix, 0.5, 1)
+    drawn = mixing.MixupCutmix(config.mixup, config.cutmix, 0.5, 8, SIDE).sample(
+        uniforms(mixing.UNIFORMS_PER_GROUP, DRAWS // 2), 1
+    )
     cut = ~drawn.blend
     assert_alike(mixing_histograms(drawn.weight[drawn.blend], drawn.box[cut], drawn.weight[cut]), theirs)
 
@@ -123,6 +126,6 @@ def test_random_erasing() -> None:
     """Guards against another probability, area, aspect ratio or place of the rectangle."""
     theirs = dict(parity.load("deit")["erasing"])
     assert load_config(CONFIGS / "deit_t.yaml").augment.erasing == (probability := theirs.pop("probability"))
-    boxes = erasing.draw_erasing(uniforms(erasing.UNIFORMS_PER_SAMPLE), SIDE, probability).box
+    boxes = erasing.RandomErasing(probability, SIDE).sample(uniforms(erasing.UNIFORMS_PER_SAMPLE)).box
     erased = boxes[:, 2] > 0
     assert_alike(erasing_histograms(boxes[erased], int((~erased).sum())), theirs)

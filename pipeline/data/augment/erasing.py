@@ -34,8 +34,8 @@ class Erasing:
 class RandomErasing(BatchAugmentation):
     """Random erasing; noise has the scale of normalized pixels."""
 
-    probability: float
-    image_size: int
+    probability: float  # of erasing a rectangle of an image
+    image_size: int  # side, pixels
     stream = Stream.ERASING
     place = 10
 
@@ -44,7 +44,29 @@ class RandomErasing(BatchAugmentation):
         return cls(augment.erasing, image_size) if augment.erasing else None
 
     def draw(self, places: Places) -> Erasing:
-        return draw_erasing(places.uniforms(self.stream, UNIFORMS_PER_SAMPLE), self.image_size, self.probability)
+        return self.sample(places.uniforms(self.stream, UNIFORMS_PER_SAMPLE))
+
+    def sample(self, uniforms: np.ndarray) -> Erasing:
+        """The rectangles that (B, UNIFORMS_PER_SAMPLE) numbers in [0, 1), multiples of 2**-32, make."""
+        rows = np.arange(len(uniforms))
+        area_draw, aspect_draw = uniforms[:, :ATTEMPTS], uniforms[:, ATTEMPTS : 2 * ATTEMPTS]
+        whether, top_draw, left_draw, *seed_draws = uniforms[:, 2 * ATTEMPTS :].T
+
+        area = self.image_size**2 * (AREA[0] + area_draw * (AREA[1] - AREA[0]))  # (B, attempts)
+        aspect = np.exp(np.log(ASPECT[0]) + aspect_draw * (np.log(ASPECT[1]) - np.log(ASPECT[0])))
+        height = np.rint(np.sqrt(area * aspect)).astype(np.int64)
+        width = np.rint(np.sqrt(area / aspect)).astype(np.int64)
+        fits = (height < self.image_size) & (width < self.image_size)
+        attempt = fits.argmax(axis=1)  # the first that fits
+        height, width = height[rows, attempt], width[rows, attempt]
+        top = (top_draw * (self.image_size - height + 1)).astype(np.int64)
+        left = (left_draw * (self.image_size - width + 1)).astype(np.int64)
+        erased = fits.any(axis=1) & (whether < self.probability)
+        words = [(draw * 2.0**32).astype(np.int64) for draw in seed_draws]
+        return Erasing(
+            box=np.where(erased[:, None], np.stack([top, left, height, width], axis=1), 0),
+            noise_seed=(words[0] << 31) ^ words[1],  # 63 bits: non-negative int64
+        )
 
     def apply_(self, images: Tensor, request: BatchRequest) -> None:
         erasing, channels = request.draws[self], images.shape[1]
@@ -66,35 +88,6 @@ class RandomErasing(BatchAugmentation):
             )  # (n,); with its size given, nothing synchronizes
             place += torch.arange(len(noise), device=noise.device)
             images.view(-1).index_copy_(0, place, noise)  # no place occurs twice
-
-
-def draw_erasing(uniforms: np.ndarray, image_size: int, probability: float) -> Erasing:
-    """Sample the rectangles.
-
-    Args:
-        uniforms: (B, UNIFORMS_PER_SAMPLE) in [0, 1), multiples of 2**-32.
-        image_size: side of the images.
-        probability: of erasing a rectangle of an image.
-    """
-    rows = np.arange(len(uniforms))
-    area_draw, aspect_draw = uniforms[:, :ATTEMPTS], uniforms[:, ATTEMPTS : 2 * ATTEMPTS]
-    whether, top_draw, left_draw, *seed_draws = uniforms[:, 2 * ATTEMPTS :].T
-
-    area = image_size**2 * (AREA[0] + area_draw * (AREA[1] - AREA[0]))  # (B, attempts)
-    aspect = np.exp(np.log(ASPECT[0]) + aspect_draw * (np.log(ASPECT[1]) - np.log(ASPECT[0])))
-    height = np.rint(np.sqrt(area * aspect)).astype(np.int64)
-    width = np.rint(np.sqrt(area / aspect)).astype(np.int64)
-    fits = (height < image_size) & (width < image_size)
-    attempt = fits.argmax(axis=1)  # the first that fits
-    height, width = height[rows, attempt], width[rows, attempt]
-    top = (top_draw * (image_size - height + 1)).astype(np.int64)
-    left = (left_draw * (image_size - width + 1)).astype(np.int64)
-    erased = fits.any(axis=1) & (whether < probability)
-    words = [(draw * 2.0**32).astype(np.int64) for draw in seed_draws]
-    return Erasing(
-        box=np.where(erased[:, None], np.stack([top, left, height, width], axis=1), 0),
-        noise_seed=(words[0] << 31) ^ words[1],  # 63 bits: non-negative int64
-    )
 
 
 def erasing_noise(erasing: Erasing, channels: int) -> Tensor:

@@ -45,7 +45,7 @@ class MixupCutmix(BatchAugmentation):
     cutmix: float
     switch: float  # probability of CutMix if both are on
     group: int  # images
-    image_size: int
+    image_size: int  # side, pixels
     stream = Stream.MIXING
     place = 20
 
@@ -56,9 +56,35 @@ class MixupCutmix(BatchAugmentation):
 
     def draw(self, places: Places) -> Mixing:
         group = places.number[:: self.group] // self.group  # its number in the run
-        numbers = uniforms(self.stream, places.seed, np.zeros_like(group), group, UNIFORMS_PER_GROUP)
-        sizes = self.group, self.image_size
-        return draw_mixing(numbers, *sizes, self.mixup, self.cutmix, self.switch, places.different)
+        return self.sample(
+            uniforms(self.stream, places.seed, np.zeros_like(group), group, UNIFORMS_PER_GROUP), places.different
+        )
+
+    def sample(self, numbers: np.ndarray, apart: int) -> Mixing:
+        """How groups are mixed.
+
+        Args:
+            numbers: (G, UNIFORMS_PER_GROUP) in [0, 1).
+            apart: least distance, also around the end of the group, which has at least twice as many images.
+        """
+        method, distance, row, column = numbers[:, 2 * BETA_ATTEMPTS :].T
+        cut = method < (self.switch if self.mixup and self.cutmix else float(bool(self.cutmix)))
+        alpha = np.where(cut, self.cutmix, self.mixup)
+        weight = _beta(numbers[:, : 2 * BETA_ATTEMPTS], alpha)
+
+        side = (self.image_size * np.sqrt(1 - weight)).astype(np.int64)  # CutMix, Eq. 2: side of the box
+        row, column = (row * self.image_size).astype(np.int64), (column * self.image_size).astype(np.int64)
+        top, left = np.maximum(row - side // 2, 0), np.maximum(column - side // 2, 0)
+        bottom, right = np.minimum(row + side // 2, self.image_size), np.minimum(column + side // 2, self.image_size)
+        box = np.where(cut[:, None], np.stack([top, left, bottom - top, right - left], axis=1), 0)
+        kept = 1 - box[:, 2] * box[:, 3] / self.image_size**2  # the label weight is the area after clipping at the border
+        return Mixing(
+            group=self.group,
+            distance=apart + (distance * (self.group - 2 * apart + 1)).astype(np.int64),
+            weight=np.where(cut, kept, weight).astype(np.float32),
+            box=box,
+            blend=~cut,
+        )
 
     def digested(self, request: BatchRequest) -> list[np.ndarray]:
         mixing = request.draws[self]
@@ -89,39 +115,6 @@ class MixupCutmix(BatchAugmentation):
 
     def mixed_labels(self, request: BatchRequest) -> tuple[np.ndarray, np.ndarray]:
         return mixed_labels(request.label, request.draws[self])
-
-
-def draw_mixing(
-    numbers: np.ndarray, group: int, image_size: int, mixup: float, cutmix: float, switch: float, apart: int
-) -> Mixing:
-    """Sample how each group is mixed.
-
-    Args:
-        numbers: (G, UNIFORMS_PER_GROUP) in [0, 1).
-        group: images per group, at least 2 * apart.
-        image_size: side of the images in pixels.
-        mixup, cutmix: alpha of the Beta distributions; 0: off (not both).
-        switch: probability of CutMix if both are on.
-        apart: least distance, also around the end of the group.
-    """
-    method, distance, row, column = numbers[:, 2 * BETA_ATTEMPTS :].T
-    cut = method < (switch if mixup and cutmix else float(bool(cutmix)))
-    alpha = np.where(cut, cutmix, mixup)
-    weight = _beta(numbers[:, : 2 * BETA_ATTEMPTS], alpha)
-
-    side = (image_size * np.sqrt(1 - weight)).astype(np.int64)  # CutMix, Eq. 2: side of the box
-    row, column = (row * image_size).astype(np.int64), (column * image_size).astype(np.int64)
-    top, left = np.maximum(row - side // 2, 0), np.maximum(column - side // 2, 0)
-    bottom, right = np.minimum(row + side // 2, image_size), np.minimum(column + side // 2, image_size)
-    box = np.where(cut[:, None], np.stack([top, left, bottom - top, right - left], axis=1), 0)
-    kept = 1 - box[:, 2] * box[:, 3] / image_size**2  # the label weight is the area after clipping at the border
-    return Mixing(
-        group=group,
-        distance=apart + (distance * (group - 2 * apart + 1)).astype(np.int64),
-        weight=np.where(cut, kept, weight).astype(np.float32),
-        box=box,
-        blend=~cut,
-    )
 
 
 def mixing_weights(mixing: Mixing, height: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -53,7 +53,7 @@ class Recoloring:
 class ThreeAugment(PixelAugmentation):
     """3-Augment, colour jitter, or both."""
 
-    one_of_three: bool
+    one_of_three: bool  # whether one of the three is applied; False: the jitter only
     jitter: float  # factors are between 1 - jitter and 1 + jitter; 0: none
     stream = Stream.THREE_AUGMENT
     place = 20
@@ -69,7 +69,28 @@ class ThreeAugment(PixelAugmentation):
         return (np.float32, 0), (np.float32, 2), (np.int32, 1), (np.float32, 1)
 
     def draw(self, places: Places) -> Recoloring:
-        return draw_three_augment(places.uniforms(self.stream, UNIFORMS_PER_SAMPLE), self.one_of_three, self.jitter)
+        return self.sample(places.uniforms(self.stream, UNIFORMS_PER_SAMPLE))
+
+    def sample(self, uniforms: np.ndarray) -> Recoloring:
+        """The choice, the strength of the blur, and the jitter's order and factors of (B, UNIFORMS_PER_SAMPLE) numbers in [0, 1)."""
+        choice_draw, radius_draw, order_draw, *factor_draws = uniforms.T
+        choice = (3 * choice_draw).astype(np.int32)  # (B,)
+        low, high = BLUR_RADIUS
+        blur = np.where(choice == BLUR, low + (high - low) * radius_draw, 0)
+        first = np.select([choice == GRAYSCALE, choice == SOLARIZATION], [Op.COLOR, Op.SOLARIZE], Op.NOTHING)
+        if not self.one_of_three:
+            blur, first = np.zeros_like(blur), np.zeros_like(first)
+        order = _ORDERS[(len(_ORDERS) * order_draw).astype(np.int32)]  # (B, 3)
+        factors = np.take_along_axis(1 + self.jitter * (2 * np.stack(factor_draws, axis=1) - 1), order, axis=1)
+        ops = JITTER[order] if self.jitter else np.full_like(order, Op.NOTHING)
+        amounts = np.where(first == Op.SOLARIZE, SOLARIZE_FROM, 0)  # of Op.COLOR, 0 is gray
+        return Recoloring(
+            ops=Ops(
+                op=np.column_stack([first, ops]).astype(np.int32),
+                amount=np.column_stack([amounts, factors if self.jitter else np.zeros_like(factors)]).astype(np.float32),
+            ),
+            blur=blur.astype(np.float32),
+        )
 
     def applies(self, request: BatchRequest, i: int) -> bool:
         draw = request.draws[self]
@@ -94,34 +115,6 @@ class ThreeAugment(PixelAugmentation):
         if blur > 0:
             images = blur_images(images, weights)
         return recolor(images, op, amount, LAYERS)
-
-
-def draw_three_augment(uniforms: np.ndarray, one_of_three: bool, jitter: float) -> Recoloring:
-    """Sample the choice, the strength of the blur, and the jitter's order and factors.
-
-    Args:
-        uniforms: (B, UNIFORMS_PER_SAMPLE) in [0, 1).
-        one_of_three: whether one of the three is applied; False: the jitter only.
-        jitter: factors are between 1 - jitter and 1 + jitter; 0: none.
-    """
-    choice_draw, radius_draw, order_draw, *factor_draws = uniforms.T
-    choice = (3 * choice_draw).astype(np.int32)  # (B,)
-    low, high = BLUR_RADIUS
-    blur = np.where(choice == BLUR, low + (high - low) * radius_draw, 0)
-    first = np.select([choice == GRAYSCALE, choice == SOLARIZATION], [Op.COLOR, Op.SOLARIZE], Op.NOTHING)
-    if not one_of_three:
-        blur, first = np.zeros_like(blur), np.zeros_like(first)
-    order = _ORDERS[(len(_ORDERS) * order_draw).astype(np.int32)]  # (B, 3)
-    factors = np.take_along_axis(1 + jitter * (2 * np.stack(factor_draws, axis=1) - 1), order, axis=1)
-    ops = JITTER[order] if jitter else np.full_like(order, Op.NOTHING)
-    amounts = np.where(first == Op.SOLARIZE, SOLARIZE_FROM, 0)  # of Op.COLOR, 0 is gray
-    return Recoloring(
-        ops=Ops(
-            op=np.column_stack([first, ops]).astype(np.int32),
-            amount=np.column_stack([amounts, factors if jitter else np.zeros_like(factors)]).astype(np.float32),
-        ),
-        blur=blur.astype(np.float32),
-    )
 
 
 def blur_picture(picture: Image.Image, radius: float) -> Image.Image:

@@ -62,7 +62,7 @@ def reference_erasing(rng: np.random.Generator, size: int) -> tuple[int, int, in
 def test_erased_rectangles_are_distributed_as_the_recipe_says() -> None:
     """Guards against rectangles of another size, shape, place or frequency than the models were trained with."""
     rng = np.random.default_rng(0)
-    ours = erasing.draw_erasing(rng.random((40_000, erasing.UNIFORMS_PER_SAMPLE)), 224, 0.25).box
+    ours = erasing.RandomErasing(0.25, 224).sample(rng.random((40_000, erasing.UNIFORMS_PER_SAMPLE))).box
     assert abs((ours[:, 2] > 0).mean() - 0.25) < 0.01
     ours = ours[ours[:, 2] > 0]
     assert (ours >= 0).all() and (ours[:, 0] + ours[:, 2] <= 224).all() and (ours[:, 1] + ours[:, 3] <= 224).all()
@@ -100,7 +100,7 @@ def test_erasing_puts_unit_noise_there_and_nothing_elsewhere(digits_shards: Path
 def test_mixing_weights_are_drawn_from_their_beta_distributions(mixup: float, cutmix: float) -> None:
     """Guards against a sampler of our own that is not Beta, and against the wrong alpha for a method."""
     rng = np.random.default_rng(0)
-    drawn = mixing.draw_mixing(rng.random((40_000, mixing.UNIFORMS_PER_GROUP)), 16, 224, mixup, cutmix, 0.2, 1)
+    drawn = mixing.MixupCutmix(mixup, cutmix, 0.2, 16, 224).sample(rng.random((40_000, mixing.UNIFORMS_PER_GROUP)), 1)
     share_of_mixup = {(0.8, 0.0): 1.0, (0.0, 1.0): 0.0, (0.8, 1.0): 0.8}[mixup, cutmix]
     assert abs(drawn.blend.mean() - share_of_mixup) < 0.01
     levels = np.linspace(0.02, 0.98, 25)

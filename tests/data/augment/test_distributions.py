@@ -14,7 +14,7 @@ import pytest
 from scipy.stats import ks_2samp
 
 from pipeline.data.augment import erasing, mixing
-from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, RandAugment, draw_ops
+from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, RandAugment
 from pipeline.philox import Stream, uniforms
 
 COUNT, SIZE = 40_000, 224
@@ -56,7 +56,7 @@ def reference_erasing(areas: list[float], ratios: list[float], row: float, colum
 @pytest.mark.parametrize("probability", [0.25, 1.0])
 def test_erased_boxes(probability: float) -> None:
     """Guards against other areas, ratios, places or frequencies."""
-    ours = erasing.draw_erasing(drawn(Stream.ERASING, COUNT, erasing.UNIFORMS_PER_SAMPLE), SIZE, probability).box
+    ours = erasing.RandomErasing(probability, SIZE).sample(drawn(Stream.ERASING, COUNT, erasing.UNIFORMS_PER_SAMPLE)).box
     erased = ours[:, 2] > 0
     assert abs(erased.mean() - probability) <= 5 * math.sqrt(probability * (1 - probability) / COUNT)
     assert (ours[~erased] == 0).all()
@@ -70,7 +70,7 @@ def test_erased_boxes(probability: float) -> None:
 def test_a_box_follows_from_its_numbers() -> None:
     """Guards against what no distribution shows: another rounding, and an attempt that does not fit and is not repeated."""
     numbers = drawn(Stream.ERASING, COUNT, erasing.UNIFORMS_PER_SAMPLE)
-    ours = erasing.draw_erasing(numbers, SIZE, 1.0).box.tolist()
+    ours = erasing.RandomErasing(1.0, SIZE).sample(numbers).box.tolist()
     for box, row in zip(ours, numbers.tolist()):
         assert tuple(box) == reference_erasing(row[:10], row[10:20], row[21], row[22])
     assert erasing.ATTEMPTS == 10, "more would hardly ever show"
@@ -90,7 +90,7 @@ def reference_cutmix(rng: np.random.Generator, alpha: float) -> np.ndarray:
 def test_mixing_weights_boxes_and_the_switch(mixup: float, cutmix: float, switch: float) -> None:
     """Guards against another Beta, a box whose area is not the weight's, its place, and a weight that ignores the border."""
     numbers = drawn(Stream.MIXING, COUNT, mixing.UNIFORMS_PER_GROUP)
-    ours = mixing.draw_mixing(numbers, 8, SIZE, mixup, cutmix, switch, 1)
+    ours = mixing.MixupCutmix(mixup, cutmix, switch, 8, SIZE).sample(numbers, 1)
     share = switch if mixup and cutmix else float(cutmix > 0)
     assert abs((~ours.blend).mean() - share) <= 5 * math.sqrt(share * (1 - share) / COUNT)
     rng = np.random.default_rng(2)
@@ -108,7 +108,9 @@ def test_a_partner_is_each_other_image_equally_often() -> None:
     """Guards against images that are mixed with themselves, or always with the same neighbour."""
     numbers = drawn(Stream.MIXING, COUNT, mixing.UNIFORMS_PER_GROUP)
     for group, apart in ((8, 1), (8, 3), (16, 1)):
-        distance, count = np.unique(mixing.draw_mixing(numbers, group, SIZE, 0.8, 1.0, 0.5, apart).distance, return_counts=True)
+        distance, count = np.unique(
+            mixing.MixupCutmix(0.8, 1.0, 0.5, group, SIZE).sample(numbers, apart).distance, return_counts=True
+        )
         assert distance.tolist() == list(range(apart, group - apart + 1))
         assert np.abs(count / COUNT - 1 / len(distance)).max() < 5 / math.sqrt(COUNT * len(distance))
 
@@ -139,7 +141,7 @@ def reference_amount(op: Op, level: np.ndarray, sign: np.ndarray) -> np.ndarray:
 def test_randaugments_amounts(magnitude: float, std: float, layers: int) -> None:
     """Guards against another range, spread, rounding, clipping or sign of any operation, in both recipes."""
     numbers = drawn(Stream.RAND_AUGMENT, 240_000 // layers, layers * UNIFORMS_PER_LAYER)
-    ops = draw_ops(numbers, RandAugment(layers, magnitude, std), SIZE)
+    ops = RandAugment(layers, magnitude, std, SIZE).sample(numbers)
     rng = np.random.default_rng(3)
     levels = []
     for op in Op:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,6 @@ from pipeline.data.augment.randaugment import (
     RandAugment,
     affine_matrices,
     cpu,
-    draw_ops,
     fill_color,
 )
 from pipeline.data.augment.randaugment.dali import augment
@@ -179,7 +179,7 @@ def test_graph_layers_follow_each_other(device: str, real_images: list[Image.Ima
 
 def drawn(settings: RandAugment, count: int = 200_000, image_size: int = SIZE) -> Ops:
     numbers = uniforms(Stream.RAND_AUGMENT, 3, np.zeros(count), np.arange(count), settings.layers * UNIFORMS_PER_LAYER)
-    return draw_ops(numbers, settings, image_size)
+    return replace(settings, image_size=image_size).sample(numbers)
 
 
 def test_ops_are_drawn_as_often_as_the_recipe_says() -> None:
@@ -251,8 +251,8 @@ def test_fill_is_imagenets_mean_color() -> None:
 def test_the_same_sample_gets_the_same_ops() -> None:
     """Guards against numbers that depend on which other samples are drawn in the same call."""
     numbers = uniforms(Stream.RAND_AUGMENT, 3, np.zeros(50), np.arange(50), 2 * UNIFORMS_PER_LAYER)
-    together = draw_ops(numbers, RandAugment(), SIZE)
-    alone = draw_ops(numbers[17:18], RandAugment(), SIZE)
+    together = RandAugment(image_size=SIZE).sample(numbers)
+    alone = RandAugment(image_size=SIZE).sample(numbers[17:18])
     np.testing.assert_array_equal(together.op[17:18], alone.op)
     np.testing.assert_array_equal(together.amount[17:18], alone.amount)
 

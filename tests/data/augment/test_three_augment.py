@@ -18,7 +18,7 @@ from pipeline.data.augment import BatchRequest
 from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
 from pipeline.data.augment.crop import simple_geometry
 from pipeline.data.augment.randaugment import Op
-from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, blur_picture, box_weights, draw_three_augment
+from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, blur_picture, box_weights
 from pipeline.data.batches import TrainBatches
 from pipeline.data.cpu_transform import Finisher, Normalization, resize_and_crop
 from pipeline.data.dali_graph import full_graph, full_inputs
@@ -37,7 +37,7 @@ BATCH = 24
 
 def drawn(count: int, one_of_three: bool = True, jitter: float = 0.3) -> ThreeAugment:
     numbers = uniforms(Stream.THREE_AUGMENT, 3, np.zeros(count), np.arange(count), UNIFORMS_PER_SAMPLE)
-    return draw_three_augment(numbers, one_of_three, jitter)
+    return ThreeAugment(one_of_three, jitter).sample(numbers)
 
 
 @pytest.fixture(scope="module")

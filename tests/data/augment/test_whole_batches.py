@@ -43,6 +43,7 @@ class CountKernels(TorchDispatchMode):
 def request_of(batch: int, size: int, seed: int, erased: float = 0.25, mixup: float = 0.8, cutmix: float = 1.0) -> BatchRequest:
     rng = np.random.default_rng(seed)
     index = np.arange(batch)
+    erase, mix = erasing.RandomErasing(erased, size), mixing.MixupCutmix(mixup, cutmix, 0.5, 8, size)
     return BatchRequest(
         index=index,
         label=rng.integers(0, 1000, batch),
@@ -51,12 +52,8 @@ def request_of(batch: int, size: int, seed: int, erased: float = 0.25, mixup: fl
         valid=index > 0,
         geometry=eval_geometry(index + 10, index + 20, size, 0.875),
         draws={
-            erasing.RandomErasing(erased, size): erasing.draw_erasing(
-                rng.random((batch, erasing.UNIFORMS_PER_SAMPLE)), size, erased
-            ),
-            mixing.MixupCutmix(mixup, cutmix, 0.5, 8, size): mixing.draw_mixing(
-                rng.random((batch // 8, mixing.UNIFORMS_PER_GROUP)), 8, size, mixup, cutmix, 0.5, 1
-            ),
+            erase: erase.sample(rng.random((batch, erasing.UNIFORMS_PER_SAMPLE))),
+            mix: mix.sample(rng.random((batch // 8, mixing.UNIFORMS_PER_GROUP)), 1),
         },
     )
 

@@ -66,7 +66,7 @@ class RandAugment(PixelAugmentation):
     layers: int = 2  # operations per image, chosen with replacement
     magnitude: float = 9.0  # 0 to 10
     magnitude_std: float = 0.5  # standard deviation of the magnitude's Gaussian noise
-    image_size: int = 224  # side of the square images, pixels
+    image_size: int = 224  # side of the square images, pixels; translations are proportional to it
     fill: tuple[int, int, int] = (0, 0, 0)  # colour outside the image after geometric operations
     chosen_filters: bool = False  # requests say which geometric operations are bilinear; else all are bicubic
     stream = Stream.RAND_AUGMENT
@@ -89,7 +89,22 @@ class RandAugment(PixelAugmentation):
         return (*types, (np.float32, 1)) if self.chosen_filters else types
 
     def draw(self, places: Places) -> Ops:
-        return draw_ops(places.uniforms(self.stream, self.layers * UNIFORMS_PER_LAYER), self, self.image_size)
+        return self.sample(places.uniforms(self.stream, self.layers * UNIFORMS_PER_LAYER))
+
+    def sample(self, uniforms: np.ndarray) -> Ops:
+        """The operations and amounts that (B, layers * UNIFORMS_PER_LAYER) numbers in [0, 1) make."""
+        draws = uniforms.reshape(len(uniforms), self.layers, UNIFORMS_PER_LAYER)
+        op_draw, apply_draw, radius_draw, angle_draw, sign_draw = np.moveaxis(draws, -1, 0)  # (B, layers) each
+        op = 1 + (op_draw * (len(Op) - 1)).astype(np.int32)
+        # Box-Muller transform; 1 - u is in (0, 1], so that the logarithm is finite.
+        noise = np.sqrt(-2 * np.log(1 - radius_draw)) * np.cos(2 * np.pi * angle_draw)
+        magnitude = np.clip(self.magnitude + self.magnitude_std * noise, 0, MAX_MAGNITUDE)
+        amounts = _amount_of_each_op(magnitude / MAX_MAGNITUDE, np.where(sign_draw < 0.5, 1, -1), self.image_size)
+        applied = apply_draw < APPLY_PROBABILITY
+        return Ops(
+            op=np.where(applied, op, Op.NOTHING).astype(np.int32),
+            amount=np.where(applied, np.choose(op, amounts), 0).astype(np.float32),
+        )
 
     def applies(self, request: BatchRequest, i: int) -> bool:
         return request.draws[self].op[i].any()
@@ -115,28 +130,6 @@ def fill_color(mean: tuple[float, float, float]) -> tuple[int, int, int]:
     """Colour outside the image after geometric operations: the data's mean per RGB channel, scaled from [0, 1] to 255."""
     red, green, blue = (min(255, max(0, round(255 * value))) for value in mean)
     return red, green, blue
-
-
-def draw_ops(uniforms: np.ndarray, settings: RandAugment, image_size: int) -> Ops:
-    """Sample operations and amounts.
-
-    Args:
-        uniforms: (B, layers * UNIFORMS_PER_LAYER) in [0, 1).
-        settings: layers, magnitude and its noise.
-        image_size: side of the square image in pixels; translations are proportional to it.
-    """
-    draws = uniforms.reshape(len(uniforms), settings.layers, UNIFORMS_PER_LAYER)
-    op_draw, apply_draw, radius_draw, angle_draw, sign_draw = np.moveaxis(draws, -1, 0)  # (B, layers) each
-    op = 1 + (op_draw * (len(Op) - 1)).astype(np.int32)
-    # Box-Muller transform; 1 - u is in (0, 1], so that the logarithm is finite.
-    noise = np.sqrt(-2 * np.log(1 - radius_draw)) * np.cos(2 * np.pi * angle_draw)
-    magnitude = np.clip(settings.magnitude + settings.magnitude_std * noise, 0, MAX_MAGNITUDE)
-    amounts = _amount_of_each_op(magnitude / MAX_MAGNITUDE, np.where(sign_draw < 0.5, 1, -1), image_size)
-    applied = apply_draw < APPLY_PROBABILITY
-    return Ops(
-        op=np.where(applied, op, Op.NOTHING).astype(np.int32),
-        amount=np.where(applied, np.choose(op, amounts), 0).astype(np.float32),
-    )
 
 
 def _amount_of_each_op(level: np.ndarray, sign: np.ndarray, image_size: int) -> list[np.ndarray]:
