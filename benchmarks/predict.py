@@ -150,8 +150,7 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def predict_files(args, trained, config, world, forward) -> None:  # type: ignore[no-untyped-def]
-    from pipeline.data.image_list import ImageList
-    from pipeline.data.image_names import find_images
+    from pipeline.data.image_list import ImageList, find_images
     from pipeline.run.evaluation import evaluation_loader
     from pipeline.run.prediction import predict, prediction_dtype, write_rows
     from pipeline.run.rank_rows import RankRows

@@ -65,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     from pipeline.checkpoint.trained import read_trained  # imported only now: PyTorch takes seconds, and --help must not wait
     from pipeline.config import config_from_dict
-    from pipeline.data.image_list import ImageList
-    from pipeline.data.image_names import find_images, read_list
+    from pipeline.data.image_list import ImageList, find_images, read_list
     from pipeline.data.loader import decoding_device
     from pipeline.distributed.world import disconnect, init_world
     from pipeline.logs import console

@@ -19,8 +19,8 @@ from pipeline.data.image_folder import ImageFolder, open_split
 from pipeline.data.loader import Loader
 from pipeline.data.manifest import MANIFEST
 from pipeline.data.order import sample_at
-from pipeline.data.samples import Samples
-from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.data.samples import DamagedSample, Samples
+from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.philox import Stream

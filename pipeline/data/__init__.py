@@ -7,7 +7,7 @@
 ``cached_files``  the same, behind a cache of whole shards on the node; ``cache_filler`` fills it
 ``shard_cache``   that cache's folder: claims, room, eviction
 ``image_folder``  a folder of images instead of a shard set, for evaluation
-``image_list``    any images that a user names, for prediction; ``image_names`` finds them
+``image_list``    any images that a user names, for prediction
 ``image_checks``  checks and re-encodes images before they are stored; ``image_headers`` parses their headers
 ``order``         the permutation of an epoch, and the places of an image's views in a global batch
 ``samples``       what batches know of a split, and the order of several sets

@@ -15,7 +15,8 @@ import numpy as np
 
 from pipeline.data.image_checks import ImageRules, Rejected, StoredImage, is_image, prepare_image
 from pipeline.data.manifest import MANIFEST, SAMPLE_DTYPE
-from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.data.samples import DamagedSample
+from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 from pipeline.stores.place import Place, RemotePath
 

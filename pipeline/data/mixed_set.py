@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.data.manifest import SAMPLE_DTYPE
-from pipeline.data.samples import Mixture
+from pipeline.data.samples import DamagedSample, Mixture
 from pipeline.data.shard_cache import ShardCache
-from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 
 _DIGITS = 32  # of a set's digest in the identity

@@ -17,8 +17,7 @@ from PIL import Image
 
 from pipeline.data.augment import BatchRequest
 from pipeline.data.batches import Batches
-from pipeline.data.samples import Samples
-from pipeline.data.shards import DamagedSample
+from pipeline.data.samples import DamagedSample, Samples
 from pipeline.errors import UserError
 from pipeline.stores.store import StoreFails
 

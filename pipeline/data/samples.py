@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.data.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
-from pipeline.data.shards import DamagedSample
 from pipeline.philox import Stream, random_words
 
 Run = tuple[int, int]  # first sample, number of samples
@@ -149,6 +148,14 @@ class Mixture:
             return seed
         low, high = random_words(Stream.MIX_ORDER, seed, np.array([which]), np.array([1 << 63], dtype=np.uint64), 2)[0].tolist()
         return low | high << 32
+
+
+class DamagedSample(Exception):
+    """A sample that cannot be read or decoded; the message names the file, the key and the problem."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 class Samples(Protocol):

@@ -34,6 +34,7 @@ from pipeline.data.manifest import (
     sample_damage,
     sample_key,
 )
+from pipeline.data.samples import DamagedSample
 from pipeline.data.shard_cache import ShardCache
 from pipeline.data.shard_files import LocalFiles, Range, ShardFiles
 from pipeline.errors import UserError
@@ -41,14 +42,6 @@ from pipeline.files import file_sha256
 from pipeline.stores.place import Place, RemotePath, parse_place
 
 _BLOCK = 512  # bytes: headers and data in a tar are aligned to it
-
-
-class DamagedSample(Exception):
-    """A sample that cannot be read or decoded; the message names the file, the key and the problem."""
-
-    def __init__(self, index: int, message: str) -> None:
-        super().__init__(message)
-        self.index = index
 
 
 class ShardSet:

@@ -10,7 +10,8 @@ import numpy as np
 
 from pipeline.data.image_folder import ImageFolder, open_split
 from pipeline.data.manifest import sample_key
-from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.data.samples import DamagedSample
+from pipeline.data.shards import ShardSet
 from pipeline.page import Html, html
 from pipeline.stores.place import Place
 

@@ -21,7 +21,8 @@ from pipeline.data.batches import EvalBatches, TrainBatches
 from pipeline.data.image_checks import ImageRules
 from pipeline.data.loader import Loader
 from pipeline.data.reader import BadSamples
-from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.data.samples import DamagedSample
+from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 from support.ranks import run_forked
 from support.runs import evaluation_rows, step_rows

@@ -12,7 +12,8 @@ import pytest
 from pipeline.config import Config, config_from_dict, load_config
 from pipeline.data.batches import TrainBatches
 from pipeline.data.mixed_set import MixedSet, open_training_set
-from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.data.samples import DamagedSample
+from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 from support.launching import run_script
 from support.ranks import Job, run_forked

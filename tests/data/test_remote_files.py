@@ -17,7 +17,8 @@ from pipeline.config import AugmentConfig, DataConfig
 from pipeline.data.loader import Loader
 from pipeline.data.reader import BadSamples, Reader
 from pipeline.data.remote_files import join_ranges
-from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.data.samples import DamagedSample
+from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 from pipeline.stores import store
 from support.batches import train_batches

@@ -13,7 +13,8 @@ import pytest
 
 from data_prep.set_checks import read_sample_table, verify
 from pipeline.data.manifest import MANIFEST, ShardManifest
-from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.data.samples import DamagedSample
+from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 from pipeline.files import file_sha256
 

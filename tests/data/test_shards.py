@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from pipeline.data.manifest import SAMPLE_DTYPE, find_out_of_range, forget_pages, map_sample_table
+from pipeline.data.samples import DamagedSample
 from pipeline.data.shard_files import LocalFiles
-from pipeline.data.shards import DamagedSample, ShardSet
+from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 
 
