@@ -1,7 +1,7 @@
 """Parse the command line of a training, and validate all that can be before the slow import of PyTorch and DeepSpeed.
 
 The same command resumes a run that was stopped, with any world size. On SIGTERM, SIGUSR1 or SIGHUP to any rank, all save what they
-have trained and exit with code 75. The loop is in :mod:`pipeline.training.loop`.
+have trained and exit with code 75. The loop is in ``training/loop.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TRAIN = """Train a model, or resume a run that was stopped: the same command, o
   bash launch/local.sh 8 -- pipeline.train --config pervit_t model.switches.conv_stem=false output_dir=runs/no_stem
   python -m pipeline.train --config pervit_t data.path=SHARD_DIR --dry-run
 
-The first is one process, the second one per GPU of a machine with 8, the third tells whether a start would do. On a cluster: sbatch launch/train.slurm pervit_t
+The first runs one process, the second one per GPU of a machine with 8, the third checks whether a start would succeed. On a cluster: sbatch launch/train.slurm pervit_t
 The folder launch/ is in the repository, not in an installed package.
 """
 _KEYS = """python -m pipeline.config lists all keys with their defaults; python -m pipeline.models lists the models, and with a

@@ -54,7 +54,7 @@ class RunData:
         line = f"{train.folder}: {counts}"
         if isinstance(train, MixedSet) and train.mixture:
             shown = zip(sets, train.mixture.shown.tolist(), train.mixture.shares)
-            parts = [f"{number:,} of {len(one):,} images of {one.folder} ({share:.1%})" for one, number, share in shown]
+            parts = [f"{number:,} of {len(part):,} images of {part.folder} ({share:.1%})" for part, number, share in shown]
             line += f"; an epoch mixes {', '.join(parts)}"
         return line
 

@@ -45,6 +45,19 @@ def test_recipe_of_table_s6() -> None:
         assert (config.optim.lr, config.optim.lr_batch_size, config.optim.clip_grad_norm) == (5e-4, 512, None)
 
 
+def test_values_change_in_a_copy() -> None:
+    """Guards against a config that is settled in place, and against sections whose other keys are lost."""
+    config = load_config("pervit_m")
+    settled = config.with_values({"train.micro_batch_size": 7, "train.precision": "fp32", "seed": 3})
+    before, now = flatten(config), flatten(settled)
+    assert {key: now[key] for key in now if now[key] != before[key]} == {
+        "train.micro_batch_size": 7,
+        "train.precision": "fp32",
+        "seed": 3,
+    }
+    assert config == load_config("pervit_m")
+
+
 def test_the_recipe_of_a_file_is_the_shipped_config_below_it(tmp_path: Path) -> None:
     """Guards against a user's own changes that are taken for the recipe, with which the log compares them."""
     mine, alone = tmp_path / "mine.yaml", tmp_path / "alone.yaml"
