@@ -193,7 +193,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(small_run: Path, tmp_path: Path
     ]
     result = run_forked("pipeline.train", "--config", small_run, *options, check=False)
     assert result.returncode == 2
-    assert "at step 2 the gradient is not finite" in result.stderr and "lower optim.lr" in result.stderr and "Traceback" not in result.stderr
+    assert (
+        "at step 2 the gradient is not finite" in result.stderr
+        and "lower optim.lr" in result.stderr
+        and "Traceback" not in result.stderr
+    )
 
 
 def test_a_batch_larger_than_the_training_set_is_trained_on_and_warned_of(small_run: Path, tmp_path: Path) -> None:
