@@ -75,8 +75,9 @@ def run(args: argparse.Namespace) -> None:
 
     prepare_output(args.output)
 
-    from pipeline.analysis.session import Options, analyze  # PyTorch takes seconds to import, and --help must not wait for it
-    from pipeline.analysis.subject import read_subject
+    # Imported only now: PyTorch takes seconds to import, and --help must not wait for it.
+    from pipeline.analysis.session import Options, analyze
+    from pipeline.analysis.survey import read_subject
     from pipeline.logs import console
 
     console.install()

@@ -7,7 +7,6 @@ attention maps need little memory. They are passes of their own: nothing of the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.analysis.averages import Collector, add_over_ranks, look
 from pipeline.analysis.chapters.attention import AttentionChapter, AttentionDistance
-from pipeline.analysis.measures import nonlocality, query_key_distances
+from pipeline.analysis.measures import nonlocality, query_key_distances, rounded
 from pipeline.config import Config
 from pipeline.data.loader import Batch
 from pipeline.distributed.world import World
@@ -52,7 +51,7 @@ class _OfWeights(Collector):
         """[layer][head]; None if no layer offers it."""
         if not self._values:
             return None
-        return [_numbers(self._values[layer]) if layer in self._values else None for layer in range(self.layer)]
+        return [rounded(self._values[layer], _DIGITS) if layer in self._values else None for layer in range(self.layer)]
 
 
 class FirstImages:
@@ -100,7 +99,7 @@ class FirstImages:
             ``nonlocality``: ``phi_p`` [layer][head] in patches; a key is missing where the model has no such value.
         """
         add_over_ranks(self._count, self._world, self._collectors)
-        found: dict[str, Any] = {"mean_attention_distance": _numbers(self._distance.mean("distance"))}
+        found: dict[str, Any] = {"mean_attention_distance": rounded(self._distance.mean("distance"), _DIGITS)}
         if (gate := self._gate.value()) is not None:
             found["gate"] = gate
         if (phi_p := self._phi_p.value()) is not None:
@@ -126,14 +125,3 @@ def layer_means(measures: dict[str, Any], prefix: str = "") -> dict[str, float]:
             if heads and None not in heads:
                 curves[f"{prefix}{name}/layer_{number:02}"] = sum(heads) / len(heads)
     return curves
-
-
-def _numbers(value: Tensor) -> Any:
-    """A tensor as nested lists of few digits; None for what is not finite, which JSON does not have."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, list):
-            return [plain(each) for each in item]
-        return float(f"{item:.{_DIGITS}g}") if math.isfinite(item) else None
-
-    return plain(value.tolist())

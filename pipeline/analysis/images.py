@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pipeline.analysis.chapter import Example
-from pipeline.analysis.subject import Subject
+from pipeline.analysis.survey import Subject
 from pipeline.config import Config
 from pipeline.data.batches import EvalBatches
 from pipeline.data.image_folder import ImageFolder, open_split

@@ -8,7 +8,7 @@ in the layer's output, but not in a measure of Φc or Φa.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -91,3 +91,19 @@ def region_scores(phi: Tensor, rows: int, columns: int) -> Tensor:
         scores.append((phi.double() * inside).mean(dim=(-2, -1)))
         inner = outer
     return torch.stack(scores, dim=-1)
+
+
+def rounded(values: Tensor, digits: int = 5) -> Any:
+    """Nested lists with so many significant digits, for ``analysis.json``; None for what is not finite, which JSON cannot hold."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, list):
+            return [convert(item) for item in value]
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+    return convert(values.tolist())
+
+
+def finite(values: Tensor) -> Any:
+    """Nested lists, in full precision; None for what is not finite."""
+    return rounded(values, 17)

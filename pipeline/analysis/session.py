@@ -1,4 +1,4 @@
-"""One analysis, from a model to the files: what the weights show, a pass over images, examples, writing."""
+"""Run one analysis, from a model to the files: what the weights show, a pass over images, examples, writing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from tqdm import tqdm
 from pipeline.analysis import images as choosing
 from pipeline.analysis import survey
 from pipeline.analysis.averages import run_pass
-from pipeline.analysis.chapter import Chapter, Example, Request
+from pipeline.analysis.chapter import Chapter, Example, Findings, Request
 from pipeline.analysis.chapters import chapters_of
-from pipeline.analysis.findings import Findings
-from pipeline.analysis.subject import Subject
+from pipeline.analysis.survey import Subject
 from pipeline.analysis.writing import ANALYSIS, PAGE, write_analysis
 from pipeline.config import Config
 from pipeline.data.image_folder import ImageFolder

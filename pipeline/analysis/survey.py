@@ -1,21 +1,67 @@
-"""What an analysis of a model will show, before its pass over images begins, and the choice of figures by name."""
+"""Read the model that is analyzed, and tell before the pass over images what its analysis will show; choose figures by name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from pipeline.analysis.chapter import Request
+from pipeline.analysis.chapter import Findings, Request
 from pipeline.analysis.chapters import chapter_classes, chapters_of
-from pipeline.analysis.findings import Findings
+from pipeline.checkpoint.trained import read_trained
+from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
+from pipeline.models import create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import patch_grid
-from pipeline.models.convit.model import ConViT
-from pipeline.models.gated_mlp.gmlp import GMLP
+from pipeline.models.gated_mlp.posmlp import PosMLP
 from pipeline.models.lsat.model import LSAT
-from pipeline.models.pervit.phi_model import PhiModel
+from pipeline.models.timm_names import is_timm
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in eval mode, on the CPU, and where it is from.
+
+    Attributes:
+        config: of its training; for fresh weights, the defaults with this model.
+        classes: class names by output index; empty for fresh weights, which fit any.
+        origin: ``checkpoint`` as given, ``step`` (None: fresh), ``weights`` (``model``, ``ema`` or ``fresh``). JSON.
+    """
+
+    model: VisionModel
+    config: Config
+    classes: list[str]
+    origin: dict[str, object]
+
+
+def read_subject(source: str, step: int | str | None = None, seed: int = 0) -> Subject:
+    """Read a run folder, one of its checkpoints or an exported file, or build the model of that name with fresh weights.
+
+    Raises:
+        UserError: neither a path nor a model's name; damaged; weights not finite; a step of fresh weights.
+    """
+    path = Path(source)
+    if path.exists() or "/" in source or path.suffix:
+        trained = read_trained(path, step)
+        origin = {"checkpoint": source, "step": trained.step, "weights": trained.kind}
+        return Subject(trained.build_model(), trained.config, trained.classes, origin)
+    if not is_timm(source) and source not in list_models():
+        raise UserError(
+            f"{source} is neither a file or folder nor a model",
+            f"pass a run folder, an exported file, or one of {', '.join(list_models())}",
+        )
+    if step is not None:
+        raise UserError(f"--step is {step}, but {source} is a model with fresh weights", "leave it out, or pass a run folder")
+    its = model_entry(source)
+    tree = {"model": {"name": source, "image_size": its.image_size, "num_classes": its.num_classes}}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = create_model(source, its.num_classes, its.image_size).eval()
+    origin = {"checkpoint": source, "step": None, "weights": "fresh"}
+    return Subject(model, config_from_dict(tree, source=source), [], origin)
 
 
 @torch.no_grad()
@@ -100,12 +146,8 @@ def check_query(model: VisionModel, image_size: int, query: tuple[int, int] | No
         return
     if isinstance(model, LSAT):
         raise UserError(f"--query is {query[0]},{query[1]}, but LSAT's figures show all patches", "leave it out")
-    if isinstance(model, PhiModel):
-        rows, columns = model.token_grid(torch.empty(1, 3, image_size, image_size, device="meta"))
-    elif isinstance(model, ConViT | GMLP):
-        rows, columns = patch_grid(image_size, image_size)
-    else:
-        rows = columns = image_size  # PosMLP's layers have grids of several sizes: the chapter knows them
+    # PosMLP's layers have grids of several sizes: the chapter knows them
+    rows, columns = (image_size, image_size) if isinstance(model, PosMLP) else patch_grid(image_size, image_size)
     if not (0 <= query[0] < rows and 0 <= query[1] < columns):
         raise UserError(
             f"--query is {query[0]},{query[1]}, but the model has {rows} x {columns} tokens",

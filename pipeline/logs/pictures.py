@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.data.loader import Batch
-from pipeline.models.pervit.phi_model import PhiModel
+from pipeline.models.common.base import VisionModel
+from pipeline.models.common.vit import patch_grid
 from pipeline.runs.pictures import IMAGES as IMAGES
 
 PHI = "weights/peripheral_attention"  # its name in TensorBoard; "weights" sorts after the curves
@@ -56,7 +57,7 @@ def _labels(batch: Batch, classes: list[str]) -> list[str]:
 
 
 @torch.no_grad()
-def peripheral_maps(model: nn.Module, image_size: int) -> Tensor | None:
+def peripheral_maps(model: VisionModel, image_size: int) -> Tensor | None:
     """Φp of every layer and head for the query at the centre, as in Fig. 4 of the PerViT paper.
 
     Call in eval mode. Collective under ZeRO-3, which gathers the parameters.
@@ -68,14 +69,13 @@ def peripheral_maps(model: nn.Module, image_size: int) -> Tensor | None:
     Returns:
         (layers, heads, rows, columns) in [0, 1], on the CPU; or None.
     """
-    if not isinstance(model, PhiModel):
+    if not model.has_phi:
         return None
-    rows, columns = model.token_grid(torch.empty(1, 3, image_size, image_size, device="meta"))
+    rows, columns = patch_grid(image_size, image_size)
     centre = rows // 2 * columns + columns // 2
-    log_phi = [layer for layer in model.log_phi((rows, columns)) if layer is not None]
-    if not log_phi:  # ablated
-        return None
-    maps = torch.stack([layer[:, centre] for layer in log_phi]).exp().float().cpu()  # (layers, heads, N)
+    maps = (
+        torch.stack([layer[:, centre] for layer in model.log_phi((rows, columns)) if layer is not None]).exp().float().cpu()
+    )  # (layers, heads, N)
     return maps.unflatten(2, (rows, columns))
 
 

@@ -9,6 +9,7 @@ There is no separate distilled model: hard distillation supervises the class tok
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import torch
@@ -19,8 +20,7 @@ from typing_extensions import Unpack
 
 from pipeline.models.common.base import ModelOptions, Switches, linear_drop_path, scales_of_block, settle
 from pipeline.models.common.irpe import RelativeSelfAttention
-from pipeline.models.common.module_list import ModuleList
-from pipeline.models.common.peg import PositionGenerator
+from pipeline.models.common.layers import ModuleList
 from pipeline.models.common.probe import probe
 from pipeline.models.common.vit import (
     PATCH,
@@ -36,6 +36,30 @@ from pipeline.models.common.vit import (
 from pipeline.models.entry import register
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
+
+_KERNEL = 3
+
+
+class PositionGenerator(nn.Conv2d):
+    """Position encoding generator (PEG): a depthwise 3x3 convolution of the patch tokens with a residual connection.
+
+    Its zero padding tells the tokens where the borders are. The class token passes by unchanged. The initialization is that of the
+    authors' Twins, which has their PEG; of CPVT itself they published no code.
+
+    ``forward``: x (B, N + 1, width), class token first, grid (rows, columns) with N = rows * columns -> (B, N + 1, width).
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, _KERNEL, padding=_KERNEL // 2, groups=width)
+        nn.init.normal_(self.weight, std=math.sqrt(2 / _KERNEL**2))
+        assert self.bias is not None
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:  # type: ignore[override]  # tokens in, tokens out
+        class_token, patches = x[:, :1], x[:, 1:]  # (B, 1, width), (B, N, width)
+        image = patches.transpose(1, 2).unflatten(2, grid)  # (B, width, rows, columns)
+        positions = super().forward(image).flatten(2).transpose(1, 2)  # (B, N, width)
+        return torch.cat([class_token, patches + positions], dim=1)
 
 
 class DeiTSwitches(Switches):
@@ -137,10 +161,6 @@ class DeiT(ClassTokenModel, PhiModel):
         if log_phi is not None:
             return _with_class_token(log_phi)
         return grid if self.relative_position else None
-
-    def token_grid(self, images: Tensor) -> tuple[int, int]:
-        """(rows, columns) of the patch grid of images (B, 3, H, W)."""
-        return patch_grid(*images.shape[-2:])
 
 
 def _with_class_token(log_phi: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from pipeline.models.common.base import ModelOptions, Switches, scale_branch, scales_of_block, settle
-from pipeline.models.common.module_list import ModuleList
+from pipeline.models.common.layers import ModuleList
 from pipeline.models.common.vit import (
     REFERENCE_NAMES,
     Block,
@@ -105,10 +105,6 @@ class DeiT3(ClassTokenModel):
         for i, block in enumerate(self.blocks):
             x = self.run_block(block, x, scales_of_block(scales, i))
         return x
-
-    def token_grid(self, images: Tensor) -> tuple[int, int]:
-        """(rows, columns) of the patch grid of images (B, 3, H, W)."""
-        return patch_grid(*images.shape[-2:])
 
 
 register(

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.registry import create_model, model_entry
 from pipeline.models.timm_names import is_timm
 
@@ -96,7 +95,7 @@ def count(
         name=name,
         image_size=image_size,
         params=sum(p.numel() for p in model.parameters()),
-        params_phi=sum(p.numel() for p in model.phi_parameters()) if isinstance(model, PhiModel) else 0,
+        params_phi=sum(p.numel() for p in model.phi_parameters()),
         gmacs_modules=modules / 1e9,
         gmacs=per_image / 1e9,
         gmacs_phi=(with_phi - per_image) / 1e9,

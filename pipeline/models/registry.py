@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeline.models.common.base import VisionModel
 
 _FAMILIES = {  # module of this package -> the models that it registers: it is imported when one of them is asked for
-    "convit.model": "convit_ti convit_ti_plus convit_s convit_s_plus convit_b convit_b_plus",
+    "convit": "convit_ti convit_ti_plus convit_s convit_s_plus convit_b convit_b_plus",
     "deit": "deit_t deit_ti_plus deit_s deit_s_plus deit_b deit_b_plus",
     "deit3": "deit3_s deit3_m deit3_b",
     "gated_mlp.gmlp": "gmlp_s",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,6 @@ from pipeline.models.common.base import Switches, VisionModel
 from pipeline.models.entry import ModelEntry
 from pipeline.models.timm_names import PREFIX, is_timm
 from pipeline.models.timm_network import Trial, build_network, first_line, import_timm, try_out
-from pipeline.models.timm_random import StreamDropPath, seeded
 
 _NET = "net."  # before timm's names of parameters
 _FILTERS = ("checkpoint_filter_fn", "checkpoint_filter_fn_classifier", "_filter_fn")  # what timm's modules call them
@@ -34,12 +34,71 @@ class TimmSwitches(Switches):
     model_config = ConfigDict(extra="allow")
 
 
+class StreamDropPath(nn.Module):
+    """Stochastic depth as ``timm.layers.DropPath`` applies it, with factors that are given instead of drawn.
+
+    A module may be called several times in a forward pass (ConViT's blocks use one for both branches), and again in the backward
+    pass where activations are recomputed: call i takes column i modulo ``calls``.
+
+    Args:
+        drop_prob: probability of dropping the branch.
+        scale_by_keep: divide kept branches by ``1 - drop_prob``.
+        calls: per forward pass.
+
+    ``forward``: (B, ...) -> (B, ...).
+    """
+
+    def __init__(self, drop_prob: float, scale_by_keep: bool, calls: int) -> None:
+        super().__init__()
+        self.drop_prob, self.scale_by_keep, self.calls = drop_prob, scale_by_keep, calls
+        self.scales: Tensor | None = None
+        self._call = 0
+
+    def take(self, scales: Tensor | None) -> None:
+        """The factors of the next forward pass: (B, calls), 0 or ``1 / (1 - drop_prob)``; None: nothing is dropped."""
+        self.scales, self._call = scales, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = self.scales
+        if scales is None or not self.training:
+            return x
+        if not self.scale_by_keep:
+            scales = scales * (1 - self.drop_prob)
+        column = 0
+        if self.calls > 1:
+            column = self._call % self.calls
+            self._call += 1
+        return x * scales[:, column].view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"drop_prob={self.drop_prob:.3f}, calls={self.calls}"
+
+
+@contextmanager
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """PyTorch's generators of the CPU and of ``device`` start from ``seed`` in the block, and are as before after it.
+
+    Args:
+        seed: 0 to 2**63 - 1; None: they are left alone.
+        device: of the forward pass.
+    """
+    if seed is None:
+        yield
+        return
+    gpus = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.default_generator.manual_seed(seed)
+        for index in gpus:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        yield
+
+
 class TimmClassifier(VisionModel):
     """A classifier of timm.
 
     Args:
         name: ``timm:NAME``.
-        net: timm's module. Its DropPath modules are exchanged for :class:`~pipeline.models.timm_random.StreamDropPath`.
+        net: timm's module. Its DropPath modules are exchanged for :class:`~StreamDropPath`.
         trial: of the same network.
         activation_checkpointing: timm's own, ``set_grad_checkpointing``.
         switches: that ``net`` was built with.

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import UserError
 from pipeline.models.timm_names import EXTRA, PREFIX
-from pipeline.models.timm_random import Draws
 
 # Arguments of timm.create_model that a switch must not set -> what sets them.
 _RESERVED = {
@@ -236,3 +236,31 @@ def _feature_width(network: Any, images: Tensor) -> int | None:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class Draws(TorchDispatchMode):
+    """Within the ``with`` block, notes the operators that draw from PyTorch's generator. Works on the meta device too.
+
+    Attributes:
+        names: of these operators.
+        ignored: above 0, nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.ignored = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.ignored and torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
+            self.names.add(func.overloadpacket.__name__.strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Fused attention has the tag whatever its dropout."""
+    places = {argument.name: place for place, argument in enumerate(func._schema.arguments)}
+    if "dropout_p" not in places:
+        return True
+    place = places["dropout_p"]
+    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))

@@ -13,13 +13,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pipeline.kernels.peripheral import peripheral_attention
+from pipeline.models import convit
 from pipeline.models.common import vit
-from pipeline.models.convit import gpsa
-from pipeline.models.pervit.phi_model import PhiModel
+from pipeline.models.common.base import VisionModel
 
 _GROUPS = 8  # of images whose gradients of the bias the Triton kernel keeps apart (pipeline.kernels.fused.GROUPS)
 # Of the operators that CUDA's autocast computes in float32, those that models have; see "CUDA Ops that can autocast to float32" in
@@ -28,7 +28,7 @@ _FLOAT32 = ("layer_norm", "group_norm", "softmax", "log_softmax", "exp", "log", 
 
 
 @contextmanager
-def as_on_gpu(model: nn.Module, stage: int, kernels: bool) -> Iterator[None]:
+def as_on_gpu(model: VisionModel, stage: int, kernels: bool) -> Iterator[None]:
     """In the block, the model's operators keep in memory what they keep on a GPU.
 
     Args:
@@ -38,10 +38,9 @@ def as_on_gpu(model: nn.Module, stage: int, kernels: bool) -> Iterator[None]:
     attention = partial(_attention, kernels=kernels)
     with ExitStack() as stack:
         stack.enter_context(patch.object(vit, "suits_chunks", lambda qkv, bias: False))
-        for module in (vit, gpsa):
+        for module in (vit, convit):
             stack.enter_context(patch.object(module, "peripheral_attention", attention))
-        if isinstance(model, PhiModel):
-            model.groups_phi = stage < 3
+        model.groups_phi = stage < 3
         stack.enter_context(_CudaAutocast())
         yield
 

@@ -20,7 +20,6 @@ from torch.utils.flop_counter import flop_registry
 
 from pipeline.config import Config
 from pipeline.errors import UserError
-from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.planning.fake_forms import Forms, autocast_by
 from pipeline.planning.traced_step import fake_free_model, run_backward
 
@@ -117,8 +116,7 @@ def trace_step(
     """
     settings = config.model
     model = fake_free_model(config).train(learn)
-    if isinstance(model, PhiModel):
-        model.groups_phi = on_gpu
+    model.groups_phi = on_gpu
     recorder = _Recorder()
     images = torch.empty(batch, 3, settings.image_size, settings.image_size, device="meta")
     noise = torch.empty(batch, model.noise_per_sample, device="meta") if learn and model.noise_per_sample else None

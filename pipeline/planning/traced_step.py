@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from pipeline.config import Config
 from pipeline.models import model_of
 from pipeline.models.common.base import VisionModel
-from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.planning.engine_memory import EngineMemory, engine_memory
 from pipeline.planning.gpu_forms import as_on_gpu
 from pipeline.planning.live_memory import PARAMETERS, LiveMemory
@@ -148,8 +147,8 @@ def _weights_cast_once(stage: int, casts: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _phi_labelled(model: nn.Module, live: LiveMemory) -> Iterator[None]:
-    if not isinstance(model, PhiModel):
+def _phi_labelled(model: VisionModel, live: LiveMemory) -> Iterator[None]:
+    if not model.has_phi:
         yield
         return
     compute = model.log_phi

@@ -44,9 +44,8 @@ from pipeline.data.loader import Batch
 from pipeline.distributed.world import World
 from pipeline.logs import console
 from pipeline.models.common.base import VisionModel
+from pipeline.models.common.layers import compile_tables_as_constants
 from pipeline.models.common.probe import is_recording
-from pipeline.models.common.tables import compile_tables_as_constants
-from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.run.building import say
 from pipeline.step.forward import autocast
 from pipeline.step.loss import LabelLoss, Objective
@@ -165,7 +164,7 @@ class Compilation:
         for name, module in self._model.named_modules():
             if _BLOCK.fullmatch(name) and not _has_batchnorm(module):
                 yield module, "forward"
-        if isinstance(self._model, PhiModel) and self._model.phi_design:
+        if self._model.has_phi:
             yield self._model, "log_phi"
 
     def _eager_children(self) -> Iterator[nn.Module]:

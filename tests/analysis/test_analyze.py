@@ -16,7 +16,7 @@ import torch
 
 from pipeline import analyze
 from pipeline.analysis import images as choosing
-from pipeline.analysis.findings import Findings, Plot
+from pipeline.analysis.chapter import Findings, Plot
 from pipeline.analysis.measures import mean_attention_distance, nonlocality, query_key_distances
 from pipeline.analysis.session import Options
 from pipeline.analysis.style import layer_head_plot

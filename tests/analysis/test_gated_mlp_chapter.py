@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.analysis.chapters.gated_mlp import GatedMLPChapter
-from pipeline.analysis.chapters.gated_mlp_measures import SINGULAR, covariance_gain, mixing_layers, token_mixing_distance
+from pipeline.analysis.chapters.gated_mlp import (
+    SINGULAR,
+    GatedMLPChapter,
+    covariance_gain,
+    mixing_layers,
+    token_mixing_distance,
+)
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.gated_mlp.gmlp import GMLP, GMLPSwitches
 from pipeline.models.gated_mlp.posmlp import PosMLP
-from pipeline.models.gated_mlp.posmlp_switches import PosMLPSwitches
+from pipeline.models.gated_mlp.posmlp_layers import PosMLPSwitches
 from support.analysed import draw_all, findings_of, names
 from support.golden import Golden
 

@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.analysis.chapter import Example, Request
-from pipeline.analysis.chapters.pervit import PerViTChapter
+from pipeline.analysis.chapter import Example, Findings, Request
+from pipeline.analysis.chapters.pervit import PerViTChapter, RegionsChapter
 from pipeline.analysis.chapters.pervit_extremes import ExtremesChapter, as_convolution, as_self_attention, convolved
-from pipeline.analysis.chapters.pervit_images import ImagesChapter
-from pipeline.analysis.chapters.pervit_maps import MapsChapter, initial_maps
-from pipeline.analysis.chapters.pervit_regions import RegionsChapter
-from pipeline.analysis.findings import Findings
+from pipeline.analysis.chapters.pervit_maps import ImagesChapter, MapsChapter, initial_maps
 from pipeline.analysis.style import style
 from pipeline.errors import UserError
 from pipeline.models import create_model

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.analysis.chapters.pervit import PeripheralMeasures
-from pipeline.analysis.chapters.pervit_regions import count_regions
+from pipeline.analysis.chapters.pervit import PeripheralMeasures, count_regions
 from pipeline.analysis.measures import REGIONS, impact, nonlocality, query_key_distances, region_radii, region_scores
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.common.probe import observed, recorded
-from pipeline.models.common.vit import ViTLayout, content_scores, split_heads
+from pipeline.models.common.vit import ViTLayout, content_scores, patch_grid, split_heads
 from pipeline.models.deit import DeiT, DeiTSwitches
 from pipeline.models.pervit.model import PerViT, PerViTLayout
 from support.golden import RULES, Golden, make_input
@@ -43,7 +42,7 @@ def small_model(kind: str = "pervit") -> PerViT | DeiT:
 @torch.no_grad()
 def collected(model: PerViT | DeiT, images: Tensor, batch: int, padding: int = 0) -> dict[str, Tensor]:
     """name -> (layers, heads), the means over the images in batches of this size, each with more images that do not count."""
-    collector = PeripheralMeasures(model.token_grid(images), model.phi_design is not None)
+    collector = PeripheralMeasures(patch_grid(*images.shape[-2:]), model.has_phi)
 
     def observe(name: str, value: Tensor) -> None:
         collector.see(name, value)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.analysis.chapter import Request
-from pipeline.analysis.findings import Findings
+from pipeline.analysis.chapter import Findings, Request
 from pipeline.analysis.survey import check_names, check_query, needs_images, weights_findings
 from pipeline.errors import UserError
 from pipeline.models import create_model

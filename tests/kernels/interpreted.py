@@ -15,7 +15,7 @@ from pipeline.kernels import fused, peripheral, peripheral_attention
 from pipeline.kernels.plain import biased_attention
 from pipeline.models import create_model, flops, load_reference_state_dict
 from pipeline.models.common.vit import SelfAttention
-from pipeline.models.convit.gpsa import PositionalSelfAttention, relative_positions
+from pipeline.models.convit import PositionalSelfAttention, relative_positions
 from pipeline.models.pervit.attention import PeripheralAttention
 from support.attention import errors, random_case
 from support.golden import RULES, Golden, assert_close, make_input

@@ -11,10 +11,9 @@ from pipeline.config import OptimConfig
 from pipeline.errors import UserError
 from pipeline.models import create_model, flops
 from pipeline.models.common.irpe import BUCKETS, RelativeSelfAttention, bucket_table, piecewise_index
-from pipeline.models.common.peg import PositionGenerator
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import ViTLayout
-from pipeline.models.deit import DeiT, DeiTSwitches
+from pipeline.models.deit import DeiT, DeiTSwitches, PositionGenerator
 from pipeline.optim.build import build_optimizer
 from support.two_steps import two_steps
 

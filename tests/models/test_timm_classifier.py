@@ -272,7 +272,7 @@ def test_a_model_without_activation_checkpointing_is_one_sentence() -> None:
 def test_an_analysis_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """Guards against an empty page."""
     from pipeline.analysis.session import Options, analyze
-    from pipeline.analysis.subject import read_subject
+    from pipeline.analysis.survey import read_subject
 
     with pytest.raises(UserError, match="timm:resnet18 is of no family that pipeline.analyze has figures for"):
         analyze(read_subject(CONVNET), Options(output=tmp_path))

@@ -23,8 +23,8 @@ from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
+from pipeline.models.common.layers import compile_tables_as_constants
 from pipeline.models.common.probe import recorded
-from pipeline.models.common.tables import compile_tables_as_constants
 from pipeline.models.pervit.model import PerViT, PerViTLayout
 from pipeline.optim.averages import StepStatistics
 from pipeline.run import compiling

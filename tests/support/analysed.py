@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.averages import run_pass
-from pipeline.analysis.chapter import Chapter, Example, Request
-from pipeline.analysis.findings import Findings
+from pipeline.analysis.chapter import Chapter, Example, Findings, Request
 from pipeline.analysis.style import style
 from pipeline.distributed.world import World
 from pipeline.models.common.base import VisionModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from examples.detection.train import command
 from pipeline.models.entry import register
 from pipeline.models.gated_mlp.posmlp import PosMLP
-from pipeline.models.gated_mlp.posmlp_switches import PosMLPSwitches
+from pipeline.models.gated_mlp.posmlp_layers import PosMLPSwitches
 
 WIDTH = 32  # of 96: a ninth of PosMLP-T's parameters
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import ViTLayout
-from pipeline.models.convit.model import ConViT, ConViTSwitches
+from pipeline.models.convit import ConViT, ConViTSwitches
 from pipeline.models.deit import DeiT
 from pipeline.models.gated_mlp.gmlp import GMLP
 from pipeline.models.gated_mlp.posmlp import PosMLP, PosMLPSwitches

@@ -1,4 +1,4 @@
-"""A chapter for each model family. :func:`chapters_of` picks those that apply."""
+"""Describe each model family in chapters; :func:`chapters_of` picks those that apply."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import importlib
 
 from pipeline.analysis.chapter import Chapter, Request
 
-_CHAPTERS = {  # module of this package -> its class, in the page's order
-    "attention": "AttentionChapter",
-    "deit": "DeiTChapter",
-    "pervit_maps": "MapsChapter",
-    "pervit_regions": "RegionsChapter",
-    "pervit_images": "ImagesChapter",
-    "pervit": "PerViTChapter",
-    "pervit_extremes": "ExtremesChapter",
-    "convit": "ConViTChapter",
-    "lsat": "LSATChapter",
-    "gated_mlp": "GatedMLPChapter",
-}
+_CHAPTERS = (  # class and module of this package, in the page's order
+    "attention.AttentionChapter deit.DeiTChapter pervit_maps.MapsChapter pervit.RegionsChapter pervit_maps.ImagesChapter "
+    "pervit.PerViTChapter pervit_extremes.ExtremesChapter convit.ConViTChapter lsat.LSATChapter gated_mlp.GatedMLPChapter"
+).split()
 
 
 def chapters_of(request: Request) -> list[Chapter]:
@@ -27,4 +19,5 @@ def chapters_of(request: Request) -> list[Chapter]:
 
 def chapter_classes() -> list[type[Chapter]]:
     """All of them, in the page's order."""
-    return [getattr(importlib.import_module(f"{__name__}.{module}"), name) for module, name in _CHAPTERS.items()]
+    pairs = (chapter.split(".") for chapter in _CHAPTERS)
+    return [getattr(importlib.import_module(f"{__name__}.{module}"), name) for module, name in pairs]

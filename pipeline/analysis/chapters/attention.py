@@ -9,21 +9,18 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.averages import Collector
-from pipeline.analysis.chapter import Chapter
-from pipeline.analysis.findings import Findings, Plot
+from pipeline.analysis.chapter import Chapter, Drawn, Findings, figure
 from pipeline.analysis.measures import mean_attention_distance, query_key_distances
 from pipeline.analysis.style import layer_head_plot
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import patch_grid
-from pipeline.models.convit.model import ConViT
+from pipeline.models.convit import ConViT
 from pipeline.models.deit import DeiT
 from pipeline.models.deit3 import DeiT3
 from pipeline.models.pervit.model import PerViT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-NO_IMAGES = "It needs images: pass --data."
 
 
 class AttentionDistance(Collector):
@@ -38,7 +35,7 @@ class AttentionDistance(Collector):
         tokens = len(self.distances)
         self.distances = self.distances.to(value.device)
         patches = value[..., -tokens:, -tokens:]  # (B, heads, N, N) or (1, heads, N, N)
-        per_image = torch.stack([self.distance(each) for each in patches])  # (B, heads): float64 of one image at a time
+        per_image = torch.stack([self.distance(image) for image in patches])  # (B, heads): float64 of one image at a time
         self.add("distance", self.layer, per_image.expand(len(self.valid), -1))
 
     def distance(self, patches: Tensor) -> Tensor:
@@ -54,30 +51,22 @@ class AttentionChapter(Chapter):
     def applies(cls, model: VisionModel) -> bool:
         return isinstance(model, DeiT | DeiT3 | ConViT | PerViT)
 
-    def collectors(self) -> list[Collector]:
+    def make_collectors(self) -> list[Collector]:
         self._distance = AttentionDistance(patch_grid(self.request.image_size, self.request.image_size))
         return [self._distance]
 
-    def add_findings(self, findings: Findings) -> None:
-        if self._distance.count == 0:
-            findings.omitted["attention_distance"] = NO_IMAGES
-            return
-        distance = self._distance.mean("distance")
+    @figure(
+        "attention_distance", "Mean attention distance", "ConViT, Eq. 8 and Fig. 5, at one time of the training", needs="images"
+    )
+    def _distances(self, findings: Findings) -> Drawn:
+        distance, even = self._distance.mean("distance"), float(self._distance.distances.mean())
         findings.measure("mean_attention_distance", distance, "[layer][head], patches")
-        findings.plots.append(
-            Plot(
-                "attention_distance",
-                "Mean attention distance",
-                "How far from the query a head looks: the mean distance of the patches that it attends to, weighted by the attention, in "
-                f"patches, over all queries and {self._distance.count:,} images. One bar per head. Attention spread evenly over "
-                f"the grid gives {self._even():.2f} (dashed).",
-                "ConViT, Eq. 8 and Fig. 5, at one time of the training",
-                partial(_draw, distance, self._even()),
-            )
+        return Drawn(
+            "How far from the query a head looks: the mean distance of the patches that it attends to, weighted by the attention, in "
+            f"patches, over all queries and {self.count:,} images. One bar per head. Attention spread evenly over "
+            f"the grid gives {even:.2f} (dashed).",
+            partial(_draw, distance, even),
         )
-
-    def _even(self) -> float:
-        return float(self._distance.distances.mean())
 
 
 def _draw(distance: Tensor, even: float) -> Figure:

@@ -1,14 +1,25 @@
-"""Figures of the ConViT chapter."""
+"""Draw the figures of the ConViT chapter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from pipeline.analysis.style import GREY, MAP_COLORS, layer_head_plot, mark_query, new_figure
+from pipeline.analysis.style import (
+    MAP_COLORS,
+    bare,
+    draw_mosaic,
+    gap_of,
+    layer_head_plot,
+    mark_query,
+    new_figure,
+    numbers,
+    show_image,
+)
+from pipeline.page import GREY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,13 +28,14 @@ if TYPE_CHECKING:
 _GATE_COLORS = "Reds"  # white: content, red: position
 _LOWEST = 1e-5  # attention below it has the lowest colour of a logarithmic scale
 _INITIAL_GATE = 0.731  # σ(1)
+_ZOOM = 4  # pixels per patch: a quarter of a map, the height of a gate's label, is whole pixels
 Gates = Sequence[Sequence[float] | None]  # [layer][head]
 
 
 def gates(values: Gates, heads: int) -> Figure:
     """Bars of the gates, and their initial value."""
     figure = layer_head_plot(_filled(values, heads), "Gate σ(λ)", ylim=(0, 1), color="#C44E52")
-    _reference(figure.axes[0], _INITIAL_GATE, "initial value")
+    _reference(figure.axes[0], _INITIAL_GATE)
     return figure
 
 
@@ -31,7 +43,7 @@ def position_distance(values: Gates, heads: int, initial: float | None) -> Figur
     """Bars of the positional term's mean distance, and its initial value."""
     figure = layer_head_plot(_filled(values, heads), "Distance (patches)", ylim=(0, None))
     if initial is not None:
-        _reference(figure.axes[0], initial, "initial value")
+        _reference(figure.axes[0], initial)
     return figure
 
 
@@ -44,6 +56,8 @@ def attention_maps(maps: Tensor, values: Gates, query: tuple[int, int], pixels: 
         query: (row, column).
         pixels: (3, S, S) in [0, 1]; None: without an image.
     """
+    from matplotlib.colors import LogNorm
+
     layers, heads, rows, columns = maps.shape
     cell = min(0.62, max(0.44, 7 / heads))
     left = 2.0 if pixels is not None else 0.0
@@ -52,21 +66,30 @@ def attention_maps(maps: Tensor, values: Gates, query: tuple[int, int], pixels: 
         axes = figure.add_subplot()
     else:
         beside, axes = figure.subplots(1, 2, width_ratios=[left, heads * cell * 1.1 + 2.2])
-        _show_image(beside, pixels, query, rows)
+        show_image(beside, pixels, query, rows)
         beside.set_anchor("N")
-    strip, gap = max(1.0, 0.25 * rows), max(1, round(0.08 * columns))  # strip: height of a gate's label, in patches
-    labels = [(layer, head) for layer in range(layers) for head in range(heads) if values[layer] is not None]
-    pitch_y, pitch_x = rows + strip, columns + gap
-    corners = [(layer * pitch_y, head * pitch_x) for layer in range(layers) for head in range(heads)]
-    image = _draw_maps(axes, maps.flatten(0, 1).double().numpy(), corners)
-    mark_query(axes, query, [(top, left) for top, left in corners])
-    for layer, head in labels:
-        gate = values[layer][head]  # type: ignore[index]
-        _label(axes, layer * pitch_y - 0.5, head * pitch_x - 0.5, columns, strip * 0.8, gate)
-    axes.set_xlim(-0.5, heads * pitch_x - gap - 0.5)
-    axes.set_ylim(layers * pitch_y - strip - 0.5, -0.5 - strip)
-    axes.set_xticks([head * pitch_x + (columns - 1) / 2 for head in range(heads)], [str(head + 1) for head in range(heads)])
-    axes.set_yticks([layer * pitch_y + (rows - 1) / 2 for layer in range(layers)], [str(layer + 1) for layer in range(layers)])
+    height, width = _ZOOM * rows, _ZOOM * columns
+    strip = max(_ZOOM, rows)  # height of a gate's label
+    tops = [layer * (height + strip) for layer in range(layers)]
+    lefts = [head * (width + _ZOOM * gap_of(columns)) for head in range(heads)]
+    low = max(float(maps.min()), _LOWEST)
+    image = draw_mosaic(
+        axes,
+        np.maximum(np.kron(maps.double().numpy(), np.ones((_ZOOM, _ZOOM))), low),
+        tops,
+        lefts,
+        query=query,
+        side=_ZOOM,
+        rows=dict(enumerate(numbers(layers))),
+        columns=numbers(heads),
+        cmap=MAP_COLORS,
+        norm=LogNorm(low, max(float(maps.max()), 1.01 * low)),
+    )
+    axes.tick_params(labeltop=False, labelbottom=True)
+    for top, of_layer in zip(tops, values):
+        for place, gate in zip(lefts, of_layer or ()):
+            _label(axes, top - 0.5, place - 0.5, width, 0.8 * strip, gate)
+    axes.set_ylim(tops[-1] + height - 0.5, -0.5 - strip)
     axes.set(xlabel="Head", ylabel="Layer")
     extend = "min" if float(maps.min()) < _LOWEST else "neither"
     figure.colorbar(image, ax=axes, label="Attention (logarithmic)", fraction=0.04, pad=0.02, aspect=30, extend=extend)
@@ -80,38 +103,20 @@ def initial_positions(maps: Mapping[str, Tensor], query: tuple[int, int], pixels
     columns = heads + len(pixels)
     figure = new_figure(columns * cell + 0.9, len(maps) * (cell + 0.1) + 0.4)
     grid = figure.subplots(len(maps), columns, squeeze=False)
-    for row, (label, each) in enumerate(maps.items()):
+    for row, (label, of_row) in enumerate(maps.items()):
         for head in range(heads):
             axes = grid[row, len(pixels) + head]
-            axes.imshow(each[head].numpy(), cmap=MAP_COLORS, vmin=0, vmax=max(float(each.max()), 1e-12))
-            _bare(axes)
+            axes.imshow(of_row[head].numpy(), cmap=MAP_COLORS, vmin=0, vmax=max(float(of_row.max()), 1e-12))
+            bare(axes)
             mark_query(axes, query)
             if row == 0:
                 axes.set_title(f"head {head + 1}", fontsize=8)
         grid[row, len(pixels)].set_ylabel(label)
         if pixels and row == 0:
-            _show_image(grid[0, 0], pixels[0], query, rows)
+            show_image(grid[0, 0], pixels[0], query, rows)
         elif pixels:
             grid[row, 0].set_axis_off()
     return figure
-
-
-def _draw_maps(axes: Axes, maps: np.ndarray, corners: Sequence[tuple[float, float]]) -> Any:
-    """Draw (maps, rows, columns) with their first pixels at (top, left) corners, on one logarithmic scale."""
-    from matplotlib.colors import LogNorm
-
-    image = None
-    low = max(float(maps.min()), _LOWEST)
-    high = max(float(maps.max()), 1.01 * low)
-    for values, (top, left) in zip(maps, corners):
-        rows, columns = values.shape
-        extent = (left - 0.5, left + columns - 0.5, top + rows - 0.5, top - 0.5)
-        clipped = np.maximum(values, low)
-        image = axes.imshow(clipped, cmap=MAP_COLORS, norm=LogNorm(low, high), extent=extent, interpolation="nearest")
-    axes.set_aspect("equal")
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    return image
 
 
 def _label(axes: Axes, top: float, left: float, width: float, height: float, gate: float) -> None:
@@ -124,20 +129,8 @@ def _label(axes: Axes, top: float, left: float, width: float, height: float, gat
     axes.text(left + width / 2, top - height / 2, f"{gate:.2f}", ha="center", va="center_baseline", fontsize=5)
 
 
-def _show_image(axes: Axes, pixels: Tensor, query: tuple[int, int], rows: int) -> None:
-    axes.imshow(pixels.permute(1, 2, 0).clamp(0, 1).numpy())
-    _bare(axes)
-    mark_query(axes, query, side=pixels.shape[-1] / rows)
-
-
-def _bare(axes: Axes) -> None:
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.spines[:].set_visible(False)
-
-
-def _reference(axes: Axes, value: float, label: str) -> None:
-    axes.axhline(value, color=GREY, linestyle="--", linewidth=1, label=label)
+def _reference(axes: Axes, value: float) -> None:
+    axes.axhline(value, color=GREY, linestyle="--", linewidth=1, label="initial value")
     axes.legend(loc="best")
 
 

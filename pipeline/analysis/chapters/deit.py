@@ -9,17 +9,15 @@ depend on the query's content, and Φa = Φc ⊙ Φp (Appendix D, footnote 14). 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pipeline.analysis.averages import Collector
-from pipeline.analysis.chapter import Chapter, Example, Request
-from pipeline.analysis.chapters.attention import NO_IMAGES
-from pipeline.analysis.findings import Findings, Plot
-from pipeline.analysis.measures import impact, nonlocality, query_key_distances
-from pipeline.analysis.style import image_grid, layer_head_plot, layer_head_plots, map_grid, overlay
+from pipeline.analysis.chapter import Chapter, Declared, Drawn, Example, Findings, Request, figure
+from pipeline.analysis.measures import impact, nonlocality, query_key_distances, rounded
+from pipeline.analysis.style import image_grid, layer_head_plot, layer_head_plots, map_grid, numbers, overlay
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import patch_grid
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAPS = "[layer][head][row][column], attention of the query to each patch; with the class token's share a row sums to 1"
+_DIGITS = 6  # significant, of maps in analysis.json
 _IMPACT = "[layer][head], no unit; null: infinite, both attentions are equal"
 
 
@@ -83,6 +82,8 @@ class AverageMap(Collector):
 class DeiTChapter(Chapter):
     """DeiT with any of its switches; what Φp adds is in PerViT's chapters."""
 
+    model: DeiT
+
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.grid = patch_grid(request.image_size, request.image_size)
@@ -92,112 +93,88 @@ class DeiTChapter(Chapter):
     def applies(cls, model: VisionModel) -> bool:
         return isinstance(model, DeiT)
 
-    def collectors(self) -> list[Collector]:
-        assert isinstance(self.model, DeiT)
+    def make_collectors(self) -> list[Collector]:
         self._average = AverageMap(self.query[0] * self.grid[1] + self.query[1])
-        self._measures = None
-        if self.model.phi_design is None:
-            self._measures = DeiTMeasures(self.grid, self.model.relative_position)
-        return [self._average, *([self._measures] if self._measures else [])]
+        if self.model.phi_design is not None:  # its nonlocality and impact are in PerViT's chapters
+            return [self._average]
+        self._measures = DeiTMeasures(self.grid, self.model.relative_position)
+        return [self._average, self._measures]
 
-    def add_findings(self, findings: Findings) -> None:
-        if self._average.count == 0:
-            names = ["average_maps", "attention_maps", "class_attention"]
-            if self._measures:
-                names = ["nonlocality", *(["impact"] if "phi_p" in self._measures.probes else []), *names]
-            findings.omitted.update(dict.fromkeys(names, NO_IMAGES))
-            return
-        if self._measures:
-            self._add_measures(findings, self._measures)
-        self._add_average(findings)
-        if self.request.examples:
-            self._add_examples(findings)
-        else:
-            findings.omitted.update(dict.fromkeys(["attention_maps", "class_attention"], "It shows examples: pass --examples."))
-
-    def _add_measures(self, findings: Findings, measures: DeiTMeasures) -> None:
-        omega, count = measures.mean("omega"), f"{measures.count:,}"
-        findings.measure("nonlocality.attention", omega, "[layer][head], patches")
-        findings.plots.append(
-            Plot(
-                "nonlocality",
-                "Nonlocality",
-                f"Ω of each head: attention before its rows are normalized, {self._not_normalized()}, times the distance between query "
-                f"and key in patches, mean over all pairs of patches and {count} images. Unlike the mean attention distance it grows "
-                "with the number of keys that a head attends to.",
-                "PerViT, Eq. 13, Appendix D and Fig. S4, left",
-                partial(layer_head_plot, omega, "$\\Omega_a$ in patches"),
-            )
+    @classmethod
+    def figures_of(cls, model: VisionModel) -> list[Declared]:
+        """Without Ψ of a model that has no second attention, and without Ω of one that PerViT's chapters measure."""
+        assert isinstance(model, DeiT)
+        without = (
+            {"nonlocality", "impact"} if model.phi_design is not None else set() if model.relative_position else {"impact"}
         )
-        if "psi_p" not in measures.sums:
-            return
-        psi = {name: measures.mean(f"psi_{name[-1]}") for name in ("phi_p", "phi_c")}
+        return [declared for declared in cls.declared if declared.name not in without]
+
+    @figure("nonlocality", "Nonlocality", "PerViT, Eq. 13, Appendix D and Fig. S4, left", needs="images")
+    def _nonlocality(self, findings: Findings) -> Drawn:
+        omega = self._measures.mean("omega")
+        findings.measure("nonlocality.attention", omega, "[layer][head], patches")
+        times = ", times exp(R) of iRPE's scores R" if self.model.relative_position else ""
+        return Drawn(
+            f"Ω of each head: attention before its rows are normalized, exp(Q Kᵀ) with each row's maximum at 1{times}, times the distance "
+            f"between query and key in patches, mean over all pairs of patches and {self.count:,} images. Unlike the mean attention "
+            "distance it grows with the number of keys that a head attends to.",
+            partial(layer_head_plot, omega, "$\\Omega_a$ in patches"),
+        )
+
+    @figure(
+        "impact", "Impact of content and position", "PerViT, Eq. 12, Appendix D and Fig. S4, middle and right", needs="images"
+    )
+    def _impact(self, findings: Findings) -> Drawn:
+        psi = {name: self._measures.mean(f"psi_{name[-1]}") for name in ("phi_p", "phi_c")}
         for name, values in psi.items():
             findings.measure(f"impact.{name}", values, _IMPACT)
         panels = {"Content, $\\Psi_c$": psi["phi_c"], "Position (iRPE), $\\Psi_p$": psi["phi_p"]}
-        findings.plots.append(
-            Plot(
-                "impact",
-                "Impact of content and position",
-                "Ψ of each head: the inverse of the Frobenius distance of the attention by content alone (above), or by position alone "
-                f"(below), from their product, mean over {count} images. The higher, the closer the product is to that attention.",
-                "PerViT, Eq. 12, Appendix D and Fig. S4, middle and right",
-                partial(layer_head_plots, panels, "Impact", share=False),
-            )
+        return Drawn(
+            "Ψ of each head: the inverse of the Frobenius distance of the attention by content alone (above), or by position alone "
+            f"(below), from their product, mean over {self.count:,} images. The higher, the closer the product is to that attention.",
+            partial(layer_head_plots, panels, "Impact"),
         )
 
-    def _not_normalized(self) -> str:
-        """Φa for a caption."""
-        assert isinstance(self.model, DeiT)
-        if self.model.relative_position:
-            return "exp(Q Kᵀ) with each row's maximum at 1, times exp(R) of iRPE's scores R"
-        return "exp(Q Kᵀ) with each row's maximum at 1"
-
-    def _add_average(self, findings: Findings) -> None:
+    @figure("average_maps", "Attention averaged over images", "ConViT, Fig. 15", needs="images")
+    def _average_maps(self, findings: Findings) -> Drawn:
         maps = self._average.mean("map").unflatten(-1, self.grid)  # (layers, heads, rows, columns)
-        findings.measure("average_attention", rounded(maps), _MAPS + ", mean over the images")
-        findings.plots.append(
-            Plot(
-                "average_maps",
-                f"Attention averaged over {self._average.count:,} images",
-                "Attention of the marked patch to all patches, mean over the images, which leaves what does not depend on their content. "
-                "One column per layer, one row per head; the colours are logarithmic.",
-                "ConViT, Fig. 15",
-                partial(_draw_maps, maps, self.query),
-            )
+        findings.measure("average_attention", rounded(maps, _DIGITS), _MAPS + ", mean over the images")
+        return Drawn(
+            "Attention of the marked patch to all patches, mean over the images, which leaves what does not depend on their content. "
+            "One column per layer, one row per head; the colours are logarithmic.",
+            partial(_draw_maps, maps, self.query),
+            title=f"Attention averaged over {self.count:,} images",
         )
 
-    def _add_examples(self, findings: Findings) -> None:
-        shown = [self._attention(example) for example in self.request.examples]
-        findings.measure(
-            "attention_maps", [rounded(maps) for maps, _ in shown], f"[example]{_MAPS}; examples in the order of examples"
-        )
+    @figure(
+        "class_attention", "What the class token attends to", "DeiT's counterpart of PerViT, Fig. S12 to S14", needs="examples"
+    )
+    def _class_attention(self, findings: Findings) -> Drawn:
+        self._shown = [self._attention(example) for example in self.request.examples]
         findings.measure(
             "class_attention",
-            [rounded(maps) for _, maps in shown],
+            [rounded(maps, _DIGITS) for _, maps in self._shown],
             "[example][head][row][column], attention of the last layer's class token to each patch",
         )
-        rows = list(zip(self.request.examples, [maps for _, maps in shown]))
-        findings.plots.append(
-            Plot(
-                "class_attention",
-                "What the class token attends to",
-                "Attention of the class token in the last layer, from which the class is read, on the images themselves. One row per "
-                "image, one column per head; the colours of each picture end at its largest value.",
-                "DeiT's counterpart of PerViT, Fig. S12 to S14",
-                partial(_draw_class_attention, rows),
-            )
+        rows = list(zip(self.request.examples, [maps for _, maps in self._shown]))
+        return Drawn(
+            "Attention of the class token in the last layer, from which the class is read, on the images themselves. One row per "
+            "image, one column per head; the colours of each picture end at its largest value.",
+            partial(_draw_class_attention, rows),
         )
-        for number, (example, (maps, _)) in enumerate(zip(self.request.examples, shown), start=1):
-            findings.plots.append(
-                Plot(
-                    f"attention_maps_{number}",
-                    f"Attention on {example.label} ({example.key})",
-                    "Attention of the marked patch to all patches. One column per layer, one row per head; the colours are logarithmic.",
-                    "ConViT, Fig. 16 and 17",
-                    partial(_draw_maps, maps, self.query, example.pixels),
-                )
+
+    @figure("attention_maps", "Attention on an image", "ConViT, Fig. 16 and 17", needs="examples")
+    def _attention_maps(self, findings: Findings) -> list[Drawn]:
+        unit = f"[example]{_MAPS}; examples in the order of examples"
+        findings.measure("attention_maps", [rounded(maps, _DIGITS) for maps, _ in self._shown], unit)
+        return [
+            Drawn(
+                "Attention of the marked patch to all patches. One column per layer, one row per head; the colours are logarithmic.",
+                partial(_draw_maps, maps, self.query, example.pixels),
+                title=f"Attention on {example.label} ({example.key})",
             )
+            for example, (maps, _) in zip(self.request.examples, self._shown)
+        ]
 
     def _attention(self, example: Example) -> tuple[Tensor, Tensor]:
         """The query's maps (layers, heads, rows, columns), and the class token's in the last layer (heads, rows, columns)."""
@@ -209,27 +186,18 @@ class DeiTChapter(Chapter):
         return maps.unflatten(-1, self.grid), layers[-1][:, 0, 1:].unflatten(-1, self.grid)
 
 
-def rounded(values: Tensor) -> Any:
-    """Nested lists with six significant digits: enough for a figure, at half the bytes."""
-    if values.dim():
-        return [rounded(each) for each in values]
-    return float(f"{values.item():.6g}")
-
-
 def _draw_maps(maps: Tensor, query: tuple[int, int], picture: Tensor | None = None) -> Figure:
-    layers, heads = ([str(1 + i) for i in range(count)] for count in maps.shape[:2])
-    maps = maps.transpose(0, 1)  # layers across, which are more
+    layers, heads = maps.shape[:2]
     largest = float(maps.max())
-    limits = (max(float(maps.min()), largest * 1e-4), largest)
     return map_grid(
-        maps,
-        heads,
-        layers,
+        maps.transpose(0, 1),  # layers across, which are more
+        numbers(heads),
+        numbers(layers),
         label="Attention",
         xlabel="Layer",
         ylabel="Head",
         query=query,
-        limits=limits,
+        limits=(max(float(maps.min()), largest * 1e-4), largest),
         log=True,
         picture=picture,
     )

@@ -1,4 +1,4 @@
-"""Figures of :mod:`pipeline.analysis.chapters.gated_mlp`. All arrays are tensors on the CPU."""
+"""Draw the figures of :mod:`pipeline.analysis.chapters.gated_mlp`. All arrays are tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from torch import Tensor
 
-from pipeline.analysis.style import BLUE, COLORS, DIVERGING_COLORS, GREY, MAP_COLORS, RED, map_grid, mark_query, new_figure
+from pipeline.analysis.style import DIVERGING_COLORS, MAP_COLORS, gap_of, legend_beside, map_grid, mark_query, new_figure
+from pipeline.page import BLUE, COLOURS, GREY, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +57,7 @@ def mixing_maps(
         colors=colors,
         cell=min(1.2, max(0.7, 7 / columns)),
     )
-    gap = max(1, round(0.08 * side))  # of map_grid
+    gap = gap_of(side)
     for row, (each, query) in enumerate(zip(maps, queries)):
         scale = side / each.shape[-1]
         places = [(row * (side + gap), column * (side + gap)) for column in range(len(each))]
@@ -108,7 +109,7 @@ def per_group(
     axes.set_xlim(0.4, len(values) + 0.6)
     axes.grid(axis="y")
     axes.set(xlabel="Layer", ylabel=ylabel)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    legend_beside(axes)
     return figure
 
 
@@ -165,13 +166,13 @@ def mixing_rows(parts: Sequence[Mapping[str, Tensor]], rows: Sequence[int], labe
             bar.ax.locator_params(axis="y", nbins=4)
             bar.ax.ticklabel_format(axis="y", scilimits=(-2, 3))
         axes = grid[place, columns]
-        for color, (name, matrix) in zip(COLORS, of_layer.items()):
+        for color, (name, matrix) in zip(COLOURS, of_layer.items()):
             axes.plot(matrix[row].numpy(), color=color, linewidth=1.0, label=name)
         axes.grid()
         axes.set_title(f"row {row}", fontsize=8)
         axes.ticklabel_format(axis="y", scilimits=(-2, 3))
         if len(of_layer) > 1:
-            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7)
+            legend_beside(axes, fontsize=7)
         if place == len(parts) - 1:
             axes.set_xlabel("key", fontsize=8)
             for each in grid[place, :columns]:

@@ -13,23 +13,19 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.averages import Collector
-from pipeline.analysis.chapter import Chapter, Example
+from pipeline.analysis.chapter import Chapter, Drawn, Example, Findings, Request, figure
 from pipeline.analysis.chapters import lsat_figures as figures
-from pipeline.analysis.findings import Findings, Plot
 from pipeline.analysis.measures import query_key_distances
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.probe import observed
 from pipeline.models.common.windows import to_windows
 from pipeline.models.lsat.blocks import AnyBlock
-from pipeline.models.lsat.cvt import KEY_VALUE_STRIDE, CvTBlock
-from pipeline.models.lsat.layout import grid_side
 from pipeline.models.lsat.model import LSAT
-from pipeline.models.lsat.shifts import Shift, ShiftEmbedding
-from pipeline.models.lsat.swin import SwinBlock
+from pipeline.models.lsat.shifts import Shift, ShiftEmbedding, grid_side
+from pipeline.models.lsat.table6 import KEY_VALUE_STRIDE, CvTBlock, SwinBlock
 
 Grid = tuple[int, int]  # (rows, columns) of patches
-NO_IMAGES = "It needs images: pass --data."
-_LOCAL_FIGURES = ("shift_weights", "shift_weights_by_place", "shift_offsets_on_images", "shift_weights_on_image")
+_NO_SUCH = "Eq. 3 (the paper has no such figure)"
 
 
 def shift_distance(weights: Tensor, shifts: Tensor) -> Tensor:
@@ -130,113 +126,97 @@ class LSATChapter(Chapter):
     def applies(cls, model: VisionModel) -> bool:
         return isinstance(model, LSAT)
 
-    def collectors(self) -> list[Collector]:
-        side = self.request.image_size // self.model.stride
+    def make_collectors(self) -> list[Collector]:
+        self._attention = LSATAttention(self._blocks, self._shifts if len(self._shifts) > 1 else None)
+        return [self._attention]
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        side = request.image_size // self.model.stride
         grids = [(grid_side(side, level),) * 2 for level in range(len(self.model.levels))]
         self._grid = grids[0]
         self._levels = [i for i, level in enumerate(self.model.levels, start=1) for _ in level.blocks]
         self._blocks = [(block, grid) for level, grid in zip(self.model.levels, grids) for block in level.blocks]
         embedding = self.model.embedding
         shifts: tuple[Shift, ...] = embedding.shift_set.shifts if isinstance(embedding, ShiftEmbedding) else ((0, 0),)
-        self._shifts = torch.tensor(shifts) if len(shifts) > 1 else None
-        self._attention = LSATAttention(self._blocks, self._shifts)
-        return [self._attention]
+        self._shifts = torch.tensor(shifts)  # (T, 2)
+        self._equal = f"{1 / len(shifts):.1%}"
 
-    def add_findings(self, findings: Findings) -> None:
-        if self._shifts is None:
-            reason = (
-                f"The model has no shifted variants ({self._without_variants()}): its first block attends from patch to patch."
-            )
-            findings.omitted.update(dict.fromkeys(_LOCAL_FIGURES, reason))
-        else:
-            findings.measure("shifts", self._shifts, "[shift][down, right], pixels by which the image's content moves")
-            self._add_averages(findings, self._shifts)
-            self._add_examples(findings, self._shifts)
-        self._add_distances(findings)
-
-    def _without_variants(self) -> str:
+    def lacks(self, name: str) -> str | None:
+        if not name.startswith("shift_") or len(self._shifts) > 1:
+            return None
         local = self.model.switches.local
-        return "model.switches.shifts: none" if local == "lsa" else f"model.switches.local: {local}"
+        why = "model.switches.shifts: none" if local == "lsa" else f"model.switches.local: {local}"
+        return f"The model has no shifted variants ({why}): its first block attends from patch to patch."
 
-    def _add_averages(self, findings: Findings, shifts: Tensor) -> None:
-        if self._attention.count == 0:
-            findings.omitted.update(dict.fromkeys(_LOCAL_FIGURES[:2], NO_IMAGES))
-            return
+    def measure(self, findings: Findings) -> None:
+        if len(self._shifts) > 1:
+            findings.measure("shifts", self._shifts, "[shift][down, right], pixels by which the image's content moves")
+
+    @figure("shift_weights", "Which shifted variants a patch attends to", f"LSAT, Sec. 3.2 and {_NO_SUCH}", needs="images")
+    def _shift_weights(self, findings: Findings) -> Drawn:
         weights = self._attention.mean("weights")[0]  # (heads, N, T)
         findings.measure("shift_weights", weights.mean(1)[None], "[layer][head][shift], share; mean over images and patches")
-        findings.measure("shift_distance", self._attention.mean("shift_distance"), "[layer][head], pixels")
-        findings.measure(
-            "used_shifts", self._attention.mean("used_shifts"), "[layer][head], shifts: exp of the entropy of Eq. 3"
-        )
-        by_place = weights.transpose(1, 2).unflatten(-1, self._grid)  # (heads, T, rows, columns)
-        findings.measure(
-            "shift_weights_by_place",
-            by_place.round(decimals=6),
-            "[head][shift][row][column of the patch], share; mean over images",
-        )
-        findings.plots.append(
-            Plot(
-                "shift_weights",
-                "Which shifted variants a patch attends to",
-                "Weight of each variant in local attention (Eq. 3), mean over images and patches, one panel per head of the only local "
-                "layer. A square stands where the variant's patch lies, in pixels from the unshifted one, which is framed; equal "
-                f"weights would be {1 / len(shifts):.1%} each. White: not among the model's {len(shifts)} shifts.",
-                "LSAT, Sec. 3.2 and Eq. 3 (the paper has no such figure)",
-                partial(figures.shift_planes, weights.mean(1), shifts),
-            )
-        )
-        findings.plots.append(
-            Plot(
-                "shift_weights_by_place",
-                "Weights of the shifted variants over the image",
-                "The same weights for every patch, mean over images: one map of all patches for each head and variant, which is named by "
-                "where its patch lies (pixels down, right).",
-                "LSAT, Eq. 3 (the paper has no such figure)",
-                partial(figures.shift_maps, by_place, shifts),
-            )
+        for name, unit in (
+            ("shift_distance", "[layer][head], pixels"),
+            ("used_shifts", "[layer][head], shifts: exp of the entropy of Eq. 3"),
+        ):
+            findings.measure(name, self._attention.mean(name), unit)
+        return Drawn(
+            "Weight of each variant in local attention (Eq. 3), mean over images and patches, one panel per head of the only local "
+            "layer. A square stands where the variant's patch lies, in pixels from the unshifted one, which is framed; equal "
+            f"weights would be {self._equal} each. White: not among the model's {len(self._shifts)} shifts.",
+            partial(figures.shift_planes, weights.mean(1), self._shifts),
         )
 
-    def _add_examples(self, findings: Findings, shifts: Tensor) -> None:
-        if not self.request.examples:
-            reason = "It shows examples: pass --examples." if self._attention.count else NO_IMAGES
-            findings.omitted.update(dict.fromkeys(_LOCAL_FIGURES[2:], reason))
-            return
-        examples = list(self.request.examples)
-        weights = [self._weights_of(each) for each in examples]  # (heads, N, T) each
+    @figure("shift_weights_by_place", "Weights of the shifted variants over the image", f"LSAT, {_NO_SUCH}", needs="images")
+    def _by_place(self, findings: Findings) -> Drawn:
+        maps = self._attention.mean("weights")[0].transpose(1, 2).unflatten(-1, self._grid)  # (heads, T, rows, columns)
+        unit = "[head][shift][row][column of the patch], share; mean over images"
+        findings.measure("shift_weights_by_place", maps.round(decimals=6), unit)
+        return Drawn(
+            "The same weights for every patch, mean over images: one map of all patches for each head and variant, which is named by "
+            "where its patch lies (pixels down, right).",
+            partial(figures.shift_maps, maps, self._shifts),
+        )
+
+    @figure("shift_offsets_on_images", "Where each patch looks, on images", f"LSAT, {_NO_SUCH}", needs="examples")
+    def _offsets(self, findings: Findings) -> Drawn:
+        examples, shifts = list(self.request.examples), self._shifts
+        weights = [self._weights_of(example) for example in examples]  # (heads, N, T) each
+        self._first = weights[0].transpose(1, 2).unflatten(-1, self._grid)  # (heads, T, rows, columns)
         equal = -shifts.double().mean(0)  # (2,): not 0, for the sets have more shifts to one side
-        offsets = [(each @ -shifts.double() - equal).unflatten(1, self._grid) for each in weights]  # (heads, rows, columns, 2)
-        findings.measure("shift_examples.keys", [each.key for each in examples], "[example]")
-        findings.measure(
-            "shift_examples.offsets",
-            [each.round(decimals=4).tolist() for each in offsets],
-            "[example][head][row][column of the patch][down, right], pixels from where equal weights look",
+        offsets = [
+            (of_image @ -shifts.double() - equal).unflatten(1, self._grid) for of_image in weights
+        ]  # (heads, rows, columns, 2)
+        for name, value, unit in (
+            ("keys", [example.key for example in examples], "[example]"),
+            (
+                "offsets",
+                [of_image.round(decimals=4).tolist() for of_image in offsets],
+                "[example][head][row][column of the patch][down, right], pixels from where equal weights look",
+            ),
+            (
+                "weights",
+                self._first.round(decimals=6),
+                "[head][shift][row][column of the patch] of the first example, share",
+            ),
+        ):
+            findings.measure(f"shift_examples.{name}", value, unit)
+        return Drawn(
+            "Mean place of a patch's variants by their weights, from the place that equal weights would give "
+            f"({equal[0]:+.2f} pixels down, {equal[1]:+.2f} right of the patch), one column per head. Arrows point there, all at one "
+            "scale, larger than they are; colours are their length in pixels.",
+            partial(figures.offsets_on_images, examples, offsets),
         )
-        first = weights[0].transpose(1, 2).unflatten(-1, self._grid)  # (heads, T, rows, columns)
-        findings.measure(
-            "shift_examples.weights",
-            first.round(decimals=6),
-            "[head][shift][row][column of the patch] of the first example, share",
-        )
-        findings.plots.append(
-            Plot(
-                "shift_offsets_on_images",
-                "Where each patch looks, on images",
-                "Mean place of a patch's variants by their weights, from the place that equal weights would give "
-                f"({equal[0]:+.2f} pixels down, {equal[1]:+.2f} right of the patch), one column per head. Arrows point there, all at one "
-                "scale, larger than they are; colours are their length in pixels.",
-                "LSAT, Eq. 3 (the paper has no such figure)",
-                partial(figures.offsets_on_images, examples, offsets),
-            )
-        )
-        findings.plots.append(
-            Plot(
-                "shift_weights_on_image",
-                "Weights of the shifted variants on an image",
-                f"Weight of every variant (columns, named by where its patch lies: pixels down, right) at every patch of {examples[0].key}, "
-                f"by head. At each patch the weights of a row sum to 1; equal weights would be {1 / len(shifts):.1%}.",
-                "LSAT, Eq. 3 (the paper has no such figure)",
-                partial(figures.weights_on_image, examples[0], first, shifts),
-            )
+
+    @figure("shift_weights_on_image", "Weights of the shifted variants on an image", f"LSAT, {_NO_SUCH}", needs="examples")
+    def _on_image(self, findings: Findings) -> Drawn:
+        example = self.request.examples[0]
+        return Drawn(
+            f"Weight of every variant (columns, named by where its patch lies: pixels down, right) at every patch of {example.key}, "
+            f"by head. At each patch the weights of a row sum to 1; equal weights would be {self._equal}.",
+            partial(figures.weights_on_image, example, self._first, self._shifts),
         )
 
     @torch.no_grad()
@@ -252,36 +232,31 @@ class LSATChapter(Chapter):
             self.model(example.image[None])
         return found[0]
 
-    def _add_distances(self, findings: Findings) -> None:
-        if self._attention.count == 0:
-            findings.omitted["attention_distance"] = NO_IMAGES
-            return
-        first = 0 if self._shifts is None else 1
+    @figure(
+        "attention_distance",
+        "How far the heads of global attention look",
+        "the measure is that of ConViT, Fig. 5",
+        needs="images",
+    )
+    def _distances(self, findings: Findings) -> Drawn:
+        first = int(len(self._shifts) > 1)
         layers = range(first, len(self._blocks))
         distances = [self._attention.mean(f"distance_{layer}")[0] for layer in layers]
         equal = []
         for layer in layers:
             pairs, queries = pair_distances(*self._blocks[layer])
             equal.append(pairs[queries].mean().item())
-        levels, local = self._levels[first:], [None] * first
-        findings.measure(
-            "mean_attention_distance",
-            [*local, *(each.tolist() for each in distances)],
-            "[layer][head], patches of the level; null: the local layer",
-        )
+        local: list[None] = [None] * first
+        by_layer = [*local, *(each.tolist() for each in distances)]
+        findings.measure("mean_attention_distance", by_layer, "[layer][head], patches of the level; null: the local layer")
         findings.measure(
             "mean_attention_distance_uniform",
             [*local, *equal],
             "[layer], patches of the level: of equal weights over all keys; null: the local layer",
         )
         findings.measure("mean_attention_distance_levels", self._levels, "[layer], from 1")
-        findings.plots.append(
-            Plot(
-                "attention_distance",
-                "How far the heads of global attention look",
-                "Mean distance between a query and what it attends to (ConViT, Eq. 8), in patches of the level, whose side doubles from one "
-                "to the next. One bar per head; the dashed line is equal attention to all keys.",
-                "the measure is that of ConViT, Fig. 5",
-                partial(figures.distances, distances, equal, levels, first),
-            )
+        return Drawn(
+            "Mean distance between a query and what it attends to (ConViT, Eq. 8), in patches of the level, whose side doubles from one "
+            "to the next. One bar per head; the dashed line is equal attention to all keys.",
+            partial(figures.distances, distances, equal, self._levels[first:], first),
         )

@@ -1,4 +1,4 @@
-"""Figures of :mod:`pipeline.analysis.chapters.lsat`. All arrays are tensors on the CPU."""
+"""Draw the figures of :mod:`pipeline.analysis.chapters.lsat`. All arrays are tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from torch import Tensor
 
 from pipeline.analysis.chapter import Example
 from pipeline.analysis.chapters.gated_mlp_figures import mark_stages
-from pipeline.analysis.style import GREY, MAP_COLORS, image_grid, layer_head_plot, map_grid, mark_query, new_figure, overlay
+from pipeline.analysis.style import (
+    MAP_COLORS,
+    image_grid,
+    layer_head_plot,
+    legend_beside,
+    map_grid,
+    mark_query,
+    new_figure,
+    numbers,
+    overlay,
+)
+from pipeline.page import GREY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +78,7 @@ def shift_maps(weights: Tensor, shifts: Tensor) -> Figure:
     """Weights of every patch. Args: weights: (heads, T, rows, columns); shifts: (T, 2)."""
     return map_grid(
         weights,
-        [str(head + 1) for head in range(len(weights))],
+        numbers(len(weights)),
         [place_name(each) for each in shifts],
         label="weight",
         xlabel="Place of the variant, pixels down, right",
@@ -145,5 +156,5 @@ def distances(values: Sequence[Tensor], equal: Sequence[float], levels: Sequence
         axes.plot([place - 0.45, place + 0.45], [value, value], "--", color=GREY, linewidth=1.0, label=label)
     axes.set_xticks(range(1, len(values) + 1), [str(first + i) for i in range(1, len(values) + 1)])
     mark_stages(axes, levels, "level")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    legend_beside(axes)
     return figure

@@ -1,4 +1,5 @@
-"""PerViT: impact Ψ and nonlocality Ω of Φp, Φc and Φa = Φc ⊙ Φp (Min et al., NeurIPS 2022, Eq. 12 and 13; Fig. 7, 8, S8, S15, S16).
+"""PerViT: impact Ψ and nonlocality Ω of Φp, Φc and Φa = Φc ⊙ Φp (Min et al., NeurIPS 2022, Eq. 12 and 13; Fig. 7, 8, S8, S15, S16),
+and which part of the visual field each layer sees (Eq. 11 and 36 to 38; Fig. 5).
 
 Ψ and Ω are taken for each image and averaged over the images: the mean of a measure, not the measure of a mean. The paper says so
 of Ωc, Ωa and Ψc ("averaged over all test samples"). Of Ψp it does not, but Ψp too compares with Φa, which depends on the image.
@@ -6,6 +7,7 @@ of Ωc, Ωa and Ψc ("averaged over all test samples"). Of Ψp it does not, but 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,13 +15,14 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.averages import Collector
-from pipeline.analysis.chapter import Request
-from pipeline.analysis.chapters.pervit_drawing import PHI, bars_by_head
-from pipeline.analysis.chapters.pervit_position import NO_IMAGES, NO_PHI_C, NO_PHI_P, PeripheralChapter, finite
-from pipeline.analysis.findings import Findings, Plot
-from pipeline.analysis.measures import impact, nonlocality, query_key_distances
-from pipeline.analysis.style import BLUE, GREEN, ORANGE, new_figure
+from pipeline.analysis.chapter import NO_IMAGES, Drawn, Findings, figure
+from pipeline.analysis.chapters.pervit_position import NO_PHI_C, NO_PHI_P, PHI, PeripheralChapter
+from pipeline.analysis.measures import REGIONS, finite, impact, nonlocality, query_key_distances, region_radii, region_scores
+from pipeline.analysis.style import layer_head_plots, legend_beside, new_figure
+from pipeline.page import BLUE, GREEN, ORANGE, PINK
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -68,77 +71,72 @@ class PeripheralMeasures(Collector):
 class PerViTChapter(PeripheralChapter):
     """``nonlocality.{phi_p,phi_c,attention}`` and ``impact.{phi_p,phi_c}``."""
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def make_collectors(self) -> list[Collector]:
         self._measures = PeripheralMeasures(self.grid, self.has_phi_p)
-
-    def collectors(self) -> list[Collector]:
         return [self._measures] if self.has_phi_c else []
 
-    def add_findings(self, findings: Findings) -> None:
-        seen = self._measures.count > 0
+    def lacks(self, name: str) -> str | None:
+        if name == "impact" and not self.has_phi_p:
+            return f"{NO_PHI_P} So Φa is Φc."
+        if name == "impact" and not self.has_phi_c:
+            return NO_PHI_C
+        if name == "nonlocality" and not self._omega:
+            return NO_IMAGES
+        return NO_IMAGES if name == "nonlocality_by_component" and "attention" not in self._omega else None
+
+    def measure(self, findings: Findings) -> None:
         omega: dict[str, Tensor] = {}
         if self.has_phi_p:
             omega["phi_p"] = self.phi_p_nonlocality()
         if not self.has_phi_c:
             omega["attention"] = omega["phi_p"]
-        elif seen:
+        elif self.count:
             omega["phi_c"], omega["attention"] = self._measures.mean("omega_c"), self._measures.mean("omega_a")
         for name, values in omega.items():
             findings.measure(f"nonlocality.{name}", finite(values), _UNIT)
-        if omega:
-            findings.plots.append(self._nonlocality_plot(omega, seen))
-        else:
-            findings.omitted["nonlocality"] = NO_IMAGES
-        self._add_impact(findings, seen)
-        if "attention" in omega:
-            self._add_components(findings, omega)
-        else:
-            findings.omitted["nonlocality_by_component"] = NO_IMAGES
+        self._omega = omega
 
-    def _nonlocality_plot(self, omega: dict[str, Tensor], seen: bool) -> Plot:
-        parts = "A bar is a head, in the model's order; the line is the mean of a layer."
+    @figure("nonlocality", "Nonlocality", "PerViT, Fig. 8 and S16")
+    def _nonlocality(self, findings: Findings) -> Drawn:
+        parts, waiting = (
+            "A bar is a head, in the model's order; the line is the mean of a layer.",
+            self.has_phi_c and not self.count,
+        )
         if not self.has_phi_p:
             parts += f" {NO_PHI_P} So Φa is Φc."
         elif not self.has_phi_c:
             parts += f" {NO_PHI_C}"
-        elif not seen:
+        elif waiting:
             parts += " Ωc and Ωa need images (--data)."
-        caption = (
+        shown = list(self._omega)[
+            : 1 if len(self._omega) == 2 else None
+        ]  # where one attention is missing, Ωa repeats the other
+        panels = {OMEGA[name]: self._omega[name] for name in shown}
+        return Drawn(
             "How far each head attends: query-key distance, weighted with attention and averaged over all pairs, in patches. Φp is the "
-            f"position-based attention, Φc the content-based one, Φa their product. {parts}"
+            f"position-based attention, Φc the content-based one, Φa their product. {parts}",
+            partial(_bars_by_head, panels, "nonlocality (patches)", one_scale=True),
+            more_with_images=waiting,
         )
-        shown = list(omega)[: 1 if len(omega) == 2 else None]  # where one attention is missing, Ωa repeats the other
-        panels = {OMEGA[name]: omega[name] for name in shown}
-        draw = partial(bars_by_head, panels, "nonlocality (patches)", one_scale=True)
-        more = self.has_phi_c and not seen
-        return Plot("nonlocality", "Nonlocality", caption, "PerViT, Fig. 8 and S16", draw, more_with_images=more)
 
-    def _add_impact(self, findings: Findings, seen: bool) -> None:
-        if not self.has_phi_p:
-            findings.omitted["impact"] = f"{NO_PHI_P} So Φa is Φc."
-        elif not self.has_phi_c:
-            findings.omitted["impact"] = NO_PHI_C
-        elif not seen:
-            findings.omitted["impact"] = NO_IMAGES
-        else:
-            psi = {name: self._measures.mean(key) for name, key in (("phi_p", "psi_p"), ("phi_c", "psi_c"))}
-            for name, values in psi.items():
-                findings.measure(
-                    f"impact.{name}", finite(values), "[layer][head], no unit; null: infinite, both attentions are equal"
-                )
-            equal = " A head without a bar has an infinite impact: both attentions are equal."
-            some = not all(bool(values.isfinite().all()) for values in psi.values())
-            caption = (
-                "What shapes the mixed attention Φa: the inverse of its Frobenius distance from the position-based Φp (above) and from the "
-                "content-based Φc (below), averaged over the images. The higher, the closer Φa is to that attention. "
-                f"A bar is a head, in the model's order; the line is the mean of a layer.{equal if some else ''}"
-            )
-            draw = partial(bars_by_head, {_PSI[name]: values for name, values in psi.items()}, "impact", one_scale=False)
-            findings.plots.append(Plot("impact", "Impact", caption, "PerViT, Fig. 7 and S15", draw))
+    @figure("impact", "Impact", "PerViT, Fig. 7 and S15", needs="images")
+    def _impact(self, findings: Findings) -> Drawn:
+        psi = {name: self._measures.mean(key) for name, key in (("phi_p", "psi_p"), ("phi_c", "psi_c"))}
+        for name, values in psi.items():
+            unit = "[layer][head], no unit; null: infinite, both attentions are equal"
+            findings.measure(f"impact.{name}", finite(values), unit)
+        equal = " A head without a bar has an infinite impact: both attentions are equal."
+        some = not all(bool(values.isfinite().all()) for values in psi.values())
+        return Drawn(
+            "What shapes the mixed attention Φa: the inverse of its Frobenius distance from the position-based Φp (above) and from the "
+            "content-based Φc (below), averaged over the images. The higher, the closer Φa is to that attention. "
+            f"A bar is a head, in the model's order; the line is the mean of a layer.{equal if some else ''}",
+            partial(_bars_by_head, {_PSI[name]: values for name, values in psi.items()}, "impact", one_scale=False),
+        )
 
-    def _add_components(self, findings: Findings, omega: dict[str, Tensor]) -> None:
-        switches = self.model.switches
+    @figure("nonlocality_by_component", "Nonlocality by component", "PerViT, Fig. S8")
+    def _components(self, findings: Findings) -> Drawn:
+        switches, omega = self.model.switches, self._omega
         is_pervit = hasattr(switches, "conv_stem")
         parts = {
             "phi_p": self.has_phi_p,
@@ -146,20 +144,18 @@ class PerViTChapter(PeripheralChapter):
             "conv_stem": getattr(switches, "conv_stem", False),
             "cpe": getattr(switches, "cpe", False),
         }
-        row = _TABLE_1.get("".join(str(int(each)) for each in parts.values())) if is_pervit else None
+        row = _TABLE_1.get("".join(str(int(there)) for there in parts.values())) if is_pervit else None
         findings.measure("components", {**parts, "table_1": row}, "what the model has, and its row of PerViT's Table 1 and S1")
         names = {**PHI, "conv_stem": "C-stem", "cpe": "CPE"}
         told = ", ".join(f"{'with' if there else 'without'} {names[part]}" for part, there in parts.items())
         title = (f"({row}) {told}" if row else told) if is_pervit else f"DeiT with {PHI['phi_p']}"
-        caption = (
+        removed = "The gap between Ωc and Ωa is what Φp removes. " if "phi_c" in omega and self.has_phi_p else ""
+        return Drawn(
             "Nonlocality by layer, in patches: the line is the mean of the heads, the band reaches from the most local to the most global "
-            f"head. {'The gap between Ωc and Ωa is what Φp removes. ' if 'phi_c' in omega and self.has_phi_p else ''}One checkpoint gives one curve of the paper's figure; its other curves are models that "
-            "were trained without a component."
+            f"head. {removed}One checkpoint gives one curve of the paper's figure; its other curves are models that "
+            "were trained without a component.",
+            partial(_curves, omega, title),
         )
-        plot = Plot(
-            "nonlocality_by_component", "Nonlocality by component", caption, "PerViT, Fig. S8", partial(_curves, omega, title)
-        )
-        findings.plots.append(plot)
 
 
 def _curves(omega: dict[str, Tensor], title: str) -> Figure:
@@ -173,7 +169,116 @@ def _curves(omega: dict[str, Tensor], title: str) -> Figure:
     axes.set_ylim(bottom=0)
     axes.grid(axis="y")
     axes.set(xlabel="Layer", ylabel="nonlocality (patches)", title=title)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    legend_beside(axes)
     figure = axes.get_figure(root=True)
     assert figure is not None
     return figure
+
+
+def _bars_by_head(panels: Mapping[str, Tensor], ylabel: str, *, one_scale: bool) -> Figure:
+    """Bars of the heads and a line of each layer's mean, for values (layers, heads) by title, under each other."""
+    figure = layer_head_plots(panels, ylabel)
+    top = max(axes.get_ylim()[1] for axes in figure.axes)
+    for axes in figure.axes:
+        axes.set_ylim(0, top if one_scale else None)
+        legend = axes.get_legend()
+        if legend is not None:  # it hides bars; the caption says what it does
+            legend.remove()
+    return figure
+
+
+NAMES = {"c": "central", "p": "para-central", "m": "mid peripheral", "f": "far peripheral"}
+_COLORS = (BLUE, GREEN, ORANGE, PINK)
+
+
+class RegionsChapter(PeripheralChapter):
+    """``regions``, ``region_scores``, ``region_counts`` and ``region_radii``: needs no images."""
+
+    def lacks(self, name: str) -> str | None:
+        return None if self.has_phi_p else NO_PHI_P
+
+    @figure("regions", "Peripheral regions", "PerViT, Fig. 5")
+    def _regions(self, findings: Findings) -> Drawn:
+        scores = torch.stack([region_scores(phi, *self.grid) for phi in self.phi_p()]).cpu()  # (layers, heads, 4)
+        regions = scores.argmax(-1)  # (layers, heads)
+        others = self.other_layers()
+        counts = count_regions(regions, others)  # (layers, 4)
+        radii = region_radii(*self.grid)
+        order = "|".join(REGIONS)
+        named = [[REGIONS[head] for head in layer] for layer in regions.tolist()]
+        for name, value, unit in (
+            ("regions", named, f"[layer][head] of {order}"),
+            ("region_scores", finite(scores), f"[layer][head][{order}], attention in the region, mean over all pairs"),
+            ("region_radii", list(radii), f"[{order}], outer radius in patches"),
+            ("region_counts.by_layer", counts, f"[layer][{order}], heads and {others} other layers, which count as central"),
+            ("region_counts.model", counts.sum(0), f"[{order}], the sum of region_counts.by_layer"),
+        ):
+            findings.measure(name, value, unit)
+        return Drawn(
+            f"{self._intervals(radii)} A head is in the region that gets most of its Φp. As in the paper the other layers count as central: "
+            f"{'the 3 x 3 convolution (CPE) and ' if others == 3 else ''}the two linear layers of the MLP in each block. "
+            f"The unit is one head, or one such layer.{self._empty(radii)}",
+            partial(_draw, counts),
+        )
+
+    def other_layers(self) -> int:
+        """Layers of a block that are not heads: the two linear layers of its MLP, and its CPE if it has one."""
+        return 2 + int(getattr(self.model.switches, "cpe", False))
+
+    def _intervals(self, radii: tuple[float, ...]) -> str:
+        inner, told = 0.0, []
+        for region, outer in zip(REGIONS, radii):
+            told.append(f"{NAMES[region]} [{inner:.2f}, {outer:.2f})")
+            inner = outer
+        return f"Distances from the query, in patches: {', '.join(told)}."
+
+    def _empty(self, radii: tuple[float, ...]) -> str:
+        """A sentence on regions that no pair of tokens falls into, as on a very small grid."""
+        distances = query_key_distances(*self.grid)
+        inner, empty = 0.0, []
+        for region, outer in zip(REGIONS, radii):
+            if not bool(((distances >= inner) & (distances < outer)).any()):
+                empty.append(NAMES[region])
+            inner = outer
+        return f" On this grid no two tokens are at a {' or '.join(empty)} distance." if empty else ""
+
+
+def count_regions(regions: Tensor, other_layers: int) -> Tensor:
+    """Layers in each region, as Fig. 5 counts them: every head is one, and each other layer of a block is one that is central.
+
+    Args:
+        regions: (layers, heads), indices into :data:`~pipeline.analysis.measures.REGIONS`.
+        other_layers: of a block; PerViT: 3, the CPE and the MLP's two linear layers (footnote 7).
+
+    Returns:
+        (layers, 4) integers.
+    """
+    counts = torch.nn.functional.one_hot(regions, len(REGIONS)).sum(1)  # (layers, 4)
+    counts[:, 0] += other_layers
+    return counts
+
+
+def _draw(counts: Tensor) -> Figure:
+    drawn = new_figure(9.0, 3.2)
+    pie, bars = drawn.subplots(1, 2, width_ratios=(1, 2.2))
+    total = counts.sum(0).tolist()
+    present = [index for index, count in enumerate(total) if count]
+    pie.pie(
+        [total[index] for index in present],
+        colors=[_COLORS[index] for index in present],
+        autopct=lambda share: f"{share:.0f} %",
+        pctdistance=1.22,
+        startangle=90,
+        counterclock=False,
+        wedgeprops={"edgecolor": "white"},
+    )
+    pie.set_title("all layers")
+    layers, bottom = range(1, len(counts) + 1), torch.zeros(len(counts))
+    for index, region in enumerate(REGIONS):
+        bars.bar(layers, counts[:, index], 0.75, bottom=bottom, color=_COLORS[index], label=NAMES[region])
+        bottom = bottom + counts[:, index]
+    bars.set_xticks(layers)
+    bars.set(xlabel="Layer", ylabel="heads and other layers")
+    bars.yaxis.get_major_locator().set_params(integer=True)
+    legend_beside(bars, reverse=True)
+    return drawn

@@ -9,21 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.analysis.chapters.pervit_drawing import PHI, map_figure
-from pipeline.analysis.chapters.pervit_position import PeripheralChapter
-from pipeline.analysis.findings import Findings, Plot
+from pipeline.analysis.chapter import Drawn, Findings, figure
+from pipeline.analysis.chapters.pervit_position import PHI, PeripheralChapter, map_figure
 from pipeline.models.common.vit import SelfAttention
 from pipeline.models.pervit.attention import PeripheralAttention
 from pipeline.models.pervit.position import DistanceScales, PeripheralPosition, position_distances
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TAPS = [(row, column) for row in range(3) for column in range(3)]  # of a 3x3 kernel; a head each
 _SHARPNESS = 1e4  # weight of the last norm: the nearest key is ahead of the next by a thousandth of it at least
@@ -122,8 +117,9 @@ def _new_layer(width: int, heads: int = 9) -> Layer:
 class ExtremesChapter(PeripheralChapter):
     """``extremes``: the layers of Appendix C, of the model's grid; they do not depend on its weights."""
 
+    @figure("extremes", "Convolution and self-attention as extremes", "PerViT, Appendix C, Fig. S3")
     @torch.no_grad()
-    def add_findings(self, findings: Findings) -> None:
+    def _extremes(self, findings: Findings) -> Drawn:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             convolution, plain = nn.Conv2d(4, 4, 3, padding=1).double(), SelfAttention(36, 9, qkv_bias=False).double()
@@ -135,21 +131,14 @@ class ExtremesChapter(PeripheralChapter):
         }
         for name, error in errors.items():
             findings.measure(f"extremes.{name}", error, "largest difference of an output of order 1, float64")
-        index = self.query_index
-        logs = [each.log_phi(self.grid)[:, index] for each in (local, uniform)]  # (9, N); the first's exp is below float64
+        # (9, N) each; the first's exp is below float64
+        logs = [layer.log_phi(self.grid)[:, self.query_index] for layer in (local, uniform)]
         maps = torch.stack([(log - log.amax(-1, keepdim=True)).exp().unflatten(1, self.grid) for log in logs])
-        caption = (
+        labels = {0: "convolution", 1: "self-attention"}
+        return Drawn(
             "Φp of two layers with nine heads that were built by hand, for the framed query. Above, each head attends to one neighbour and "
             "the layer is a 3 x 3 convolution; below, Φp is 1 and the layer is plain self-attention. Their outputs differ from those of a "
             f"convolution and of self-attention by {errors['convolution_error']:.0e} and {errors['self_attention_error']:.0e} at most, "
-            "rounding of float64. They do not depend on the checkpoint."
+            "rounding of float64. They do not depend on the checkpoint.",
+            partial(map_figure, maps, self.query, f"{PHI['phi_p']}, largest = 1", title="Head", rows=labels),
         )
-        draw = partial(_draw, maps, self.query)
-        findings.plots.append(
-            Plot("extremes", "Convolution and self-attention as extremes", caption, "PerViT, Appendix C, Fig. S3", draw)
-        )
-
-
-def _draw(maps: Tensor, query: tuple[int, int]) -> Figure:
-    labels = {0: "convolution", 1: "self-attention"}
-    return map_figure(maps, query, f"{PHI['phi_p']}, largest = 1", title="Head", rows=labels)

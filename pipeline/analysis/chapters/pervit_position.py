@@ -1,28 +1,33 @@
-"""What the chapters on peripheral attention share: the models they take, Φp of each layer, the query, the order of heads."""
+"""Share among the chapters on peripheral attention: the models they take, Φp of each layer, the query, the order of heads, and grids of
+maps."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pipeline.analysis.chapter import Chapter, Request
 from pipeline.analysis.measures import nonlocality, query_key_distances
+from pipeline.analysis.style import MAP_COLORS, draw_mosaic, gap_of, new_figure, numbers
 from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import patch_grid
 from pipeline.models.pervit.model import PerViT
 from pipeline.models.pervit.phi_model import PhiModel
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PHI = {"phi_p": "$\\Phi_p$", "phi_c": "$\\Phi_c$", "attention": "$\\Phi_a$"}
+OWN_SCALE = "each map from its least to its largest value"
 NO_PHI_P = "The model has no position-based attention (model.switches.phi_p=false)."
 NO_PHI_C = (
     "The model has no content-based attention (model.switches.phi_c=false): its attention is Φp, the same for all images."
 )
-NO_IMAGES = "It needs images: pass --data."
-NO_EXAMPLES = "It shows examples: pass --data and --examples."
 
 
 class PeripheralChapter(Chapter):
@@ -84,22 +89,77 @@ class PeripheralChapter(Chapter):
         return torch.stack([phi[:, self.query_index].unflatten(1, self.grid) for phi in self.phi_p()]).cpu()
 
 
-def rounded(values: Tensor, digits: int = 5) -> Any:
-    """Nested lists with so many significant digits, for ``analysis.json``; None for what is not finite, which JSON cannot hold."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, list):
-            return [convert(each) for each in value]
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
-
-    return convert(values.tolist())
-
-
-def finite(values: Tensor) -> Any:
-    """Nested lists, in full precision; None for what is not finite."""
-    return rounded(values, 17)
-
-
 def reordered(values: Tensor, order: Tensor) -> Tensor:
     """(layers, heads, ...) with the heads of each layer in the given order (layers, heads)."""
     return torch.stack([layer[heads] for layer, heads in zip(values, order)])
+
+
+def stretched(maps: Tensor) -> Tensor:
+    """(..., rows, columns) with each map stretched to [0, 1]; a map of one value, which has nothing to stretch, keeps it."""
+    low, high = maps.amin((-2, -1), keepdim=True), maps.amax((-2, -1), keepdim=True)
+    flat = high - low <= 1e-6 * high
+    return torch.where(flat, maps, (maps - low) / torch.where(flat, 1.0, high - low))
+
+
+def draw_maps(
+    axes: Axes,
+    maps: Tensor,
+    query: tuple[int, int],
+    *,
+    rows: Mapping[int, str] | None = None,
+    columns: Sequence[str] = (),
+    title: str = "",
+    notes: Sequence[Sequence[str]] | None = None,
+    apart: Collection[int] = (),
+) -> None:
+    """Maps with colours from 0 to 1, in rows and columns of one axes, each with the query framed.
+
+    Args:
+        maps: (rows, columns, h, w).
+        rows: number of a row -> its label.
+        columns: labels, above; none: no labels.
+        title: above them.
+        notes: text above each map.
+        apart: rows with more space before them.
+    """
+    zoom = max(1, round(14 / maps.shape[-1]))  # pixels a token: the gaps of small grids are no wider than those of large ones
+    maps = maps.repeat_interleave(zoom, -2).repeat_interleave(zoom, -1)
+    count, across, height, width = maps.shape
+    gap = gap_of(width)
+    above = gap + max(1, round(0.2 * height)) if notes else gap
+    tops, top = [], 0
+    for row in range(count):
+        top += (above if row or notes else 0) + (max(2, height // 3) if row in apart else 0)
+        tops.append(top)
+        top += height
+    lefts = [column * (width + gap) for column in range(across)]
+    colours: dict[str, Any] = {"cmap": MAP_COLORS, "vmin": 0, "vmax": 1}
+    draw_mosaic(axes, maps, tops, lefts, query=query, side=zoom, rows=rows, columns=columns, **colours)
+    for top, texts in zip(tops, notes or ()):
+        for left, text in zip(lefts, texts):
+            axes.text(left + (width - 1) / 2, top - 0.8, text, ha="center", va="bottom", fontsize=6)
+    axes.set_title(title)
+
+
+def map_figure(
+    maps: Tensor,
+    query: tuple[int, int],
+    label: str,
+    *,
+    title: str = "Layer",
+    rows: Mapping[int, str] | None = None,
+    notes: Sequence[Sequence[str]] | None = None,
+    apart: Collection[int] = (),
+) -> Figure:
+    """A figure of :func:`draw_maps` with numbered columns and a colour bar. Args: label: of the bar."""
+    count, across = maps.shape[:2]
+    cell = min(0.8, 7.2 / across)
+    figure = new_figure(
+        across * cell + (2.0 if rows else 1.2), count * cell * (1.25 if notes else 1.07) + 0.2 * len(apart) + 0.6
+    )
+    axes = figure.add_subplot()
+    draw_maps(axes, maps, query, rows=rows, columns=numbers(across), title=title, notes=notes, apart=apart)
+    bar = figure.colorbar(axes.images[0], ax=axes, label=label, fraction=0.03, pad=0.02, aspect=20)
+    if label == OWN_SCALE:
+        bar.set_ticks([0, 1], labels=["least", "largest"])
+    return figure

@@ -3,12 +3,10 @@
 ============  ==========================================================================
 ``base``      :class:`VisionModel`: interface, stochastic depth, activation checkpointing
 ``features``  the feature form, without a classifier; position embeddings on any grid
-``layers``    MLP, fused attention with a bias, dropout, initialization
+``layers``    MLP, dropout, initialization, typed module lists, constant tables
 ``vit``       patch and position embedding, self-attention and block of a plain ViT
 ``irpe``      self-attention with image relative position encoding
-``peg``       position encoding generator of CPVT
 ``windows``   window partition, optionally shifted, and relative positions in a window
 ``probe``     records inner values of a forward pass for analyses
-``tables``    constants that depend on sizes alone, computed once
 ============  ==========================================================================
 """

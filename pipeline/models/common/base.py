@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
@@ -72,6 +72,7 @@ class VisionModel(FeatureSource):
         head_names: prefixes of the classifier's parameter names; fine-tuning on other classes reinitializes these.
         leading_tokens: tokens without a grid position (class token) at the start of the position embeddings.
         draws_from_generator: a training step draws from PyTorch's generator besides ``noise``; no model of ours does.
+        groups_phi: compute Φp of all layers as one network (:mod:`pipeline.models.pervit.phi_model`); None: but on a CPU.
         generator_seed: what the generator starts from in the next forward pass, for a model that draws from it; None: it goes on.
     """
 
@@ -80,6 +81,7 @@ class VisionModel(FeatureSource):
     leading_tokens: int = 0
     draws_from_generator: bool = False
     generator_seed: int | None = None
+    groups_phi: bool | None = None
     drop_path_rates: Tensor  # (branches,), a buffer
 
     def __init__(self, drop_path_rates: Sequence[float], activation_checkpointing: bool, switches: Switches) -> None:
@@ -117,6 +119,19 @@ class VisionModel(FeatureSource):
         finally:
             hook.remove()
         return seen[0]
+
+    @property
+    def has_phi(self) -> bool:
+        """Whether the model has PerViT's position-based attention Φp, which is computed once per forward pass for all images."""
+        return False
+
+    def phi_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of Φp in all layers."""
+        return iter(())
+
+    def log_phi(self, grid: tuple[int, int]) -> list[Tensor | None]:
+        """log Φp of every layer for a grid of (rows, columns) tokens, see :mod:`pipeline.models.pervit.phi_model`; empty without Φp."""
+        return []
 
     def whole(self) -> tuple[nn.Module, str]:
         """The module, and its method's name, that ``train.compile=model`` compiles."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.common.tables import constant_table
+from pipeline.models.common.layers import constant_table
 
 Trunk = TypeVar("Trunk", bound="FeatureSource")
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.models.common.layers import constant_table
 from pipeline.models.common.probe import probe
-from pipeline.models.common.tables import constant_table
 from pipeline.models.common.vit import SelfAttention, attention_weights, merge_heads, split_heads
 
 # α : β : γ = 1 : 2 : 8 (Sec. 4.1); with α = 1.9 indices go from -3 to 3, the "50 buckets" of the paper with the class token's.

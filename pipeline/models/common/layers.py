@@ -1,6 +1,10 @@
-"""Layers shared by the model families."""
+"""Share layers and helpers between the model families: MLP, dropout, initialization, typed module lists, constant tables."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, wraps
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -72,3 +76,60 @@ def init_linear(module: nn.Module, std: float = 0.02) -> None:
         nn.init.trunc_normal_(module.weight, std=std)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+Element = TypeVar("Element", bound=nn.Module)
+
+if TYPE_CHECKING:
+
+    class ModuleList(nn.ModuleList, Generic[Element]):
+        """What the type checker sees of ``nn.ModuleList``."""
+
+        def __init__(self, modules: Iterable[Element]) -> None: ...
+
+        def __iter__(self) -> Iterator[Element]: ...
+
+        @overload
+        def __getitem__(self, idx: slice) -> ModuleList[Element]: ...
+
+        @overload
+        def __getitem__(self, idx: int) -> Element: ...
+
+        def __getitem__(self, idx: int | slice) -> Element | ModuleList[Element]: ...
+
+else:
+    ModuleList = nn.ModuleList
+
+
+Table = TypeVar("Table", bound=Callable[..., Tensor])
+_SIZES = 16  # tables of a function that are kept: a model has a handful of grids and windows
+_tables: list[Callable[..., Tensor]] = []
+
+
+def constant_table(compute: Table) -> Table:
+    """Decorator: compute a table once for each combination of arguments, which are hashable.
+
+    The tensor is not an inference tensor even if the first call is one of inference mode: it must serve a later training step.
+    Nor is a fake tensor kept, which has no values: ``torch.export`` and the compiler call a model with such.
+    """
+
+    @lru_cache(maxsize=_SIZES)
+    def computed(*arguments: object, **named: object) -> Tensor:
+        with torch.inference_mode(False):
+            return compute(*arguments, **named)
+
+    @wraps(compute)
+    def table(*arguments: object, **named: object) -> Tensor:
+        found = computed(*arguments, **named)
+        if type(found) is not Tensor:
+            computed.cache_clear()
+        return found
+
+    _tables.append(table)
+    return table  # type: ignore[return-value]  # the signature of compute
+
+
+def compile_tables_as_constants() -> None:
+    """Let ``torch.compile`` take the tables as constants. It ignores caches, and would compute them in every step."""
+    for table in _tables:
+        torch.compiler.assume_constant_result(table)  # here because it imports the compiler, which takes a second

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.models.common.tables import constant_table
+from pipeline.models.common.layers import constant_table
 
 
 def to_windows(x: Tensor, window: int, shift: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, VisionModel, settle
-from pipeline.models.common.module_list import ModuleList
+from pipeline.models.common.layers import ModuleList
 from pipeline.models.entry import register
 from pipeline.models.gated_mlp.gating import GMLP_CODE, GROUPED, LAYER_NORM_EPS, GatedBlock, GatingSwitches
 from pipeline.models.gated_mlp.partition import PaddedTiling

@@ -13,31 +13,28 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from pipeline.models.common.base import ModelOptions, VisionModel, linear_drop_path, settle
-from pipeline.models.common.layers import drop_path_scales
-from pipeline.models.common.module_list import ModuleList
+from pipeline.models.common.layers import ModuleList, drop_path_scales
 from pipeline.models.common.windows import relative_index
 from pipeline.models.entry import register
 from pipeline.models.gated_mlp.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBlock
 from pipeline.models.gated_mlp.partition import PaddedTiling, Tiling
 from pipeline.models.gated_mlp.posmlp_layers import (
+    DEPTHS,
+    GROUPS,
+    RATIOS,
     STEM_STRIDE,
+    STRIDE,
     AbsolutePosition,
     ConvMerging,
     ConvStem,
     LinearMerging,
     LinearStem,
-)
-from pipeline.models.gated_mlp.posmlp_sizes import (
-    DEPTHS,
-    GROUPS,
-    RATIOS,
-    STRIDE,
+    PosMLPSwitches,
     check_groups,
     check_sides,
     check_size,
     check_windows,
 )
-from pipeline.models.gated_mlp.posmlp_switches import PosMLPSwitches
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, quadratic_terms
 
 

@@ -1,16 +1,22 @@
-"""PosMLP's patch embedding, patch merging and absolute position embedding (Wang et al., "PosMLP", ACM MM 2022, Figure 2b and c,
-Tables 7 and 10). Token grids are channels-last: (B, rows, columns, width)."""
+"""Define what PosMLP is put together from (Wang et al., "PosMLP", ACM MM 2022): patch embedding, patch merging and absolute position
+embedding (Figure 2b and c, Tables 7 and 10), the layout of Table 11 with the sizes that suit it, and the ablation switches.
+
+Token grids are channels-last: (B, rows, columns, width).
+"""
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import torch
+from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.errors import UserError
 from pipeline.models.common.features import GridEmbedding, resample_grid
-from pipeline.models.common.module_list import ModuleList
-from pipeline.models.gated_mlp.gating import LAYER_NORM_EPS
+from pipeline.models.common.layers import ModuleList
+from pipeline.models.gated_mlp.gating import GROUPED, LAYER_NORM_EPS, GatingSwitches
 
 STEM_STRIDE = 4  # pixels per token of the first stage
 BATCH_NORM_EPS = 1e-6  # of the published code
@@ -106,3 +112,82 @@ class AbsolutePosition(GridEmbedding):
                 "use images of model.image_size, or set it to false",
             )
         return x + self.embedding
+
+
+STRIDE = 32  # of the last stage
+DEPTHS = (2, 2, 18, 2)  # blocks per stage, Table 11
+RATIOS = (4, 4, 4, 2)  # γ of Table 11
+GROUPS = (8, 16, 32, 64)  # s of Table 4
+
+
+def check_size(image_size: int) -> None:
+    """Raise a UserError unless the four stages divide a square image of ``image_size`` pixels."""
+    if image_size % STRIDE or image_size < STRIDE:
+        raise UserError(
+            f"model.image_size is {image_size}, but PosMLP's four stages need a multiple of {STRIDE}",
+            f"set it to {max(1, round(image_size / STRIDE)) * STRIDE}",
+        )
+
+
+def check_sides(height: int, width: int, unit: int) -> None:
+    """Raise a UserError unless the sides of an image are multiples of ``unit``."""
+    for size in (height, width):
+        if size % unit or size < unit:
+            raise UserError(
+                f"an image has {height}x{width} pixels, but PosMLP's features need sides that are multiples of {unit}",
+                "pad or resize the images",
+            )
+
+
+def check_windows(windows: list[int] | tuple[int, ...], height: int, width: int) -> None:
+    """Raise a UserError unless the windows of each stage tile the tokens of an image."""
+    for stage, window in enumerate(windows):
+        stride = STEM_STRIDE * 2**stage
+        if height % (stride * window) or width % (stride * window):
+            raise UserError(
+                f"an image of {height}x{width} pixels does not divide into the windows of stage {stage + 1}, whose side is "
+                f"{window} tokens",
+                f"multiples of {stride * window} pixels are needed, so change model.image_size or model.switches.windows",
+            )
+
+
+def check_groups(groups: tuple[int, ...], widths: list[int], split: bool) -> None:
+    """Raise a UserError unless the channel groups divide the mixed channels of each stage."""
+    for stage, (count, width, ratio) in enumerate(zip(groups, widths, RATIOS)):
+        channels = width * ratio // 2 if split else width * ratio
+        if channels % count:
+            raise UserError(
+                f"model.switches.groups is {count} for stage {stage + 1}, but must divide its {channels} mixed channels",
+                f"set it to a power of two, for example {GROUPS[stage]}",
+            )
+
+
+Dropout = Annotated[float, Field(ge=0, lt=1)]
+PerStage = tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
+
+
+class PosMLPSwitches(GatingSwitches):
+    """Ablations of PosMLP's Tables 1, 3 to 7, 10 and Figure 3."""
+
+    groups: PerStage | None = None
+    """Table 4: channel groups of glrpe and ggqpe in each stage. null: 8, 16, 32, 64."""
+    windows: PerStage | None = None
+    """Table 5: side of the windows in each stage. null: image_size / 16, and image_size / 32 in the last; so 14, 14, 14, 7."""
+    shift_windows: bool = False
+    """Section 5.5: every second block shifts its windows by half a window (off for classification)."""
+    absolute_position: bool = False
+    """Table 7: add a learned absolute position embedding to the patch embedding."""
+    patch_embedding: Literal["convolution", "linear"] = "convolution"
+    """Table 10: three convolutions, or one linear layer on 4x4 patches."""
+    patch_merging: Literal["convolution", "linear"] = "convolution"
+    """Table 10: between stages a depthwise 3x3 convolution, or a linear layer on 2x2 tokens."""
+    block_dropout: Dropout = 0.02333
+    """Dropout rate on every block's residual branch; default of the published configurations."""
+    head_dropout: Dropout = 0.02333
+    """Dropout rate before the classifier; default of the published configurations."""
+
+    @model_validator(mode="after")
+    def _groups_need_a_grouped_map(self) -> PosMLPSwitches:
+        if self.groups and self.mixing not in GROUPED:
+            raise ValueError(f"must leave groups alone unless mixing is one of {', '.join(GROUPED)}")
+        return self

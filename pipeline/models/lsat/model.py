@@ -25,14 +25,19 @@ from typing_extensions import Unpack
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, Switches, VisionModel, settle
-from pipeline.models.common.layers import init_linear
-from pipeline.models.common.module_list import ModuleList
+from pipeline.models.common.layers import ModuleList, init_linear
 from pipeline.models.entry import register
 from pipeline.models.lsat.blocks import LAYER_NORM_EPS, AnyBlock, Block, Downsampling, Level
-from pipeline.models.lsat.cvt import ConvolutionalProjection, CvTBlock, TokenEmbedding, overlapping
-from pipeline.models.lsat.layout import LSATLayout, check_size, grid_side, layout_32, layout_224
-from pipeline.models.lsat.shifts import PositionEmbedding, ShiftEmbedding
-from pipeline.models.lsat.swin import SwinBlock
+from pipeline.models.lsat.shifts import (
+    LSATLayout,
+    PositionEmbedding,
+    ShiftEmbedding,
+    check_size,
+    grid_side,
+    layout_32,
+    layout_224,
+)
+from pipeline.models.lsat.table6 import ConvolutionalProjection, CvTBlock, SwinBlock, TokenEmbedding, overlapping
 
 
 class LSATSwitches(Switches):

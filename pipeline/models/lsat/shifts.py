@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from math import isqrt
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.errors import UserError
 from pipeline.models.common.features import GridEmbedding, resample_grid
 
 Shift = tuple[int, int]  # pixels (down, right) by which the image's content moves
@@ -114,3 +116,44 @@ class PositionEmbedding(GridEmbedding):
             side = isqrt(table.shape[1])
             table = resample_grid(table, (side, side), grid)
         return x + table.transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class LSATLayout:
+    """A column of Table 2: width, heads and depth per level; the first level's depth includes the local block."""
+
+    widths: tuple[int, ...]
+    heads: tuple[int, ...]
+    depths: tuple[int, ...]
+    kernel: int  # of the patch embedding, as stride and padding
+    stride: int
+    padding: int
+    shifts: ShiftSet
+    kv_heads: Literal["shared", "per_head"]
+
+
+def layout_224(
+    widths: tuple[int, ...], heads: tuple[int, ...], depths: tuple[int, ...], kernel: int, stride: int, padding: int
+) -> LSATLayout:
+    """A layout at 224 pixels."""
+    return LSATLayout(widths, heads, depths, kernel, stride, padding, SHIFTS_224, kv_heads="per_head")
+
+
+def layout_32(width: int, heads: int, depths: tuple[int, ...]) -> LSATLayout:
+    """A layout at 32 pixels: four levels of equal width."""
+    return LSATLayout((width,) * 4, (heads,) * 4, depths, 3, 1, 1, SHIFTS_32, kv_heads="shared")
+
+
+def check_size(size: int, layout: LSATLayout, what: str) -> None:
+    """Raise a UserError unless the levels have a token on a side of ``size`` pixels. ``what``: whose side, for the message."""
+    coarsest = 2 ** (len(layout.widths) - 1)
+    if size % layout.stride or size < layout.stride * coarsest:
+        raise UserError(
+            f"{what} is {size}, a multiple of {layout.stride} that is at least {layout.stride * coarsest} needed",
+            f"set it to {max(coarsest, round(size / layout.stride)) * layout.stride}",
+        )
+
+
+def grid_side(side: int, halvings: int) -> int:
+    """Side of the token grid after ``halvings`` of a grid of side ``side``."""
+    return -(-side // 2**halvings)  # rounds up, like the padded max pooling

@@ -5,7 +5,6 @@
 ``switches``   its ablation switches
 ``attention``  multi-head peripheral attention
 ``position``   the peripheral position encoding Φp of one layer
-``grouped``    Φp of all layers as one network
-``phi_model``  base class of models with Φp: inputs that layers share, caching
+``phi_model``  base class of models with Φp: inputs that layers share, caching, Φp of all layers as one network
 =============  ===========================================================
 """

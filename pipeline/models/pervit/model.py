@@ -14,8 +14,7 @@ from typing_extensions import Unpack
 
 from pipeline.errors import UserError
 from pipeline.models.common.base import ModelOptions, linear_drop_path, scale_branch, scales_of_block, settle
-from pipeline.models.common.layers import MLP, init_linear
-from pipeline.models.common.module_list import ModuleList
+from pipeline.models.common.layers import MLP, ModuleList, init_linear
 from pipeline.models.common.vit import PositionEmbedding
 from pipeline.models.entry import register
 from pipeline.models.pervit.attention import PeripheralAttention, StaticAttention
@@ -215,7 +214,8 @@ class PerViT(PhiModel):
         """
         _check_size(*images.shape[-2:])
         x = self._tokens(self.stem(images), noise)  # (B, N, width)
-        return [self.normed_map(x.unflatten(1, self.token_grid(images)), 0)]
+        grid = (images.shape[-2] // STEM_STRIDE, images.shape[-1] // STEM_STRIDE)
+        return [self.normed_map(x.unflatten(1, grid), 0)]
 
     def _tokens(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """The stem's result (B, width, rows, columns) -> (B, N, width of the last stage) after the last block."""
@@ -227,10 +227,6 @@ class PerViT(PhiModel):
         for i, (block, log_phi) in enumerate(zip(self.blocks, self.log_phi(grid))):
             x = self.run_block(block, x, log_phi, grid, scales_of_block(scales, i))
         return x
-
-    def token_grid(self, images: Tensor) -> tuple[int, int]:
-        """(rows, columns) of the token grid of images (B, 3, H, W)."""
-        return images.shape[-2] // STEM_STRIDE, images.shape[-1] // STEM_STRIDE
 
     def no_weight_decay(self) -> set[str]:
         """Also excludes the absolute position embedding (DeiT's rule)."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.errors import UserError
-from pipeline.models.common.tables import constant_table
+from pipeline.models.common.layers import constant_table
 
 NORM_EPS = 1e-5  # of the published code
 # Peripheral initialization: bias and weight of the last norm, in the first and in the last layer (Sec. 3.1, after Eq. 9).

@@ -17,8 +17,7 @@ from pipeline.config.bounds import MAX_SHAPE, MAX_SIDE, Deviation, Mean
 from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import list_models
-from pipeline.models.weights.exported import Description, build_described, read_tensors
-from pipeline.models.weights.pickled import read_pickled
+from pipeline.models.weights.exported import Description, build_described, read_pickled, read_tensors
 from pipeline.models.weights.timm_forms import model_of_timm
 from pipeline.models.weights.transfer import check_finite
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.models.common.vit import PATCH, ViTLayout
-from pipeline.models.convit.model import ConViTSwitches
+from pipeline.models.convit import ConViTSwitches
 from pipeline.models.registry import check_name, list_models, model_entry
 from pipeline.models.timm_names import PREFIX, is_timm
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.models import create_model
-from pipeline.models.common.tables import constant_table
+from pipeline.models.common.layers import constant_table
 
 
 def test_a_table_is_computed_once_for_each_size() -> None:

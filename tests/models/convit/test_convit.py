@@ -11,7 +11,7 @@ from pipeline.errors import UserError
 from pipeline.models import create_model, flops, load_reference_state_dict
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import merge_heads, split_heads
-from pipeline.models.convit.gpsa import GatedPositionalSelfAttention, PositionalSelfAttention, relative_positions
+from pipeline.models.convit import GatedPositionalSelfAttention, PositionalSelfAttention, relative_positions
 from support.golden import RULES, Golden, assert_close, make_input
 
 GOLDEN = Golden("convit_tiny")

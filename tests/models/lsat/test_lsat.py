@@ -14,7 +14,7 @@ from pipeline.errors import UserError
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.common.probe import recorded
 from pipeline.models.flops import count_at
-from pipeline.models.lsat.grouped_attention import GroupedAttention
+from pipeline.models.lsat.blocks import GroupedAttention
 from pipeline.models.lsat.model import LSAT, LSATLayout, LSATSwitches
 from pipeline.models.lsat.shifts import SHIFTS_32, SHIFTS_224, pad_circularly, roll, translate
 from support.golden import RULES, Golden, assert_close, make_input

@@ -11,13 +11,12 @@ from torch._dynamo.utils import counters
 
 from pipeline.errors import UserError
 from pipeline.models import create_model, reference_state_dict
+from pipeline.models.common.layers import compile_tables_as_constants
 from pipeline.models.common.probe import recorded
-from pipeline.models.common.tables import compile_tables_as_constants
 from pipeline.models.flops import count
-from pipeline.models.lsat.cvt import ConvolutionalProjection, ProjectedAttention, TokenEmbedding, overlapping
 from pipeline.models.lsat.model import LSAT, LSATLayout, LSATSwitches
 from pipeline.models.lsat.shifts import SHIFTS_32
-from pipeline.models.lsat.swin import SwinBlock
+from pipeline.models.lsat.table6 import ConvolutionalProjection, ProjectedAttention, SwinBlock, TokenEmbedding, overlapping
 from support.golden import Golden, _fill_rule, assert_close, make_input
 from support.two_steps import two_steps
 
