@@ -58,10 +58,10 @@ def _check(args: argparse.Namespace) -> None:
     for name, least, most in (("images", 1, None), ("examples", 0, 64), ("batch_size", 1, 65536), ("seed", 0, 2**64 - 1)):
         value = getattr(args, name)
         if value < least or (most is not None and value > most):
-            needed = f"at least {least}" if most is None or value < least else f"at most {most}"
-            raise UserError(f"--{name.replace('_', '-')} is {value}, {needed} needed", "change it")
+            bound = f"at least {least}" if most is None or value < least else f"at most {most}"
+            raise UserError(f"--{name.replace('_', '-')} must be {bound}, got {value}", "change it")
     if args.data is None and args.example:
-        raise UserError("--example names images, but there is no --data that holds them", "add --data")
+        raise UserError("--example requires --data, which holds the images", "add --data")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("checkpoint", "format", "output"):
         if getattr(args, name) is None:
             given = name.upper() if name == "checkpoint" else f"--{name}"
-            raise UserError(f"{given} is missing, one needed", "see --help for examples")
+            raise UserError(f"{given} is required", "see --help for examples")
     form = find_format(args.format)
     precision = check_options(args, form)
     if args.push_to_hub:
@@ -124,7 +124,7 @@ def check_options(args: argparse.Namespace, form: Format) -> str:
             f"--precision is {precision}, but --format {form.name} has {' and '.join(form.precisions)} alone", remedy
         )
     if args.private and not args.push_to_hub:
-        raise UserError("--private is of the repository that --push-to-hub names, 0 given", "name one, or leave it out")
+        raise UserError("--private requires --push-to-hub", "add --push-to-hub REPO, or leave it out")
     if args.names != "ours" and form.name != "safetensors":
         raise UserError(f"--names authors is for --format safetensors, not {form.name}", "leave it out")
     return precision

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """What a package's ``__init__`` calls in place of importing (PEP 562).
+    """What a package's ``__init__`` calls instead of importing (PEP 562).
 
     Args:
         package: its ``__name__``.

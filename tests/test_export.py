@@ -144,11 +144,17 @@ def places(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("{dir}/good.safetensors --format onx --output {dir}/a.onnx", "--format is 'onx', did you mean onnx: pass onnx"),
-        ("{dir}/good.safetensors --format gguf --output {dir}/a", "--format is 'gguf', one of safetensors, onnx, .* needed"),
-        ("--format onnx --output {dir}/a.onnx", "CHECKPOINT is missing"),
-        ("{dir}/good.safetensors --output {dir}/a.onnx", "--format is missing"),
-        ("{dir}/good.safetensors --format onnx", "--output is missing"),
+        (
+            "{dir}/good.safetensors --format onx --output {dir}/a.onnx",
+            "--format must be one of safetensors, onnx, .*, got 'onx': did you mean onnx",
+        ),
+        (
+            "{dir}/good.safetensors --format gguf --output {dir}/a",
+            "--format must be one of safetensors, onnx, .*, got 'gguf': pass one",
+        ),
+        ("--format onnx --output {dir}/a.onnx", "CHECKPOINT is required"),
+        ("{dir}/good.safetensors --output {dir}/a.onnx", "--format is required"),
+        ("{dir}/good.safetensors --format onnx", "--output is required"),
         ("{dir}/nowhere --format onnx --output {dir}/a.onnx", "nowhere must have a checkpoint, got no"),
         ("{dir}/begun --format torch-export --output {dir}/a.pt2", "begun must have a checkpoint, got no"),
         ("{dir}/damaged --format torch-export --output {dir}/a.pt2", "was changed after it was written"),

@@ -93,7 +93,7 @@ def open_images(data: Place, split: str, subject: Subject) -> ShardSet | ImageFo
     if subject.classes:
         check_same_classes(images, subject.classes, of=str(subject.origin["checkpoint"]))
     if len(images) == 0:
-        raise UserError(f"{images.folder} has 0 images in {split}, at least 1 needed", "pass another --data or --split")
+        raise UserError(f"{images.folder} must have at least 1 image in {split}, got 0", "pass another --data or --split")
     return images
 
 

@@ -93,7 +93,7 @@ def prepare_output(folder: Path) -> None:
     with style():
         pass
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output {folder} is a file, the name of a folder needed", "choose another name")
+        raise UserError(f"--output must be a folder, got the file {folder}", "choose another name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -104,7 +104,7 @@ def prepare_output(folder: Path) -> None:
 
 
 def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> list[Path]:
-    """Write an analysis in place of a former one.
+    """Write an analysis instead of a former one.
 
     Args:
         folder: from :func:`prepare_output`.

@@ -77,6 +77,6 @@ def find_format(name: str) -> Format:
     """
     if name not in FORMATS:
         close = difflib.get_close_matches(name, FORMATS, n=1)
-        hint = f"did you mean {close[0]}" if close else f"one of {', '.join(FORMATS)} needed"
-        raise UserError(f"--format is {name!r}, {hint}", f"pass {close[0] if close else 'one of these'}")
+        remedy = f"did you mean {close[0]}?" if close else "pass one of these"
+        raise UserError(f"--format must be one of {', '.join(FORMATS)}, got {name!r}", remedy)
     return FORMATS[name]

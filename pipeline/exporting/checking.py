@@ -42,7 +42,7 @@ def compare(subject: Subject, run: Callable[[Tensor], Tensor], precision: str, o
             expected = subject.model(images).double()
             found = run(images).double()
         if expected.shape != found.shape:
-            raise UserError(f"{of} gives scores of shape {tuple(found.shape)}, {tuple(expected.shape)} needed", _REMEDY)
+            raise UserError(f"{of} must give scores of shape {tuple(expected.shape)}, got {tuple(found.shape)}", _REMEDY)
         difference = ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
         if not difference <= TOLERANCE[precision]:  # NaN too
             raise UserError(

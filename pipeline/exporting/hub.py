@@ -27,12 +27,12 @@ def check_hub(repo: str) -> None:
         hub.utils.validate_repo_id(repo)
     except hub.errors.HFValidationError:
         raise UserError(
-            f"--push-to-hub is {repo!r}, NAME or OWNER/NAME of letters, digits, '-', '_' and '.' needed", "correct it"
+            f"--push-to-hub must be NAME or OWNER/NAME of letters, digits, '-', '_' and '.', got {repo!r}", "correct it"
         ) from None
     if repo.count("/") > 1:
-        raise UserError(f"--push-to-hub is {repo!r}, NAME or OWNER/NAME needed", "correct it")
+        raise UserError(f"--push-to-hub must be NAME or OWNER/NAME, got {repo!r}", "correct it")
     if not hub.get_token():
-        raise UserError(f"--push-to-hub {repo} needs a token of the Hugging Face hub, 0 found", _LOGIN)
+        raise UserError(f"--push-to-hub {repo} requires a token of the Hugging Face hub, got none", _LOGIN)
 
 
 def push(files: Mapping[str, Path], repo: str, message: str, private: bool = False) -> str:
@@ -94,6 +94,6 @@ def _imported() -> ModuleType:
         if error.name != "huggingface_hub":
             raise
         raise UserError(
-            "--push-to-hub needs huggingface_hub, which is not installed", "pip install 'pervit-pipeline[hub]'"
+            "--push-to-hub requires huggingface_hub, which is not installed", "pip install 'pervit-pipeline[hub]'"
         ) from None
     return huggingface_hub

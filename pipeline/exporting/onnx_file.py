@@ -67,7 +67,7 @@ def _check_packages() -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UserError(
-            f"--format onnx needs {', '.join(_NEEDED)}, but {' and '.join(missing)} cannot be imported",
+            f"--format onnx requires {', '.join(_NEEDED)}, but {' and '.join(missing)} cannot be imported",
             "pip install 'pervit-pipeline[onnx]'",
         )
 

@@ -107,14 +107,14 @@ def find_place(output: Path, form: Format, force: bool) -> Place:
     else:
         others = {each.ending: each.name for each in FORMATS.values() if each.ending}
         if output.suffix in others:
-            needed = f"{form.ending!r} or a folder" if form.ending else "a folder"
+            needed = f"a {form.ending} file or a folder" if form.ending else "a folder"
             raise UserError(
-                f"--output {output} ends in {output.suffix!r}, {needed} needed for --format {form.name}",
+                f"--output must be {needed} for --format {form.name}, got {output}",
                 f"change it, or pass --format {others[output.suffix]}",
             )
         place = Place(output, f"model{form.ending}" if form.ending else None, folder=True)
         if output.exists() and not output.is_dir():
-            raise UserError(f"--output {output} is a file, a folder needed", "choose another")
+            raise UserError(f"--output must be a folder, got the file {output}", "choose another")
         check_writable(output.absolute().parent / f".{output.name}.tmp")
         taken = output.is_dir() and any(output.iterdir())
     if taken and not force:
@@ -152,7 +152,9 @@ def verify(path: Path) -> list[str]:
     if not path.exists():
         raise UserError(f"{path} does not exist", "pass the --output of an export")
     if not sums.is_file():
-        raise UserError(f"{path} has no checksum, {sums} needed", "export it again, or fetch the file from where you got it")
+        raise UserError(
+            f"{path} has no checksum: {sums} does not exist", "export it again, or fetch the file from where you got it"
+        )
     problems = []
     for expected, name in _entries(sums):
         file = sums.parent / name
@@ -184,10 +186,10 @@ def _entries(sums: Path) -> list[tuple[str, str]]:
     for number, line in enumerate(sums.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         checksum, _, name = line.partition("  ")
         if len(checksum) != 64 or not name or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise UserError(f"{sums}: line {number} is no checksum and name", "export it again")
+            raise UserError(f"{sums}: line {number} must be a checksum and a name", "export it again")
         found.append((checksum, name))
     if not found:
-        raise UserError(f"{sums} is empty, a line per file needed", "export it again")
+        raise UserError(f"{sums} must have a line per file, got none", "export it again")
     return found
 
 

@@ -33,12 +33,12 @@ except ModuleNotFoundError as error:
     if error.name != "timm":
         raise
     raise UserError(
-        "pipeline.integrations.timm needs timm, which is not installed", "pip install 'pervit-pipeline[timm]'"
+        "pipeline.integrations.timm requires timm, which is not installed", "pip install 'pervit-pipeline[timm]'"
     ) from None
 
 
 class NoHead(nn.Identity):
-    """In place of a classifier: features (B, width) as they are.
+    """Instead of a classifier: features (B, width) as they are.
 
     Attributes:
         in_features: width.

@@ -70,7 +70,7 @@ class DeiTSwitches(Switches):
     peripheral_position: bool = False
     """Multiply every layer's attention by PerViT's Φp (PerViT, Table 2, "+ PPE"). The class token has no position: Φp = 1 to and from it."""
     conditional_position: Annotated[int, Field(ge=0, le=ViTLayout.depth)] = 0
-    """CPVT's position encoding generators after each of the first n blocks, in place of the position embedding (PerViT, Table 2, "+ CPVT": 5)."""
+    """CPVT's position encoding generators after each of the first n blocks, instead of the position embedding (PerViT, Table 2, "+ CPVT": 5)."""
     relative_position: bool = False
     """iRPE in every layer: product method, contextual, on keys, shared by the heads (PerViT, Table 2, "+ iRPE")."""
 

@@ -32,7 +32,7 @@ def check_timm_name(name: str) -> None:
     architecture = name.removeprefix(PREFIX)
     if ":" in architecture or "/" in architecture:
         raise UserError(
-            f"model.name is {name}, which names a folder or a repository, a name of timm's list needed",
+            f"model.name must be a name of timm's list, got {name}, a folder or a repository",
             "write timm:NAME, and give local weights to train.init_from",
         )
     if importlib.util.find_spec("timm") is None:
@@ -41,7 +41,7 @@ def check_timm_name(name: str) -> None:
     plain, dot, tag = architecture.partition(".")
     if dot and plain in known:
         raise UserError(
-            f"model.name is {name}, whose part {tag!r} names weights, which are never downloaded, an architecture needed",
+            f"model.name must be an architecture, got {name}, whose part {tag!r} names weights, which are never downloaded",
             f"write {PREFIX}{plain}, and give a local file with the weights to train.init_from",
         )
     if known and architecture not in known:

@@ -34,9 +34,9 @@ _RESERVED = {
     "cache_dir": "nothing is downloaded",
     "features_only": "a classifier is trained",
     "out_indices": "a classifier is trained",
-    "scriptable": "it is no property of the model",
-    "exportable": "it is no property of the model",
-    "no_jit": "it is no property of the model",
+    "scriptable": "it does not describe the model",
+    "exportable": "it does not describe the model",
+    "no_jit": "it does not describe the model",
     "device": "the run chooses the device",
     "dtype": "train.precision sets it",
 }
@@ -188,7 +188,7 @@ def _observe(device: str, name: str, num_classes: int, image_size: int, drop_pat
             shape = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
             if shape != (_TRIAL_BATCH, num_classes):
                 raise UserError(
-                    f"{name} is no plain classifier: in {mode} it gives {shape} for {_TRIAL_BATCH} images, ({_TRIAL_BATCH}, {num_classes}) needed",
+                    f"{name} is not a plain classifier: in {mode} it must give ({_TRIAL_BATCH}, {num_classes}) for {_TRIAL_BATCH} images, got {shape}",
                     "choose another model, or switches with which it is one",
                 )
         return Trial(device, calls, tuple(sorted(draws[0])), _feature_width(network, images))

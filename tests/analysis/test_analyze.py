@@ -203,8 +203,8 @@ def test_a_former_analysis_is_replaced_when_everything_is_there(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("deit_t", "images", 0), "--images is 0, at least 1 needed: "),
-        (("deit_t", "example", ["a"]), "--example names images, but there is no --data"),
+        (("deit_t", "images", 0), "--images must be at least 1, got 0: "),
+        (("deit_t", "example", ["a"]), "--example requires --data"),
         (("nonsense",), "nonsense is neither a file or folder nor a model: "),
         (("missing/run",), "missing/run"),
         (("deit_t", "step", 5), "--step is 5, but deit_t is a model with fresh weights: "),
@@ -237,7 +237,7 @@ def test_data_and_output_that_do_not_fit_are_one_sentence(weights: Path, digits_
     (tmp_path / "empty" / "0").mkdir(parents=True)
     with pytest.raises(UserError, match="got 0 images in 1 class folders"):
         analyze.run(arguments_of("deit_t", "data", tmp_path / "empty", output=tmp_path / "output"))
-    with pytest.raises(UserError, match="is a file, the name of a folder needed"):
+    with pytest.raises(UserError, match="--output must be a folder, got the file"):
         analyze.run(arguments_of(weights, output=weights))
     with pytest.raises(UserError, match="cannot be created"):
         analyze.run(arguments_of(weights, output=weights / "below"))

@@ -101,7 +101,7 @@ def test_gradients_reach_every_parameter_and_checkpointing_changes_none(name: st
         ("deit_t", {"peripheral_position": True}, (16, 64), "1 x 4 patches, but Φp needs at least 2 x 2: pad or resize"),
         ("convit_ti", {}, (8, 64), "is 8, but patches of 16 pixels"),
         ("gmlp_s", {}, (64, 72), "64x72 pixels, but gMLP's patches need sides that are multiples of 16"),
-        ("lsat_t_224", {}, (56, 57), "a side of an image is 57, a multiple of 7 that is at least 56 needed"),
+        ("lsat_t_224", {}, (56, 57), "a side of an image must be a multiple of 7 and at least 56, got 57"),
         ("posmlp_t", {}, (62, 64), "62x64 pixels, but PosMLP's features need sides that are multiples of 4"),
         ("posmlp_t", {"patch_merging": "linear"}, (36, 64), "sides that are multiples of 32"),
     ],

@@ -226,7 +226,7 @@ def test_a_wrong_name_is_one_sentence() -> None:
     for name, sentence in (
         ("timm:vit_tiny_patch16_22", r"timm has no model of that name: did you mean timm:vit_tiny_patch16_224\?"),
         ("timm:vit_tiny_patch16_224.augreg_in21k", "'augreg_in21k' names weights, which are never downloaded"),
-        ("timm:hf-hub:timm/resnet18", "names a folder or a repository"),
+        ("timm:hf-hub:timm/resnet18", "must be a name of timm's list, got timm:hf-hub:timm/resnet18, a folder or a repository"),
         ("timm:", "timm has no model of that name"),
     ):
         with pytest.raises(UserError, match=sentence):
@@ -250,7 +250,7 @@ def test_without_timm_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         (VIT, 64, 0.0, {"checkpoint_path": "w.pth"}, "train.init_from takes a local file"),
         (VIT, 64, 0.0, {"embed_dim": 191}, "cannot be built .*191"),
         ("timm:vgg11", 64, 0.1, {}, "model.drop_path is above 0, but timm:vgg11 takes no drop_path_rate"),
-        (VIT, 64, 0.0, {"global_pool": ""}, r"is no plain classifier: in training it gives \(2, 17, 10\) for 2 images"),
+        (VIT, 64, 0.0, {"global_pool": ""}, r"is not a plain classifier: in training it must give \(2, 10\) for 2 images, got \(2, 17, 10\)"),
         ("timm:hiera_tiny_224", 60, 0.0, {}, "timm:hiera_tiny_224 (cannot be built|takes no images)"),
         (CONVNET, 64, 0.0, {"global_pool": ""}, "timm:resnet18 takes no images of 64 x 64 pixels with the switches .*: choose another"),
     ],

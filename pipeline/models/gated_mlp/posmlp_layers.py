@@ -147,7 +147,7 @@ def check_windows(windows: list[int] | tuple[int, ...], height: int, width: int)
             raise UserError(
                 f"an image of {height}x{width} pixels does not divide into the windows of stage {stage + 1}, whose side is "
                 f"{window} tokens",
-                f"multiples of {stride * window} pixels are needed, so change model.image_size or model.switches.windows",
+                f"change model.image_size or model.switches.windows: sides must be multiples of {stride * window} pixels",
             )
 
 

@@ -149,7 +149,7 @@ def check_size(size: int, layout: LSATLayout, what: str) -> None:
     coarsest = 2 ** (len(layout.widths) - 1)
     if size % layout.stride or size < layout.stride * coarsest:
         raise UserError(
-            f"{what} is {size}, a multiple of {layout.stride} that is at least {layout.stride * coarsest} needed",
+            f"{what} must be a multiple of {layout.stride} and at least {layout.stride * coarsest}, got {size}",
             f"set it to {max(coarsest, round(size / layout.stride)) * layout.stride}",
         )
 

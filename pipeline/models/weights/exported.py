@@ -220,5 +220,5 @@ def read_pickled(path: Path, what: str) -> dict[str, Tensor]:
         ) from None
     found = loaded.get("model", loaded.get("state_dict", loaded)) if isinstance(loaded, dict) else loaded
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
-        raise UserError(f"{what} holds no state dict, names with tensors needed", "pass another file")
+        raise UserError(f"{what} must hold a state dict, names with tensors", "pass another file")
     return found

@@ -43,7 +43,7 @@ def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tenso
     if missing or unknown:
         raise UserError(
             f"reference state dict does not fit {type(model).__name__}: {len(missing)} names are missing {missing[:3]} and "
-            f"{len(unknown)} are unknown {unknown[:3]}, 0 of each needed",
+            f"{len(unknown)} are unknown {unknown[:3]}",
             "pass the authors' state dict of the same model (of a training checkpoint, its 'model' entry)",
         )
     for name, value in renamed.items():

@@ -64,7 +64,7 @@ def load_pretrained(
             misfits.append(f"{its_name} {value.dtype} instead of {target.dtype}")
         elif is_head and (others or value.shape != target.shape):
             loaded[name], keeps_head = target, False
-            why = f"{tuple(value.shape)} there, {tuple(target.shape)} needed" if value.shape != target.shape else others
+            why = f"{tuple(value.shape)} there, {tuple(target.shape)} here" if value.shape != target.shape else others
             notes.append(f"{name} is initialized from scratch: {why}")
         elif value.shape == target.shape:
             loaded[name] = value.to(target.dtype)
@@ -76,7 +76,7 @@ def load_pretrained(
     if missing or unknown or misfits:
         raise UserError(
             f"{source} does not fit {type(model).__name__} under {_WHOSE[naming is theirs]}: {_listed(missing, 'missing')}, "
-            f"{_listed(unknown, 'unknown')}, {_listed(misfits, 'of another shape')}, 0 of each needed",
+            f"{_listed(unknown, 'unknown')}, {_listed(misfits, 'of another shape')}",
             f"set model.name and model.switches to those of these weights, which may have {_WHOSE[False]} or {_WHOSE[True]}",
         )
     check_finite(loaded, source)
@@ -114,7 +114,7 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     if bad:
         raise UserError(
             f"{source} has values that are not finite in {len(bad)} of {len(weights)} tensors ({', '.join(bad[:_SHOWN])}"
-            f"{', ...' if len(bad) > _SHOWN else ''}), finite ones needed",
+            f"{', ...' if len(bad) > _SHOWN else ''})",
             "take weights of an earlier step",
         )
 
@@ -143,7 +143,7 @@ def _check_is_state_dict(weights: Mapping[str, Tensor], source: str) -> None:
     for name, value in weights.items():
         if not isinstance(name, str):
             found = f"{name!r:.40} ({type(name).__name__})"
-            raise UserError(f"{source} has a tensor named {found}, a string needed", "pass a file with a state dict")
+            raise UserError(f"{source}: the names of tensors must be strings, got {found}", "pass a file with a state dict")
         ordinary = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
         if not ordinary or value.is_quantized or value.is_complex():
             raise UserError(f"{source}: {name} is not a dense tensor of real numbers", "pass a file with a plain state dict")

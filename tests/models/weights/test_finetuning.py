@@ -40,7 +40,7 @@ def test_other_classes_and_another_size_take_over_everything_but_the_head(
         "optim.lr=1e-9",
     ]
     result = run_forked("pipeline.train", *fine)
-    assert "head.weight is initialized from scratch: (10, 280) there, (3, 280) needed" in result.stdout
+    assert "head.weight is initialized from scratch: (10, 280) there, (3, 280) here" in result.stdout
     before, after = read_weights(base).model, read_weights(tuned).model
     assert after["head.weight"].shape == (3, 280)
     for name, value in before.items():  # with a learning rate of nothing the rest is what was loaded

@@ -100,7 +100,7 @@ def test_fine_tuning_from_the_authors_takes_other_classes_and_another_size() -> 
     fresh = target.state_dict()["head.weight"].clone()
     said = load_pretrained(target, reference_state_dict(source), "x.pth", None, ["a", "b", "c"])
     assert said[0] == "they have the names of the authors' code" and "the head is loaded" not in " ".join(said)
-    assert "head.weight is initialized from scratch: (2, 192) there, (3, 192) needed" in said and torch.equal(
+    assert "head.weight is initialized from scratch: (2, 192) there, (3, 192) here" in said and torch.equal(
         target.head.weight, fresh
     )
     assert "position_embedding.weight is resampled from (1, 5, 192) to (1, 17, 192)" in said

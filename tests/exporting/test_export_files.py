@@ -68,7 +68,7 @@ def test_damage_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(UserError, match=expected):
             verify(tmp_path / "m")
     sums.unlink()
-    with pytest.raises(UserError, match="m has no checksum, .*SHA256SUMS needed"):
+    with pytest.raises(UserError, match="m has no checksum: .*SHA256SUMS does not exist"):
         verify(tmp_path / "m")
     with pytest.raises(UserError, match="nowhere does not exist"):
         verify(tmp_path / "nowhere")
@@ -110,12 +110,12 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
         (
             "m.safetensors",
             ONNX,
-            "ends in '.safetensors', '.onnx' or a folder needed for --format onnx: change it, or pass --format safe",
+            "--output must be a .onnx file or a folder for --format onnx, got .*m.safetensors: change it, or pass --format safe",
         ),
-        ("m.onnx", FOLDER, "ends in '.onnx', a folder needed for --format tree"),
+        ("m.onnx", FOLDER, "--output must be a folder for --format tree, got"),
         ("nowhere/m.onnx", ONNX, "the folder .*/nowhere does not exist or cannot be written"),
         ("nowhere/m", WEIGHTS, "the folder .*/nowhere does not exist or cannot be written"),
-        ("taken", ONNX, "taken is a file, a folder needed: choose another"),
+        ("taken", ONNX, "--output must be a folder, got the file"),
         ("folder.onnx", ONNX, "folder.onnx must be a file, got a folder"),
     ],
 )
