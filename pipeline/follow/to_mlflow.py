@@ -116,16 +116,16 @@ class MLflow:
 
     def _missing_metrics(self, metrics: list[Any]) -> list[Any]:
         there = {
-            (key, each.timestamp, each.step, each.value)
+            (key, point.timestamp, point.step, point.value)
             for key in sorted({metric.key for metric in metrics})
-            for each in self._client.get_metric_history(self._run_id, key)
+            for point in self._client.get_metric_history(self._run_id, key)
         }
-        return [each for each in metrics if (each.key, each.timestamp, each.step, each.value) not in there]
+        return [metric for metric in metrics if (metric.key, metric.timestamp, metric.step, metric.value) not in there]
 
     def _missing_pictures(self, pictures: list[Picture]) -> list[Picture]:
         there = {artifact.path for artifact in self._client.list_artifacts(self._run_id, "images")} if pictures else set()
         beginnings = {re.sub(r"%timestamp%.*", "", os.path.basename(path)) for path in there}
-        return [each for each in pictures if f"{_file_word(each.name)}%step%{each.step}" not in beginnings]
+        return [item for item in pictures if f"{_file_word(item.name)}%step%{item.step}" not in beginnings]
 
 
 def _points(item: Point) -> Iterator[tuple[str, float, int, int]]:

@@ -135,8 +135,8 @@ def _dots(same: SameData) -> Figure:
     traces: list[dict[str, Any]] = []
     for group in shown:
         values, place = results(group.runs, "top1"), f"{group.number} "  # a space: plotly would take numbers for a linear axis
-        each = [f"seed {run.settings.seed}" for run in group.runs if run.result]
-        traces.append({"type": "scatter", "mode": "markers", "x": values, "y": [place] * len(values), "text": each, "name": escape(group.name),
+        seeds = [f"seed {run.settings.seed}" for run in group.runs if run.result]
+        traces.append({"type": "scatter", "mode": "markers", "x": values, "y": [place] * len(values), "text": seeds, "name": escape(group.name),
                        "hovertemplate": "%{x:.2f} %, %{text}", "marker": {"color": _colour(group), "size": 9, "opacity": 0.75}})  # fmt: skip
         if len(values) > 1:
             traces.append({"type": "scatter", "mode": "markers", "x": [float(np.mean(values))], "y": [place], "name": escape(group.name),

@@ -78,12 +78,11 @@ def curve_figure(
     kinds = {"start": ("line-ns-open", COLOURS[7], "restarts"), "evaluation": ("triangle-up", COLOURS[2], "evaluations"),
              "save": ("square", COLOURS[4], "saves")}  # fmt: skip
     for kind, (symbol, colour, name) in kinds.items():
-        its = [mark for mark in marks if mark.kind == kind]
-        if its:
-            its = [its[i] for i in sorted(set(np.linspace(0, len(its) - 1, min(len(its), 400)).astype(int).tolist()))]
+        if same := [mark for mark in marks if mark.kind == kind]:
+            same = [same[i] for i in sorted(set(np.linspace(0, len(same) - 1, min(len(same), 400)).astype(int).tolist()))]
             traces.append({
-                "type": "scatter", "mode": "markers", "name": name, "x": [mark.step for mark in its], "y": [0.09 if kind == "evaluation" else 0.02] * len(its),
-                "text": [escape(mark.text) for mark in its], "hovertemplate": "%{text}<extra></extra>", "yaxis": "y2",
+                "type": "scatter", "mode": "markers", "name": name, "x": [mark.step for mark in same], "y": [0.09 if kind == "evaluation" else 0.02] * len(same),
+                "text": [escape(mark.text) for mark in same], "hovertemplate": "%{text}<extra></extra>", "yaxis": "y2",
                 "marker": {"symbol": symbol, "color": colour, "size": 7 if kind != "start" else 12, "line": {"width": 2, "color": colour}},
             })  # fmt: skip
     starts = [mark.step for mark in marks if mark.kind == "start"][:50]

@@ -213,11 +213,11 @@ def _named(changes: dict[str, Any], most: int = 3) -> str:
     return f"{named} and {more} more key{'s' * (more > 1)}" if more > 0 else named
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(ours: Any, theirs: Any) -> bool:
     """Equal values; a list and a tuple, an int and a float are."""
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return list(one) == list(other)
-    return bool(one == other)
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        return list(ours) == list(theirs)
+    return bool(ours == theirs)
 
 
 def _close(images: float, wanted: float) -> bool:

@@ -148,8 +148,8 @@ def _details(filled: Filled, names: list[str]) -> list[str]:
             found.append(f"{name}, differences from the rows' recipes: {changes}.")
         widened = {
             filled.table.rows[number].labels[0]: str(runs[0].flat.get("model.switches.widths"))
-            for (number, its), runs in sorted(filled.runs.items())
-            if its == column and setting.changes and row_has_own_widths(filled.table.rows[number])
+            for (number, place), runs in sorted(filled.runs.items())
+            if place == column and setting.changes and row_has_own_widths(filled.table.rows[number])
         }
         if widened:
             told = "; ".join(f"{label}: {widths}" for label, widths in widened.items())
@@ -194,7 +194,7 @@ def _paper_difference(table: PaperTable, row: PaperRow) -> Number | None:
     reference = next(other for other in table.rows if other.config == table.reference)
     if "top1" not in row.figures or row.config == table.reference:
         return None
-    digits = max(len(each.figures["top1"].partition(".")[2]) for each in (row, reference))
+    digits = max(len(shown.figures["top1"].partition(".")[2]) for shown in (row, reference))
     return Number(float(row.figures["top1"]) - float(reference.figures["top1"]), digits=digits, signed=True)
 
 

@@ -126,7 +126,7 @@ def _processes(options: Sequence[str]) -> int | None:
         name, _, value = re.sub(r"^-N=?", "--nodes=", re.sub(r"^-n=?", "--ntasks=", option)).removeprefix("--").partition("=")
         size[name] = value
     numbers = [size.get(name, "1") for name in (["ntasks"] if "ntasks" in size else ["nodes", "ntasks-per-node"])]
-    return math.prod(map(int, numbers)) if all(each.isdecimal() and int(each) for each in numbers) else None
+    return math.prod(map(int, numbers)) if all(number.isdecimal() and int(number) for number in numbers) else None
 
 
 def _write_submission(sweep: Sweep) -> Path:

@@ -90,13 +90,13 @@ class OneMachine:
                     self._start(waiting.popleft())
                 time.sleep(_LOOK)
                 self._pass_signals_on()
-                for ended in [each for each in self._running if each.process.poll() is not None]:
+                for ended in [started for started in self._running if started.process.poll() is not None]:
                     self._running.remove(ended)
                     if self._ended(ended):
                         waiting.append(ended.run)
         finally:
-            for each in self._running:
-                each.process.kill()
+            for started in self._running:
+                started.process.kill()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return self._end()
@@ -120,7 +120,7 @@ class OneMachine:
         return self.logs / f"{run.name}.out"
 
     def _start(self, run: SweepRun) -> None:
-        taken = {each.place for each in self._running}
+        taken = {started.place for started in self._running}
         place = next(place for place in range(self.jobs) if place not in taken)
         words = ["pipeline.train", "--config", run.config_file, *run.overrides]
         command = [sys.executable, "-u", "-m", *words]
@@ -187,15 +187,15 @@ class OneMachine:
             self._passed_on = heard
             if heard == 1 and self._running:
                 say("stopping: the runs save what they have trained; once more ends them at once")
-            for each in self._running:
-                each.process.send_signal(signal.SIGTERM if heard == 1 else signal.SIGKILL)
+            for started in self._running:
+                started.process.send_signal(signal.SIGTERM if heard == 1 else signal.SIGKILL)
 
 
 def visible_gpus() -> list[str]:
     """What CUDA_VISIBLE_DEVICES may name; empty on a machine without GPUs."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        return [each.strip() for each in named.split(",") if each.strip()]
+        return [gpu.strip() for gpu in named.split(",") if gpu.strip()]
     if shutil.which("nvidia-smi") is None:
         return []
     found = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
