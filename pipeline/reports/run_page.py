@@ -11,8 +11,7 @@ from pipeline.errors import UserError
 from pipeline.logs.console import duration
 from pipeline.page import Html, Section, clock, html, join, page, table
 from pipeline.reports.papers import paper_recipe
-from pipeline.reports.pictures import Pictures
-from pipeline.reports.predictions import find_predictions, read_predictions
+from pipeline.reports.predictions import Pictures, find_predictions, read_predictions
 from pipeline.reports.sections.inside import ANALYSIS, analysis_figures, over_training, training_images
 from pipeline.reports.sections.mistakes import mistakes
 from pipeline.reports.sections.setup import checkpoints_section, config_section, environment_section

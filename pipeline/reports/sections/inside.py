@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.page import Figure, Html, figure, html, join
 from pipeline.reports.curves import Curve, curve_figure
-from pipeline.reports.pictures import data_uri, file_uri
+from pipeline.reports.predictions import data_uri, file_uri
 from pipeline.runs import TENSORBOARD
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.pictures import IMAGES, PictureFiles

@@ -9,8 +9,7 @@ import numpy as np
 
 from pipeline.page import COLOURS, Figure, Html, figure, html, join, table
 from pipeline.reports.curves import numbers, plot_title
-from pipeline.reports.pictures import Pictures
-from pipeline.reports.predictions import Predictions, class_namer
+from pipeline.reports.predictions import Pictures, Predictions, class_namer
 
 Namer = Callable[[int], str]  # class number -> name
 
