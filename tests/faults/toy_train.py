@@ -45,7 +45,7 @@ def write_down(run: Path, config: Config, step: int, with_checkpoint: bool) -> N
         )  # fmt: skip
         hidden = run / "checkpoints" / ".saving"
         hidden.mkdir(parents=True, exist_ok=True)
-        (hidden / MANIFEST).write_text(CheckpointManifest(state, {}, []).to_text())
+        (hidden / MANIFEST).write_text(CheckpointManifest(state, {}, [], []).to_text())
         hidden.rename(hidden.with_name(f"step-{step:08d}"))
 
 

@@ -55,5 +55,5 @@ def save_state(run: Path, step: int, last_step: int, **facts: object) -> Path:
     folder = step_folder(run, step)
     folder.mkdir(parents=True)
     state = replace(STATE, step=step, last_step=last_step, **facts)  # type: ignore[arg-type]
-    (folder / MANIFEST).write_text(CheckpointManifest(state, {}, []).to_text())
+    (folder / MANIFEST).write_text(CheckpointManifest(state, {}, [], []).to_text())
     return folder
