@@ -33,18 +33,16 @@ class Normalization:
         self._shift = np.array([-m / s for m, s in zip(mean, std)], dtype=np.float32)[:, None, None]
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}  # scale and shift on each device
 
-    def __call__(self, pixels: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, pixels: Tensor) -> Tensor:
         """Normalize images. Asynchronous on a GPU: one kernel, on the current stream.
 
         Args:
             pixels: (B, 3, H, W) uint8 in any memory format; channels_last is what :class:`Finisher` makes.
-            out: (B, 3, H, W) float32 on the same device, in any memory format; None: a new, contiguous one.
 
         Returns:
-            (B, 3, H, W) float32. On a GPU, the product may be rounded together with the sum, in one step.
+            (B, 3, H, W) float32, contiguous. On a GPU, the product may be rounded together with the sum, in one step.
         """
-        if out is None:
-            out = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
+        out = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
         if pixels.device.type == "cpu":
             for image, result in zip(pixels.permute(0, 2, 3, 1).numpy(), out.numpy()):  # (H, W, 3), (3, H, W)
                 self.write(image, result)

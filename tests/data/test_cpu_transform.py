@@ -72,14 +72,12 @@ def expected(pixels: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("result", [None, torch.contiguous_format, torch.channels_last])
-def test_every_level_in_every_layout(layout: torch.memory_format, result: torch.memory_format | None) -> None:
+def test_every_level_in_every_layout(layout: torch.memory_format) -> None:
     """Guards against channels that get another channel's constants, and another rounding than earlier runs trained with."""
     pixels = every_level()
-    out = None if result is None else torch.empty(pixels.shape).contiguous(memory_format=result)
-    images = Normalization(CONFIG.mean, CONFIG.std)(pixels.contiguous(memory_format=layout), out)
+    images = Normalization(CONFIG.mean, CONFIG.std)(pixels.contiguous(memory_format=layout))
     np.testing.assert_array_equal(images.numpy(), expected(pixels))
-    assert out is None or images.data_ptr() == out.data_ptr()
+    assert images.is_contiguous()
 
 
 def test_the_gpus_kernel_differs_by_one_rounding() -> None:

@@ -76,10 +76,10 @@ def test_whole_batches_get_the_pixels_of_single_images(
         request = request_of(batch, size, seed, erased, mixup, cutmix)
         images = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(seed))
         whole = images.clone()
-        batch, expected = augmented(whole, request, at_once=True), augmented(images, request)
-        assert batch.images is whole
+        ours, expected = augmented(whole, request, at_once=True), augmented(images, request)
+        assert ours.images is whole
         for name in ("images", "labels", "other_labels", "weight", "valid"):
-            assert torch.equal(getattr(batch, name), getattr(expected, name)), (name, seed)
+            assert torch.equal(getattr(ours, name), getattr(expected, name)), (name, seed)
 
 
 def test_noise_is_what_each_image_drew_alone() -> None:
