@@ -84,9 +84,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))  # by way of the exceptions, so that the runs are told
     if args.seeds < 1 or args.epochs <= 0:
-        raise UserError(
-            f"--seeds is {args.seeds} and --epochs {args.epochs:g}, more than 0 of each needed", "give another number"
-        )
+        raise UserError(f"--seeds and --epochs must be above 0, got {args.seeds} and {args.epochs:g}", "pass another number")
     parts = sorted({VARIANTS[name].part for name in args.only}, reverse=True)
     shards = {part: make_shards(args.source, args.folder, part) for part in parts}
     results = train_all(args.only, args.seeds, args.jobs, args.folder, shards, args.epochs)
@@ -159,7 +157,7 @@ def train(variant: Variant, folder: Path, shards: Path, seed: int, epochs: float
     result = last_evaluation(folder)
     if result is None:
         raise UserError(
-            f"{folder}/metrics.jsonl has no evaluation of the last step, one needed", "remove the folder and try again"
+            f"{folder}/metrics.jsonl must have an evaluation of the last step, got none", "remove the folder and try again"
         )
     return result
 
@@ -182,10 +180,10 @@ def run(arguments: list[str], cores: list[int] | None = None) -> None:
         code = process.wait()
         _running.discard(process)
     if code == PREEMPTED:
-        raise UserError("a run was stopped before its end and has saved a checkpoint", "the same command goes on")
+        raise UserError("a run was stopped before its end and has saved a checkpoint", "run the same command, which continues")
     if code != 0:
         raise UserError(
-            f"`python {' '.join(arguments)}` ended with {code}, 0 needed", "see what it printed, then repeat the command"
+            f"`python {' '.join(arguments)}` ended with exit code {code}", "see what it printed, then repeat the command"
         )
 
 

@@ -163,7 +163,7 @@ def selected(only: str | None) -> list[Contestant]:
     known = [contestant.name for contestant in CONTESTANTS]
     for name in only.split(","):
         if name not in known:
-            raise UserError(f"--only names {name!r}, some of {', '.join(known)} needed", "correct the name")
+            raise UserError(f"--only must name some of {', '.join(known)}, got {name!r}", "correct the name")
     return [contestant for contestant in CONTESTANTS if contestant.name in only.split(",")]
 
 
@@ -172,7 +172,7 @@ def check_positive(args: argparse.Namespace, options: Iterable[str]) -> None:
     for option in options:
         if getattr(args, option) < 1:
             name = option.replace("_", "-")
-            raise UserError(f"--{name} is {getattr(args, option)}, at least 1 needed", "pass a positive number")
+            raise UserError(f"--{name} must be at least 1, got {getattr(args, option)}", "pass a positive number")
 
 
 def main() -> None:
@@ -190,7 +190,7 @@ def main() -> None:
     args = parser.parse_args()
     check_positive(args, ("rounds", "batches", "batch_size", "workers"))
     if args.batches <= QUEUE:
-        raise UserError(f"--batches is {args.batches}, more than {QUEUE} needed, for the first are untimed", "pass 24")
+        raise UserError(f"--batches must be above {QUEUE}, as the first are untimed, got {args.batches}", "pass 24")
     if args.json:
         check_writable(args.json)
     contestants = selected(args.only)

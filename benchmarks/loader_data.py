@@ -40,7 +40,7 @@ def prepare(images: Path, work: Path, forms: set[Form], workers: int) -> dict[Fo
     """
     count = len(all_jpegs(images))
     if count == 0:
-        raise UserError(f"{images} has 0 images, a folder <class>/*.JPEG needed", "pass one with --images")
+        raise UserError(f"{images} must be a folder <class>/*.JPEG, got 0 images", "pass one with --images")
     samples_per_shard = count // (2 * workers) + 1
     stored = {}
     for form in forms:

@@ -72,7 +72,7 @@ class ContestantProcess:
         if not answer:
             self.close()
             raise UserError(
-                f"contestant {self.name} stopped in its turn ({self._last_words()}), {batches} batches needed",
+                f"contestant {self.name} stopped in its turn ({self._last_words()}) of {batches} batches",
                 "fix it, or leave it out with --only",
             )
         return Turn(wall=float(answer), cpu=self._rest() - before)
@@ -95,7 +95,7 @@ class ContestantProcess:
         while time.monotonic() - since < REST:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"contestant {self.name} still computes {PATIENCE} s after its turn, rest needed to measure the others",
+                    f"contestant {self.name} must rest after its turn, to measure the others, but still computes {PATIENCE} s after it",
                     "leave it out with --only",
                 )
             time.sleep(REST / 4)
@@ -140,7 +140,7 @@ def start_peer(name: str, python: str, settings: Settings, log: Path) -> Contest
     if settings.timm:
         command += ["--timm", str(settings.timm)]
     if not shutil.which(python):
-        raise Unavailable(f"{python} is no Python interpreter")
+        raise Unavailable(f"{python} is not a Python interpreter")
     return ContestantProcess(name, command, settings.workers, log)
 
 

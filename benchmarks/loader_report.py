@@ -79,7 +79,7 @@ def print_report(rows: list[Row], goals: list[Goal], settings: str) -> None:
     print("\nGoals, CPU time:\n")
     for outcome in outcomes(rows, goals):
         found = _times(outcome.ratio)
-        print(f"- {outcome.goal.what}: {found}, at most {outcome.goal.at_most:.2f} needed: {outcome.verdict}")
+        print(f"- {outcome.goal.what}: {found}, must be at most {outcome.goal.at_most:.2f}: {outcome.verdict}")
 
 
 def print_parts(parts: dict[str, dict[str, float]], rows: list[Row]) -> None:

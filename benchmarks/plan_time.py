@@ -60,7 +60,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.rounds < 1:
-        raise UserError(f"--rounds is {args.rounds}, 1 or more needed", "give another number")
+        raise UserError(f"--rounds must be at least 1, got {args.rounds}", "pass another number")
     published() if args.published else here(args)
 
 

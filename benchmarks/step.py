@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config overrides")
     args = parser.parse_args()
     if args.rounds < 1 or args.batch < 1:
-        raise UserError(f"--rounds is {args.rounds} and --batch {args.batch}, at least 1 of each needed", "give another number")
+        raise UserError(f"--rounds and --batch must be at least 1, got {args.rounds} and {args.batch}", "pass another number")
     world = init_world()
     torch.set_num_threads(args.threads or torch.get_num_threads())
     available = ["fp32", "bf16"] if native_bf16(world.device)[0] else ["fp32"]

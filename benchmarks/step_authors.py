@@ -55,7 +55,7 @@ class AuthorsPerViT(PerViT):
     def log_phi(self, grid: tuple[int, int]) -> list[Tensor | None]:
         rows, columns = (side + 4 for side in grid)
         like = self.drop_path_rates
-        # (N, 1, H + 4, W + 4) -> the grid with its border in place of the queries, as the published code builds it
+        # (N, 1, H + 4, W + 4) -> the grid with its border instead of the queries, as the published code builds it
         distance = position_distances(*grid, like.device, like.dtype)[:, 0]
         padded = distance.new_zeros(rows, columns, rows, columns)
         padded[2:-2, 2:-2] = distance.unflatten(0, grid)

@@ -50,7 +50,7 @@ def chosen(only: str | None) -> list[Stage]:
     names = only.split(",") if only else list(BY_NAME)
     for name in names:
         if name not in BY_NAME:
-            raise UserError(f"--only has {name!r}, names of {', '.join(BY_NAME)} needed", "correct it")
+            raise UserError(f"--only must name some of {', '.join(BY_NAME)}, got {name!r}", "correct it")
     names += [needed for name in names if (needed := BY_NAME[name].needs)]
     return [stage for stage in STAGES if stage.name in names]
 
@@ -81,7 +81,7 @@ def main() -> int:
     args = arguments()
     stages = chosen(args.only)
     if not args.minutes > 0:
-        raise UserError(f"--minutes is {args.minutes:g}, more than 0 needed", "correct it")
+        raise UserError(f"--minutes must be above 0, got {args.minutes:g}", "correct it")
     if args.output:
         check_writable(args.output)
     if not args.miniature:
@@ -89,7 +89,8 @@ def main() -> int:
 
         if not torch.cuda.is_available():
             raise UserError(
-                f"PyTorch {torch.__version__} finds no CUDA GPU, one needed", "run this where there is one, or with --miniature"
+                f"this requires a CUDA GPU, and PyTorch {torch.__version__} finds none",
+                "run this where there is one, or with --miniature",
             )
     work = Path(args.work or tempfile.mkdtemp(prefix="pervit-gpu-")).absolute()
     work.mkdir(parents=True, exist_ok=True)

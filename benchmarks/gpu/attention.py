@@ -50,7 +50,7 @@ def layer_shapes() -> list[tuple[str, int, int]]:
 
 
 def all_forms() -> dict[str, Form | str]:
-    """The forms by name; a reason in place of one that is not there."""
+    """The forms by name; a reason instead of one that is missing."""
     forms: dict[str, Form | str] = {"operator": "pipeline.kernels is not there"}
     if has_module("pipeline.kernels"):
         if torch.cuda.is_available() or has_module("triton"):

@@ -31,7 +31,7 @@ class Stage:
     in_miniature: Mapping[str, str] = field(default_factory=dict)
 
 
-# An error where the kernels cannot run, in place of the plain form under their name; on a CPU they are interpreted.
+# An error where the kernels cannot run, instead of the plain form under their name; on a CPU they are interpreted.
 _KERNELS, _INTERPRETED = {"PERVIT_ATTENTION": "triton"}, {"TRITON_INTERPRET": "1"}
 
 STAGES = [

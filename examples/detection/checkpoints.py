@@ -114,7 +114,7 @@ def load_checkpoint(run: Path, step: int, model: nn.Module, optimizer: torch.opt
 
 
 def check_same_run(config: DetectionConfig, data: str, begun: Manifest) -> None:
-    """See that a run goes on with its config and its data.
+    """Check that a run continues with its config and its data.
 
     Raises:
         UserError: a key differs that determines the weights, or the training annotations do.

@@ -97,7 +97,7 @@ def read_coco(path: Path, folder: Path, masks: bool, key: str) -> CocoSet:
     categories = sorted(tree["categories"], key=lambda category: category["id"])
     labels = {category["id"]: label for label, category in enumerate(categories)}
     if not labels:
-        raise UserError(f"{path}: 'categories' is empty, at least one needed", f"correct the file, or set {key} to another")
+        raise UserError(f"{path}: 'categories' must list at least one, got none", f"correct the file, or set {key} to another")
     images = {entry["id"]: _image(path, entry, folder) for entry in tree["images"]}
     crowds, small = [], []
     for entry in tree["annotations"]:
@@ -110,12 +110,12 @@ def read_coco(path: Path, folder: Path, masks: bool, key: str) -> CocoSet:
         if entry["category_id"] not in labels:
             known = ", ".join(map(str, list(labels)[:10])) + (", ..." if len(labels) > 10 else "")
             raise UserError(
-                f"{where} is of category {entry['category_id']!r}, one that 'categories' lists needed ({known})",
+                f"{where} must be of a category that 'categories' lists ({known}), got {entry['category_id']!r}",
                 "add the category or remove the annotation",
             )
         box = _clipped(where, entry["bbox"], image)
         if entry["iscrowd"] not in (0, 1):
-            raise UserError(f"{where} has iscrowd {entry['iscrowd']!r}, 0 or 1 needed", "correct it")
+            raise UserError(f"{where} must have iscrowd 0 or 1, got {entry['iscrowd']!r}", "correct it")
         shape = _segmentation(where, entry.get("segmentation"), image) if masks else None
         if entry["iscrowd"]:
             crowds.append(entry["id"])
@@ -149,7 +149,7 @@ def check_same_categories(train: CocoSet, val: CocoSet) -> None:
     if different:
         number = different[0]
         raise UserError(
-            f"{val.path} has {theirs.get(number)!r} as category {number}, {train.path} {ours.get(number)!r}, equal categories needed",
+            f"{val.path} must have the categories of {train.path}, got {theirs.get(number)!r} as category {number} instead of {ours.get(number)!r}",
             "set data.train_annotations and data.val_annotations to files of one data set",
         )
 
@@ -162,7 +162,7 @@ def check_trainable(coco: CocoSet) -> None:
     """
     if not coco.trained:
         raise UserError(
-            f"{coco.path} has no box to train on, at least one needed", "set data.train_annotations to another file"
+            f"{coco.path} must have at least one box to train on, got none", "set data.train_annotations to another file"
         )
 
 
@@ -171,15 +171,15 @@ def _parse(path: Path, key: str) -> tuple[dict[str, Any], str]:
         with open(open_regular(path), "rb") as file:
             data = file.read()
     except OSError as error:
-        raise UserError(f"{key} {path} cannot be read ({error.strerror}), a COCO JSON file needed", "correct the key") from None
+        raise UserError(f"{key} {path} cannot be read ({error.strerror})", "correct the key") from None
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{path} is not JSON ({reason}), a COCO file needed", f"download it again, or correct {key}") from None
+        raise UserError(f"{path} is not JSON ({reason})", f"download it again, or correct {key}") from None
     if not isinstance(tree, dict):
         raise UserError(
-            f"{path} holds a {type(tree).__name__}, an object with images, annotations, categories needed", f"correct {key}"
+            f"{path} must hold an object with images, annotations, categories, got {type(tree).__name__}", f"correct {key}"
         )
     return tree, hashlib.sha256(data).hexdigest()
 
@@ -189,42 +189,42 @@ def _check_entries(path: Path, tree: dict[str, Any], part: str, keys: tuple[str,
     entries = tree.get(part)
     if not isinstance(entries, list):
         raise UserError(
-            f"{path}: {part!r} is {'missing' if part not in tree else type(entries).__name__}, a list needed",
+            f"{path}: {part!r} must be a list, got {'none' if part not in tree else type(entries).__name__}",
             "correct the file",
         )
     seen = set()
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict):
-            raise UserError(f"{path}: {part}[{number}] is a {type(entry).__name__}, an object needed", "correct the file")
+            raise UserError(f"{path}: {part}[{number}] must be an object, got {type(entry).__name__}", "correct the file")
         missing = [name for name in keys if name not in entry]
         if missing:
             named = f" (id {entry['id']!r})" if "id" in entry else ""
-            raise UserError(f"{path}: {part}[{number}]{named} has no {missing[0]!r}, all of {', '.join(keys)} needed", "add it")
+            raise UserError(f"{path}: {part}[{number}]{named} must have {', '.join(keys)}, got no {missing[0]!r}", "add it")
         if not _is_number(entry["id"], int):
-            raise UserError(f"{path}: {part}[{number}] has the id {entry['id']!r}, a whole number needed", "renumber it")
+            raise UserError(f"{path}: {part}[{number}] must have a whole number as id, got {entry['id']!r}", "renumber it")
         if entry["id"] in seen:
-            raise UserError(f"{path}: two {part} have the id {entry['id']}, an id of its own for each needed", "renumber them")
+            raise UserError(f"{path}: {part} must have distinct ids, got {entry['id']} twice", "renumber them")
         seen.add(entry["id"])
 
 
 def _image(path: Path, entry: dict[str, Any], folder: Path) -> Image:
     where = f"{path}: image {entry['id']}"
     if not isinstance(entry["file_name"], str) or not entry["file_name"]:
-        raise UserError(f"{where} has the file_name {entry['file_name']!r}, the name of a file needed", "correct it")
+        raise UserError(f"{where} must have the name of a file as file_name, got {entry['file_name']!r}", "correct it")
     for side in ("width", "height"):
         if not _is_number(entry[side], int) or entry[side] < 1:
-            raise UserError(f"{where} has the {side} {entry[side]!r}, a whole number of pixels needed", "correct it")
+            raise UserError(f"{where} must have a whole number of pixels as {side}, got {entry[side]!r}", "correct it")
     return Image(entry["id"], folder / entry["file_name"], entry["width"], entry["height"])
 
 
 def _clipped(where: str, box: Any, image: Image) -> tuple[float, float, float, float] | None:
     """x, y, width, height -> the corners within the image; None if less than ``SMALLEST_SIDE`` is left."""
     if not isinstance(box, list) or len(box) != 4 or not all(_is_number(value, int, float) for value in box):
-        raise UserError(f"{where} has the bbox {box!r:.80}, [x, y, width, height] in pixels needed", "correct it")
+        raise UserError(f"{where} must have the bbox [x, y, width, height] in pixels, got {box!r:.80}", "correct it")
     x, y, width, height = box
     if width < 0 or height < 0:
         raise UserError(
-            f"{where} has a bbox of {width:g} x {height:g} pixels, no negative side possible", "give x, y, width, height"
+            f"{where} must have a bbox without negative sides, got {width:g} x {height:g} pixels", "give x, y, width, height"
         )
     left, top = max(0.0, x), max(0.0, y)
     right, bottom = min(float(image.width), x + width), min(float(image.height), y + height)
@@ -235,22 +235,20 @@ def _segmentation(where: str, found: Any, image: Image) -> Any:
     """Polygons, or run lengths of the image's size."""
     if not found:
         raise UserError(
-            f"{where} has no segmentation, one needed for the masks of Mask R-CNN", "add it, or set model.detector=retinanet"
+            f"{where} must have a segmentation for the masks of Mask R-CNN, got none", "add it, or set model.detector=retinanet"
         )
     if isinstance(found, list):
         for polygon in found:
             good = isinstance(polygon, list) and all(_is_number(value, int, float) for value in polygon)
             if not good or len(polygon) < 6 or len(polygon) % 2:
-                raise UserError(
-                    f"{where} has a segmentation that is no polygon: three points x, y or more needed in each", "correct it"
-                )
+                raise UserError(f"{where} must have polygons of at least three points x, y as segmentation", "correct it")
     elif (
         not isinstance(found, dict)
         or found.get("size") != [image.height, image.width]
         or not isinstance(found.get("counts"), list | str)
     ):
         raise UserError(
-            f"{where} has the segmentation {str(found)!r:.80}, polygons needed, or counts with the size [{image.height}, {image.width}]",
+            f"{where} must have polygons, or counts with the size [{image.height}, {image.width}], as segmentation, got {str(found)!r:.80}",
             "correct it",
         )
     return found
@@ -264,7 +262,7 @@ def _check_files(images: list[Image], folder: Path, path: Path) -> None:
             there[parent] = set(os.listdir(parent)) if parent.is_dir() else set()
         if image.file.name not in there[parent]:
             raise UserError(
-                f"{image.file} does not exist, image {image.id} of {path} needed there",
+                f"{image.file} does not exist: {path} lists it as image {image.id}",
                 f"restore it, or correct the folder {folder}",
             )
 

@@ -44,11 +44,11 @@ def read_image(image: Image) -> Tensor:
         with PIL.Image.open(image.file) as opened:
             pixels = np.array(opened.convert("RGB"))  # (H, W, 3)
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:  # SyntaxError: of Pillow's PNG reader
-        raise UserError(f"{image.file} cannot be decoded ({error}), an image needed", "restore it") from None
+        raise UserError(f"{image.file} cannot be decoded ({error})", "restore it") from None
     if pixels.shape[:2] != (image.height, image.width):
         found = f"{pixels.shape[1]}x{pixels.shape[0]}"
         raise UserError(
-            f"{image.file} has {found} pixels, {image.width}x{image.height} needed, as its COCO file says",
+            f"{image.file} must have {image.width}x{image.height} pixels, as its COCO file says, got {found}",
             "restore the file or correct its width and height",
         )
     return torch.from_numpy(pixels).permute(2, 0, 1)

@@ -160,7 +160,7 @@ def _train(run: Run, stop: StopSignal, agreement: Agreement) -> int:
             if evaluates and not stopping:
                 _evaluate(run)
     run.log.say(
-        f"stopped by a signal at step {run.step}: the same command goes on from here"
+        f"stopped by a signal at step {run.step}: the same command continues from here"
         if stopping
         else f"done at step {run.step}"
     )
@@ -202,7 +202,7 @@ def _step(run: Run, loader: Iterator[Batch]) -> None:
     norm = _reduce_gradients(run)
     if not math.isfinite(norm):
         raise UserError(
-            f"the gradient of step {step} is {norm}, finite numbers needed",
+            f"the gradient of step {step} must be finite, got {norm}",
             "lower optim.lr, raise optim.warmup_steps, or set optim.clip_grad_norm; the newest checkpoint is from before this step",
         )
     run.optimizer.step()

@@ -41,9 +41,7 @@ def import_torchvision() -> Any:
         from torchvision.models import detection
         from torchvision.ops import nms
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"there is no package {error.name!r}, torchvision and pycocotools needed for detection", remedy
-        ) from None
+        raise UserError(f"detection requires torchvision and pycocotools, got no package {error.name!r}", remedy) from None
     except (ImportError, RuntimeError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"torchvision's operators do not load beside PyTorch {torch.__version__} ({reason})", remedy) from None

@@ -99,9 +99,9 @@ def test_measures_real_contestants(few_images: Path, tmp_path: Path) -> None:
     if rows["limit"]["skipped"] is None:  # libjpeg-turbo's headers are here
         limit, ours, pillow = (rows[name]["cpu_ms"][0] for name in ("limit", "ours", "pillow"))
         assert 0.1 * pillow < limit < min(ours, pillow)
-    assert rows["ffcv"]["skipped"] == "no-such-python is no Python interpreter"
-    assert "ffcv: skipped: no-such-python is no Python interpreter" in result.stdout
-    assert "FFCV's JPEG mode on the same JPEGs: -, at most 0.90 needed: not measured" in result.stdout
+    assert rows["ffcv"]["skipped"] == "no-such-python is not a Python interpreter"
+    assert "ffcv: skipped: no-such-python is not a Python interpreter" in result.stdout
+    assert "FFCV's JPEG mode on the same JPEGs: -, must be at most 0.90: not measured" in result.stdout
 
 
 def test_parts_of_the_loader(few_images: Path) -> None:
@@ -121,8 +121,8 @@ def test_parts_of_the_loader(few_images: Path) -> None:
     ("options", "found", "needed"),
     [
         (("--only", "ours,pilow"), "'pilow'", "pillow"),
-        (("--batches", 8), "is 8", "more than 8"),
-        (("--workers", 0), "is 0", "at least 1"),
+        (("--batches", 8), "got 8", "above 8"),
+        (("--workers", 0), "got 0", "at least 1"),
         ((), "0 images", "<class>/*.JPEG"),
     ],
 )

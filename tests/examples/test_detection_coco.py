@@ -79,7 +79,7 @@ def test_crowds_are_not_trained_on(tmp_path: Path, tree: dict) -> None:
 
 def test_nothing_to_train_on(tmp_path: Path, tree: dict) -> None:
     tree["annotations"] = []
-    with pytest.raises(UserError, match="has no box to train on, at least one needed: set data.train_annotations"):
+    with pytest.raises(UserError, match="must have at least one box to train on, got none: set data.train_annotations"):
         check_trainable(read(tmp_path, tree))
 
 
@@ -101,7 +101,7 @@ def change(part: str, **values: Any) -> Callable[[dict], object]:
     [
         (
             change("annotations", category_id=9),
-            "annotation 1 is of category 9, one that 'categories' lists needed (2, 5): add the category",
+            "annotation 1 must be of a category that 'categories' lists (2, 5), got 9: add the category",
         ),
         (
             change("annotations", image_id=8),
@@ -113,30 +113,42 @@ def change(part: str, **values: Any) -> Callable[[dict], object]:
         ),
         (change("annotations", area=None), "annotations[0] (id 1) has no 'area'"),
         (change("annotations", iscrowd=None), "annotations[0] (id 1) has no 'iscrowd'"),
-        (change("annotations", iscrowd=2), "annotation 1 has iscrowd 2, 0 or 1 needed"),
+        (change("annotations", iscrowd=2), "annotation 1 must have iscrowd 0 or 1, got 2"),
         (change("annotations", id=None), "annotations[0] has no 'id'"),
-        (change("annotations", id="1"), "annotations[0] has the id '1', a whole number needed"),
-        (change("annotations", bbox=[1, 2, 3]), "annotation 1 has the bbox [1, 2, 3], [x, y, width, height] in pixels needed"),
-        (change("annotations", bbox=[1, 2, float("nan"), 3]), "annotation 1 has the bbox [1, 2, nan, 3]"),
-        (change("annotations", bbox=[10, 10, -5, 3]), "annotation 1 has a bbox of -5 x 3 pixels, no negative side possible"),
-        (change("annotations", segmentation=None), "annotation 1 has no segmentation, one needed for the masks of Mask R-CNN"),
-        (change("annotations", segmentation=[]), "annotation 1 has no segmentation"),
-        (change("annotations", segmentation=[[1, 2, 3, 4]]), "annotation 1 has a segmentation that is no polygon"),
+        (change("annotations", id="1"), "annotations[0] must have a whole number as id, got '1'"),
+        (
+            change("annotations", bbox=[1, 2, 3]),
+            "annotation 1 must have the bbox [x, y, width, height] in pixels, got [1, 2, 3]",
+        ),
+        (
+            change("annotations", bbox=[1, 2, float("nan"), 3]),
+            "annotation 1 must have the bbox [x, y, width, height] in pixels, got [1, 2, nan, 3]",
+        ),
+        (
+            change("annotations", bbox=[10, 10, -5, 3]),
+            "annotation 1 must have a bbox without negative sides, got -5 x 3 pixels",
+        ),
+        (
+            change("annotations", segmentation=None),
+            "annotation 1 must have a segmentation for the masks of Mask R-CNN, got none",
+        ),
+        (change("annotations", segmentation=[]), "annotation 1 must have a segmentation"),
+        (change("annotations", segmentation=[[1, 2, 3, 4]]), "annotation 1 must have polygons of at least three points"),
         (
             change("annotations", segmentation={"size": [60, 40], "counts": [9]}),
-            "polygons needed, or counts with the size [40, 60]",
+            "must have polygons, or counts with the size [40, 60]",
         ),
         (change("images", file_name="c.png"), "c.png does not exist, image 7 of"),
-        (change("images", file_name=3), "image 7 has the file_name 3, the name of a file needed"),
-        (change("images", width=None), "images[0] (id 7) has no 'width', all of id, file_name, width, height needed"),
-        (change("images", width=0), "image 7 has the width 0, a whole number of pixels needed"),
-        (change("images", id=3), "two images have the id 3, an id of its own for each needed: renumber them"),
+        (change("images", file_name=3), "image 7 must have the name of a file as file_name, got 3"),
+        (change("images", width=None), "images[0] (id 7) must have id, file_name, width, height, got no 'width'"),
+        (change("images", width=0), "image 7 must have a whole number of pixels as width, got 0"),
+        (change("images", id=3), "images must have distinct ids, got 3 twice: renumber them"),
         (change("categories", id=2), "two categories have the id 2"),
         (lambda tree: tree["annotations"].append(annotation(1)), "two annotations have the id 1"),
-        (lambda tree: tree.pop("categories"), "'categories' is missing, a list needed"),
-        (lambda tree: tree.update(annotations={}), "'annotations' is dict, a list needed"),
-        (lambda tree: tree["annotations"].append(3), "annotations[1] is a int, an object needed"),
-        (lambda tree: tree.update(categories=[], annotations=[]), "'categories' is empty, at least one needed"),
+        (lambda tree: tree.pop("categories"), "'categories' must be a list, got none"),
+        (lambda tree: tree.update(annotations={}), "'annotations' must be a list, got dict"),
+        (lambda tree: tree["annotations"].append(3), "annotations[1] must be an object, got int"),
+        (lambda tree: tree.update(categories=[], annotations=[]), "'categories' must list at least one, got none"),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, tree: dict, damage: Callable[[dict], object], said: str) -> None:
@@ -164,7 +176,7 @@ def test_a_file_that_is_no_coco_file(tmp_path: Path, tree: dict, text: str, said
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match="data.val_annotations .*x.json cannot be read .No such file or directory., a COCO JSON file"
+        UserError, match="data.val_annotations .*x.json cannot be read .No such file or directory.: correct the key"
     ):
         read_coco(tmp_path / "x.json", tmp_path, False, "data.val_annotations")
 
@@ -173,7 +185,7 @@ def test_both_splits_have_the_same_categories(tmp_path: Path, tree: dict) -> Non
     """Guards against an AP of zero because 2 is a cat here and a dog there."""
     train = read(tmp_path, tree)
     tree["categories"][1]["name"] = "horse"
-    with pytest.raises(UserError, match="has 'horse' as category 2, .* 'cat', equal categories needed"):
+    with pytest.raises(UserError, match="must have the categories of .*, got 'horse' as category 2 instead of 'cat'"):
         check_same_categories(train, read(tmp_path, tree))
 
 
@@ -182,8 +194,8 @@ def test_an_image_that_is_not_as_described(tmp_path: Path, tree: dict) -> None:
     image = read(tmp_path, tree).trained[0]
     assert read_image(image).shape == (3, 40, 60)
     image.file.write_bytes(image.file.read_bytes()[:60])
-    with pytest.raises(UserError, match="a.png cannot be decoded .*, an image needed: restore it"):
+    with pytest.raises(UserError, match="a.png cannot be decoded .*: restore it"):
         read_image(image)
     Image.fromarray(np.zeros((60, 40, 3), np.uint8)).save(image.file)
-    with pytest.raises(UserError, match="a.png has 40x60 pixels, 60x40 needed, as its COCO file says"):
+    with pytest.raises(UserError, match="a.png must have 60x40 pixels, as its COCO file says, got 40x60"):
         read_image(image)

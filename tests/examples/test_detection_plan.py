@@ -56,8 +56,8 @@ def test_four_configs() -> None:
     [
         ("optim.learning_rate=1", "unknown key 'optim.learning_rate': did you mean 'optim.lr'?"),
         ("model.detector=yolo", "model.detector must be 'retinanet' or 'mask_rcnn', got 'yolo'"),
-        ("data.short_side=2000", "short_side 2000 must not exceed long_side 1333"),
-        ("model.init_from=null", "model.batchnorm is frozen, which keeps the statistics of pretrained weights"),
+        ("data.short_side=2000", "data.short_side must be at most data.long_side 1333, got 2000"),
+        ("model.init_from=null", "model.batchnorm=frozen requires model.init_from, got null"),
         ("augment.mixup=0.8", "unknown key 'augment'"),
     ],
 )
