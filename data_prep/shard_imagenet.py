@@ -10,13 +10,13 @@ IMAGES is one of the following; archives are read in place. Images are .JPEG, .j
     ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar (with ILSVRC2012_devkit_t12.tar.gz beside it), or a folder with all three
     cifar-10-python.tar.gz or cifar-100-python.tar.gz
     an iNaturalist folder: train2019.json, val2019.json and the images that they list
-    a .csv, .tsv or .jsonl with the columns path and label, and perhaps split (train, val)
+    a .csv, .tsv or .jsonl with the columns path and label, and optionally split (train, val)
     a folder of parquet files with images, as Hugging Face stores data sets
-    WebDataset tars of others (KEY.jpg with KEY.cls or KEY.json): a folder, or a path or URL with {000..123} in it
-The images of the last two are copied first, since they can only be read from front to back; the copy is removed at the end.
+    other WebDataset tars (KEY.jpg with KEY.cls or KEY.json): a folder, or a path or URL with {000..123} in it
+The images of the last two are copied first, as they can only be read from front to back; the copy is removed at the end.
 
 PLACE is a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX. Each split becomes indexed tars, described by
-manifest.json. A finished split is kept, an interrupted one completed. Every image is decoded once to check it; reencoded.jsonl and
+manifest.json. A finished split is kept, an interrupted one is completed. Every image is decoded once to check it; reencoded.jsonl and
 rejected.jsonl list re-encoded and rejected images.
 
 Examples:

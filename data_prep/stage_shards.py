@@ -2,12 +2,12 @@
 
     python -m data_prep.stage_shards DATA --cache DIR [--splits train val] [--gib N] [--workers N]
 
-DATA is what data.path is, DIR what data.cache is. Each shard is compared with the sample table before it is there for anybody. Shards
-that are there already are not fetched again, and a shard that was half fetched is continued. Several commands at once, on the same
-node and for the same data or another, share the work. When there is no room left, the least recently used shards of other data go;
-what does not fit is read from DATA by the training.
+DATA and DIR have the values of data.path and data.cache. Each shard is compared with the sample table before any process can open it.
+Cached shards are not fetched again, and an interrupted fetch is continued. Several commands at once, on the same
+node and for the same data or another, share the work. When the cache is full, the least recently used shards of other data are removed;
+training reads what does not fit from DATA.
 
-Exits with 0 if the cache has what fits into it, with 1 if shards could not be fetched, and with 2 for wrong arguments and a folder that
+Exits with 0 if the cache has what fits into it, with 1 if shards could not be fetched, and with 2 for wrong arguments or a folder that
 cannot be written.
 
 Examples:

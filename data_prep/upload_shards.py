@@ -3,7 +3,7 @@
     python -m data_prep.upload_shards DIR URL
 
 Every file is compared with DIR/manifest.json and uploaded as a whole; the manifest is last, so that a set that can be read is
-complete. The same command goes on after an interruption, with what is missing. Training reads it with data.path=URL.
+complete. After an interruption, the same command continues with what is missing. Training reads the set with data.path=URL.
 
 Examples:
     python -m data_prep.upload_shards data/imagenet s3://bucket/imagenet

@@ -34,15 +34,15 @@ _OTHER_FILES = 256  # for everything else: libraries, sockets, logs, checkpoints
 
 
 class CacheFault(Exception):
-    """The cache cannot be written or locked; the message is the reason."""
+    """The cache cannot be written or locked; the message is the reason, as of the next two."""
 
 
 class SourceFault(Exception):
-    """A shard cannot be had from its source now; the message is the reason."""
+    """The source cannot give a shard now."""
 
 
 class WrongContent(Exception):
-    """What the source has is not what the sample table says; the message is the reason."""
+    """The source's shard is not what the sample table says."""
 
 
 class Stopped(Exception):
@@ -100,17 +100,10 @@ def rows_of(shards: list[ShardInfo]) -> dict[str, slice]:
 
 
 def find_damage(read: Callable[[int, int], bytes], rows: np.ndarray) -> str:
-    """Compare a shard with its part of the sample table.
-
-    Args:
-        read: gives bytes of the shard by offset and size.
-        rows: (n,) of ``SAMPLE_DTYPE``.
+    """Compare a shard with its (n,) rows of the sample table; ``read`` gives its bytes by offset and size.
 
     Returns:
         What is wrong with the first damaged sample; empty if all are as they were written.
-
-    Raises:
-        OSError: from ``read``.
     """
     for place, row in enumerate(rows):
         if damage := sample_damage(read(int(row["offset"]), int(row["bytes"])), row):
@@ -194,7 +187,8 @@ class Filler:
             if name in self.copies or self._failures[name] >= _TRIES or self._is_out_of_files() or self._open(name) or not room:
                 continue
             try:
-                hindrance = self._fetch(name)
+                rows = self._samples[self._rows[name]]
+                hindrance = fetch_shard(self._cache, self._source, self._shards[name], rows, self._go_on)
             except CacheFault as fault:
                 self._warn("cache", f"cannot be filled ({fault}): shards that it lacks are read from {self._source.folder}")
                 room = False
@@ -220,10 +214,6 @@ class Filler:
             while self.announced:
                 yield self.announced.popleft()
             yield name
-
-    def _fetch(self, name: str) -> Unclaimed | None:
-        shard = self._shards[name]
-        return fetch_shard(self._cache, self._source, shard, self._samples[self._rows[name]], self._go_on)
 
     def _go_on(self, _: int) -> bool:
         self._look_after()

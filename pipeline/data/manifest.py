@@ -110,11 +110,7 @@ class ShardManifest:
 
     @staticmethod
     def parse(content: bytes, path: Place) -> ShardManifest:
-        """Parse and validate the content of a manifest.
-
-        Args:
-            content: of ``manifest.json``.
-            path: what messages call the file.
+        """Parse and validate the content of the manifest at a path or URL.
 
         Raises:
             UserError: damaged, invalid values, or another format version.
@@ -220,14 +216,7 @@ def _check_values(where: str, values: object, rules: dict[str, _Rule]) -> None:
 
 
 def map_sample_table(path: Path, samples: int) -> np.ndarray:
-    """Map a sample table into memory.
-
-    Args:
-        path: the .npy file.
-        samples: number of rows according to the manifest.
-
-    Returns:
-        (samples,) of ``SAMPLE_DTYPE``, read-only.
+    """Map a sample table, with as many rows as the manifest says, into memory: (samples,) of ``SAMPLE_DTYPE``, read-only.
 
     Raises:
         ValueError: not a sample table, or the wrong number of rows; the message says what was found.
@@ -264,7 +253,7 @@ def find_out_of_range(rows: np.ndarray, shard_bytes: list[int], classes: int) ->
     Args:
         rows: (n,) of ``SAMPLE_DTYPE``.
         shard_bytes: size of each tar.
-        classes: number of classes.
+        classes: their number.
     """
     sizes = np.array(shard_bytes, dtype=np.uint64)
     for first in range(0, len(rows), _ROWS_AT_ONCE):

@@ -66,14 +66,7 @@ class CachedShard(OpenFile):
 
 
 class Partial:
-    """A shard that this process fetches; see :meth:`ShardCache.claim`. To be closed.
-
-    Args:
-        alone: holds the lock on the cache's folder.
-
-    Attributes:
-        begun: bytes that are there already.
-    """
+    """A shard that this process fetches; see :meth:`ShardCache.claim`. To be closed. ``begun`` bytes are there already."""
 
     def __init__(
         self, descriptor: int, path: Path, whole: Path, size: int, alone: Callable[[], AbstractContextManager[None]]
@@ -84,11 +77,7 @@ class Partial:
         self.begun = os.fstat(descriptor).st_size
 
     def append(self, data: bytes | memoryview) -> None:
-        """Write the bytes that follow.
-
-        Raises:
-            OSError: the disk is full or refuses to write.
-        """
+        """Write the bytes that follow."""
         rest = memoryview(data)
         while rest:
             written = os.pwrite(self._descriptor, rest, self.begun)
@@ -104,11 +93,7 @@ class Partial:
         self.begun = 0
 
     def publish(self) -> None:
-        """Give the file its name, when all of it is there and verified.
-
-        Raises:
-            OSError: the disk refuses, the folder stays locked, or somebody removed the partial file.
-        """
+        """Give the file its name, when all of it is there and verified."""
         os.fsync(self._descriptor)
         with self._alone():  # who lists the folder to find room would see the file by neither name
             if not _is_at(self._descriptor, self._path):
@@ -158,11 +143,7 @@ class ShardCache:
         return self.folder / f"{shard.file.removesuffix('.tar')}-{shard.sha256[:_DIGITS]}.tar"
 
     def open(self, shard: ShardInfo) -> CachedShard | None:
-        """Open a shard for reading; None if it is not there, or not whole.
-
-        Raises:
-            OSError: it is there and cannot be opened; not for lack of it.
-        """
+        """Open a shard for reading; None if it is not there, or not whole."""
         path = self.path(shard)
         try:
             descriptor = _open(path)
@@ -178,11 +159,7 @@ class ShardCache:
         return copy if found.st_nlink else None
 
     def remove(self, shard: ShardInfo, copy: CachedShard) -> bool:
-        """Remove a damaged shard, so that no process opens it any more; a whole one that has replaced it stays.
-
-        Returns:
-            Whether its name is free now; the file of another user may be protected.
-        """
+        """Remove a damaged shard, but not a whole one that has replaced it; False if another user's file is protected."""
         path = self.path(shard)
         try:
             if copy.is_at(path):
@@ -192,11 +169,7 @@ class ShardCache:
         return True
 
     def claim(self, shard: ShardInfo) -> Partial | Unclaimed:
-        """Become the process of this node that fetches a shard, after removing as many of the least recently used as is necessary.
-
-        Raises:
-            OSError: the folder cannot be written or locked.
-        """
+        """Become the process of this node that fetches a shard, after removing the least recently used ones to make room."""
         with suppress(FileExistsError):
             os.mkdir(self.folder)
         whole = self.path(shard)
@@ -261,17 +234,15 @@ class ShardCache:
                         files.append(_File(Path(entry.path), size, size - found.st_size, found.st_mtime, name, found.st_uid))
         return files
 
-    def _make_room(self, needed: int, to_write: int, others: list[_File]) -> bool:
-        """Remove the least recently used files, if that makes room; else none.
+    def _make_room(self, size: int, to_write: int, others: list[_File]) -> bool:
+        """Remove the least recently used of the other files, if that makes room for a shard; else none.
 
         Args:
-            needed: bytes of the new shard.
-            to_write: bytes of it that are not on the disk yet.
-            others: all other files.
+            size: bytes of the shard, of which ``to_write`` are not on the disk yet.
         """
         over = to_write - (self._free() - sum(file.missing for file in others))
         if self.limit is not None:
-            over = max(over, needed + sum(file.bytes for file in others) - self.limit)
+            over = max(over, size + sum(file.bytes for file in others) - self.limit)
         folder = os.stat(self.folder)
         sticky = folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid)  # as /tmp is
         held: list[tuple[int, _File]] = []

@@ -57,11 +57,7 @@ class StoreAway(StoreFails):
 
 
 class Threads:
-    """Threads that wait for answers. They are started as needed, and do not keep a process from ending.
-
-    Args:
-        most: threads, and so requests at a time.
-    """
+    """Threads, at most so many, that wait for answers. They are started as needed, and do not keep a process from ending."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -135,11 +131,7 @@ class Store:
         return self._repeat(name, lambda: self._client.read(name, begin, size))
 
     def fetch(self, name: str) -> Answer:
-        """A whole object, of a size that fits into memory, by ranges: their answers tell the whole size, so that none is cut off.
-
-        Raises:
-            OSError, StoreFails: as :meth:`read`.
-        """
+        """A whole object, by ranges, whose answers tell its size, so that none is cut off. Raises as :meth:`read`."""
         first = self.read(name, 0, _PART)
         rest = [(begin, min(_PART, first.size - begin)) for begin in range(_PART, first.size, _PART)]
         answers: list[Answer] = [first]
@@ -154,13 +146,8 @@ class Store:
     def put(self, name: str, data: bytes | Path, mark: str = "", replaces: Version | None = None) -> Version:
         """Write a whole object, with a mark that :meth:`describe` returns.
 
-        Args:
-            name, data, mark: as of :meth:`Client.put`.
-            replaces: the state that the object has to be in; None: any.
-
-        Raises:
-            FileExistsError: it is in another state. It may have been this call that wrote it, whose answer was lost.
-            OSError, StoreFails: as :meth:`read`.
+        Arguments as of :meth:`Client.put`. Raises as :meth:`read`, and FileExistsError if the object is not in the state that the
+        write replaces: it may have been this call that wrote it, whose answer was lost.
         """
         return self._repeat(name, lambda: self._client.put(name, data, mark, replaces), about_all=True)
 
@@ -178,11 +165,7 @@ class Store:
         return self._repeat("", lambda: {name: (size, tag) for name, size, tag in self._client.objects()}, about_all=True)
 
     def sizes(self, must: bool = False) -> dict[str, int]:
-        """Name and bytes of every object of the place.
-
-        Args:
-            must: raise as :meth:`read` where the store does not tell, instead of returning none.
-        """
+        """Name and bytes of every object; where the store does not tell, none, or an error as of :meth:`read` if it ``must``."""
         if self.place.scheme in ("http", "https"):
             return {}
         try:
