@@ -88,7 +88,7 @@ except Exception:
     found = True
 sys.exit(not found)' "$1" ||
   fail "'$1' is not a module that 'python -m' can run in $PWD; pass the name of one, such as pipeline.train or" \
-    "pipeline.evaluate; correct it, or go to the folder that it is in."
+    "pipeline.evaluate, or go to the folder that it is in."
 
 export WORLD_SIZE=$ranks LOCAL_WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1
 MASTER_PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')

@@ -114,10 +114,10 @@ def test_bad_input_is_one_sentence(digits_shards: Path, few: Path, tmp_path: Pat
     ):
         open_training_set(few, {str(digits_shards): 1.0})
     for mix, said in (
-        ({"x": 0}, "greater than 0"),
-        ({"x": 1, "y": -1}, r"data.mix\['y'\] is -1"),
-        ({"x": True}, "the weight of 'x' must be a number, not true"),
-        ({"data/imagenet": 1}, "which is data.path"),
+        ({"x": 0}, r"data.mix\['x'\] must be positive, got 0"),
+        ({"x": 1, "y": -1}, r"data.mix\['y'\] must be positive, got -1"),
+        ({"x": True}, "data.mix must have a number as the weight of 'x', got true"),
+        ({"data/imagenet": 1}, "data.mix must not hold data.path"),
         (["x"], "write data.mix.NAME=VALUE"),
     ):
         with pytest.raises(UserError, match=said) as error:

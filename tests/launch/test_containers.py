@@ -138,7 +138,7 @@ def test_the_name_and_the_node_choose(image: str, pyxis: bool, apptainer: bool, 
     ("image", "more", "sentence"),
     [
         ("me/pervit", {}, "srun has no --container-image (pyxis), and neither apptainer nor singularity is on the PATH"),
-        ("{}/pervit.sif", {}, "which needs Apptainer, but neither apptainer nor singularity is on the PATH; load its module"),
+        ("{}/pervit.sif", {}, "requires Apptainer, but neither apptainer nor singularity is on the PATH; load its module"),
         ("{}/pervit.sqsh", {}, "requires pyxis, but srun has no --container-image here"),
         ("{}/other.sif", {}, "build it as launch/container/ says"),
         ("{}/pervit.sif", {"PERVIT_SRUN": "env A=b"}, "PERVIT_CONTAINER and PERVIT_SRUN must not both be set"),

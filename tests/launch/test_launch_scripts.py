@@ -68,7 +68,7 @@ def test_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
 def test_no_temporary_folder(tmp_path: Path) -> None:
     """Guards against files of the ranks at the root of the disk, where an unchecked mktemp once put them."""
     sentence = the_sentence(launch("local.sh", "2", "--", "toy", cwd=tmp_path, TMPDIR=str(tmp_path / "missing")))
-    assert sentence.startswith(f"error: no folder can be made in {tmp_path}/missing, ") and "set TMPDIR" in sentence
+    assert sentence.startswith(f"error: cannot create a folder for the ranks' messages in {tmp_path}/missing; ") and "set TMPDIR" in sentence
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_words_for_a_container(repository: Path) -> None:
     assert words[start - 5 : start] == ["--container-mounts=/a b:/a,/c:/c", "apptainer", "exec", "-e", "img.sif"]
     assert "MARK" not in json.loads((repository / "note").read_text())
     sentence = the_sentence(start_job(repository, PERVIT_SRUN="--container-mounts='/a b"))
-    assert sentence.startswith("error: PERVIT_SRUN is '--container-mounts='/a b', words with quotes that are closed")
+    assert sentence.startswith("error: PERVIT_SRUN must have closed quotes, got '--container-mounts='/a b'")
 
 
 @pytest.mark.parametrize(("restarts", "requeued"), [("2", True), ("3", False)])

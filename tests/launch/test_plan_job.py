@@ -73,7 +73,7 @@ def test_in_a_container(repository: Path) -> None:
     assert launch(repository, "launch/pervit_s.slurm", "--plan", **command).stdout.startswith("[")
     assert launch(repository, "launch/pervit_s.slurm", "--plan", **command, **JOB).stdout.startswith("srun\n[")
     refused = launch(repository, "launch/pervit_s.slurm", "--plan", PERVIT_SRUN="--container-image=x")
-    assert refused.returncode == 2 and "which are for a job; submit it with sbatch" in refused.stderr
+    assert refused.returncode == 2 and "--plan does not take PERVIT_SRUN" in refused.stderr
 
 
 def test_a_training_that_cannot_be_planned(repository: Path) -> None:

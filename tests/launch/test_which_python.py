@@ -46,7 +46,7 @@ def test_named_environment(repository: Path, tmp_path: Path, bare: str) -> None:
     """Guards against PERVIT_VENV that is ignored, or wrong in silence."""
     write_python(tmp_path / "other" / "bin", f'export MARK=other; exec "{sys.executable}" "$@"')
     assert run_note(repository, PATH=bare, PERVIT_VENV=str(tmp_path / "other"))["MARK"] == "other"
-    assert "has no bin/python" in the_sentence(launch("local.sh", "1", "--", "note", PERVIT_VENV=str(tmp_path)))
+    assert "PERVIT_VENV must have bin/python" in the_sentence(launch("local.sh", "1", "--", "note", PERVIT_VENV=str(tmp_path)))
 
 
 def test_nothing_installed(repository: Path, bare: str) -> None:
