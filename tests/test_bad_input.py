@@ -26,10 +26,14 @@ def damaged(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     ("override", "expected"),
     [
         ("train.epoch=1", ["unknown key 'train.epoch'", "did you mean 'train.epochs'?"]),
-        ("train.epochs=many", ["train.epochs is 'many' (str)", "a valid number"]),
+        ("train.epochs=many", ["train.epochs must be a number, got 'many'"]),
         (
             "train.global_batch_size=18",
-            ["train.global_batch_size is 18", "4 x 1 process = 4", "to a multiple of 4 (augment.mix_group 4 x 1 processes)"],
+            [
+                "train.global_batch_size must be a multiple of",
+                "4 x 1 process = 4, got 18",
+                "to a multiple of 4 (augment.mix_group 4 x 1 processes)",
+            ],
         ),
         ("data.path={nowhere}", ["nowhere does not exist", "set data.path"]),
         ("data.path={no_index}", ["train-000002.idx is missing", "wds2idx"]),
@@ -88,7 +92,7 @@ def test_several_processes_without_a_meeting_point(small_run: Path, monkeypatch:
     plain = launching.clean_environment
     monkeypatch.setattr(launching, "clean_environment", lambda: plain(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"))
     result = run_module("pipeline.train", "--config", small_run, check=False)
-    assert result.returncode == 2 and "MASTER_ADDR is not set, but 2 processes need it" in result.stderr
+    assert result.returncode == 2 and "MASTER_ADDR must be set for 2 processes" in result.stderr
     monkeypatch.setattr(launching, "clean_environment", lambda: plain(RANK="3", WORLD_SIZE="two", LOCAL_RANK="0"))
     result = run_module("pipeline.train", "--config", small_run, check=False)
-    assert result.returncode == 2 and "WORLD_SIZE is 'two', a whole number" in result.stderr
+    assert result.returncode == 2 and "WORLD_SIZE must be a whole number from" in result.stderr

@@ -280,5 +280,7 @@ def test_the_config_makes_a_cache() -> None:
     assert cache_of(DataConfig()) is None
     made = cache_of(DataConfig(cache="/nvme/pervit", cache_gib=1.5))
     assert made and made.folder == Path("/nvme/pervit") and made.limit == 3 << 29
-    with pytest.raises(ValueError, match="cache_gib 2 needs a folder: set cache to one on a disk of the node"):
+    with pytest.raises(
+        ValueError, match="data.cache_gib=2 requires data.cache, got null: set it to a folder on a disk of the node"
+    ):
         DataConfig(cache_gib=2)

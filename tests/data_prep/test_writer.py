@@ -158,7 +158,7 @@ def test_refuses_a_disk_that_is_too_small_and_a_folder_in_the_source(digits_imag
     assert not list((tmp_path / "shards").glob("*.tar"))
 
     for output in (digits_images / "val", digits_images / "val" / "shards"):
-        with pytest.raises(UserError, match="is within the source"):
+        with pytest.raises(UserError, match="--output must be outside of the source"):
             write_shards(ImageFolder(digits_images, "val"), output, "val")
     assert not (digits_images / "val" / "shards").exists()
 

@@ -68,7 +68,10 @@ def test_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
 def test_no_temporary_folder(tmp_path: Path) -> None:
     """Guards against files of the ranks at the root of the disk, where an unchecked mktemp once put them."""
     sentence = the_sentence(launch("local.sh", "2", "--", "toy", cwd=tmp_path, TMPDIR=str(tmp_path / "missing")))
-    assert sentence.startswith(f"error: cannot create a folder for the ranks' messages in {tmp_path}/missing; ") and "set TMPDIR" in sentence
+    assert (
+        sentence.startswith(f"error: cannot create a folder for the ranks' messages in {tmp_path}/missing; ")
+        and "set TMPDIR" in sentence
+    )
 
 
 @pytest.mark.parametrize(

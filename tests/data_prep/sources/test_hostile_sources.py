@@ -135,7 +135,11 @@ def test_impossible_headers_of_a_tar_are_named(headers: dict[str, str] | str, tm
         members = [member("a.JPEG", jpeg(1)), member("a.JPEG", jpeg(2))]
     else:
         members = [member("a.JPEG", jpeg(1), pax_headers=headers)]
-    expected = "2 images named n00000001/a.JPEG" if headers == "twice" else "n00000001.tar .* is cut off or not a tar"
+    expected = (
+        "must have one image of each name, got two named n00000001/a.JPEG"
+        if headers == "twice"
+        else "n00000001.tar .* is cut off or not a tar"
+    )
     with pytest.raises(UserError, match=rf"img_train.tar.*{expected}"):
         read_all(train_tar(tmp_path, *members))
 
