@@ -5,8 +5,7 @@
 ``safetensors_file``   weights with a description, which this project reads
 ``timm_folder``        a folder that timm loads
 ``onnx_file``          an ONNX graph
-``torch_export``       PyTorch's ``ExportedProgram``
-``graph.py``           the model as a graph of operators, for the last two
+``graph``              PyTorch's ``ExportedProgram``: the model as a graph of operators, which ONNX starts from too
 ``checking.py``        its scores compared with the model's
 ``placing.py``         files, folders, checksums: complete or invisible
 ``card.py``            the model card beside every export
@@ -63,7 +62,7 @@ FORMATS = {
     for each in (
         Format("safetensors", "safetensors_file", ".safetensors", "the weights with a description, for this project"),
         Format("onnx", "onnx_file", ".onnx", "a graph for ONNX Runtime and others", ("fp32", "fp16"), "onnx"),
-        Format("torch-export", "torch_export", ".pt2", "an ExportedProgram, for PyTorch without this project"),
+        Format("torch-export", "graph", ".pt2", "an ExportedProgram, for PyTorch without this project"),
         Format("timm", "timm_folder", None, "a folder for timm and the Hugging Face hub", library="timm"),
     )
 }

@@ -1,13 +1,20 @@
-"""A model as a graph of PyTorch's operators: the batch size is free, and what depends on weights alone is a constant."""
+"""Trace a model as a graph of PyTorch's operators, for ONNX and for the format ``torch-export``, an ``ExportedProgram`` that PyTorch loads
+without this project.
+
+The batch size is free, and what depends on weights alone is a constant.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import operator
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +23,8 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pipeline.errors import UserError
-from pipeline.exporting.checking import sample_images
-from pipeline.exporting.subject import Subject
+from pipeline.exporting.checking import checked, compare, sample_images
+from pipeline.exporting.subject import Facts, Options, Subject
 
 INPUT, OUTPUT = "images", "scores"
 _TRACED_BATCH = 2  # 1 would become a constant
@@ -170,3 +177,64 @@ def _remove_unused(module: GraphModule) -> None:
         if name not in used:
             owner, _, own = name.rpartition(".")
             delattr(module.get_submodule(owner), own)
+
+
+def graph_snippet(subject: Subject, runtime: str, run: str) -> str:
+    """Five lines that load a graph and give the scores of an image.
+
+    Args:
+        subject: the model.
+        runtime: the package that runs it.
+        run: an expression of ``pixels``, (1, 3, S, S), for the scores, (classes,).
+    """
+    return "\n".join(
+        [
+            f"import numpy as np, {runtime}",
+            "from PIL import Image, ImageOps",
+            _image_line(subject),
+            _pixels_line(subject),
+            f"scores = {run}  # (classes,)",
+        ]
+    )
+
+
+def _image_line(subject: Subject) -> str:
+    """The evaluation's resize and crop as one step: the part of the image that remains, resized."""
+    its = subject.description
+    border = (1 - its.eval_crop) / 2
+    cut = f", bleed={border:.6g}" if border else ""
+    size = f"({its.image_size}, {its.image_size})"
+    return f'image = ImageOps.fit(Image.open("cat.jpg").convert("RGB"), {size}, Image.Resampling.BICUBIC{cut})'
+
+
+def _pixels_line(subject: Subject) -> str:
+    """Normalization, and the layout of a batch of one: (1, 3, S, S) float32."""
+    its = subject.description
+    return f"pixels = ((np.asarray(image) / 255 - {its.mean}) / {its.std}).transpose(2, 0, 1)[None].astype(np.float32)"
+
+
+DESCRIPTION = "description.json"  # file inside of the archive
+
+
+def export(subject: Subject, path: Path, options: Options) -> Facts:
+    """Write the file and compare what is read back with the model.
+
+    Raises:
+        UserError: PyTorch cannot export the model, or the scores differ.
+        OSError: the file cannot be written.
+    """
+    program = trace(subject)
+    with refusals_explained(subject, "torch.export.save"), open(path, "wb") as file:
+        torch.export.save(program, file, extra_files={DESCRIPTION: json.dumps(asdict(subject.description))})
+    with quiet():
+        read = torch.export.load(path).module()
+    difference = compare(subject, read, options.precision, f"the program of {path.name}")
+    return {
+        "Format": f"`ExportedProgram` of PyTorch {torch.__version__}, batch size free",
+        "Class names": f"`classes` of `{DESCRIPTION}` in the file (`extra_files` of `torch.export.load`)",
+        "Checked": checked(difference, "fp32", "PyTorch"),
+    }
+
+
+def loading(subject: Subject, name: str) -> str:
+    return graph_snippet(subject, "torch", f'torch.export.load("{name}").module()(torch.from_numpy(pixels))[0]')

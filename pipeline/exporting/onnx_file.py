@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pipeline.errors import UserError
 from pipeline.exporting.checking import checked, compare
-from pipeline.exporting.graph import INPUT, OUTPUT, quiet, refusals_explained, trace
-from pipeline.exporting.snippets import graph_snippet
+from pipeline.exporting.graph import INPUT, OUTPUT, graph_snippet, quiet, refusals_explained, trace
 from pipeline.exporting.subject import Facts, Options, Subject
 
 OPSET = 18  # ONNX 1.13 of 2022: read by every runtime of the last years; 23 has an operator for attention, which few have

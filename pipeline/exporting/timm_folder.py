@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pipeline.errors import UserError
+from pipeline.exporting.checking import checked, compare
 from pipeline.exporting.subject import Facts, Options, Subject, to_json
 from pipeline.files import replace_text
 from pipeline.models.weights.exported import write_exported
 from pipeline.models.weights.timm_folder import CONFIG, WEIGHTS, read_timm_folder
 from pipeline.models.weights.timm_forms import TimmForm, timm_form
-
-TOLERANCE = 1e-5  # largest difference of scores, relative to the largest score
-_IMAGES = 2
 
 
 def export(subject: Subject, path: Path, options: Options) -> Facts:
@@ -49,16 +46,12 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
     )
     config = folder_config(subject, form)
     replace_text(path / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    reader, difference = _compare(subject, path)
-    if not difference <= TOLERANCE:
-        raise UserError(
-            f"the folder's model gives scores that differ by {difference:.1e} from the run's, relative to the largest ({reader}), {TOLERANCE:.0e} allowed",
-            "report this with the model's name and switches",
-        )
+    reader, run = _reader(path)
+    difference = compare(subject, run, "timm", f"the folder, read by {reader},")
     where = "this project's, after `import pipeline.integrations.timm`" if form.registered else "timm's own"
     return {
         "Format": f"a folder for timm, architecture `{form.architecture}`, {where}",
-        "Checked": f"scores differ from the model's by at most {difference:.1e} of the largest, read by {reader} (allowed: {TOLERANCE:.0e})",
+        "Checked": checked(difference, "timm", reader),
     }
 
 
@@ -117,22 +110,13 @@ def _num_features(subject: Subject) -> int:
     return subject.model.pooled_width if net is None else int(net.num_features)
 
 
-@torch.no_grad()
-def _compare(subject: Subject, path: Path) -> tuple[str, float]:
-    """What read the folder, timm where it is installed, and the difference of scores relative to the largest."""
-    size = subject.description.image_size
-    images = torch.randn(_IMAGES, 3, size, size, generator=torch.Generator().manual_seed(0))
-    expected = subject.model(images)
+def _reader(path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
+    """What reads the folder, timm where it is installed, and the model that it reads, (B, 3, S, S) -> (B, classes)."""
     if importlib.util.find_spec("timm") is None:
         model, _, _ = read_timm_folder(path)
-        return "this project, as timm is not installed", _difference(model(images), expected)
+        return "this project, as timm is not installed", model
     import timm
 
     import pipeline.integrations.timm  # noqa: F401  # registers the models
 
-    model = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
-    return f"timm {timm.__version__}", _difference(model(images), expected)
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item()
+    return f"timm {timm.__version__}", timm.create_model(f"local-dir:{path}", pretrained=True).eval()

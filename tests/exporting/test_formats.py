@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.exporting import onnx_file, torch_export
+from pipeline.exporting import graph, onnx_file
 from pipeline.exporting.checking import TOLERANCE, compare
 from pipeline.exporting.graph import fold_constants, trace
 from pipeline.exporting.subject import Options, Subject
@@ -34,7 +34,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 def test_a_program_is_the_model(subject: Subject, tmp_path: Path) -> None:
     """Guards against a batch size that tracing fixes, and maps that are computed again for every batch."""
     file = tmp_path / "model.pt2"
-    facts = torch_export.export(subject, file, Options())
+    facts = graph.export(subject, file, Options())
     assert "batches of 1 and 3" in facts["Checked"]
     program = torch.export.load(file)
     images = torch.randn(5, 3, *[subject.description.image_size] * 2)
@@ -95,7 +95,7 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     plain = small("deit")
     subject = Subject(Undecided(plain.model), plain.description, plain.config, plain.training)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^deit cannot be exported by torch.export \(.*\): export its weights with") as error:
-        torch_export.export(subject, tmp_path / "model.pt2", Options())
+        graph.export(subject, tmp_path / "model.pt2", Options())
     assert "\n" not in str(error.value) and not any(tmp_path.iterdir())
 
 
