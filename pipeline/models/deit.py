@@ -41,7 +41,7 @@ _KERNEL = 3
 
 
 class PositionGenerator(nn.Conv2d):
-    """Position encoding generator (PEG): a depthwise 3x3 convolution of the patch tokens with a residual connection.
+    """Position encoding generator (PEG; Chu et al., CPVT, ICLR 2023): a depthwise 3x3 convolution of the patch tokens with a residual connection.
 
     Its zero padding tells the tokens where the borders are. The class token passes by unchanged. The initialization is that of the
     authors' Twins, which has their PEG; of CPVT itself they published no code.

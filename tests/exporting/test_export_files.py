@@ -63,7 +63,11 @@ def test_damage_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "a.bin was changed after it was written" in changed and "config.json is missing" in missing
     assert capsys.readouterr().out == ""
     sums = tmp_path / "m" / "SHA256SUMS"
-    for text, expected in (("", "is empty"), ("0123  x\n", "line 1 is no"), (f"{'0' * 64}  ../../x\n", "line 1 is no")):
+    for text, expected in (
+        ("", "must have a line per file"),
+        ("0123  x\n", "line 1 must be"),
+        (f"{'0' * 64}  ../../x\n", "line 1 must be"),
+    ):
         sums.write_text(text)
         with pytest.raises(UserError, match=expected):
             verify(tmp_path / "m")
