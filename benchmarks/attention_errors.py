@@ -26,8 +26,7 @@ PARTS = ("out", "dq", "dk", "dv", "dphi")
 def rows(device: str, quick: bool) -> list[str]:
     """Lines of a Markdown table; run with ``TRITON_INTERPRET=1`` where ``device`` is "cpu"."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from pipeline.kernels.peripheral import uses_triton
-    from pipeline.kernels.plain import biased_attention
+    from pipeline.kernels.peripheral import biased_attention, uses_triton
     from support.attention import errors, random_case
 
     lines = ["| B x heads x N x width | dtype | " + " | ".join(PARTS) + " |", "|---|---|" + "---|" * len(PARTS)]

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from pipeline.command_line import run_command
-from pipeline.flops import count
+from pipeline.models.flops import count
 
 MODELS = ["pervit_t", "deit_t", "convit_ti", "lsat_t_224", "posmlp_t"]
 

@@ -227,8 +227,7 @@ def measured(cases: list[dict[str, Any]], world: int, out: Path) -> None:
 def predicted(case: dict[str, Any]) -> dict[str, int]:
     """Bytes by part that the plan says, without the loader, which the measured steps do not have."""
     from pipeline.config import load_config
-    from pipeline.planning.memory import LOADER, plan_memory
-    from pipeline.planning.subject import Subject
+    from pipeline.planning.memory import LOADER, Subject, plan_memory
 
     overrides = [*case["overrides"], *([] if case.get("evaluation") else ["eval.batch_size=1"])]  # not measured: not the peak
     parts = plan_memory(Subject(load_config("pervit_t", overrides), 1, case["world"], None)).parts

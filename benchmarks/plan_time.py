@@ -17,8 +17,11 @@ import math
 import statistics
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks.step_forms import Setting, ours
 from pipeline.command_line import run_command
@@ -28,10 +31,10 @@ from pipeline.distributed.world import disconnect, init_world
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS
 from pipeline.planning.machine import measure_cpu
-from pipeline.planning.operators import trace_step
+from pipeline.planning.memory import Subject
 from pipeline.planning.roofline import GpuRates, fused
-from pipeline.planning.subject import Subject
 from pipeline.planning.time import Options, step_parts
+from pipeline.planning.traced_step import Layout, trace_evaluation, trace_step
 
 _RECIPE = Path("configs/pervit_t.yaml")
 # Milliseconds of a step by timm (github.com/huggingface/pytorch-image-models, results/), mixed precision, 224 px: training on an RTX
@@ -46,6 +49,7 @@ _INFERENCE = {
     "deit3_s": (141.9, 104.6), "deit3_b": (375.8, 308.4), "gmlp_s": (357.0, 135.1),
 }  # fmt: skip
 _INFERENCE_BATCH = 1024
+_ONE_GPU = Layout(world_size=1, stage=0, accumulates=False, on_gpu=True, kernels=True)
 
 
 def main() -> None:
@@ -81,7 +85,7 @@ def here(args: argparse.Namespace) -> None:
                     planned = measured = math.inf
                     for _ in range(args.rounds):
                         rates = measure_cpu(precision, time.process_time)
-                        parts = step_parts(Subject(config, 1, 1, None), precision, 0, rates, Options()).parts
+                        parts = step_parts(Subject(config, 1, 1, None), rates, Options()).parts
                         planned = min(planned, sum(parts.values()))
                         began = time.process_time()
                         step()
@@ -103,22 +107,22 @@ def published() -> None:
     print("| model | step | planned, ms | measured by timm, ms | error |\n|---|---|---|---|---|")
     errors = []
     for name, (batch, took) in _TRAINING.items():
-        step = trace_step(_config(name, batch, "bf16"), batch, "bf16", on_gpu=True, fused_attention=False)
-        errors.append(
-            _row(
-                name,
-                f"training, {batch} images, RTX 3090",
-                sum(map(GpuRates(GPUS["rtx3090-24g"]).seconds, step.operators)),
-                took,
-            )
-        )
+        with patch.object(F, "scaled_dot_product_attention", _attention_written_out):
+            step = trace_step(_config(name, batch, "bf16"), _ONE_GPU)
+        seconds = sum(map(GpuRates(GPUS["rtx3090-24g"]).seconds, step.operators))
+        errors.append(_row(name, f"training, {batch} images, RTX 3090", seconds, took))
     rates = GpuRates(GPUS["rtx4090-24g"])
     for name, (eager, compiled) in _INFERENCE.items():
-        step = trace_step(_config(name, _INFERENCE_BATCH, "bf16"), _INFERENCE_BATCH, "bf16", on_gpu=True, learn=False)
+        step = trace_evaluation(_config(name, _INFERENCE_BATCH, "bf16"), _ONE_GPU)
         errors.append(_row(name, "inference, RTX 4090", sum(map(rates.seconds, step.operators)), eager))
         seconds = sum(map(rates.seconds, fused(step.operators, step.kept)))
         errors.append(_row(name, "inference, RTX 4090, compiled", seconds, compiled))
     _summary(errors)
+
+
+def _attention_written_out(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * scale
+    return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ v
 
 
 def _row(name: str, what: str, planned: float, measured: float) -> float:
@@ -140,6 +144,7 @@ def _config(name: str, batch: int, precision: str, checkpointing: bool = False, 
         f"train.precision={precision}",
         f"train.global_batch_size={batch}",
         f"train.micro_batch_size={batch}",
+        f"eval.batch_size={batch}",
         f"train.activation_checkpointing={str(checkpointing).lower()}",
         "augment.mixup=0",
         "augment.cutmix=0",

@@ -5,7 +5,7 @@
   python -m pipeline.flops deit_t --switch relative_position=true
   python -m pipeline.flops timm:swin_tiny_patch4_window7_224
 
-The columns are explained in :mod:`pipeline.models.flops`.
+GMACs are those of one image: "modules" as the papers count, "+ attention" in full, "Φp" once per forward pass.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def main() -> None:
     from pipeline.config.values import parse_switches
 
     switches = parse_switches(args.switch)
-    from pipeline.models.flops import count_at  # imported late: PyTorch takes seconds, and --help does not need it
+    from pipeline.models.flops import count  # imported late: PyTorch takes seconds, and --help does not need it
 
-    rows = [count_at(name, args.image_size, switches) for name in args.models or models.list_models()]
+    rows = [count(name, args.image_size, switches=switches) for name in args.models or models.list_models()]
     print(table(rows))
     for sentence in [sentence for row in rows for sentence in row.remarks()]:
         print(sentence)

@@ -66,6 +66,7 @@ GPUS: dict[str, Gpu] = {
     )
 }  # fmt: skip
 DEFAULT_GPU = "h100-80g"
+NETWORK = 25e9  # bytes per second between a node and the others: one port of 200 Gbit/s
 
 
 def gpu_named(name: str) -> Gpu:

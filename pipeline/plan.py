@@ -8,7 +8,9 @@ Nothing large is built: the model's step is traced with tensors that have shapes
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,14 +18,12 @@ from pipeline import hardware
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable
-from pipeline.planning.time_arguments import add_time_arguments, options_of, time_of
 from pipeline.stores.place import place_argument
 
 if TYPE_CHECKING:
-    import argparse
-
     from pipeline.planning.measured import Measured
-    from pipeline.planning.subject import Subject
+    from pipeline.planning.memory import Subject
+    from pipeline.planning.time import Options
 
 _EPILOG = """The exit code is 0 if the run fits into the GPUs' memory, 1 if it does not. The configs of configs/ are known by their names."""
 CPU = "cpu"  # --gpu for processes without one
@@ -37,23 +37,42 @@ def subject_of(args: argparse.Namespace) -> Subject:
     """
     for name in ("nodes", "gpus_per_node"):
         if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, 1 or more needed", "correct it")
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}", "correct it")
     gpu = None if args.gpu == CPU else hardware.gpu_named(args.gpu)
     from pipeline.config import load_config
     from pipeline.models.registry import check_name
-    from pipeline.planning.subject import Subject
+    from pipeline.planning.memory import Subject
 
     overrides = list(args.overrides)
     if args.micro_batch is not None:
-        if said := [each for each in overrides if each.startswith("train.micro_batch_size=")]:
-            raise UserError(f"--micro-batch {args.micro_batch} and {said[-1]} are both there, one needed", "take one out")
+        if said := [override for override in overrides if override.startswith("train.micro_batch_size=")]:
+            raise UserError(
+                f"--micro-batch cannot stand beside {said[-1]}, got --micro-batch {args.micro_batch}", "remove one of them"
+            )
         overrides.append(f"train.micro_batch_size={args.micro_batch}")
     config = load_config(args.config, overrides)
     check_name(config.model.name)
     return Subject(config, args.nodes, args.gpus_per_node, gpu)
 
 
-def earlier_run(given: Path | None, subject: Subject, precision: str) -> tuple[Measured | None, str | None]:
+def options_of(args: argparse.Namespace) -> Options:
+    """The options of time, cost and data.
+
+    Raises:
+        UserError: one of them is out of range.
+    """
+    from pipeline.planning.length import parse_time_limit
+    from pipeline.planning.time import Options
+
+    if args.price is not None and not (math.isfinite(args.price) and args.price >= 0):
+        raise UserError(f"--price must be at least 0, got {args.price:g}", "correct it")
+    if not (math.isfinite(args.network) and args.network > 0):
+        raise UserError(f"--network must be positive, in GB/s, got {args.network:g}", "25 is a port of 200 Gbit/s")
+    limit = None if args.time_limit is None else parse_time_limit(args.time_limit)
+    return Options(limit, args.price, 1e9 * args.network, args.data)
+
+
+def earlier_run(given: Path | None, subject: Subject) -> tuple[Measured | None, str | None]:
     """The run whose steps replace the model of time: ``--measured``, else what lies in the run's own folder.
 
     Returns:
@@ -74,51 +93,56 @@ def earlier_run(given: Path | None, subject: Subject, precision: str) -> tuple[M
         if given:
             raise
         return None, str(error)
-    why = difference(measured, subject, precision)
+    why = difference(measured, subject)
     if why and given:
-        raise UserError(f"--measured {path} is no measure of this plan, {why}", "pass another run, or leave it out")
+        raise UserError(f"--measured must be a run like this plan, got {path}: {why}", "pass another run, or leave it out")
     return (None, f"{path} is no measure of this plan: {why}.") if why else (measured, None)
 
 
 def main() -> int:
     """Print the page; returns 0 if the run fits into memory, else 1."""
     parser = command_parser("pipeline.plan", __doc__, _EPILOG)
-    parser.add_argument("--config", required=True, type=Path, help="a file, or the name of a shipped config: pervit_t")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="dotted.key=value", help="for example train.activation_checkpointing=true"
+    add = parser.add_argument
+    add("--config", required=True, type=Path, help="a file, or the name of a shipped config: pervit_t")
+    add("overrides", nargs="*", metavar="dotted.key=value", help="for example train.activation_checkpointing=true")
+    add("--nodes", type=int, default=1, help="default: %(default)s")
+    add("--gpus-per-node", type=int, default=1, help="one process for each; default: %(default)s")
+    add("--gpu", default=hardware.DEFAULT_GPU, help=f"{', '.join(hardware.GPUS)}, or {CPU}; default: %(default)s")
+    add("--micro-batch", type=int, metavar="N", help="images per forward pass and GPU, instead of the config's")
+    add("--data", type=place_argument, metavar="SHARDS", help="shard set, a folder or a URL, on which the loader is measured")
+    add("--time-limit", metavar="TIME", help="of a Slurm job, as sbatch takes it: 24:00:00 or 3-00:00:00")
+    add("--price", type=float, metavar="P", help="of an hour of a GPU, in any currency")
+    add(
+        "--network",
+        type=float,
+        default=hardware.NETWORK / 1e9,
+        metavar="GB/s",
+        help="of a node to the others, all of its ports together; default: %(default)g, a port of 200 Gbit/s",
     )
-    parser.add_argument("--nodes", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--gpus-per-node", type=int, default=1, help="one process for each; default: %(default)s")
-    parser.add_argument(
-        "--gpu", default=hardware.DEFAULT_GPU, help=f"{', '.join(hardware.GPUS)}, or {CPU}; default: %(default)s"
+    add(
+        "--measured",
+        type=Path,
+        metavar="RUN",
+        help="run folder whose steps replace the model of time; default: output_dir, if a run is there that fits",
     )
-    parser.add_argument(
-        "--micro-batch", type=int, metavar="N", help="images per forward pass and GPU, in place of the config's"
-    )
-    parser.add_argument(
-        "--data",
-        type=place_argument,
-        metavar="SHARDS",
-        help="shard set, a folder or a URL, on which the loader's need is measured",
-    )
-    add_time_arguments(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_intermixed_args()
     subject, options = subject_of(args), options_of(args)
     if args.json:
         check_writable(args.json)
 
     from pipeline.planning import page
-    from pipeline.planning.memory import plan_memory, precision_of, settled
-    from pipeline.planning.schedule import count_images
+    from pipeline.planning.length import count_images
+    from pipeline.planning.memory import plan_memory, settled
+    from pipeline.planning.time import time_of
 
     subject = settled(subject)
     # First what may be wrong with the arguments, which takes no time.
-    measured, passed_over = earlier_run(args.measured, subject, precision_of(subject))
+    measured, passed_over = earlier_run(args.measured, subject)
     if options.data:
         count_images(subject.config, options.data)
     memory = plan_memory(subject)
-    time = time_of(subject, memory.precision, memory.stage, options, measured)
+    time = time_of(subject, options, measured)
     print(page.text(subject, memory, time, passed_over))
     if args.json:
         args.json.write_text(json.dumps(page.figures(subject, memory, time), indent=1) + "\n")

@@ -20,7 +20,7 @@ from pipeline.models.pervit.attention import PeripheralAttention
 
 Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, heads, N, head_dim), log_phi (heads, N, N) -> as q
 if has_module("pipeline.kernels"):
-    from pipeline.kernels.plain import biased_attention
+    from pipeline.kernels.peripheral import biased_attention
 else:
     from pipeline.models.common.layers import biased_attention
 _CHECKED = 4  # images for the errors, which are against float64

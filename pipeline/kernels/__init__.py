@@ -1,12 +1,11 @@
-"""Operators with kernels of their own, beneath the models.
+"""Run attention with kernels of its own, beneath the models.
 
-==============  ===================================================================
-``peripheral``  :func:`peripheral_attention` and the choice between the plain and the Triton form
-``plain``       the form in plain PyTorch
-``chunked``     for training on a CPU, a few images at a time, whose scores stay in a cache
+==============  ====================================================================================
+``peripheral``  :func:`peripheral_attention`, its form in plain PyTorch, and the choice between the two
+``chunked``     trains on a CPU a few images at a time, whose scores stay in a cache
 ``fused``       the form in Triton, as an operator of PyTorch; loaded where it is used
 ``tiles``       its Triton code: forward, and in ``gradient_tiles`` backward
-==============  ===================================================================
+==============  ====================================================================================
 """
 
 from pipeline.kernels.peripheral import peripheral_attention as peripheral_attention

@@ -1,4 +1,4 @@
-"""softmax(q kᵀ / sqrt(head_dim) + log Φp) v: the function that models call, and the choice between its two forms."""
+"""Compute softmax(q kᵀ / sqrt(head_dim) + log Φp) v: the function that models call, and the choice between its two forms."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pipeline.errors import UserError
-from pipeline.kernels.plain import biased_attention
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +22,8 @@ _INTERPRETED = os.environ.get(INTERPRETER, "").lower() in ("1", "true", "on", "y
 
 MAX_WIDTH = 128  # channels of a head: more would need smaller tiles
 CAPABILITY = (8, 0)  # the oldest GPUs that the tests compile the kernels for, Ampere
+# PyTorch's fused attention kernels on CUDA need a head_dim that is a multiple of 8; PerViT-M's are 26, 39, 45 and 57.
+_CUDA_HEAD_ALIGNMENT = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,6 +52,28 @@ def peripheral_attention(q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor | None
     return torch.ops.pervit.peripheral_attention(q, k, v, log_phi)[0]
 
 
+def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, alignment: int | None = None) -> Tensor:
+    """softmax(q kᵀ / sqrt(head_dim) + bias) v with PyTorch's fused attention.
+
+    Args:
+        q, k, v: (B, heads, N, head_dim).
+        bias: (heads, N, N), added to the scores of every image; cast to ``q``'s dtype. None: no bias.
+        alignment: zero-pad head_dim to a multiple of this, which changes neither the scores nor the columns that are kept.
+            Default: 8 on CUDA, where other sizes cannot use the fused kernels, else 1.
+
+    Returns:
+        (B, heads, N, head_dim).
+    """
+    head_dim = q.shape[-1]
+    if alignment is None:
+        alignment = _CUDA_HEAD_ALIGNMENT if q.is_cuda else 1
+    if padding := -head_dim % alignment:
+        q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
+    mask = None if bias is None else bias.to(q.dtype)[None]  # (1, heads, N, N)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=head_dim**-0.5)
+    return out[..., :head_dim]  # (B, heads, N, head_dim)
+
+
 def uses_triton(q: Tensor) -> bool:
     """Whether attention of queries (B, heads, N, head_dim) of this device, dtype and width runs the Triton kernels.
 
@@ -57,7 +81,9 @@ def uses_triton(q: Tensor) -> bool:
         UserError: see :func:`peripheral_attention`.
     """
     if _ASKED not in (AUTO, TRITON, PLAIN):
-        raise UserError(f"{SWITCH} is {_ASKED!r} in the environment, not {AUTO}, {TRITON} or {PLAIN}", "set it to one of these")
+        raise UserError(
+            f"{SWITCH} must be {AUTO}, {TRITON} or {PLAIN}, got {_ASKED!r}", "set the environment variable to one of these"
+        )
     interpreted = _INTERPRETED and q.device.type == "cpu"
     if _ASKED == PLAIN or not (interpreted or q.is_cuda):
         return False
@@ -68,9 +94,9 @@ def uses_triton(q: Tensor) -> bool:
     else:
         obstacle, remedy = _obstacle(q.device.type, q.device.index or 0)
         if obstacle and interpreted:
-            raise UserError(f"{INTERPRETER} asks for the Triton kernels of attention, but {obstacle}", remedy)
+            raise UserError(f"{INTERPRETER} requires the Triton kernels of attention, but {obstacle}", remedy)
     if obstacle and _ASKED == TRITON:
-        raise UserError(f"{SWITCH}={TRITON} asks for the Triton kernels of attention, but {obstacle}", remedy)
+        raise UserError(f"{SWITCH}={TRITON} requires the Triton kernels of attention, but {obstacle}", remedy)
     return not obstacle
 
 

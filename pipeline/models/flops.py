@@ -1,4 +1,4 @@
-"""Parameters and multiply-accumulates (1 GMAC = 1e9) of a model, counted by fvcore.
+"""Count the parameters and multiply-accumulates (1 GMAC = 1e9) of a model with fvcore.
 
 Three counts per model:
 
@@ -73,27 +73,33 @@ class FlopRow:
 
 
 def count(
-    name: str, image_size: int = 224, num_classes: int = 1000, switches: Mapping[str, Any] = MappingProxyType({})
+    name: str,
+    image_size: int | None = None,
+    num_classes: int | None = None,
+    switches: Mapping[str, Any] = MappingProxyType({}),
 ) -> FlopRow:
-    """Count a model on one image.
+    """Count a model on one image; by default at the image size and with the number of classes of the model's paper.
 
     Raises:
         UserError: unknown model or unsupported image size.
         RuntimeError: an unknown operator, which may contain matrix products.
     """
     entry = model_entry(name)
-    model = create_model(name, num_classes=num_classes, image_size=image_size, switches=switches).eval()
-    image = torch.zeros(1, 3, image_size, image_size)
+    side, classes = image_size or entry.image_size, num_classes or entry.num_classes
+    model = create_model(name, num_classes=classes, image_size=side, switches=switches).eval()
+    image = torch.zeros(1, 3, side, side)
+    by_torch: float | None = None
+    uncounted: list[str] = []
     with torch.no_grad():
         model(image)  # fills Φp's cache, which keeps Φp out of the next two traces
         if is_timm(name):
-            return _count_timm(name, model, image, switches)
-        modules = _macs(model, image, MODULE_CONVENTION)
-        per_image = _macs(model, image)
-    with_phi = _macs(model, image)  # with gradients Φp is not cached
+            by_torch, modules, per_image, uncounted = _count_timm(model, image)
+        else:
+            modules, per_image = _macs(model, image, MODULE_CONVENTION), _macs(model, image)
+    with_phi = _macs(model, image) if model.has_phi else per_image  # with gradients Φp is not cached
     return FlopRow(
         name=name,
-        image_size=image_size,
+        image_size=side,
         params=sum(p.numel() for p in model.parameters()),
         params_phi=sum(p.numel() for p in model.phi_parameters()),
         gmacs_modules=modules / 1e9,
@@ -102,42 +108,26 @@ def count(
         paper_params_m=entry.paper_params_m,
         paper_gmacs=entry.paper_gmacs,
         switches=dict(switches),
-    )
-
-
-def _count_timm(name: str, model: nn.Module, image: torch.Tensor, switches: Mapping[str, Any]) -> FlopRow:
-    """By both counters. Where fvcore cannot trace the model, PyTorch's count stands for all."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        model(image)
-    by_torch = counter.get_total_flops() / 2e9
-    try:
-        modules, _ = _traced(model, image, MODULE_CONVENTION)
-        total, uncounted = _traced(model, image)
-    except Exception:  # of the tracer, on control flow that it cannot follow
-        modules = total = by_torch * 1e9
-        uncounted = ["everything: it cannot trace the model, so both figures are PyTorch's"]
-    return FlopRow(
-        name=name,
-        image_size=image.shape[-1],
-        params=sum(p.numel() for p in model.parameters()),
-        params_phi=0,
-        gmacs_modules=modules / 1e9,
-        gmacs=total / 1e9,
-        gmacs_phi=0.0,
-        paper_params_m=None,
-        paper_gmacs=None,
-        switches=dict(switches),
-        gmacs_torch=by_torch,
+        gmacs_torch=None if by_torch is None else by_torch / 1e9,
         uncounted=uncounted,
     )
 
 
-def count_at(name: str, image_size: int | None = None, switches: Mapping[str, Any] = MappingProxyType({})) -> FlopRow:
-    """:func:`count` with the number of classes and, by default, the image size of the model's paper."""
-    entry = model_entry(name)
-    return count(name, image_size or entry.image_size, entry.num_classes, switches)
+def _count_timm(model: nn.Module, image: torch.Tensor) -> tuple[float, float, float, list[str]]:
+    """Multiply-accumulates of PyTorch's counter, of fvcore's in the papers' convention and in full, and what fvcore leaves out.
+
+    Where fvcore cannot trace the model, PyTorch's count stands for all.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        model(image)
+    by_torch = counter.get_total_flops() / 2
+    try:
+        modules, _ = _traced(model, image, MODULE_CONVENTION)
+        return by_torch, modules, *_traced(model, image)
+    except Exception:  # of the tracer, on control flow that it cannot follow
+        return by_torch, by_torch, by_torch, ["everything: it cannot trace the model, so both figures are PyTorch's"]
 
 
 _ATTENTION = ("aten::scaled_dot_product_attention", "pervit::peripheral_attention")  # of PyTorch, of pipeline.kernels

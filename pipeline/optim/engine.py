@@ -24,8 +24,8 @@ from pipeline.optim.slices import SliceOptimizer, inner_optimizer
 # Elements of a gradient bucket: 20 MB in fp32, large enough for the full bandwidth of NCCL and gloo, small enough that models of
 # 8 to 90 million parameters have several, whose reduction overlaps with the rest of the backward pass. DeepSpeed's default, 5e8,
 # is one bucket of 2 GB, reduced after the backward pass.
-_REDUCE_BUCKET = 5_000_000
-_GATHER_BUCKET = 50_000_000  # elements of updated weights that one all-gather collects: nothing waits for a part of them
+REDUCE_BUCKET = 5_000_000
+GATHER_BUCKET = 50_000_000  # elements of updated weights that one all-gather collects: nothing waits for a part of them
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -64,8 +64,8 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": world_size > 1,
-            "reduce_bucket_size": _REDUCE_BUCKET,
-            "allgather_bucket_size": _GATHER_BUCKET,
+            "reduce_bucket_size": REDUCE_BUCKET,
+            "allgather_bucket_size": GATHER_BUCKET,
             # With a threshold, small parameters stay gathered and differ in the last bit after a resume.
             "stage3_param_persistence_threshold": 0,
             # One flat shard for each parameter group, however large: optimizers that need whole parameters take a group at a time.

@@ -1,4 +1,4 @@
-"""The rates of this machine's CPU, by a benchmark of about two seconds: a small operator of each kind, computed for real."""
+"""Measure on this machine: the rates of its CPU, by a small operator of each kind, and what the loader takes on the real shards."""
 
 from __future__ import annotations
 
@@ -10,17 +10,27 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
-from pipeline.planning.operators import ATTENTION, CONVOLUTION, MAP, NARROW, TRANSCENDENTAL, Operator
+from pipeline.config import Config
+from pipeline.data.batches import TrainBatches
+from pipeline.data.loader import CPU, Loader
+from pipeline.data.shards import ShardSet
+from pipeline.planning.trace import ATTENTION, CONVOLUTION, MAP, NARROW, TRANSCENDENTAL, Operator
+from pipeline.stores.place import Place
 
 Clock = Callable[[], float]
+Call = Callable[[], Any]
 _SIZES = (2**20, 2**23, 2**26)  # bytes that a copy moves: within a core's cache, within the last cache, beyond
 _LINEAR_SHARE = 0.9  # of the large product's speed in linear layers (benchmarks/RESULTS.md, "The training step on a CPU")
 _BATCHED_SHARE = 0.65  # likewise in attention's products, whose matrices are small
 _BUSY = 1.5  # times the cores, from which on others slow a measurement down
 _FRESH = 0.12  # seconds for each measurement
+_LOADER_SECONDS = 3.0
+_LARGEST_BATCH = 32  # images: small batches begin soon, and cost as much each
+_WARM_UP = 2  # batches of the loader
 
 
 @dataclass(frozen=True)
@@ -77,13 +87,7 @@ class CpuRates:
 
     def _bandwidth_at(self, moved: int) -> float:
         """Between the measured sizes by the logarithm."""
-        if moved <= _SIZES[0]:
-            return self.bandwidth[0]
-        for small, large, fast, slow in zip(_SIZES, _SIZES[1:], self.bandwidth, self.bandwidth[1:]):
-            if moved <= large:
-                share = math.log(moved / small) / math.log(large / small)
-                return fast ** (1 - share) * slow**share
-        return self.bandwidth[-1]
+        return float(np.exp(np.interp(np.log(max(moved, 1)), np.log(_SIZES), np.log(self.bandwidth))))
 
 
 def measure_cpu(precision: str, clock: Clock = time.perf_counter) -> CpuRates:
@@ -125,9 +129,7 @@ def measure_cpu(precision: str, clock: Clock = time.perf_counter) -> CpuRates:
     )
 
 
-def _convolution_rate(
-    least: Callable[[Callable[[], Any]], float], images: torch.Tensor, weight: torch.Tensor, groups: int
-) -> float:
+def _convolution_rate(least: Callable[[Call], float], images: torch.Tensor, weight: torch.Tensor, groups: int) -> float:
     """Operations per second of a 3 x 3 convolution's forward and backward pass."""
     x, w = images.clone().requires_grad_(), weight.clone().requires_grad_()
 
@@ -135,12 +137,10 @@ def _convolution_rate(
         F.conv2d(x, w, padding=1, groups=groups).backward(images)
         x.grad = w.grad = None
 
-    if groups == 1:
-        assert images.shape[1] == weight.shape[0]
     return 3 * 2 * images.numel() * weight[0].numel() / least(step)
 
 
-def _overhead(least: Callable[[Callable[[], Any]], float], small: torch.Tensor) -> float:
+def _overhead(least: Callable[[Call], float], small: torch.Tensor) -> float:
     """Seconds to start an operator, of a forward and a backward pass through 100."""
     x = small.clone().requires_grad_()
 
@@ -154,8 +154,8 @@ def _overhead(least: Callable[[Callable[[], Any]], float], small: torch.Tensor) 
     return least(step) / 200
 
 
-def _least(clock: Clock) -> Callable[[Callable[[], Any]], float]:
-    def least(call: Callable[[], Any]) -> float:
+def _least(clock: Clock) -> Callable[[Call], float]:
+    def least(call: Call) -> float:
         call()
         best, end = math.inf, time.perf_counter() + _FRESH
         repetitions = 1
@@ -172,3 +172,47 @@ def _least(clock: Clock) -> Callable[[Callable[[], Any]], float]:
                 return best
 
     return least
+
+
+@dataclass(frozen=True)
+class LoaderNeed:
+    """CPU seconds of an image, decoded and augmented on the CPU; bytes of an encoded one; images measured."""
+
+    cpu_seconds: float
+    bytes: float
+    images: int
+
+    def cores(self, images_per_second: float) -> float:
+        """CPU cores, as fast as this machine's, that keep up with so many images per second."""
+        return self.cpu_seconds * images_per_second
+
+
+def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: float = _LOADER_SECONDS) -> LoaderNeed:
+    """Load training batches from a shard set as a run would on CPUs, and drop them.
+
+    Args:
+        config: data and augmentation.
+        shards: a shard set with a train split, in a folder or a store.
+        threads: that decode.
+        seconds: how long to measure; at least two batches.
+
+    Raises:
+        UserError: the shards cannot be read, or too many samples are bad.
+    """
+    train_set = ShardSet(shards, "train")
+    unit = config.augment.unit
+    batch = max(unit, min(config.train.micro_batch, _LARGEST_BATCH) // unit * unit)
+    batches = TrainBatches.for_one_process(train_set, config, batch)
+    loader = Loader(batches, config.data, torch.device("cpu"), threads, decode=CPU)
+    try:
+        for _ in range(_WARM_UP):
+            next(loader)
+        # Of all threads. The queues are as full at the end as at the beginning.
+        began, cpu, taken = time.perf_counter(), time.process_time(), 0
+        while taken < 2 or time.perf_counter() - began < seconds:
+            next(loader)
+            taken += 1
+        spent = time.process_time() - cpu
+    finally:
+        loader.close()
+    return LoaderNeed(spent / (taken * batch), float(train_set.samples["bytes"].mean()), taken * batch)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from pipeline.config import Config
 from pipeline.errors import UserError
 from pipeline.hardware import gpu_of_driver
-from pipeline.planning.subject import Subject
+from pipeline.planning.memory import Subject
 from pipeline.runs import METRICS
 
 _FEWEST = 5  # steps that are measured
@@ -45,7 +45,8 @@ class Measured:
 
     def subject(self, planned: Subject) -> Subject:
         """The run itself, on the planned kind of GPU."""
-        return replace(planned, config=self.config, nodes=self.nodes, gpus_per_node=max(1, self.world_size // self.nodes))
+        there = Subject(self.config, self.nodes, max(1, self.world_size // self.nodes), planned.gpu)
+        return there.changed("train", precision=planned.precision, zero_stage=self.stage)
 
 
 def read_measured(path: Path) -> Measured:
@@ -76,7 +77,7 @@ def read_measured(path: Path) -> Measured:
             break
     else:
         raise UserError(
-            f"{path / METRICS} has fewer than {_FEWEST} steps after the first {config.log.every_steps} of a start, which warm up",
+            f"{path / METRICS} must have at least {_FEWEST} steps after the first {config.log.every_steps} of a start, which warm up",
             "pass a run that has trained longer",
         )
     waits = columns.get("data_wait", np.full(len(steps), np.nan))[mine]
@@ -99,15 +100,15 @@ def read_measured(path: Path) -> Measured:
     )
 
 
-def difference(measured: Measured, planned: Subject, precision: str) -> str | None:
+def difference(measured: Measured, planned: Subject) -> str | None:
     """Why the run's figures say nothing about the plan; None if they do. Another number of processes, batch sizes, ZeRO stage and
     activation checkpointing are no obstacle: the model of time knows them."""
     ours, theirs = planned.config, measured.config
     for name in ("name", "image_size", "num_classes", "switches"):
         if getattr(ours.model, name) != getattr(theirs.model, name):
             return f"its model.{name} is {getattr(theirs.model, name)}, not {getattr(ours.model, name)}"
-    if theirs.train.precision not in ("auto", precision):
-        return f"its train.precision is {theirs.train.precision}, not {precision}"
+    if theirs.train.precision not in ("auto", planned.precision):
+        return f"its train.precision is {theirs.train.precision}, not {planned.precision}"
     known = gpu_of_driver(measured.device)
     on_gpu = any(maker in measured.device.lower() for maker in ("nvidia", "tesla", "geforce"))
     same = known is not None and known.chip == planned.gpu.chip if planned.gpu else not on_gpu

@@ -1,4 +1,4 @@
-"""Memory per GPU of a planned run, by part, and the largest micro-batch that fits."""
+"""Plan the memory of one process by part, and find the largest micro-batch that fits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitting_micro_batches
-from pipeline.planning.loader_memory import loader_bytes
-from pipeline.planning.subject import Subject
+from pipeline.hardware import Gpu, native_bf16
+
+if TYPE_CHECKING:
+    from pipeline.planning.engine_memory import Layout
+    from pipeline.planning.traced_step import TracedStep
 
 MIB = 2**20
 LOADER, CONTEXT, NCCL, FRAGMENTS = (
@@ -25,6 +28,62 @@ _CONTEXT, _NCCL = 900 * MIB, 400 * MIB
 _FRAGMENTS = 0.04  # of what PyTorch's caching allocator has given out, that it holds besides
 _OF_TRAINING = ("micro_batch_size", "global_batch_size", "activation_checkpointing", "teacher", "teacher_weights", "loss")
 _CPU_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# The loader, with images of ImageNet: 500 x 375 pixels on average, of which a random crop takes 54 % (crop_scale 0.08 to 1).
+_WINDOW = 0.54 * 500 * 375
+_RESIZE_STAGES = (
+    4  # float32 images that the two resizes of dali_graph have at once: the result, its border corrections, the sum
+)
+_NVJPEG = 32 * MIB  # of a decoder thread's buffers on the device
+_DECODER_THREADS = 8  # where data.num_threads leaves it to the node
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run that may be submitted.
+
+    Attributes:
+        config: the run; ``train.micro_batch_size`` is a number.
+        nodes, gpus_per_node: one process for each GPU.
+        gpu: the kind of all GPUs; None: processes on CPUs, whose memory is that of PyTorch's allocator.
+    """
+
+    config: Config
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu | None
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def precision(self) -> str:
+        """ "bf16" or "fp32": what ``train.precision`` is there."""
+        asked = self.config.train.precision
+        if asked != AUTO:
+            return asked
+        if self.gpu:
+            return "bf16" if self.gpu.bf16_flops else "fp32"
+        import torch
+
+        return "bf16" if native_bf16(torch.device("cpu"))[0] else "fp32"
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO. Raises UserError: the optimizer cannot take it."""
+        from pipeline.optim.engine import zero_stage
+
+        return zero_stage(self.config, self.world_size)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step. Raises UserError: the batch sizes do not divide."""
+        return accumulation_steps(self.config.train, self.world_size, self.config.augment.unit)
+
+    def changed(self, section: str, **values: Any) -> Subject:
+        """The subject with other values in a section of its config."""
+        config = self.config
+        return replace(self, config=config.model_copy(update={section: getattr(config, section).model_copy(update=values)}))
 
 
 @dataclass(frozen=True)
@@ -34,19 +93,12 @@ class Memory:
     Attributes:
         parts: bytes by name, in the order of the page.
         capacity: bytes of the GPU that a process can allocate; for processes on CPUs this machine's memory, shared out.
-        micro_batch, accumulation: images per forward pass and GPU, and forward passes per optimizer step.
-        stage: of ZeRO, 0 on one process.
-        precision: "bf16" or "fp32".
         in_evaluation: that moment is in an evaluation; else in a training step.
         remarks: sentences about what the figures leave out.
     """
 
     parts: dict[str, int]
     capacity: int
-    micro_batch: int
-    accumulation: int
-    stage: int
-    precision: str
     in_evaluation: bool = False
     remarks: list[str] = field(default_factory=list)
 
@@ -69,63 +121,44 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
 
     Args:
         subject: the run; its precision "auto" is what its GPU computes natively.
-        micro_batch: in place of ``train.micro_batch_size``.
+        micro_batch: instead of ``train.micro_batch_size``.
 
     Raises:
-        UserError: the batch sizes do not divide, or the model cannot be built.
+        UserError: the batch sizes do not divide, or the model cannot be built or traced.
     """
     if micro_batch is not None:
-        subject = changed(subject, "train", micro_batch_size=micro_batch)
-    subject = changed(subject, "train", precision=precision_of(subject))
+        subject = subject.changed("train", micro_batch_size=micro_batch)
     config, world = subject.config, subject.world_size
-    accumulation = accumulation_steps(config.train, world, config.augment.unit)
-    stage = config.train.zero_stage if world > 1 else 0
-    # What the trace does not depend on is the same for all, so that its result is kept for a question that differs in it.
-    traced = config.model_copy(
-        update={"output_dir": Config().output_dir, "seed": 0, "data": Config().data, "augment": Config().augment}
-    )
-    kernels = subject.gpu is not None and subject.gpu.bf16_flops is not None
-    where = (world, stage, subject.gpu is not None, kernels)
-    step = _traced(traced.model_dump_json(), min(accumulation, 2), *where)
-    # An evaluation does not depend on the training's batches.
-    train = config.train.model_copy(update={name: getattr(TrainConfig(), name) for name in _OF_TRAINING})
-    evaluation = _evaluated(traced.model_copy(update={"train": train}).model_dump_json(), *where)
+    step, evaluation = traced_step(subject).parts, traced_evaluation(subject).parts
     in_evaluation = sum(evaluation.values()) > sum(step.values())
-    step = evaluation if in_evaluation else step
-    parts, remarks = Counter(dict(step)), []
+    traced = evaluation if in_evaluation else step
+    parts = Counter(dict(traced))
+    remarks: list[str] = []
     if config.train.teacher:
-        from pipeline.planning.teacher import fake_teacher
+        from pipeline.planning.traced_step import fake_teacher
 
-        remarks.append(fake_teacher(config)[1] or "the teacher's forward pass is in the memory, not in the time")
+        remarks += filter(None, [fake_teacher(config)[1]])
+    parts[LOADER] = _loader_bytes(config, subject.gpu is not None)
     if subject.gpu:
-        held = sum(step.values())
-        parts[LOADER] = loader_bytes(config)
         parts[CONTEXT] = _CONTEXT
         parts[NCCL] = _NCCL if world > 1 else 0
-        parts[FRAGMENTS] = int(_FRAGMENTS * held)
-        if config.train.compile != "off" and stage < 3:
+        parts[FRAGMENTS] = int(_FRAGMENTS * sum(traced.values()))
+        if config.train.compile != "off" and subject.stage < 3:
             remarks.append("train.compile is not in the figures: compiled blocks keep as much or less")
-    else:
-        parts[LOADER] = loader_bytes(config, on_gpu=False)
     parts += Counter()  # without those of 0 bytes
     return Memory(
         dict(sorted(parts.items(), key=lambda part: -part[1])),
         subject.gpu.memory if subject.gpu else _cpu_memory() // subject.gpus_per_node,
-        config.train.micro_batch,
-        accumulation,
-        stage,
-        config.train.precision,
         in_evaluation,
         remarks,
     )
 
 
 def largest_micro_batch(subject: Subject) -> int:
-    """The largest micro-batch size that fits: one that the run may have, so that it is a multiple of ``config.augment.unit`` and a
-    whole number of micro-batches makes a global batch. 0: none fits.
+    """The largest micro-batch size that fits, of those that the run may have; 0: not even the smallest.
 
     Raises:
-        UserError: no micro-batch size divides the global batch on this number of processes.
+        UserError: no size divides the global batch by the number of processes.
     """
     sizes = fitting_micro_batches(subject.config.train, subject.world_size, subject.config.augment.unit)
     low, high = 0, len(sizes)  # of so many, the smallest fit; of so many, the last does not
@@ -155,39 +188,66 @@ def settled(subject: Subject) -> Subject:
     if train.micro_batch_size != AUTO:
         return subject
     smallest = fitting_micro_batches(train, subject.world_size, subject.config.augment.unit)[0]
-    return changed(subject, "train", micro_batch_size=largest_micro_batch(subject) or smallest)
+    return subject.changed("train", micro_batch_size=largest_micro_batch(subject) or smallest)
 
 
-def changed(subject: Subject, section: str, **values: Any) -> Subject:
-    """The subject with other values in a section of its config."""
-    config = subject.config
-    return replace(subject, config=config.model_copy(update={section: getattr(config, section).model_copy(update=values)}))
+def traced_step(subject: Subject) -> TracedStep:
+    """The trace of the run's step, of which the plan's memory and time are made."""
+    return _step(_traced_config(subject).model_dump_json(), _layout(subject))
 
 
-def precision_of(subject: Subject) -> str:
-    """ "bf16" or "fp32": what ``train.precision`` is there."""
-    asked = subject.config.train.precision
-    if asked != "auto":
-        return asked
-    if subject.gpu:
-        return "bf16" if subject.gpu.bf16_flops else "fp32"
-    import torch
-
-    return "bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"
+def traced_evaluation(subject: Subject) -> TracedStep:
+    """The trace of the run's evaluation, which does not depend on the training's batches."""
+    config = _traced_config(subject)
+    train = config.train.model_copy(update={name: getattr(TrainConfig(), name) for name in _OF_TRAINING})
+    return _evaluation(
+        config.model_copy(update={"train": train}).model_dump_json(), replace(_layout(subject), accumulates=False)
+    )
 
 
-@lru_cache(maxsize=256)
-def _traced(config: str, accumulation: int, world: int, stage: int, on_gpu: bool, kernels: bool) -> Counter[str]:
-    from pipeline.planning.traced_step import step_memory  # PyTorch takes seconds
+def _traced_config(subject: Subject) -> Config:
+    """The same for all runs that differ in what no trace depends on, so that its result is kept."""
+    default, config = Config(), subject.changed("train", precision=subject.precision).config
+    same = {"output_dir": default.output_dir, "seed": 0, "data": default.data, "augment": default.augment}
+    return config.model_copy(update=same)
 
-    return step_memory(Config.model_validate_json(config), world, stage, accumulation, on_gpu, kernels)
+
+def _layout(subject: Subject) -> Layout:
+    from pipeline.planning.engine_memory import Layout  # PyTorch takes seconds
+
+    kernels = subject.gpu is not None and subject.gpu.bf16_flops is not None
+    return Layout(subject.world_size, subject.stage, subject.accumulation > 1, subject.gpu is not None, kernels)
 
 
-@lru_cache(maxsize=256)
-def _evaluated(config: str, world: int, stage: int, on_gpu: bool, kernels: bool) -> Counter[str]:
-    from pipeline.planning.traced_evaluation import evaluation_memory
+@lru_cache(maxsize=64)
+def _step(config: str, layout: Layout) -> TracedStep:
+    from pipeline.planning.traced_step import trace_step
 
-    return evaluation_memory(Config.model_validate_json(config), world, stage, on_gpu, kernels)
+    return trace_step(Config.model_validate_json(config), layout)
+
+
+@lru_cache(maxsize=64)
+def _evaluation(config: str, layout: Layout) -> TracedStep:
+    from pipeline.planning.traced_step import trace_evaluation
+
+    return trace_evaluation(Config.model_validate_json(config), layout)
+
+
+def _loader_bytes(config: Config, on_gpu: bool) -> int:
+    """Estimate the bytes on the training device of both loaders, which live as long as the run: training and evaluation.
+
+    On a CPU, PyTorch's allocator has the finished batches only; a GPU that decodes also has DALI's buffers.
+    """
+    side, prefetch, total = config.model.image_size, config.data.prefetch, 0.0
+    for size in (config.train.micro_batch, config.eval.batch_size):
+        pixels = size * 3 * side * side
+        total += 4 * pixels * (prefetch + 1) + pixels  # normalized float32 batches, and one in the making with its uint8 pixels
+        if on_gpu and config.data.decode != "cpu":
+            rows = _WINDOW**0.5  # of a window that is a square
+            resizes = _RESIZE_STAGES * 4 * 3 * (rows * side + side * side)
+            total += size * (3 * _WINDOW + resizes + prefetch * 3 * side * side)
+            total += (config.data.num_threads or _DECODER_THREADS) * _NVJPEG
+    return int(total)
 
 
 def _cpu_memory() -> int:

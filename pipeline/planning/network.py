@@ -1,14 +1,15 @@
-"""Seconds of the collectives of a step: gradients and weights over the links of a node and the network between nodes, by ZeRO stage."""
+"""Estimate the collectives of a step: gradients and weights over the links of a node and the network between nodes, by ZeRO stage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-GRADIENT_BYTES = 4  # gradients and weights travel in float32 (pipeline.optim.engine)
-NETWORK = 25e9  # bytes per second of a node: one port of 200 Gbit/s
+from pipeline.optim.engine import REDUCE_BUCKET
+
+_NUMBER = 4  # bytes: gradients and weights travel in float32 (pipeline.optim.engine)
+_BUCKET = _NUMBER * REDUCE_BUCKET
 CPU_LINK = 1e9  # gloo between processes of one machine, which copies through sockets; an assumption
 _SHARE = 0.8  # of a link's bandwidth that NCCL's rings reach with messages of megabytes; an assumption
-_BUCKET = 20e6  # bytes of a gradient bucket (pipeline.optim.engine)
 _ROUND = 20e-6  # seconds to begin a collective
 
 
@@ -75,7 +76,7 @@ def traffic(links: Links, parameters: int, stage: int, accumulation: int, forwar
         accumulation: micro-batches of a step.
         forward, backward: seconds of a micro-batch, behind which the stages from 1 on hide their collectives.
     """
-    size = GRADIENT_BYTES * parameters
+    size = _NUMBER * parameters
     messages = max(1, round(size / _BUCKET))
     once, reduced = links.seconds(size, 1, messages), links.seconds(size, 2, messages)
     one = size * (links.nodes * links.per_node - 1) / (links.nodes * links.per_node)

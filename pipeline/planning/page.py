@@ -1,21 +1,26 @@
-"""The page and the JSON of a plan."""
+"""Write the page and the JSON of a plan: memory by part, what to change where it does not fit, time, length and storage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.hardware import GIB
-from pipeline.planning import time_rows
-from pipeline.planning.advice import changes, together
-from pipeline.planning.memory import Memory, changed, largest_micro_batch, plan_memory
-from pipeline.planning.subject import Subject
+from pipeline.optim.build import optimizer_description
+from pipeline.planning.length import SIGNAL_SECONDS
+from pipeline.planning.memory import Memory, Subject, largest_micro_batch, plan_memory
 from pipeline.planning.time import Time
 from pipeline.planning.traced_step import ACTIVATIONS
 
 Rows = Iterable[tuple[str, str]]  # what it is, its value
 _BAR = 30  # characters of the largest part
 _TIMES = "\N{MULTIPLICATION SIGN}"
+# benchmarks/plan_time.py prints the tables.
+_GPU_ERROR = (
+    "up to 30 % against published steps on two GPUs; starting kernels, engine and network are assumptions, not compared yet"
+)
+_CPU_ERROR = "up to 26 % against steps measured on one CPU"
 
 
 def text(subject: Subject, memory: Memory, time: Time, passed_over: str | None = None) -> str:
@@ -27,15 +32,16 @@ def text(subject: Subject, memory: Memory, time: Time, passed_over: str | None =
     title = (
         f"Memory per {'GPU' if subject.gpu else 'process'} at its peak{', in an evaluation' if memory.in_evaluation else ''}"
     )
-    parts = [_title(subject, memory), section(title, _parts(memory)), section("Micro-batch", _sizes(subject, memory))]
+    parts = [_title(subject, memory), _section(title, _parts(memory)), _section("Micro-batch", _sizes(subject))]
     if not memory.fits:
-        parts.append(section("What would help, each by itself", _advice(subject, memory)))
-    parts += [section(*each) for each in time_rows.sections(time)]
+        parts.append(_section("What would help, each by itself", _advice(subject, memory)))
+    for title, rows in time_sections(time):
+        parts.append(_section(title, rows))
     notes = [f"note: {remark}" for remark in (*memory.remarks, *([passed_over] if passed_over else []))]
     return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
 
 
-def section(title: str, rows: Rows) -> str:
+def _section(title: str, rows: Rows) -> str:
     """A headline and its rows, in two columns."""
     rows = list(rows)
     width = max((len(name) for name, _ in rows), default=0)
@@ -43,16 +49,19 @@ def section(title: str, rows: Rows) -> str:
 
 
 def figures(subject: Subject, memory: Memory, time: Time) -> dict[str, Any]:
-    """The keys of ``--json``."""
+    """The keys of ``--json``; hours are null where the number of images is not known."""
     parts = {name: round(size / GIB, 4) for name, size in memory.parts.items()}
     return {
         "memory_gib": {**parts, "total": round(memory.total / GIB, 4)},
         "capacity_gib": round(memory.capacity / GIB, 4),
         "fits": memory.fits,
-        "micro_batch": memory.micro_batch,
-        "accumulation": memory.accumulation,
+        "micro_batch": subject.config.train.micro_batch,
+        "accumulation": subject.accumulation,
         "largest_micro_batch": largest_micro_batch(subject),
-        **time_rows.figures(time),
+        "step_seconds": time.step_seconds,
+        "images_per_second": time.images_per_second,
+        "hours": time.hours,
+        "gpu_hours": time.gpu_hours,
     }
 
 
@@ -62,10 +71,11 @@ def _title(subject: Subject, memory: Memory) -> str:
     nodes = "1 node" if subject.nodes == 1 else f"{subject.nodes} nodes"
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     return (
-        f"{config.model.name}, {config.model.image_size} px, {memory.precision}, ZeRO stage {memory.stage}, activation checkpointing "
+        f"{config.model.name}, {config.model.image_size} px, {subject.precision}, ZeRO stage {subject.stage}, activation checkpointing "
         f"{'on' if config.train.activation_checkpointing else 'off'}\n"
         f"{nodes} {_TIMES} {subject.gpus_per_node} {device} = {world} process{'' if world == 1 else 'es'}; global batch "
-        f"{config.train.global_batch_size} = {memory.micro_batch} {_TIMES} {world} {_TIMES} {memory.accumulation} (micro-batch, processes, accumulation)\n"
+        f"{config.train.global_batch_size} = {config.train.micro_batch} {_TIMES} {world} {_TIMES} {subject.accumulation} "
+        f"(micro-batch, processes, accumulation)\n"
         f"{verdict}: {_gib(memory.total)} of {_gib(memory.capacity)}"
     )
 
@@ -78,22 +88,78 @@ def _parts(memory: Memory) -> Rows:
     yield ("left" if memory.fits else "missing"), f"{_gib(abs(memory.left)):>11}"
 
 
-def _sizes(subject: Subject, memory: Memory) -> Rows:
+def _sizes(subject: Subject) -> Rows:
     on = subject.config.train.activation_checkpointing
     for checkpointing in (on, not on):
-        other = changed(subject, "train", activation_checkpointing=checkpointing)
+        other = subject.changed("train", activation_checkpointing=checkpointing)
         planned, largest = plan_memory(other), largest_micro_batch(other)
+        steps = subject.config.train.global_batch_size // (max(1, largest) * subject.world_size)
         yield (
             f"checkpointing {'on' if checkpointing else 'off'}",
-            f"activations {_gib(planned.parts.get(ACTIVATIONS, 0)):>11}, total {_gib(planned.total):>11}; {_largest(other, largest)}",
+            f"activations {_gib(planned.parts.get(ACTIVATIONS, 0)):>11}, total {_gib(planned.total):>11}; "
+            + (f"largest micro-batch {largest}, accumulation {steps}" if largest else "no micro-batch fits"),
         )
 
 
-def _largest(subject: Subject, size: int) -> str:
-    if not size:
-        return "no micro-batch fits"
-    steps = subject.config.train.global_batch_size // (size * subject.world_size)
-    return f"largest micro-batch {size}, accumulation {steps}"
+@dataclass(frozen=True)
+class Change:
+    """A change of the config by itself.
+
+    Attributes:
+        overrides: as the command line takes them.
+        cost: what it costs, in a few words.
+        memory: with it.
+        saving: bytes, against the plan without it.
+    """
+
+    overrides: str
+    cost: str
+    memory: Memory
+    saving: int
+
+
+def changes(subject: Subject, memory: Memory) -> list[Change]:
+    """Changes that save memory, the largest saving first.
+
+    Args:
+        subject: the run.
+        memory: its plan.
+    """
+    found = [
+        Change(f"{section}.{key}={str(value).lower()}", cost, after, memory.total - after.total)
+        for section, key, value, cost in _candidates(subject, memory)
+        if (after := plan_memory(subject.changed(section, **{key: value}))).total < memory.total
+    ]
+    return sorted(found, key=lambda change: -change.saving)
+
+
+def _together(subject: Subject, memory: Memory) -> tuple[str, int]:
+    """Where no change alone is enough: all that leave the result as it is, and the largest micro-batch size with them; 0: none fits."""
+    overrides = []
+    for section, key, value, _ in _candidates(subject, memory, sizes=False):
+        changed = subject.changed(section, **{key: value})
+        if key != "precision" and plan_memory(changed).total < memory.total:
+            overrides.append(f"{section}.{key}={str(value).lower()}")
+            subject = changed
+    return " ".join(overrides), largest_micro_batch(subject)
+
+
+def _candidates(subject: Subject, memory: Memory, sizes: bool = True) -> Iterator[tuple[str, str, Any, str]]:
+    """Section, key and value of changes, and what they cost."""
+    train = subject.config.train
+    if not train.activation_checkpointing:
+        yield "train", "activation_checkpointing", True, "about a quarter more time, the same result"
+    if subject.world_size > 1 and optimizer_description(subject.config.optim).takes_slices:
+        for stage in range(subject.stage + 1, 4):
+            yield "train", "zero_stage", stage, "more traffic, the same result" if stage == 3 else "the same result"
+    if subject.precision == "fp32" and (subject.gpu is None or subject.gpu.bf16_flops):
+        yield "train", "precision", "bf16", "a begun run keeps its precision"
+    if memory.in_evaluation and (smaller := min(train.micro_batch, subject.config.eval.batch_size // 2)):
+        yield "eval", "batch_size", smaller, "the same result"
+    if sizes and (largest := largest_micro_batch(subject)) and largest < train.micro_batch:
+        accumulation = subject.accumulation * train.micro_batch // largest
+        cost = f"{accumulation} micro-batches per step; BatchNorm sees fewer images at a time"
+        yield "train", "micro_batch_size", largest, cost
 
 
 def _advice(subject: Subject, memory: Memory) -> Rows:
@@ -102,11 +168,103 @@ def _advice(subject: Subject, memory: Memory) -> Rows:
         verdict = "fits" if change.memory.fits else f"{_gib(change.memory.total)}, still too much"
         yield change.overrides, f"saves {_gib(change.saving):>11}: {verdict} ({change.cost})"
     if not any(change.memory.fits for change in found):
-        overrides, largest = together(subject, memory)
+        overrides, largest = _together(subject, memory)
         if largest and overrides:
             yield "together", f"{overrides} train.micro_batch_size={largest} fits"
         else:
             yield "nothing in the config alone", "take GPUs with more memory, a smaller model or smaller images"
+
+
+def time_sections(time: Time) -> Iterator[tuple[str, Rows]]:
+    """Title and rows of each section about time, length and storage."""
+    yield "Time of an optimizer step", _step(time)
+    yield "The whole run", _run(time)
+    yield "Data and storage", _storage(time)
+
+
+def _step(time: Time) -> Rows:
+    step, world, gpu, measured = time.step_seconds, time.subject.world_size, time.subject.gpu, time.measured
+    for name, seconds in time.parts.items():
+        if seconds > 0.0005 * step:
+            yield name, f"{duration(seconds):>9}  {seconds / step:4.0%}"
+    per_process = f", {time.images_per_second / world:,.0f} per process" if world > 1 else ""
+    yield "together", f"{duration(step):>9}  {time.images_per_second:,.0f} images/s{per_process}"
+    if gpu:
+        precision, rate = time.subject.precision, time.step.flops / step
+        peak = gpu.bf16_flops if precision == "bf16" and gpu.bf16_flops else gpu.fp32_flops
+        yield "model FLOPs", f"{rate / 1e12:.0f} TFLOP/s per GPU, {rate / peak:.0%} of its {precision} peak"
+    if measured:
+        layout = f"{measured.steps:,} steps on {_count(measured.world_size, 'process', 'es')}"
+        scaled = f"{time.ratio:.2f} times what the rates give; all parts are scaled by that"
+        yield "measured", f"{measured.source}, {layout}: {duration(measured.step_seconds)} a step, {scaled}"
+        if measured.data_wait > 0.02:
+            yield "", f"of which {measured.data_wait:.0%} waited for data"
+    yield "rates", time.source
+    if not measured:
+        yield "error", _GPU_ERROR if gpu else _CPU_ERROR
+
+
+def _run(time: Time) -> Rows:
+    length, images, hours, limit = time.length, time.images, time.hours, time.options.time_limit
+    if length is None or images is None or hours is None:
+        classes = time.subject.config.model.num_classes
+        yield "hours", f"not known: {classes} classes are of no set that the plan knows; pass --data SHARDS"
+        return
+    yield "images", f"{images.train:,} for training, {images.val:,} for validation ({images.source})"
+    evaluations = f"{_count(length.evaluations, 'evaluation', 's')} of {duration(time.evaluation_seconds)}"
+    yield "steps", f"{length.steps:,} in {length.epochs:.4g} epochs; {evaluations}"
+    yield "hours", f"{hours:,.3g}, of which {duration(time.start_seconds)} for each start"
+    if time.jobs is not None and limit is not None:
+        last = f"the last {SIGNAL_SECONDS} s of each for its checkpoint"
+        yield "Slurm jobs", f"{time.jobs:,} at a time limit of {limit / 3600:.4g} h, {last}"
+    if time.subject.gpu:
+        yield "GPU hours", f"{time.gpu_hours:,.3g} on {_count(time.subject.world_size, 'GPU', 's')}"
+        if time.cost is not None:
+            yield "cost", f"{time.cost:,.0f} at {time.options.price:g} per GPU hour"
+
+
+def _storage(time: Time) -> Rows:
+    subject, need, saved = time.subject, time.loader, time.checkpoints
+    per_process = time.images_per_second / subject.world_size
+    if need:
+        measured = f"{1e3 * need.cpu_seconds:.1f} ms of CPU time per image, measured here on {need.images:,} images"
+        yield "loader", f"{need.cores(per_process):.1f} CPU cores per process to keep up ({measured})"
+        if subject.gpu and subject.config.data.decode != "cpu":
+            yield "", "fewer where the GPU decodes (data.decode=gpu), which takes of its time"
+        rate = size(need.bytes * per_process * subject.gpus_per_node)
+        yield "reading", f"{rate}/s on each node, {size(need.bytes)} per image; less where the page cache holds it"
+    else:
+        yield "loader", "not measured: --data SHARDS measures it on the shards for a few seconds"
+    if subject.world_size > 1:
+        between = f"; {size(time.options.network)}/s between nodes" if subject.nodes > 1 else ""
+        sent = f"{size(time.step.traffic.bytes)} sent by each process and step"
+        yield "gradients", f"{sent}, {duration(time.step.traffic.total)} of the links' time{between}"
+    if saved:
+        each = f"{size(saved.part)} from each process, which it holds up for {duration(saved.hold_up)}"
+        yield "checkpoint", f"{size(saved.size)}, {each}"
+        best = " and one for each best accuracy" if subject.config.checkpoint.keep_best else ""
+        yield "checkpoints", f"{saved.kept} kept, {size(saved.kept * saved.size)}; {saved.regular:,} written{best}"
+
+
+def _count(number: int, word: str, ending: str) -> str:
+    return f"{number:,} {word}{ending if number != 1 else ''}"
+
+
+def duration(seconds: float) -> str:
+    """In a readable unit, with three digits."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 600:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+
+
+def size(count: float) -> str:
+    """Bytes in a readable unit."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.9995 * factor:  # what is rounded to 1000 of the smaller unit, too
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
 
 
 def _gib(size: int) -> str:

@@ -1,37 +1,18 @@
-"""Seconds of operators: the slower of computing and moving bytes (Williams et al., "Roofline", 2009), at the rates of a machine."""
+"""Estimate the seconds of operators: the slower of computing and moving bytes (Williams et al., "Roofline", 2009), at the rates of a machine."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import groupby
 
 import torch
 
 from pipeline.errors import UserError
 from pipeline.hardware import Gpu
-from pipeline.planning.operators import ATTENTION, CONVOLUTION, MAP, NARROW, PRODUCT, TRANSCENDENTAL, Operator
-
-
-class Rates(Protocol):
-    """How fast a machine computes."""
-
-    @property
-    def host(self) -> float:
-        """Seconds of the CPU to start an operator; a GPU may be busy with others in them."""
-
-    @property
-    def copies(self) -> float:
-        """Bytes per second of plain copies."""
-
-    @property
-    def source(self) -> str:
-        """Of the figures, for the page."""
-
-    def seconds(self, operator: Operator) -> float:
-        """Of one call."""
-
+from pipeline.planning.machine import CpuRates
+from pipeline.planning.trace import ATTENTION, CONVOLUTION, MAP, NARROW, PRODUCT, TRANSCENDENTAL, Operator
 
 # Shares of a data sheet's figures that kernels reach. Of products and bandwidth they fit the step times that timm publishes for an
 # RTX 3090 and an RTX 4090 (benchmarks/plan_time.py compares them); the others are assumptions, as no GPU has run this project yet.
@@ -40,11 +21,6 @@ GPU_BANDWIDTH_SHARE = 0.90
 _HOPPER_PRODUCTS = 0.65  # their clock falls under load, as vendors' and users' figures of large products show; an assumption
 GPU_HOST = 8e-6  # seconds of the CPU to start an operator, by PyTorch without CUDA graphs; an assumption
 _SHORTEST_KERNEL = 2e-6  # seconds
-
-
-def shares_of(gpu: Gpu) -> dict[str, float]:
-    """Of the data sheet's operations per second, by kind of operator."""
-    return {**GPU_SHARES, PRODUCT: _HOPPER_PRODUCTS} if gpu.name.startswith(("h100", "h200")) else GPU_SHARES
 
 
 @dataclass(frozen=True)
@@ -57,7 +33,8 @@ class GpuRates:
 
     @property
     def shares(self) -> dict[str, float]:
-        return shares_of(self.gpu)
+        """Of the data sheet's operations per second, by kind of operator."""
+        return {**GPU_SHARES, PRODUCT: _HOPPER_PRODUCTS} if self.gpu.name.startswith(("h100", "h200")) else GPU_SHARES
 
     @property
     def source(self) -> str:
@@ -66,6 +43,7 @@ class GpuRates:
 
     @property
     def copies(self) -> float:
+        """Bytes per second of plain copies."""
         return self.gpu.bandwidth * self.bandwidth_share
 
     def seconds(self, operator: Operator) -> float:
@@ -76,9 +54,15 @@ class GpuRates:
         peak = self.gpu.bf16_flops if half else self.gpu.fp32_flops
         if peak is None:
             raise UserError(
-                f"train.precision is bf16, but {self.gpu.name} has no bf16", "set train.precision=fp32, or take another GPU"
+                f"train.precision=bf16 requires a GPU with bf16, got {self.gpu.name}",
+                "set train.precision=fp32, or choose another GPU",
             )
         return max(operator.flops / (peak * self.shares[operator.kind]), moving, operator.kernels * _SHORTEST_KERNEL)
+
+
+# How fast a device computes: ``seconds`` of an operator, ``host`` seconds of the CPU to start one, during which a GPU may be busy with
+# others, ``copies`` in bytes per second, and the ``source`` of it all.
+Rates = GpuRates | CpuRates
 
 
 def seconds_by_kind(operators: Iterable[Operator], rates: Rates) -> dict[str, float]:
@@ -102,26 +86,17 @@ def fused(operators: Sequence[Operator], kept: set[int]) -> list[Operator]:
         for number, _ in operator.reads:
             last_read[number] = place
     joined: list[Operator] = []
-    group: list[Operator] = []
-    for place, operator in enumerate(operators):
-        if operator.kind == MAP and (not group or _alike(group[-1], operator)):
-            group.append(operator)
-            continue
-        if group:
-            joined.append(_one(group, place, last_read, kept))
-        group = [operator] if operator.kind == MAP else []
-        if operator.kind != MAP:
-            joined.append(operator)
-    if group:
-        joined.append(_one(group, len(operators), last_read, kept))
+    end = 0
+    for (fuses, *_), alike in groupby(
+        operators, lambda operator: (operator.kind == MAP, operator.backward, operator.recomputed)
+    ):
+        group = list(alike)
+        end += len(group)
+        joined += [_joined(group, end, last_read, kept)] if fuses else group
     return joined
 
 
-def _alike(one: Operator, other: Operator) -> bool:
-    return (one.backward, one.recomputed) == (other.backward, other.recomputed)
-
-
-def _one(group: list[Operator], end: int, last_read: dict[int, int], kept: set[int]) -> Operator:
+def _joined(group: list[Operator], end: int, last_read: dict[int, int], kept: set[int]) -> Operator:
     """The operators of a group, which ends before place ``end``, as one."""
     written: dict[int, int] = {}
     read: dict[int, int] = {}

@@ -1,19 +1,22 @@
-"""Time of a planned run: a step by its parts, images per second, hours, Slurm jobs, GPU hours, money."""
+"""Plan the time of a run: a step by its parts, images per second, hours, Slurm jobs, GPU hours, money."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
-from pipeline.config import accumulation_steps
-from pipeline.hardware import Gpu
-from pipeline.planning.loader_need import LoaderNeed
+import torch
+
+from pipeline.hardware import NETWORK
+from pipeline.planning.length import Checkpoints, Images, Length, count_images, jobs_within, length_of, plan_checkpoints
+from pipeline.planning.machine import LoaderNeed, measure_cpu, measure_loader
 from pipeline.planning.measured import Measured
+from pipeline.planning.memory import Subject, traced_evaluation, traced_step
 from pipeline.planning.network import CPU_LINK, Links, Traffic, traffic
-from pipeline.planning.operators import KINDS, Operator, Step, trace_step
-from pipeline.planning.roofline import Rates, fused, product_seconds, seconds_by_kind
-from pipeline.planning.schedule import Images, Length, Options, jobs_within, length_of
-from pipeline.planning.storage import Checkpoints, plan_checkpoints
-from pipeline.planning.subject import Subject
+from pipeline.planning.roofline import GpuRates, Rates, fused, product_seconds, seconds_by_kind
+from pipeline.planning.trace import KINDS
+from pipeline.planning.traced_step import TEACHER, TracedStep
+from pipeline.stores.place import Place
 
 RECOMPUTED, LAUNCHES, OPTIMIZER, NETWORKED = (
     "recomputation",
@@ -28,42 +31,75 @@ _COMPILED_STARTS = 0.3  # operators that are started after compiling, of those b
 
 
 @dataclass(frozen=True)
+class Options:
+    """What a plan takes from its command line, beside the run itself.
+
+    Attributes:
+        time_limit: of a Slurm job, in seconds; None: no number of jobs.
+        price: of an hour of a GPU; None: no sum.
+        network: bytes per second between a node and the others.
+        data: shard set on which the loader is measured; None: it is not.
+    """
+
+    time_limit: float | None = None
+    price: float | None = None
+    network: float = NETWORK
+    data: Place | None = None
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """An optimizer step by the model of its time.
+
+    Attributes:
+        parts: seconds by part.
+        traffic: collectives.
+        flops: of products, attention and convolutions on one process, without recomputation.
+        compiled: parts of it run through ``torch.compile``.
+    """
+
+    parts: dict[str, float]
+    traffic: Traffic
+    flops: float
+    compiled: bool
+
+
+@dataclass(frozen=True)
 class Time:
     """What a run takes.
 
     Attributes:
         subject: the run.
-        precision: "bf16" or "fp32".
-        parts: seconds of an optimizer step by part.
-        traffic: collectives of a step.
-        flops: of a step's products, attention and convolutions on one process, without recomputation.
+        step: by the model.
+        ratio: of the measured run's step to the model's; 1 without one.
         source: of the rates.
         images: sizes of the data set; None: not known, so that there are no hours.
         length: steps and evaluations; None likewise.
+        checkpoints: their size and number; None likewise.
         evaluation_seconds: of one pass over the validation set, the average's included.
         start_seconds: of a job until its first step.
-        checkpoints: their size and number; None without a length.
         loader: what the loader takes on the real shards; None: not measured.
-        measured: the run whose figures stand in place of the model's; None: the model's.
-        modelled_step: seconds of a step by the model alone.
+        measured: the run whose figures replace the model's; None: the model's.
         options: of the plan.
     """
 
     subject: Subject
-    precision: str
-    parts: dict[str, float]
-    traffic: Traffic
-    flops: float
+    step: StepParts
+    ratio: float
     source: str
     images: Images | None
     length: Length | None
+    checkpoints: Checkpoints | None
     evaluation_seconds: float
     start_seconds: float
-    checkpoints: Checkpoints | None
     loader: LoaderNeed | None
     measured: Measured | None
-    modelled_step: float
     options: Options
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of an optimizer step by part."""
+        return {name: seconds * self.ratio for name, seconds in self.step.parts.items() if seconds > 0}
 
     @property
     def step_seconds(self) -> float:
@@ -104,10 +140,30 @@ class Time:
         return None if self.gpu_hours is None or self.options.price is None else self.gpu_hours * self.options.price
 
 
+def time_of(subject: Subject, options: Options, measured: Measured | None = None) -> Time:
+    """Plan the time of a run, with what has to be measured here: the CPU's rates for a run on CPUs, the loader with ``options.data``.
+
+    Args:
+        subject: the run.
+        options: of the command line.
+        measured: an earlier run.
+
+    Raises:
+        UserError: the shards cannot be read, or the run cannot be planned.
+    """
+    images = count_images(subject.config, options.data)
+    rates: Rates
+    if subject.gpu:
+        rates = GpuRates(subject.gpu)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // subject.gpus_per_node))  # a process's share of the cores
+        rates = measure_cpu(subject.precision)
+    loader = measure_loader(subject.config, options.data) if options.data else None
+    return plan_time(subject, rates, images, options, loader, measured)
+
+
 def plan_time(
     subject: Subject,
-    precision: str,
-    stage: int,
     rates: Rates,
     images: Images | None,
     options: Options | None = None,
@@ -118,126 +174,97 @@ def plan_time(
 
     Args:
         subject: the run.
-        precision: "bf16" or "fp32", as it would choose.
-        stage: of ZeRO that its engine takes, 0 on one process.
-        rates: of a process's device: :class:`~pipeline.planning.roofline.GpuRates` or what
-            :func:`~pipeline.planning.machine.measure_cpu` returns.
-        images: from :func:`~pipeline.planning.schedule.count_images`.
+        rates: of a process's device.
+        images: from :func:`~pipeline.planning.length.count_images`.
         options: of the command line.
-        loader: from :func:`~pipeline.planning.loader_need.measure_loader`.
+        loader: from :func:`~pipeline.planning.machine.measure_loader`.
         measured: of an earlier run; its ratio of measured to modelled time scales the whole plan.
 
     Raises:
         UserError: the batch sizes do not divide, the model cannot be built, or the schedule is shorter than a step.
     """
-    options = options or Options()
-    config = subject.config
-    modelled = step_parts(subject, precision, stage, rates, options)
+    config, options = subject.config, options or Options()
+    modelled = step_parts(subject, rates, options)
     ratio = 1.0
     if measured:
-        there = step_parts(measured.subject(subject), precision, measured.stage, rates, options)
-        ratio = measured.step_seconds / sum(there.parts.values())
+        ratio = measured.step_seconds / sum(step_parts(measured.subject(subject), rates, options).parts.values())
     length = length_of(config, images) if images else None
     evaluation = 0.0
     if images:
         # Not compiled: the modules themselves are evaluated (pipeline.run.compiling).
-        forward = trace_step(config, config.eval.batch_size, precision, subject.gpu is not None, learn=False)
+        batch = sum(map(rates.seconds, traced_evaluation(subject).operators))
         batches = -(-images.val // (config.eval.batch_size * subject.world_size))
-        evaluation = batches * sum(map(rates.seconds, forward.operators)) * ratio * (1 + bool(config.train.ema_decay))
+        evaluation = batches * batch * ratio * (1 + bool(config.train.ema_decay))
         if measured and measured.evaluation_seconds and measured.world_size == subject.world_size:
             evaluation = measured.evaluation_seconds
     start = START_SECONDS + (COMPILE_SECONDS if modelled.compiled else 0.0)
     return Time(
         subject=subject,
-        precision=precision,
-        parts={name: seconds * ratio for name, seconds in modelled.parts.items() if seconds > 0},
-        traffic=modelled.traffic,
-        flops=modelled.flops,
+        step=modelled,
+        ratio=ratio,
         source=rates.source,
         images=images,
         length=length,
+        checkpoints=plan_checkpoints(config, traced_step(subject), length, subject.world_size) if length else None,
         evaluation_seconds=evaluation,
         start_seconds=measured.start_seconds if measured and measured.start_seconds else start,
-        checkpoints=plan_checkpoints(config, modelled.step, length, subject.world_size) if length else None,
         loader=loader,
         measured=measured,
-        modelled_step=sum(modelled.parts.values()),
         options=options,
     )
 
 
-@dataclass(frozen=True)
-class StepParts:
-    """A step by the model of its time."""
-
-    parts: dict[str, float]
-    traffic: Traffic
-    flops: float
-    step: Step
-    compiled: bool
-
-
-def step_parts(subject: Subject, precision: str, stage: int, rates: Rates, options: Options) -> StepParts:
+def step_parts(subject: Subject, rates: Rates, options: Options) -> StepParts:
     """Seconds of an optimizer step by part, from the operators of one micro-batch."""
-    config, on_gpu = subject.config, subject.gpu is not None
-    accumulation = accumulation_steps(config.train, subject.world_size, config.augment.unit)
-    step = trace_step(config, config.train.micro_batch, precision, on_gpu)
-    compiled = _compiles(subject, stage)
-    run = _run(step, compiled)
-    busy = seconds_by_kind((o for o in run if not o.recomputed), rates)
-    recomputed = sum(rates.seconds(o) for o in run if o.recomputed)
-    computing = sum(busy.values()) + recomputed
-    starts = len(step.operators) * rates.host * (_COMPILED_STARTS if compiled else 1.0) if on_gpu else 0.0
-    engine = len(step.parameters) * _ENGINE_HOST
-    parts = {kind: accumulation * busy[kind] for kind in KINDS if kind in busy}
-    parts[RECOMPUTED] = accumulation * recomputed
+    accumulation, step, compiled, on_gpu = (
+        subject.accumulation,
+        traced_step(subject),
+        _compiles(subject),
+        subject.gpu is not None,
+    )
+    run = fused(step.operators, step.kept) if compiled else step.operators
+    teaching = sum(map(rates.seconds, step.teacher))
+    busy = seconds_by_kind((operator for operator in run if not operator.recomputed), rates)
+    recomputed = sum(rates.seconds(operator) for operator in run if operator.recomputed)
+    forward = sum(rates.seconds(operator) for operator in run if not operator.backward)
+    computing, host = sum(busy.values()) + recomputed + teaching, step.tensors * _ENGINE_HOST
     # A GPU waits for what is longer than its own work; a CPU does one after the other.
-    parts[LAUNCHES] = accumulation * max(0.0, starts + engine - computing) if on_gpu else accumulation * engine
-    parts[OPTIMIZER] = _optimizer_seconds(subject, step, stage, rates)
-    forward = sum(rates.seconds(o) for o in run if not o.backward)
-    # What the CPU delays, it stretches: collectives have that time too.
-    stretch = max(1.0, (starts + engine) / computing) if on_gpu else 1.0
-    links = Links(subject.nodes, subject.gpus_per_node, _link(subject.gpu), options.network)
-    sent = traffic(links, step.parameter_count, stage, accumulation, stretch * forward, stretch * (computing - forward))
-    parts[NETWORKED] = sent.exposed
-    return StepParts(parts, sent, accumulation * sum(o.flops for o in run if not o.recomputed), step, compiled)
+    waiting, stretch = host, 1.0
+    if on_gpu:
+        host += (len(step.operators) * (_COMPILED_STARTS if compiled else 1.0) + len(step.teacher)) * rates.host
+        waiting = max(0.0, host - computing)
+        stretch = max(1.0, host / computing)  # what the CPU delays, it stretches: collectives have that time too
+    links = Links(subject.nodes, subject.gpus_per_node, subject.gpu.link if subject.gpu else CPU_LINK, options.network)
+    sent = traffic(
+        links,
+        step.elements,
+        subject.stage,
+        accumulation,
+        stretch * (forward + teaching),
+        stretch * (computing - forward - teaching),
+    )
+    parts = {kind: accumulation * busy[kind] for kind in KINDS if kind in busy}
+    parts |= {RECOMPUTED: accumulation * recomputed, TEACHER: accumulation * teaching, LAUNCHES: accumulation * waiting}
+    parts |= {OPTIMIZER: _optimizer_seconds(subject, step, rates), NETWORKED: sent.exposed}
+    flops = accumulation * sum(operator.flops for operator in run if not operator.recomputed)
+    return StepParts(parts, sent, flops, compiled)
 
 
-def _run(step: Step, compiled: bool) -> list[Operator]:
-    """The operators as they run."""
-    return fused(step.operators, step.kept) if compiled else step.operators
-
-
-def _compiles(subject: Subject, stage: int) -> bool:
+def _compiles(subject: Subject) -> bool:
     """What ``pipeline.run.compiling`` chooses."""
     asked = subject.config.train.compile
-    return subject.gpu is not None and stage < 3 if asked == "auto" else asked != "off"
+    return subject.gpu is not None and subject.stage < 3 if asked == "auto" else asked != "off"
 
 
-def _link(gpu: Gpu | None) -> float:
-    return gpu.link if gpu else CPU_LINK
-
-
-def _optimizer_seconds(subject: Subject, step: Step, stage: int, rates: Rates) -> float:
+def _optimizer_seconds(subject: Subject, step: TracedStep, rates: Rates) -> float:
     """The update, the gradients' norm, clipping, averages and, with ZeRO, copies between flat shards and weights."""
-    config, count = subject.config, step.parameter_count
+    train, stage, count = subject.config.train, subject.stage, step.elements
     share = count / subject.world_size if stage else count  # of the optimizer's state on this process
-    passes = {"adamw": 7, "lamb": 12, "muon": 8}[config.optim.name]  # numbers read and written for each parameter
-    moved = 4 * passes * share
-    moved += 4 * count * (1 + 2 * bool(config.optim.clip_grad_norm))
-    moved += 4 * 3 * (count if stage < 3 else share) * bool(config.train.ema_decay)
-    moved += 4 * 4 * count * bool(stage)  # into buckets, out of flat shards
-    seconds = moved / rates.copies
-    if config.optim.name == "muon":
-        seconds += product_seconds(_muon_flops(step), "bf16" if subject.gpu and subject.gpu.bf16_flops else "fp32", rates)
+    moved = step.optimizer_passes * share
+    moved += count * (1 + 2 * bool(subject.config.optim.clip_grad_norm))
+    moved += 3 * (count if stage < 3 else share) * bool(train.ema_decay)
+    moved += 4 * count * bool(stage)  # into buckets, out of flat shards
+    seconds = 4 * moved / rates.copies
+    if step.optimizer_flops:
+        seconds += product_seconds(step.optimizer_flops, "bf16" if subject.gpu and subject.gpu.bf16_flops else "fp32", rates)
     return seconds
-
-
-def _muon_flops(step: Step) -> float:
-    """Five rounds of Newton-Schulz on each matrix (Jordan et al., 2024): X Xᵀ, its square, and their product with X."""
-    flops = 0.0
-    for shape in step.parameters:
-        if len(shape) == 2:
-            small, large = sorted(shape)
-            flops += 5 * 2 * (2 * small * small * large + small**3)
-    return flops

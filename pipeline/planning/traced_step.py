@@ -1,135 +1,204 @@
-"""A training step with fake tensors: what is in memory when most is."""
+"""Trace a training step and an evaluation on tensors without values: what is in memory when most is, and what the device runs."""
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 
+from pipeline.checkpoint.trained import read_trained
 from pipeline.config import Config
+from pipeline.errors import UserError
 from pipeline.models import model_of
 from pipeline.models.common.base import VisionModel
-from pipeline.planning.engine_memory import EngineMemory, engine_memory
-from pipeline.planning.gpu_forms import as_on_gpu
-from pipeline.planning.live_memory import PARAMETERS, LiveMemory
-from pipeline.planning.teacher import fake_teacher
+from pipeline.models.common.layers import keep_fake_tables
+from pipeline.planning.engine_memory import EngineMemory, Layout
+from pipeline.planning.forms import forms_of
+from pipeline.planning.trace import PARAMETERS, Operator, Trace
+from pipeline.step.forward import autocast, random_batch
+from pipeline.step.loss import Objective, label_loss
+from pipeline.step.train_step import forward_backward
 
 TEACHER = "teacher"
-AVERAGE, IMAGES, ACTIVATIONS, PHI, BACKWARD = (
+AVERAGE, SWAPPED, IMAGES, ACTIVATIONS, PHI, BACKWARD = (
     "weight average",
+    "weights kept during an evaluation of the average",
     "images",
     "activations",
     "Φp",
     "temporaries of the backward pass",
 )
+_CPU = torch.device("cpu")
+_EVALUATED_BATCHES = 2  # the second finds what the model keeps from batch to batch
 
 
-def step_memory(config: Config, world_size: int, stage: int, accumulation: int, on_gpu: bool, kernels: bool) -> Counter[str]:
-    """Trace one optimizer step, not the first, whose moments are not there yet.
+@dataclass(frozen=True)
+class TracedStep:
+    """A trace.
+
+    Attributes:
+        parts: bytes by name at the moment at which their sum is largest.
+        operators: of one micro-batch in order, forward and then backward; of an evaluation those of a batch.
+        teacher: operators of its forward pass.
+        kept: numbers of the memory that is needed after them: gradients and scores.
+        tensors: parameters that learn.
+        elements: numbers in them.
+        state_elements: numbers that the optimizer keeps, over all processes.
+        optimizer_passes: numbers that the optimizer reads and writes for each of the elements.
+        optimizer_flops: of the matrix products in its step.
+        buffers: bytes of the buffers that a checkpoint has.
+    """
+
+    parts: Counter[str]
+    operators: list[Operator]
+    teacher: list[Operator]
+    kept: set[int]
+    tensors: int
+    elements: int
+    state_elements: int
+    optimizer_passes: float
+    optimizer_flops: float
+    buffers: int
+
+
+def trace_step(config: Config, layout: Layout) -> TracedStep:
+    """Trace one optimizer step, not the first, whose optimizer state is not there yet.
+
+    Of several micro-batches the last is traced, with what the others leave.
 
     Args:
-        config: with ``train.precision`` bf16 or fp32.
-        world_size: number of processes.
-        stage: of ZeRO that the run takes.
-        accumulation: micro-batches per step; the last is traced, with what the others leave.
-        on_gpu: operators as on a GPU, else as on a CPU.
-        kernels: the Triton kernels run there.
+        config: with ``train.precision`` and the micro-batch settled.
+        layout: of the run.
 
-    Returns:
-        Bytes by part at the moment at which their sum is largest.
+    Raises:
+        UserError: the model cannot be built, or does not run without values.
     """
-    train, shape = config.train, config.model
+    train = config.train
     teacher, _ = fake_teacher(config)
-    with fake_run(config, world_size, stage, on_gpu, kernels) as (model, engine, live):
+    taught: list[Operator] = []
+    with _fake_run(config, layout) as (model, engine, trace):
         model.train()
-        average = live.new(held_weights(model, world_size, stage), AVERAGE) if train.ema_decay else None
+        average = trace.new(_held_weights(model, layout), AVERAGE) if train.ema_decay else None
         if teacher:
-            with live.labelled(TEACHER):
+            with trace.labelled(TEACHER):
                 teacher = teacher.to_empty(device="cpu").requires_grad_(False)
-                _decisions(teacher, torch.empty(1, 3, shape.image_size, shape.image_size), train.precision)  # for its tables
-        with _weights_cast_once(stage, train.precision == "bf16"):
-            if accumulation > 1:
-                engine.accumulate()
-            with live.labelled(IMAGES):
-                images = torch.empty(train.micro_batch, 3, shape.image_size, shape.image_size)
-                noise = torch.empty(train.micro_batch, model.noise_per_sample)
+                side = config.model.image_size
+                _teach(teacher, torch.empty(1, 3, side, side), train.precision)  # for its tables
+
+        def forward(images: Tensor, noise: Tensor | None) -> Tensor:
             engine.before_forward()
-            with live.labelled(ACTIVATIONS):
-                scores = scores_of(model, images, noise if model.noise_per_sample else None, train.precision)
-                engine.after_forward()
-                loss = _loss(scores, train.loss)
-                if teacher:
-                    with live.labelled(TEACHER):
-                        decisions = _decisions(teacher, images, train.precision)
-                    loss = loss + F.cross_entropy(scores.float(), decisions)
-            with live.labelled(BACKWARD):
-                run_backward(loss, torch.ones_like(loss))
-            del loss, scores
+            with autocast(_CPU, train.precision):
+                scores: Tensor = model(images, noise)
+            engine.after_forward()
+            trace.keep(scores)
+            return scores
+
+        def teach(images: Tensor) -> Tensor:
+            assert teacher
+            begin = len(trace.operators)
+            with trace.labelled(TEACHER):
+                scores = _teach(teacher, images, train.precision)
+            taught[:], trace.operators[begin:] = trace.operators[begin:], []
+            return scores
+
+        def backward(loss: Tensor) -> None:
+            # Tensor.backward is itself a call that a mode handles, and modes are off inside of their handlers: activation
+            # checkpointing, which calls the model from there, would run other functions.
+            ones = torch.ones_like(loss)
+            with trace.labelled(BACKWARD), trace.recording(backward=True):
+                torch.autograd.Variable._execution_engine.run_backward(
+                    (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+
+        with _weights_cast_once(layout.stage, train.precision == "bf16"):
+            if layout.accumulates:
+                engine.accumulate()
+            with trace.labelled(IMAGES):
+                batch = random_batch(train.micro_batch, config.model, _CPU)
+                noise = torch.empty(train.micro_batch, model.noise_per_sample) if model.noise_per_sample else None
+            objective = Objective(label_loss(train), teach if teacher else None)
+            with trace.labelled(ACTIVATIONS), trace.recording():
+                forward_backward(forward, backward, batch, noise, objective)
             engine.after_backward()
         engine.step()
         del average
-        return +live.peak
+        return _traced(model, engine, trace, taught)
 
 
-@contextmanager
-def fake_run(
-    config: Config, world_size: int, stage: int, on_gpu: bool, kernels: bool
-) -> Iterator[tuple[VisionModel, EngineMemory, LiveMemory]]:
-    """The model with fake parameters, what the engine holds, and the record of it all, while tensors are fake; arguments as of
-    :func:`step_memory`."""
-    model = fake_free_model(config)
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as live, ExitStack() as stack:
-        with live.labelled(PARAMETERS):
-            model = model.to_empty(device="cpu")
-        if on_gpu:
-            stack.enter_context(as_on_gpu(model, stage, kernels))
-        stack.enter_context(_phi_labelled(model, live))
-        yield model, engine_memory(live, model, config.optim, world_size, stage, on_gpu), live
+def trace_evaluation(config: Config, layout: Layout) -> TracedStep:
+    """Trace an evaluation between two steps, of the average's weights where there is one; arguments as of :func:`trace_step`."""
+    side = config.model.image_size
+    with _fake_run(config, layout) as (model, engine, trace):
+        model.eval()
+        copies = []
+        if config.train.ema_decay:
+            copies = [trace.new(_held_weights(model, layout), label) for label in (AVERAGE, SWAPPED)]
+        with torch.no_grad():
+            for _ in range(_EVALUATED_BATCHES):
+                with trace.labelled(IMAGES):
+                    images = torch.empty(config.eval.batch_size, 3, side, side)
+                trace.operators.clear()
+                engine.before_forward()
+                with trace.labelled(ACTIVATIONS), trace.recording():
+                    with autocast(_CPU, config.train.precision):
+                        scores = model(images)
+                    scores = scores.float()
+                engine.after_forward()
+                del images, scores
+        del copies
+        return _traced(model, engine, trace, [])
 
 
-def fake_free_model(config: Config) -> VisionModel:
-    """The run's model without weights, on PyTorch's meta device."""
-    with torch.device("meta"):
-        return model_of(config)
-
-
-def scores_of(model: nn.Module, images: Tensor, noise: Tensor | None, precision: str) -> Tensor:
-    """(B, classes)."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        return model(images) if noise is None else model(images, noise)
-
-
-def run_backward(loss: Tensor, ones: Tensor) -> None:
-    """``loss.backward()``, which is itself a call that a mode handles, and modes are off inside of their handlers: activation
-    checkpointing, which calls the model from there, would then run without autocast."""
-    torch.autograd.Variable._execution_engine.run_backward(
-        (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
+def _traced(model: nn.Module, engine: EngineMemory, trace: Trace, taught: list[Operator]) -> TracedStep:
+    buffers = model.state_dict().keys() - dict(model.named_parameters()).keys()
+    return TracedStep(
+        parts=+trace.peak,
+        operators=trace.operators,
+        teacher=taught,
+        kept=trace.kept,
+        tensors=len(engine.parameters),
+        elements=sum(parameter.numel() for parameter in engine.parameters),
+        state_elements=engine.state_elements,
+        optimizer_passes=engine.optimizer.passes,
+        optimizer_flops=engine.matrix_flops,
+        buffers=sum(model.get_buffer(name).nbytes for name in buffers),
     )
 
 
-@torch.no_grad()
-def _decisions(teacher: nn.Module, images: Tensor, precision: str) -> Tensor:
-    """(B,), the classes of the teacher (:mod:`pipeline.run.teacher`)."""
-    return scores_of(teacher, images, None, precision).argmax(dim=-1)
+@contextmanager
+def _fake_run(config: Config, layout: Layout) -> Iterator[tuple[VisionModel, EngineMemory, Trace]]:
+    """The model with fake parameters, what the engine holds, and the record of it all, while tensors are fake."""
+    with torch.device("meta"):
+        model = model_of(config)
+    with keep_fake_tables(), FakeTensorMode(allow_non_fake_inputs=True), Trace() as trace, ExitStack() as stack:
+        with trace.labelled(PARAMETERS):
+            model = model.to_empty(device="cpu")
+        stack.enter_context(forms_of(trace, model, layout.on_gpu, layout.stage, layout.kernels))
+        stack.enter_context(_phi_labelled(model, trace))
+        engine = EngineMemory(trace, model, config.optim, layout)
+        try:
+            yield model, engine, trace
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            if not config.model.name.startswith("timm:"):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise UserError(
+                f"model.name is {config.model.name}, whose step cannot be planned without values of tensors ({reason})",
+                "measure it instead: pipeline.train with train.max_steps=100, then --measured with its output_dir",
+            ) from None
 
 
-def _loss(scores: Tensor, name: str) -> Tensor:
-    """Of the size of :func:`pipeline.run.loss.mixture_of_two` and of binary cross entropy."""
-    if name == "bce":
-        return F.binary_cross_entropy_with_logits(scores.float(), torch.empty(scores.shape))
-    labels = torch.zeros(len(scores), dtype=torch.long)
-    own, other = (F.cross_entropy(scores.float(), labels, label_smoothing=0.1, reduction="none") for _ in range(2))
-    return (own + other).mean()
-
-
-def held_weights(model: nn.Module, world_size: int, stage: int) -> float:
+def _held_weights(model: nn.Module, layout: Layout) -> float:
     """Elements of the weights that a process holds between steps, and of a copy of them."""
-    return sum(parameter.numel() for parameter in model.parameters()) / (world_size if stage == 3 else 1)
+    return sum(parameter.numel() for parameter in model.parameters()) / (layout.world_size if layout.stage == 3 else 1)
 
 
 @contextmanager
@@ -147,18 +216,69 @@ def _weights_cast_once(stage: int, casts: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _phi_labelled(model: VisionModel, live: LiveMemory) -> Iterator[None]:
+def _phi_labelled(model: VisionModel, trace: Trace) -> Iterator[None]:
+    """Give Φp its label; in an evaluation it is computed once, as in a run: the model keeps no fake tensors."""
     if not model.has_phi:
         yield
         return
     compute = model.log_phi
+    kept: list[Tensor | None] = []
 
     def labelled(grid: tuple[int, int]) -> list[Tensor | None]:
-        with live.labelled(PHI):
-            return compute(grid)
+        with trace.labelled(PHI):
+            maps = kept or compute(grid)
+        if not model.training:
+            kept[:] = maps
+        return maps
 
     model.log_phi = labelled  # type: ignore[method-assign]
     try:
         yield
     finally:
         del model.log_phi
+
+
+def fake_teacher(config: Config) -> tuple[nn.Module | None, str]:
+    """Build the network that teaches (``train.teacher``), in eval mode on PyTorch's meta device.
+
+    Returns:
+        None if there is none, or if it is not at hand; and in the latter case a sentence that says why.
+    """
+    train = config.train
+    if not train.teacher:
+        return None, ""
+    missing = "the teacher is not in the figures:"
+    try:
+        trained = None if train.teacher_weights else _trained_config(train.teacher)
+    except UserError as error:
+        return None, f"{missing} {error}"
+    try:
+        with torch.device("meta"):
+            return (model_of(trained) if trained else _library_network(config)).eval(), ""
+    except ImportError as error:
+        return None, f"{missing} train.teacher is {train.teacher}, but {str(error).splitlines()[0]}"
+    except Exception as error:  # of the library's own code, for a name that it does not have among others
+        return None, f"{missing} {train.teacher} cannot be built ({(str(error).splitlines() or [type(error).__name__])[0]})"
+
+
+@lru_cache(maxsize=8)
+def _trained_config(source: str) -> Config:
+    return read_trained(Path(source)).config
+
+
+def _library_network(config: Config) -> nn.Module:
+    """As :mod:`pipeline.run.teacher` builds it, whose normalization of a batch is left out."""
+    assert config.train.teacher
+    library, _, name = config.train.teacher.partition(":")
+    module = importlib.import_module(library)
+    if library == "torchvision":
+        return module.models.get_model(name, weights=None, num_classes=config.model.num_classes)
+    return module.create_model(name, pretrained=False, num_classes=config.model.num_classes)
+
+
+@torch.no_grad()
+def _teach(teacher: nn.Module, images: Tensor, precision: str) -> Tensor:
+    """(B, classes)."""
+    with autocast(_CPU, precision):
+        scores: Tensor = teacher(images)
+    return scores

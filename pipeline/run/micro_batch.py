@@ -27,8 +27,7 @@ from pipeline.errors import UserError
 from pipeline.hardware import DEFAULT_GPU, gpu_named, memory_gib
 from pipeline.logs.run_files import AUTO_REASON, earlier_starts
 from pipeline.optim.build import optimizer_description, parameter_groups
-from pipeline.planning.memory import largest_micro_batch, plan_memory
-from pipeline.planning.subject import Subject
+from pipeline.planning.memory import Subject, largest_micro_batch, plan_memory
 from pipeline.run.building import build_model, say
 from pipeline.run.folder import config_hash
 from pipeline.run.teacher import load_teacher

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.kernels import fused, peripheral, peripheral_attention
-from pipeline.kernels.plain import biased_attention
+from pipeline.kernels.peripheral import biased_attention
 from pipeline.models import create_model, flops, load_reference_state_dict
 from pipeline.models.common.vit import SelfAttention
 from pipeline.models.convit import PositionalSelfAttention, relative_positions

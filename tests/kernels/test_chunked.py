@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.kernels import chunked
 from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
-from pipeline.kernels.plain import biased_attention
+from pipeline.kernels.peripheral import biased_attention
 from pipeline.models.common.vit import merge_heads, packed_attention, split_heads
 
 

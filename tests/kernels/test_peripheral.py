@@ -53,7 +53,7 @@ def test_a_gpu_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not peripheral.uses_triton(q)
     monkeypatch.setattr(peripheral, "_ASKED", peripheral.TRITON)
     with pytest.raises(
-        UserError, match="PERVIT_ATTENTION=triton asks for the Triton kernels .* but PyTorch has no NVIDIA GPU here: "
+        UserError, match="PERVIT_ATTENTION=triton requires the Triton kernels .* but PyTorch has no NVIDIA GPU here: "
     ):
         peripheral.uses_triton(q)
 
@@ -80,12 +80,12 @@ except UserError as error:
         ({"PERVIT_ATTENTION": "triton"}, "1.0"),  # is for GPUs: a training counts a model's FLOPs on the CPU
         (
             {"TRITON_INTERPRET": "1"},
-            "TRITON_INTERPRET asks for the Triton kernels of attention, but triton is not installed: "
+            "TRITON_INTERPRET requires the Triton kernels of attention, but triton is not installed: "
             "pip install --no-deps -c constraints.txt triton.",
         ),
         (
             {"PERVIT_ATTENTION": "fast"},
-            "PERVIT_ATTENTION is 'fast' in the environment, not auto, triton or plain: set it to one of these.",
+            "PERVIT_ATTENTION must be auto, triton or plain, got 'fast': set the environment variable to one of these.",
         ),
     ],
     ids=["nothing set", "plain", "triton on a CPU", "interpreter", "unknown"],

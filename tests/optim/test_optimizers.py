@@ -22,7 +22,7 @@ from pipeline.models.common.base import Switches, VisionModel
 from pipeline.optim.build import build_optimizer, describe, parameter_groups
 from pipeline.optim.description import MATRICES
 from pipeline.optim.muon import MuonAdamW
-from pipeline.planning.live_memory import LiveMemory
+from pipeline.planning.trace import Trace
 from support.ranks import run_forked
 
 STEPS = 20
@@ -258,6 +258,6 @@ def test_muon_keeps_its_momentum_alone() -> None:
     group = {"params": [matrix], "names": ["matrix"], "weight_decay": 0.1, MATRICES: True}
     optimizer = MuonAdamW([group], lr=0.1, momentum=0.95, betas=(0.9, 0.999), eps=1e-8)
     matrix.grad = torch.randn_like(matrix)
-    with LiveMemory() as live:
+    with Trace() as live:
         optimizer.step()
         assert 2 * matrix.nbytes <= live.total < 2.1 * matrix.nbytes  # the matrix and its momentum

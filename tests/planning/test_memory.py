@@ -15,11 +15,9 @@ from pipeline.models import create_model
 from pipeline.models.weights.exported import Description, write_exported
 from pipeline.optim.engine import deepspeed_config
 from pipeline.planning import engine_memory
-from pipeline.planning.advice import changes
-from pipeline.planning.memory import Memory, largest_micro_batch, plan_memory
-from pipeline.planning.subject import Subject
-from pipeline.planning.traced_evaluation import SWAPPED
-from pipeline.planning.traced_step import ACTIVATIONS, TEACHER
+from pipeline.planning.memory import Memory, Subject, largest_micro_batch, plan_memory, traced_step
+from pipeline.planning.page import changes
+from pipeline.planning.traced_step import ACTIVATIONS, SWAPPED, TEACHER
 from support.launching import REPOSITORY
 
 SMALL = [
@@ -82,7 +80,7 @@ def test_each_stage_shares_out_more() -> None:
 
 
 def test_one_process_runs_stage_zero() -> None:
-    assert plan_memory(subject("train.zero_stage=3", gpus=1)).stage == 0
+    assert subject("train.zero_stage=3", gpus=1).stage == 0
 
 
 def test_optimizers_and_the_average_take_what_they_keep() -> None:
@@ -118,6 +116,8 @@ def test_a_teacher_is_in_memory_beside_its_student(tmp_path: Path) -> None:
     student, taught, lost = (
         plan_memory(subject(*more, gpus=1)) for more in ((), (f"train.teacher={file}",), ("train.teacher=nowhere",))
     )
+    operators = [traced_step(subject(*more, gpus=1)).teacher for more in ((), (f"train.teacher={file}",))]
+    assert not operators[0] and {operator.backward for operator in operators[1]} == {False}
     weights = 4 * sum(parameter.numel() for parameter in network.parameters())
     assert weights < taught.parts[TEACHER] < 1.25 * weights
     assert taught.total - student.total >= weights
@@ -131,7 +131,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
         limit = plan_memory(subject(), kept).total
         assert largest_micro_batch(subject(gpu=gpu_of(limit))) == kept
     assert largest_micro_batch(subject(gpu=gpu_of(2**20))) == 0
-    assert plan_memory(subject(), 24).accumulation == 2
+    assert subject("train.micro_batch_size=24").accumulation == 2
 
 
 def test_a_size_that_cannot_be_had_is_refused() -> None:
@@ -156,7 +156,7 @@ def test_advice_is_a_plan_of_its_own() -> None:
 
 def test_its_settings_are_those_of_the_engine() -> None:
     settings = deepspeed_config(load_config("pervit_t", SMALL), 2)["zero_optimization"]
-    assert settings["reduce_bucket_size"] == engine_memory.BUCKET
+    assert settings["reduce_bucket_size"] == engine_memory.REDUCE_BUCKET
     assert settings["overlap_comm"]  # two buffers
 
 

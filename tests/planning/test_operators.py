@@ -8,25 +8,33 @@ import pytest
 import torch
 
 from pipeline.config import Config, load_config
+from pipeline.hardware import GPUS
 from pipeline.models import flops
-from pipeline.planning.operators import ATTENTION, MAP, NARROW, PRODUCT, trace_step
+from pipeline.planning.memory import Subject, traced_evaluation, traced_step
+from pipeline.planning.trace import ATTENTION, MAP, NARROW, PRODUCT
+from pipeline.planning.traced_step import TracedStep
 
 BATCH = 4
 
 
 def config(name: str, *overrides: str) -> Config:
     sizes = [f"train.micro_batch_size={BATCH}", f"train.global_batch_size={BATCH}", "augment.mixup=0", "augment.cutmix=0"]
-    return load_config("configs/pervit_t.yaml", [f"model.name={name}", *sizes, *overrides])
+    return load_config("configs/pervit_t.yaml", [f"model.name={name}", f"eval.batch_size={BATCH}", *sizes, *overrides])
+
+
+def step_of(name: str, precision: str, *overrides: str, on_gpu: bool) -> TracedStep:
+    run = config(name, f"train.precision={precision}", *overrides)
+    return traced_step(Subject(run, 1, 1, GPUS["a100-80g"] if on_gpu else None))
 
 
 @pytest.mark.parametrize("name", ["pervit_t", "deit_t"])
 def test_a_forward_pass_has_the_operations_that_fvcore_counts(name: str) -> None:
     """Guards against a count by the wrong shapes, and against operators that are missed. fvcore counts biases and norms besides."""
     counted = flops.count(name)
-    step = trace_step(config(name), BATCH, "fp32", on_gpu=False)
+    step = step_of(name, "fp32", on_gpu=False)
     forward = sum(o.flops for o in step.operators if not o.backward)
     assert forward == pytest.approx(2e9 * (BATCH * counted.gmacs + counted.gmacs_phi), rel=0.03)  # Φp once for the batch
-    assert step.parameter_count == counted.params
+    assert step.elements == counted.params
     backward = sum(o.flops for o in step.operators if o.backward)
     assert 1.9 < backward / forward < 2.1
 
@@ -34,8 +42,7 @@ def test_a_forward_pass_has_the_operations_that_fvcore_counts(name: str) -> None
 def test_activation_checkpointing_repeats_the_blocks() -> None:
     """Guards against a plan to which activation checkpointing costs nothing, or to which the stem is computed twice."""
     plain, checkpointed = (
-        trace_step(config("deit_t", f"train.activation_checkpointing={on}"), BATCH, "bf16", on_gpu=True)
-        for on in ("false", "true")
+        step_of("deit_t", "bf16", f"train.activation_checkpointing={on}", on_gpu=True) for on in ("false", "true")
     )
     again = [o for o in checkpointed.operators if o.recomputed]
     assert not any(o.recomputed for o in plain.operators)
@@ -50,28 +57,25 @@ def test_activation_checkpointing_repeats_the_blocks() -> None:
 def test_autocast_casts_what_cuda_casts() -> None:
     """Guards against a plan in another precision: products in bf16, norms in float32 on a GPU alone, Φp in float32."""
     for on_gpu, norms in ((True, torch.float32), (False, torch.bfloat16)):
-        step = trace_step(config("pervit_t"), BATCH, "bf16", on_gpu=on_gpu)
+        step = step_of("pervit_t", "bf16", on_gpu=on_gpu)
         kinds = {(o.name, o.dtype) for o in step.operators}
         assert ("addmm", torch.bfloat16) in kinds and ("addmm", torch.float32) not in kinds
         assert ("attention", torch.bfloat16) in kinds
         assert ("convolution", torch.float32) in kinds, "of Φp"
         dtypes = {o.dtype for o in step.operators if o.name == "native_layer_norm"}
         assert norms in dtypes
-    assert torch.autocast is torch.amp.autocast_mode.autocast, "left as it was"
 
 
 def test_phi_is_one_network_on_a_gpu() -> None:
     """Guards against the operators of the other device's form."""
-    gpu, cpu = (
-        Counter(o.kind for o in trace_step(config("pervit_t"), BATCH, "fp32", on_gpu=on).operators) for on in (True, False)
-    )
+    gpu, cpu = (Counter(o.kind for o in step_of("pervit_t", "fp32", on_gpu=on).operators) for on in (True, False))
     assert gpu[NARROW] < cpu[NARROW]
     assert gpu[ATTENTION] == cpu[ATTENTION] == 24
 
 
 def test_bytes_are_those_of_the_tensors() -> None:
     """Guards against views and expanded tensors that are counted as memory."""
-    step = trace_step(config("deit_t"), BATCH, "fp32", on_gpu=True)
+    step = step_of("deit_t", "fp32", on_gpu=True)
     gelu = next(o for o in step.operators if o.name == "gelu")
     tokens, hidden = 197, 768
     assert gelu.kind == MAP and gelu.flops == 0
@@ -81,5 +85,5 @@ def test_bytes_are_those_of_the_tensors() -> None:
 
 def test_an_evaluation_has_no_backward_pass() -> None:
     """Guards against evaluations that are planned as training."""
-    step = trace_step(config("deit_t"), BATCH, "bf16", on_gpu=True, learn=False)
+    step = traced_evaluation(Subject(config("deit_t", "train.precision=bf16"), 1, 1, GPUS["a100-80g"]))
     assert not any(o.backward for o in step.operators)

@@ -35,8 +35,8 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "sentence"),
     [
         ([*PLAN, "--gpu", "k80"], "error: --gpu must be one of v100-32g,"),
-        ([*PLAN, "--nodes", "0"], "error: --nodes is 0, 1 or more needed: correct it."),
-        ([*PLAN, "--gpus-per-node", "-1"], "error: --gpus-per-node is -1, 1 or more needed: correct it."),
+        ([*PLAN, "--nodes", "0"], "error: --nodes must be at least 1, got 0: correct it."),
+        ([*PLAN, "--gpus-per-node", "-1"], "error: --gpus-per-node must be at least 1, got -1: correct it."),
         (["--config", "pervit_xxl"], "error: config pervit_xxl does not exist"),
         (
             [*PLAN, "--micro-batch", "96"],
@@ -44,7 +44,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         ),
         (
             [*PLAN, "--micro-batch", "64", "train.micro_batch_size=32"],
-            "error: --micro-batch 64 and train.micro_batch_size=32 are both there, one needed",
+            "error: --micro-batch cannot stand beside train.micro_batch_size=32, got --micro-batch 64: remove one of them",
         ),
         ([*PLAN, "--micro-batch", "0"], "error: override 'train.micro_batch_size=0'"),
         ([*PLAN, "--json", "/nowhere/plan.json"], "error: "),

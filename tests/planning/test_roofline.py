@@ -11,8 +11,8 @@ import torch
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS
 from pipeline.planning.machine import CpuRates, measure_cpu
-from pipeline.planning.operators import MAP, PRODUCT, Operator
 from pipeline.planning.roofline import GpuRates, fused, seconds_by_kind
+from pipeline.planning.trace import MAP, PRODUCT, Operator
 
 GPU = GPUS["a100-80g"]
 MB = 10**6
@@ -36,7 +36,9 @@ def test_the_slower_of_computing_and_moving_counts() -> None:
 
 def test_bf16_on_a_gpu_without_it_is_refused() -> None:
     """Guards against a plan at rates that do not exist."""
-    with pytest.raises(UserError, match="train.precision is bf16, but v100-32g has no bf16: set train.precision=fp32"):
+    with pytest.raises(
+        UserError, match="train.precision=bf16 requires a GPU with bf16, got v100-32g: set train.precision=fp32"
+    ):
         GpuRates(GPUS["v100-32g"]).seconds(one("mm", {}, {}, PRODUCT, 1e9))
 
 

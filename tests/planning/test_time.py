@@ -15,15 +15,14 @@ from pipeline.checkpoint.overview import read_manifests
 from pipeline.config import Config, config_to_yaml, load_config
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS, gpu_of_driver
-from pipeline.planning import time_rows
-from pipeline.planning.loader_need import measure_loader
+from pipeline.planning import page
+from pipeline.planning.length import count_images, plan_checkpoints
+from pipeline.planning.machine import measure_loader
 from pipeline.planning.measured import Measured, difference, read_measured
-from pipeline.planning.operators import CONVOLUTION, KINDS, NARROW, trace_step
+from pipeline.planning.memory import Subject, traced_step
 from pipeline.planning.roofline import GpuRates
-from pipeline.planning.schedule import Options, count_images
-from pipeline.planning.storage import plan_checkpoints
-from pipeline.planning.subject import Subject
-from pipeline.planning.time import NETWORKED, OPTIMIZER, RECOMPUTED, Time, plan_time
+from pipeline.planning.time import NETWORKED, OPTIMIZER, RECOMPUTED, Options, Time, plan_time
+from pipeline.planning.trace import CONVOLUTION, KINDS, NARROW
 from support.ranks import run_forked
 from support.runs import step_rows, write_small_config
 
@@ -36,8 +35,8 @@ def subject(*overrides: str, nodes: int = 1, gpus: int = 2) -> Subject:
     return Subject(load_config("configs/pervit_t.yaml", [*small, *overrides]), nodes, gpus, GPU)
 
 
-def planned(run: Subject, stage: int = 1, options: Options | None = None, measured: Measured | None = None) -> Time:
-    return plan_time(run, "bf16", stage, GpuRates(GPU), count_images(run.config, None), options, measured=measured)
+def planned(run: Subject, options: Options | None = None, measured: Measured | None = None) -> Time:
+    return plan_time(run, GpuRates(GPU), count_images(run.config, None), options, measured=measured)
 
 
 def earlier(run: Subject, step_seconds: float, **facts: object) -> Measured:
@@ -70,7 +69,7 @@ def test_a_step_has_its_parts() -> None:
     )
     assert again.flops == four.flops, "model FLOPs have no recomputation"
     assert four.images_per_second == pytest.approx(1024 / sum(four.parts.values()))
-    assert NETWORKED not in planned(subject(gpus=1), stage=0).parts
+    assert NETWORKED not in planned(subject(gpus=1)).parts
 
 
 def test_hours_and_what_they_cost() -> None:
@@ -82,10 +81,10 @@ def test_hours_and_what_they_cost() -> None:
     assert time.gpu_hours == 2 * time.hours and time.cost == 2.0 * time.gpu_hours
     twice = planned(subject("train.epochs=30", "train.ema_decay=0.999"))
     assert twice.evaluation_seconds == 2 * time.evaluation_seconds
-    text = "\n".join(value for _, rows in time_rows.sections(time) for _, value in rows)
+    text = "\n".join(value for _, rows in page.time_sections(time) for _, value in rows)
     assert "at 2 per GPU hour" in text and "ImageNet-1k" in text
-    unknown = plan_time(subject("model.num_classes=17"), "bf16", 1, GpuRates(GPU), None)
-    assert time_rows.figures(unknown)["hours"] is None and time_rows.figures(unknown)["step_seconds"] is not None
+    unknown = plan_time(subject("model.num_classes=17"), GpuRates(GPU), None)
+    assert unknown.hours is None and unknown.step_seconds > 0
 
 
 def test_a_measured_run_replaces_the_model() -> None:
@@ -95,7 +94,7 @@ def test_a_measured_run_replaces_the_model() -> None:
     same = planned(run, measured=earlier(run, 3 * model.step_seconds, evaluation_seconds=7.0, start_seconds=11.0))
     assert same.step_seconds == pytest.approx(3 * model.step_seconds)
     assert same.evaluation_seconds == 7.0 and same.start_seconds == 11.0
-    assert "3.00 times what the rates give" in "".join(value for _, rows in time_rows.sections(same) for _, value in rows)
+    assert "3.00 times what the rates give" in "".join(value for _, rows in page.time_sections(same) for _, value in rows)
     wider = subject(gpus=8)
     assert planned(wider, measured=earlier(run, 3 * model.step_seconds)).step_seconds == pytest.approx(
         3 * planned(wider).step_seconds
@@ -106,13 +105,13 @@ def test_a_run_of_something_else_measures_nothing() -> None:
     """Guards against the pace of another model, precision or GPU."""
     run = subject()
     good = earlier(run, 1.0)
-    assert difference(good, run, "bf16") is None
+    assert difference(good, run) is None
     other = replace(good, config=subject("model.image_size=32").config)
-    assert difference(other, run, "bf16") == "its model.image_size is 32, not 64"
+    assert difference(other, run) == "its model.image_size is 32, not 64"
     single = replace(good, config=subject("train.precision=fp32").config)
-    assert difference(single, run, "bf16") == "its train.precision is fp32, not bf16"
-    assert difference(replace(good, device="cpu"), run, "bf16") == "it ran on cpu, and the plan is for a100-80g"
-    assert difference(good, replace(run, gpu=None), "bf16") == "it ran on NVIDIA A100-SXM4-80GB, and the plan is for CPUs"
+    assert difference(single, run) == "its train.precision is fp32, not bf16"
+    assert difference(replace(good, device="cpu"), run) == "it ran on cpu, and the plan is for a100-80g"
+    assert difference(good, replace(run, gpu=None)) == "it ran on NVIDIA A100-SXM4-80GB, and the plan is for CPUs"
     names = {
         "NVIDIA H100 80GB HBM3": "h100",
         "NVIDIA H100 PCIe": "h100pcie",
@@ -130,11 +129,11 @@ def test_optimizers_differ() -> None:
     adamw, lamb, muon = (subject(f"optim.name={name}") for name in ("adamw", "lamb", "muon"))
     seconds = [planned(each).parts[OPTIMIZER] for each in (adamw, lamb, muon)]
     assert seconds[0] < seconds[1] < seconds[2]
-    step = trace_step(adamw.config, 2, "bf16", on_gpu=True)
+    step = traced_step(adamw)
     length = planned(adamw).length
     assert length
-    sizes = [plan_checkpoints(each.config, step, length, 2).size for each in (adamw, muon)]
-    assert sizes[1] < sizes[0] == pytest.approx(12 * step.parameter_count, rel=1e-3)
+    sizes = [plan_checkpoints(run.config, traced_step(run), length, 2).size for run in (adamw, muon)]
+    assert sizes[1] < sizes[0] == pytest.approx(12 * step.elements, rel=1e-3)
 
 
 def test_the_loader_is_measured_on_the_shards(digits_shards: Path, tmp_path: Path) -> None:
@@ -170,7 +169,7 @@ def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> 
     assert measured.start_seconds and measured.start_seconds > 0
     run = Subject(config, 1, 1, None)
     rates_of_a_gpu = GpuRates(GPU)  # the ratio makes up for any rates
-    time = plan_time(run, "fp32", 0, rates_of_a_gpu, count_images(config, None), measured=measured)
+    time = plan_time(run, rates_of_a_gpu, count_images(config, None), measured=measured)
     assert time.step_seconds == pytest.approx(
         measured.step_seconds, rel=0.01
     )  # a model's tables are computed in its first pass alone
@@ -179,30 +178,30 @@ def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> 
     assert not isinstance(manifest, UserError) and time.checkpoints
     assert time.checkpoints.size == pytest.approx(sum(file.bytes for file in manifest.files), rel=0.05)
 
-    said, passed_over = plan.earlier_run(None, run, "fp32")
+    said, passed_over = plan.earlier_run(None, run)
     assert said and said.source == str(folder) and passed_over is None
     on_gpu = replace(run, gpu=GPU)
-    assert plan.earlier_run(None, on_gpu, "fp32")[0] is None
+    assert plan.earlier_run(None, on_gpu)[0] is None
     with pytest.raises(
-        UserError, match=f"--measured {folder} is no measure of this plan, it ran on .*, and the plan is for a100-80g"
+        UserError, match=f"--measured must be a run like this plan, got {folder}: it ran on .*, and the plan is for a100-80g"
     ):
-        plan.earlier_run(folder, on_gpu, "fp32")
+        plan.earlier_run(folder, on_gpu)
     with pytest.raises(UserError, match="does not exist"):
-        plan.earlier_run(tmp_path / "none", run, "fp32")
+        plan.earlier_run(tmp_path / "none", run)
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="must have at least 5 training steps, got 0"):
-        plan.earlier_run(folder, run, "fp32")
-    assert "5 training steps, got 0" in (plan.earlier_run(None, run, "fp32")[1] or "")
+        plan.earlier_run(folder, run)
+    assert "5 training steps, got 0" in (plan.earlier_run(None, run)[1] or "")
 
 
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["--time-limit", "soon"], "--time-limit is 'soon', a time in Slurm's form needed: write it as sbatch takes it"),
-        (["--price", "-1"], "--price is -1, a price of 0 or more needed"),
-        (["--network", "0"], "--network is 0, GB/s above 0 needed"),
+        (["--time-limit", "soon"], "--time-limit must be a time in Slurm's form, got 'soon': write it as sbatch takes it"),
+        (["--price", "-1"], "--price must be at least 0, got -1"),
+        (["--network", "0"], "--network must be positive, in GB/s, got 0"),
         (["--measured", "nowhere"], "nowhere does not exist"),
-        (["--data", "nowhere"], "--data nowhere is no folder, a shard set needed: pass"),
+        (["--data", "nowhere"], "--data must be a shard set, got nowhere, which is not a directory: pass"),
     ],
 )
 def test_bad_arguments_are_one_sentence(arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.planning.time_rows import size
+from pipeline.planning.page import size
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,7 @@ import re, resource, sys
 from pathlib import Path
 from pipeline.config import load_config
 from pipeline.distributed.world import init_world
-from pipeline.planning.memory import largest_micro_batch
-from pipeline.planning.subject import Subject
+from pipeline.planning.memory import Subject, largest_micro_batch
 from pipeline.run.micro_batch import choose_micro_batch, try_step
 world, config = init_world(), load_config(sys.argv[1])
 largest_micro_batch(Subject(config.with_values({"train.micro_batch_size": 1}), 1, 1, None))  # now libraries have their threads and memory

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import peripheral_attention
-from pipeline.kernels.plain import biased_attention
+from pipeline.kernels.peripheral import biased_attention
 
 
 def random_case(batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
@@ -104,6 +105,8 @@ else:
 Table = TypeVar("Table", bound=Callable[..., Tensor])
 _SIZES = 16  # tables of a function that are kept: a model has a handful of grids and windows
 _tables: list[Callable[..., Tensor]] = []
+_caches: list[Callable[[], None]] = []  # what empties the cache of each table
+_keeps_fakes = False
 
 
 def constant_table(compute: Table) -> Table:
@@ -121,12 +124,28 @@ def constant_table(compute: Table) -> Table:
     @wraps(compute)
     def table(*arguments: object, **named: object) -> Tensor:
         found = computed(*arguments, **named)
-        if type(found) is not Tensor:
+        if type(found) is not Tensor and not _keeps_fakes:
             computed.cache_clear()
         return found
 
     _tables.append(table)
+    _caches.append(computed.cache_clear)
     return table  # type: ignore[return-value]  # the signature of compute
+
+
+@contextmanager
+def keep_fake_tables() -> Iterator[None]:
+    """In the block, fake tensors are kept too, so that a trace of a step computes each table once, as a run does."""
+    global _keeps_fakes
+    try:
+        for empty in _caches:
+            empty()
+        _keeps_fakes = True
+        yield
+    finally:
+        _keeps_fakes = False
+        for empty in _caches:
+            empty()
 
 
 def compile_tables_as_constants() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from pipeline.errors import UserError
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.common.probe import recorded
-from pipeline.models.flops import count_at
+from pipeline.models.flops import count
 from pipeline.models.lsat.blocks import GroupedAttention
 from pipeline.models.lsat.model import LSAT, LSATLayout, LSATSwitches
 from pipeline.models.lsat.shifts import SHIFTS_32, SHIFTS_224, pad_circularly, roll, translate
@@ -103,7 +103,7 @@ def test_the_switches_have_the_parameters_of_table_5(switches: dict, millions: f
 
 def test_multiply_accumulates_are_those_of_the_authors_code() -> None:
     """Guards against local attention that pays for all pairs of variants, or goes uncounted."""
-    assert count_at("lsat_t_224").gmacs == pytest.approx(3.635, abs=2e-3)
+    assert count("lsat_t_224").gmacs == pytest.approx(3.635, abs=2e-3)
 
 
 def test_reference_loading_is_strict_in_both_directions() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from pipeline.errors import UserError
-from pipeline.kernels.plain import biased_attention
+from pipeline.kernels.peripheral import biased_attention
 from pipeline.models import create_model, list_models, load_reference_state_dict
 from pipeline.models.pervit.position import position_distances
 from support.golden import RULES, Golden, assert_close, make_input

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.planning.live_memory import PARAMETERS, WEIGHT_COPIES, LiveMemory
+from pipeline.planning.trace import PARAMETERS, WEIGHT_COPIES, Trace
 
 
 def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:
     """Guards against views that are counted again, and against temporaries that are kept or missed."""
-    with FakeTensorMode(), LiveMemory() as live:
+    with FakeTensorMode(), Trace() as live:
         with live.labelled("a"):
             whole = torch.empty(1000)
         view = whole[:10].view(2, 5)
@@ -27,7 +27,7 @@ def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:
 
 def test_a_backward_pass_frees_what_it_has_used() -> None:
     """Guards against a count in which saved tensors outlive their use."""
-    with FakeTensorMode(), LiveMemory() as live:
+    with FakeTensorMode(), Trace() as live:
         with live.labelled(PARAMETERS):
             weight = torch.nn.Parameter(torch.empty(64, 64))
         with live.labelled("activations"):
@@ -40,7 +40,7 @@ def test_a_backward_pass_frees_what_it_has_used() -> None:
 
 
 def test_autocasts_copies_of_weights_have_their_own_label() -> None:
-    with FakeTensorMode(), LiveMemory() as live:
+    with FakeTensorMode(), Trace() as live:
         with live.labelled(PARAMETERS):
             layer = torch.nn.Linear(16, 16, bias=False)
         with torch.autocast("cpu", torch.bfloat16):

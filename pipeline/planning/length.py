@@ -1,4 +1,4 @@
-"""The length of a run: images, steps, evaluations; hours, Slurm jobs, GPU hours and money."""
+"""Find the length of a run: its images, steps, evaluations, checkpoints, and the Slurm jobs that it takes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.config import Config
 from pipeline.data.manifest import MANIFEST, SplitInfo
@@ -13,8 +14,10 @@ from pipeline.data.samples import Mixture
 from pipeline.data.schedule import make_schedule
 from pipeline.data.shards import open_files
 from pipeline.errors import UserError
-from pipeline.planning.network import NETWORK
 from pipeline.stores.place import Place, parse_place
+
+if TYPE_CHECKING:
+    from pipeline.planning.traced_step import TracedStep
 
 # Images of the train and the val split by the number of classes, for a plan without shards.
 _KNOWN_SETS = {
@@ -26,23 +29,8 @@ _KNOWN_SETS = {
 SPLITS = ("train", "val")
 SIGNAL_SECONDS = 300  # of a job's end that the job scripts keep for the last checkpoint (--signal=USR1@300)
 _DAY, _HOUR, _MINUTE = 86400, 3600, 60
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a plan takes from its command line, beside the run itself.
-
-    Attributes:
-        time_limit: of a Slurm job, in seconds; None: no number of jobs.
-        price: of an hour of a GPU; None: no sum.
-        network: bytes per second between a node and the others.
-        data: shard set on which the loader is measured; None: it is not.
-    """
-
-    time_limit: float | None = None
-    price: float | None = None
-    network: float = NETWORK
-    data: Place | None = None
+_FLOAT = 4  # bytes
+_HOLD_UP_RATE = 5e9  # bytes per second of the copy to the CPU's memory for which a save holds up the training; an assumption
 
 
 @dataclass(frozen=True)
@@ -71,7 +59,8 @@ def count_images(config: Config, data: Place | None) -> Images | None:
     place = parse_place(data or config.data.path)
     if data and isinstance(place, Path) and not place.is_dir():
         raise UserError(
-            f"--data {data} is no folder, a shard set needed", "pass the folder that data_prep.shard_imagenet wrote"
+            f"--data must be a shard set, got {data}, which is not a directory",
+            "pass the folder that data_prep.shard_imagenet wrote",
         )
     if data or not isinstance(place, Path) or place.is_dir():
         try:
@@ -89,10 +78,10 @@ def count_images(config: Config, data: Place | None) -> Images | None:
 def _of_shards(config: Config, place: Place) -> Images:
     """Those of a set in a folder or a store, and in an epoch of the training those that ``data.mix`` adds."""
     train, val = (_split_of(place, split, config.model.num_classes) for split in SPLITS)
-    further = {folder: _split_of(parse_place(folder), SPLITS[0]) for folder in config.data.mix}
-    sizes = (train.samples, *(each.samples for each in further.values()))
+    mixed = [_split_of(parse_place(folder), SPLITS[0]) for folder in config.data.mix]
+    sizes = (train.samples, *(split.samples for split in mixed))
     mixture = Mixture(sizes, (1.0, *config.data.mix.values()))
-    source = f"{place} and {len(further)} more of data.mix" if further else str(place)
+    source = f"{place} and {len(mixed)} more of data.mix" if mixed else str(place)
     return Images(mixture.images, val.samples, train.source.get("subset", 1.0), source)
 
 
@@ -100,11 +89,14 @@ def _split_of(place: Place, split: str, classes: int | None = None) -> SplitInfo
     manifest = open_files(place, split).manifest()
     if classes is not None and len(manifest.classes) != classes:
         raise UserError(
-            f"model.num_classes is {classes}, but {place} has {len(manifest.classes)} classes",
+            f"model.num_classes must be the {len(manifest.classes)} classes of {place}, got {classes}",
             f"set model.num_classes={len(manifest.classes)}, or pass other shards",
         )
     if split not in manifest.splits:
-        raise UserError(f"{place / MANIFEST} has no split {split!r}, {' and '.join(SPLITS)} needed", "pass a whole shard set")
+        raise UserError(
+            f"{place / MANIFEST} must have the splits {' and '.join(SPLITS)}, got {', '.join(manifest.splits) or 'none'}",
+            "pass a whole shard set",
+        )
     return manifest.splits[split]
 
 
@@ -146,19 +138,16 @@ def parse_time_limit(text: str) -> float:
     remedy = "write it as sbatch takes it, such as 24:00:00 or 3-00:00:00"
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if not found:
-        raise UserError(f"--time-limit is {text!r}, a time in Slurm's form needed", remedy)
+        raise UserError(f"--time-limit must be a time in Slurm's form, got {text!r}", remedy)
     days, *given = found.groups()
     numbers = [int(part) for part in given if part is not None]
-    if days is not None:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:
-        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    from_hours = days is not None or len(numbers) == 3
+    hours, minutes, seconds = ((*numbers, 0, 0) if from_hours else (0, *numbers, 0))[:3]
     total = int(days or 0) * _DAY + hours * _HOUR + minutes * _MINUTE + seconds
     if total <= 2 * SIGNAL_SECONDS:
         raise UserError(
-            f"--time-limit is {text!r}, {total} seconds, of which the job scripts keep {SIGNAL_SECONDS} for the last checkpoint",
+            f"--time-limit must be longer than {2 * SIGNAL_SECONDS} seconds, of which the job scripts keep {SIGNAL_SECONDS} for the last "
+            f"checkpoint, got {text!r}, {total} seconds",
             remedy,
         )
     return float(total)
@@ -168,5 +157,41 @@ def jobs_within(seconds: float, limit: float, start: float) -> int:
     """Slurm jobs, each with its start, that a run of so many seconds takes at a time limit. Raises UserError: nothing is left to train."""
     usable = limit - SIGNAL_SECONDS - start
     if usable <= 0:
-        raise UserError(f"--time-limit is {limit:.0f} seconds, and a start takes {start:.0f} of them", "raise it")
+        raise UserError(
+            f"--time-limit must leave time to train after a start of {start:.0f} seconds, got {limit:.0f} seconds", "raise it"
+        )
     return max(1, math.ceil(seconds / usable))
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Sizes in bytes.
+
+    Attributes:
+        size: of one checkpoint, the parts of all processes together.
+        part: of one process.
+        kept: that lie on the disk at the end, the best one included.
+        regular: written over the whole run by ``checkpoint.every_steps``, and at its end.
+        written: at most: an evaluation that is the best so far adds one.
+    """
+
+    size: int
+    part: int
+    kept: int
+    regular: int
+    written: int
+
+    @property
+    def hold_up(self) -> float:
+        """Seconds for which a save holds up the training: one copy in memory; writing goes on beside it."""
+        return self.part / _HOLD_UP_RATE
+
+
+def plan_checkpoints(config: Config, step: TracedStep, length: Length, world_size: int) -> Checkpoints:
+    """Plan the run's checkpoints: weights, averages and the optimizer's state in float32, and buffers."""
+    chosen = config.checkpoint
+    size = _FLOAT * (step.elements * (1 + bool(config.train.ema_decay)) + step.state_elements) + step.buffers
+    by_multiple = length.steps // chosen.keep_every_steps if chosen.keep_every_steps else 0
+    kept = min(chosen.keep_last, length.saves) + int(chosen.keep_best) + by_multiple
+    written = length.saves + (length.evaluations if chosen.keep_best else 0)
+    return Checkpoints(size, math.ceil(size / world_size), kept, length.saves, written)

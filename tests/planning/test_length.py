@@ -9,8 +9,8 @@ import pytest
 from pipeline.config import load_config
 from pipeline.data.schedule import Schedule
 from pipeline.errors import UserError
-from pipeline.planning.loader_need import measure_loader
-from pipeline.planning.schedule import Images, count_images, jobs_within, length_of, parse_time_limit
+from pipeline.planning.length import Images, count_images, jobs_within, length_of, parse_time_limit
+from pipeline.planning.machine import measure_loader
 from pipeline.stores.place import place_argument
 from support.runs import write_small_config
 from support.stores import nginx
@@ -61,7 +61,7 @@ def test_images_are_counted_where_they_are(digits_shards: Path, tmp_path: Path) 
     assert count_images(load_config(write_small_config(tmp_path / "none", tmp_path), ["model.num_classes=17"]), None) is None
     with pytest.raises(UserError, match="manifest.json is missing"):
         count_images(config, tmp_path)
-    with pytest.raises(UserError, match="model.num_classes is 1000, but .* has 10 classes: set model.num_classes=10"):
+    with pytest.raises(UserError, match="model.num_classes must be the 10 classes of .*, got 1000: set model.num_classes=10"):
         count_images(elsewhere, digits_shards)
 
 
@@ -89,7 +89,7 @@ def test_time_limits_are_slurms(text: str, seconds: float) -> None:
 @pytest.mark.parametrize("text", ["soon", "", "-1", "1:2:3:4", "24h", "5", "1.5"])
 def test_other_time_limits_are_refused(text: str) -> None:
     """Guards against a silent guess."""
-    with pytest.raises(UserError, match="--time-limit is .*24:00:00"):
+    with pytest.raises(UserError, match="--time-limit must be .*24:00:00"):
         parse_time_limit(text)
 
 
@@ -97,5 +97,5 @@ def test_jobs_have_their_starts_and_their_last_minutes() -> None:
     """Guards against jobs that train from their first second to their last."""
     assert jobs_within(3000, 3600, 100) == 1
     assert jobs_within(3201, 3600, 100) == 2
-    with pytest.raises(UserError, match="a start takes 700 of them"):
+    with pytest.raises(UserError, match="must leave time to train after a start of 700 seconds, got 900"):
         jobs_within(10, 900, 700)
