@@ -28,13 +28,12 @@ from data_prep import counted
 from data_prep.output import FolderLock, Output
 from data_prep.sources.devkit import Devkit
 from pipeline.data.manifest import MANIFEST, ShardManifest
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few
 from pipeline.files import open_regular
 
 _WNID = re.compile(r"n\d{8}")
 _KEYS, _NAMES = ("class", "wnid", "synset", "label", "folder", "index", "id"), ("name", "class_name", "words", "description")
 _LONGEST_FILE = 64 << 20  # bytes
-_SHOWN = 3  # classes named in a message
 
 Pairs = list[tuple[str, str]]  # (class or index, name) each
 
@@ -90,7 +89,8 @@ def by_class(pairs: Iterable[tuple[str, str]], classes: Sequence[str], where: st
     missing = [key for key in classes if key not in names]
     if missing:
         raise UserError(
-            f"{where} has no name for {counted(len(missing), 'class')} of {len(classes)} ({_some(missing)})", "add the names"
+            f"{where} has no name for {counted(len(missing), 'class')} of {len(classes)} ({first_few(missing)})",
+            "add the names",
         )
     for key in classes:
         if not names[key].strip() or not names[key].isprintable():
@@ -197,7 +197,3 @@ def _by_name(found: Iterable, classes: Sequence[str]) -> Pairs:
     if all(key in known or not (key.isascii() and key.isdigit()) for key, _ in pairs):
         return pairs
     return [(classes[int(key)], name) for key, name in pairs if key.isascii() and key.isdigit() and int(key) < len(classes)]
-
-
-def _some(classes: Sequence[str]) -> str:
-    return ", ".join(classes[:_SHOWN]) + (", ..." if len(classes) > _SHOWN else "")

@@ -17,7 +17,7 @@ from pipeline.data.image_checks import ImageRules
 from pipeline.data.manifest import MANIFEST, ShardManifest, SplitInfo, in_progress_file, shard_name
 from pipeline.data.order import sample_at
 from pipeline.data.shards import ShardSet
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few
 from pipeline.files import replace_file
 from pipeline.philox import Stream
 
@@ -194,7 +194,7 @@ def _class_list(source: Source, output: Output) -> list[str]:
     if foreign:
         raise UserError(
             f"{output.place / MANIFEST} describes another data set: its {len(classes)} classes lack {len(foreign)} of the source's "
-            f"{len(source.class_names)} ({', '.join(foreign[:3])}, ...)",
+            f"{len(source.class_names)} ({first_few(foreign)})",
             "pass an empty --output folder",
         )
     return classes

@@ -15,6 +15,7 @@ from data_prep import counted
 from data_prep.shard_checks import Finding, Findings, ShardCheck, check_shard
 from data_prep.workers import run_tasks
 from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, find_out_of_range, map_sample_table
+from pipeline.errors import first_few
 from pipeline.files import file_sha256, open_regular
 
 
@@ -155,5 +156,4 @@ def classes_with_images(names: list[str], counts: list[int]) -> set[str]:
 
 
 def _listed(classes: list[str]) -> str:
-    more = ", ..." if len(classes) > 3 else ""
-    return f"{counted(len(classes), 'class')} ({', '.join(classes[:3])}{more})"
+    return f"{counted(len(classes), 'class')} ({first_few(classes)})"

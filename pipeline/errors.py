@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 
 # Exit codes of every command; 75 and 76 ask the job script for a restart.
 USER_ERROR = 2  # a mistake that a restart cannot fix
@@ -44,3 +45,8 @@ class NotConnected(UserError):
     """The ranks did not find each other. Another start may succeed, so the job may be requeued."""
 
     exit_code = RANK_LOST
+
+
+def first_few(names: Sequence[str], most: int = 3) -> str:
+    """The first of several names, for a message: ``a, b, c, ...``."""
+    return ", ".join([*names[:most], *["..."] * (len(names) > most)])

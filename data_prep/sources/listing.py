@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data_prep import SPLITS
 from data_prep.sources.base import SPLIT_NAMES, Entry, ListedSource, in_order, read_listed
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few
 
 LISTING_SUFFIXES = (".csv", ".tsv", ".jsonl")
 _PATH, _LABEL, _SPLIT = (
@@ -17,7 +17,6 @@ _PATH, _LABEL, _SPLIT = (
     ("label", "class", "class_name", "target"),
     ("split",),
 )
-_SHOWN = 3  # missing files named in a message
 
 
 class Listing(ListedSource):
@@ -47,9 +46,8 @@ class Listing(ListedSource):
         self._folder = Path(path).parent
         missing = [name for name, _ in wanted if not (self._folder / name).is_file()]
         if missing:
-            shown = ", ".join(missing[:_SHOWN])
             raise UserError(
-                f"{path} lists {len(missing)} images that do not exist ({shown}{', ...' if len(missing) > _SHOWN else ''})",
+                f"{path} lists {len(missing)} images that do not exist ({first_few(missing)})",
                 f"write paths that are absolute or relative to {self._folder}",
             )
         entries = [Entry(label, name, (self._folder / name).stat().st_size) for name, label in wanted]

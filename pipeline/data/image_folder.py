@@ -17,10 +17,8 @@ from pipeline.data.image_checks import ImageRules, Rejected, StoredImage, is_ima
 from pipeline.data.manifest import MANIFEST, SAMPLE_DTYPE
 from pipeline.data.samples import DamagedSample
 from pipeline.data.shards import ShardSet
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few
 from pipeline.stores.place import Place, RemotePath
-
-_SHOWN = 3  # classes listed in a message
 
 
 class CheckedImages(ABC):
@@ -112,8 +110,8 @@ class ImageFolder(CheckedImages):
         unknown = [name for name in folders if name not in number]
         if unknown:
             raise UserError(
-                f"the folders of {self.folder} must be classes of the model ({len(self.classes)}: {_some(self.classes)}), got "
-                f"{len(unknown)} others ({_some(unknown)})",
+                f"the folders of {self.folder} must be classes of the model ({len(self.classes)}: {first_few(self.classes)}), got "
+                f"{len(unknown)} others ({first_few(unknown)})",
                 "rename or remove them, or pass images of the data set that it was trained on",
             )
         listed = [(name, file) for name in folders for file in sorted(os.listdir(self.folder / name))]
@@ -162,7 +160,3 @@ def open_split(path: Place, split: str, classes: Sequence[str] | None) -> ShardS
     if isinstance(path, RemotePath) or any((folder / MANIFEST).exists() for folder in (path, path / split)):
         return ShardSet(path, split)
     return ImageFolder(path, split, classes)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

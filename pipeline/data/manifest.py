@@ -118,10 +118,7 @@ class ShardManifest:
         try:
             tree = json.loads(content)
             if tree["version"] != FORMAT_VERSION:
-                raise UserError(
-                    f"{path} must have format version {FORMAT_VERSION}, got {tree['version']!r:.60}",
-                    "use the release that wrote it, or shard again",
-                )
+                raise _Invalid(f"its version must be {FORMAT_VERSION}, got {tree['version']!r:.60}")
             for split in tree["splits"].values():
                 split["shards"] = [ShardInfo(**shard) for shard in split["shards"]]
             tree["splits"] = {name: SplitInfo(**split) for name, split in tree["splits"].items()}

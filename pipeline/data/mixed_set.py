@@ -15,10 +15,9 @@ from pipeline.data.manifest import SAMPLE_DTYPE
 from pipeline.data.samples import DamagedSample, Mixture
 from pipeline.data.shard_cache import ShardCache
 from pipeline.data.shards import ShardSet
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few
 
 _DIGITS = 32  # of a set's digest in the identity
-_SHOWN = 3  # classes listed in a message
 
 
 class MixedSet:
@@ -176,9 +175,8 @@ def _labels(shards: ShardSet, first: ShardSet) -> np.ndarray:
         spoken = {}  # two classes of one name, such as ImageNet's cranes: names identify none
     labels = [number.get(name, spoken.get(called)) for name, called in zip(shards.classes, shards.class_names)]
     if unknown := [name for name, label in zip(shards.class_names, labels) if label is None]:
-        names = ", ".join(unknown[:_SHOWN]) + (", ..." if len(unknown) > _SHOWN else "")
         raise UserError(
-            f"data.mix: the classes of {shards.folder} must be among those of {first.folder}, got {len(unknown)} others ({names})",
+            f"data.mix: the classes of {shards.folder} must be among those of {first.folder}, got {len(unknown)} others ({first_few(unknown)})",
             "shard it with class folders or --class-names as there, or make the set with all classes data.path",
         )
     return np.array(labels, dtype=np.int64)

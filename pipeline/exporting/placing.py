@@ -7,7 +7,6 @@ reads them; they leave out the card, which its owner completes.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,11 +16,10 @@ from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.exporting import FORMATS, Format
-from pipeline.files import check_space, check_writable, sync_folder
+from pipeline.files import check_space, check_writable, file_sha256, sync_folder
 
 CARD, SUMS = "README.md", "SHA256SUMS"  # in a folder
 _CARD, _SUM = ".md", ".sha256"  # beside a file
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Place:
             OSError: from the system; an existing export is then as it was, or has no checksum.
         """
         names = sorted(path.relative_to(hidden).as_posix() for path in hidden.rglob("*") if path.is_file())
-        sums = "".join(f"{sha256(hidden / name)}  {name}\n" for name in names)
+        sums = "".join(f"{file_sha256(hidden / name)}  {name}\n" for name in names)
         (hidden / self.card.name).write_text(card, encoding="utf-8")
         (hidden / self.sums.name).write_text(sums, encoding="utf-8")
         for path in hidden.rglob("*"):
@@ -160,20 +158,11 @@ def verify(path: Path) -> list[str]:
         file = sums.parent / name
         if not file.is_file():
             problems.append(f"{file} is missing")
-        elif sha256(file) != expected:
+        elif file_sha256(file) != expected:
             problems.append(f"{file} was changed after it was written, its checksum is not that in {sums.name}")
         else:
             print(f"whole   {file}")
     return problems
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _entries(sums: Path) -> list[tuple[str, str]]:
