@@ -33,49 +33,27 @@ SOURCES = "a run folder, one of its checkpoints, an exported file, a folder in t
 def main() -> None:
     parser = command_parser("pipeline.evaluate", __doc__)
     add = parser.add_argument
-    what, where = SOURCES, "CLASS/*.JPEG or SPLIT/CLASS/*.JPEG"
-    add("--checkpoint", required=True, type=Path, metavar="PATH", help=what)
-    add(
-        "--data",
-        required=True,
-        type=place_argument,
-        metavar="DIR",
-        help=f"folder or URL with shards, or folder with images: {where}",
-    )
+    where = "folder or URL with shards, or folder with images: CLASS/*.JPEG or SPLIT/CLASS/*.JPEG"
+    average = "default: ema if the run kept an average, else model; for --step best, those that scored best; a file has one"
+    exact = "default: auto, as in training, but fp32 where bf16 would be emulated"
+    switch = "override a switch of the model, such as ConViT's attention masks; repeatable"
+    rows = "also write a row for each image, to a .csv, .jsonl or .parquet file in a folder that all processes share"
+    add("--checkpoint", required=True, type=Path, metavar="PATH", help=SOURCES)
+    add("--data", required=True, type=place_argument, metavar="DIR", help=where)
     add("--split", default="val", help="default: val")
     add("--step", type=parse_step, help="which checkpoint: a number or best (default: the newest)")
-    add(
-        "--weights",
-        choices=("model", "ema"),
-        help="default: ema if the run kept an average, else model; for --step best, those that scored best; a file has one",
-    )
-    add(
-        "--precision",
-        choices=("auto", "bf16", "fp32"),
-        default="auto",
-        help="default: auto, as in training, but fp32 where bf16 would be emulated",
-    )
+    add("--weights", choices=("model", "ema"), help=average)
+    add("--precision", choices=("auto", "bf16", "fp32"), default="auto", help=exact)
     add(
         "--decode",
         choices=("auto", "gpu", "cpu"),
         default="auto",
-        help="where to decode the images (default: auto, a GPU if there is one)",
+        help="where to decode the images (default: auto, a GPU if any)",
     )
     add("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
-    add(
-        "--switch",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="override a switch of the model, such as ConViT's attention masks; repeatable",
-    )
+    add("--switch", action="append", default=[], metavar="NAME=VALUE", help=switch)
     add("--json", type=Path, metavar="FILE", help="also write the result to this file")
-    add(
-        "--predictions",
-        type=Path,
-        metavar="FILE",
-        help="also write a row for each image, to a .csv, .jsonl or .parquet file in a folder that all processes share",
-    )
+    add("--predictions", type=Path, metavar="FILE", help=rows)
     run(parser.parse_args())
 
 
