@@ -166,7 +166,7 @@ def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> s
     cache = cache_of(data)
     if cache is None:
         return None
-    parts = [part for split in sets for part in (split.sets if isinstance(split, MixedSet) else [split])]
+    parts = [part for split in sets for part in split.sets]
     for part in parts:
         check_cache(cache, part.files, "data.cache")
     folder, host = cache.folder, socket.gethostname()

@@ -49,7 +49,7 @@ class RunData:
     def description(self) -> str:
         """Place, images and classes in one line; of a mix, also what an epoch takes of each set."""
         train = self.train_set
-        sets = train.sets if isinstance(train, MixedSet) else [train]
+        sets = train.sets
         counts = f"{len(sets[0]):,} training and {len(self.val_set):,} validation images, {len(train.classes)} classes"
         line = f"{train.folder}: {counts}"
         if isinstance(train, MixedSet) and train.mixture:
