@@ -42,7 +42,7 @@ def damaged(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         ("model.image_size=100", ["model.image_size is 100", "multiple of 16", "set it to 96"]),
         ("model.switches.conv_stm=false", ["model.switches: unknown switch 'conv_stm'", "did you mean 'conv_stem'?"]),
         ("model.name=pervit_x", ["model.name is 'pervit_x'", "pervit_m, pervit_s, pervit_t"]),
-        ("output_dir=/proc/nothing", ["output_dir /proc/nothing cannot be created", "choose another output_dir"]),
+        ("output_dir=/proc/nothing", ["output_dir /proc/nothing must be a writable folder", "choose another output_dir"]),
     ],
 )
 def test_training_says_what_is_wrong(override: str, expected: list[str], small_run: Path, damaged: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""One run per folder: an exclusive lock that ends with the process that holds it.
+"""Allow one run per folder: an exclusive lock that ends with the process that holds it.
 
 ``RUN/.lock`` has a POSIX lock (:func:`pipeline.files.lock_bytes`), so a crash leaves no lock behind and a child process
 inherits none. Its contents name the holder, for people. The holder opens it only once: closing any descriptor would release
@@ -24,14 +24,13 @@ from pipeline.runs.files import Holder, read_holder
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5  # between attempts to lock: the holder may be on another node, and nothing signals its end
-_ATTEMPTS = 100  # to create folder and file: concurrent starts that are refused remove what they created
 _held_here: set[Path] = set()  # POSIX grants the same process a second lock, whose release would release the first
 
 
 class RunLock:
     """The lock on a run folder: acquired by :meth:`take`, held until :meth:`release` or the end of the process."""
 
-    def __init__(self, path: Path, descriptor: int, created: list[Path]) -> None:
+    def __init__(self, path: Path, descriptor: int, created: bool) -> None:
         self._path, self._descriptor, self._created = path, descriptor, created
         _held_here.add(path.resolve())
 
@@ -49,29 +48,24 @@ class RunLock:
         path = run_dir / LOCK
         if path.resolve() in _held_here:
             raise _refusal(run_dir, Holder(**_about_me()))
-        created: list[Path] = []
-        for left in reversed(range(_ATTEMPTS)):
-            created += _create(run_dir)
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            except OSError as error:
-                if left and error.errno == errno.ENOENT:
-                    continue  # another start, which was refused, has just removed the folder it had created
-                raise _not_writable(run_dir, path, error) from None
-            try:
-                _wait_for_lock(descriptor, run_dir, wait_seconds)
-                if not _is_there(path, descriptor):  # likewise; a lock on a removed file excludes nobody
-                    os.close(descriptor)
-                    continue
-                _write(descriptor, json.dumps(_about_me()) + "\n")
-            except OSError as error:
-                os.close(descriptor)
-                raise write_error(path, error) from None
-            except BaseException:
-                os.close(descriptor)
-                raise
-            return cls(path, descriptor, created)
-        raise UserError(f"{path} was removed {_ATTEMPTS} times, a folder that stays needed", "choose another output_dir")
+        created = not run_dir.exists()
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _not_writable(run_dir, error) from None
+        try:
+            _wait_for_lock(descriptor, run_dir, wait_seconds)
+            if os.fstat(descriptor).st_nlink == 0:  # a lock on a removed file excludes nobody
+                raise UserError(f"{run_dir} was removed by another start, which was refused", "start again")
+            _write(descriptor, json.dumps(_about_me()) + "\n")
+        except OSError as error:
+            os.close(descriptor)
+            raise write_error(path, error) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(path, descriptor, created)
 
     def release(self) -> None:
         """Let the next run have the folder."""
@@ -85,68 +79,35 @@ class RunLock:
         """After a refused start: remove the folder if this start created it and nothing else is in it; else keep the lock."""
         with suppress(OSError):
             if self._created and os.listdir(self._path.parent) == [LOCK]:
-                # A start that waits for this file notices that it is gone. A later start creates a new one; the folder is then
-                # not empty, so that it stays.
                 self._path.unlink()
                 self.release()
-                for folder in self._created:
-                    folder.rmdir()
-
-    def undo(self) -> None:
-        """As if it had never been taken: also remove its file, and the folders that were created for it."""
-        self._path.unlink(missing_ok=True)
-        self.release()
-        for folder in self._created:
-            with suppress(OSError):  # somebody else has put something there
-                folder.rmdir()
+                self._path.parent.rmdir()
 
 
 def check_lock(run_dir: Path) -> None:
-    """Check that a start could lock a run folder. No file is left or changed.
+    """Check that a start could lock a run folder. Nothing is created or changed.
 
     Raises:
         UserError: that of :meth:`RunLock.take`.
     """
     path = run_dir / LOCK
-    if not os.path.exists(path):
-        RunLock.take(run_dir).undo()
-        return
     try:
+        if not path.exists():
+            nearest = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+            if not nearest.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            if not os.access(nearest, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise _not_writable(run_dir, path, error) from None
+        raise _not_writable(run_dir, error) from None
     try:
         holder = read_holder(descriptor)
         if holder and holder.alive:
             raise _refusal(run_dir, holder)
     finally:
         os.close(descriptor)
-
-
-def _create(run_dir: Path) -> list[Path]:
-    """Create the folder and its parents; returns those that did not exist, innermost first."""
-    for left in reversed(range(_ATTEMPTS)):
-        try:
-            missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-            run_dir.mkdir(parents=True, exist_ok=True)
-            return missing
-        except OSError as error:
-            # mkdir finds a folder that another start removes before it can see that it is one.
-            blocked = os.path.lexists(run_dir) and not run_dir.is_dir()
-            if left and isinstance(error, FileExistsError | FileNotFoundError) and not blocked:
-                continue
-            raise UserError(
-                f"output_dir {run_dir} cannot be created ({disk_reason(run_dir, error)}), a writable folder needed",
-                "choose another output_dir",
-            ) from None
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _is_there(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _wait_for_lock(descriptor: int, run_dir: Path, wait_seconds: float) -> None:
@@ -162,13 +123,15 @@ def _wait_for_lock(descriptor: int, run_dir: Path, wait_seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _not_writable(run_dir: Path, path: Path, error: OSError) -> UserError:
-    return UserError(f"output_dir {run_dir} is not writable ({disk_reason(path, error)})", "choose another output_dir")
+def _not_writable(run_dir: Path, error: OSError) -> UserError:
+    return UserError(
+        f"output_dir {run_dir} must be a writable folder ({disk_reason(run_dir / LOCK, error)})", "choose another output_dir"
+    )
 
 
 def _refusal(run_dir: Path, holder: Holder) -> UserError:
     return UserError(
-        f"{run_dir} is being trained by {holder}, 1 run per folder possible",
+        f"{run_dir} is being trained by {holder}, and a folder can have only one run at a time",
         "wait for it, stop it, or choose another output_dir",
     )
 

@@ -32,7 +32,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(small_run: Path, tmp_pa
         second = run_module("pipeline.train", *arguments, "train.max_steps=1", check=False)
         assert second.returncode == 2
         assert f"{run} is being trained by process {first.pid} on {os.uname().nodename}" in second.stderr
-        assert "1 run per folder possible" in second.stderr and "Traceback" not in second.stderr
+        assert "can have only one run at a time" in second.stderr and "Traceback" not in second.stderr
         assert first.poll() is None
     finally:
         first.send_signal(signal.SIGKILL)

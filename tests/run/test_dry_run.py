@@ -95,7 +95,7 @@ def test_a_run_that_another_process_trains(small_run: Path, tmp_path: Path) -> N
         before = held.stat()
         start = run_forked("pipeline.train", "--config", small_run, *SMALL_MODEL, check=False)
         result = dry(small_run, check=False)
-        assert "1 run per folder possible" in result.stderr and result.stderr == start.stderr
+        assert "can have only one run at a time" in result.stderr and result.stderr == start.stderr
         assert held.stat().st_mtime_ns == before.st_mtime_ns and list(held.parent.iterdir()) == [held]
     finally:
         lock.release()
