@@ -21,7 +21,7 @@ from pipeline.data.image_folder import ImageFolder
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.logs import console
-from pipeline.logs.bad_sample_report import BadSampleReport
+from pipeline.logs.data_trouble import BadSampleReport
 from pipeline.run.evaluation import evaluation_loader
 from pipeline.stores.place import Place
 

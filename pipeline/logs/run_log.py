@@ -17,11 +17,10 @@ import json
 import logging
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -32,34 +31,18 @@ from pipeline.errors import UserError
 from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
 from pipeline.hardware import memory_gib, peak_flops
 from pipeline.logs import console, curves
-from pipeline.logs.bad_sample_report import BadSampleReport
-from pipeline.logs.hyperparameters import hyperparameters
-from pipeline.logs.store_report import StoreReport
+from pipeline.logs.data_trouble import BadSampleReport, StoreReport
+from pipeline.logs.reduction import MetricReduction
+from pipeline.metrics import Metric
 from pipeline.runs import METRICS, TENSORBOARD
 from pipeline.runs.rows import parse_row
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class StepRecord:
-    """One optimizer step as seen by this rank."""
-
-    step: int
-    epoch: float
-    samples: int
-    lr: float
-    loss: Tensor  # (), on the device; read only when the log is written, to avoid a synchronization per step
-    grad_norm: Tensor | float  # likewise
-    data_seconds: float  # spent waiting for batches
-    replaced: int = 0  # images of this rank that replace bad ones
-    bad_samples: dict[int, str] = field(default_factory=dict)  # new on this rank in this step: sample -> message
-    skipped_steps: int = 0  # steps of the run so far that were skipped for a non-finite gradient, this one included
-    time: float = field(default_factory=time.time)  # of its end, Unix time in seconds
+_MUCH_WAITING = 0.05  # of the time: the console then names the rank that waits most for data
 
 
 class RunLog:
-    """Collects the records of steps and writes them every few steps; only rank 0 writes files.
+    """Collects the metrics of steps and writes them every few steps; only rank 0 writes files.
 
     Args:
         config: the run's config.
@@ -87,7 +70,9 @@ class RunLog:
         self._config, self._world, self._store = config, world, store
         self._flops_per_image = flops_per_image
         self._peak, source = peak_flops(world.device, config.train.precision)
-        self._pending: list[StepRecord] = []
+        self._pending: list[tuple[dict[str, Any], Mapping[str, Metric]]] = []  # of each step: where it is, its metrics
+        self._bad_samples: dict[int, str] = {}  # that this rank has met in these steps
+        self._reduction = MetricReduction(world)
         self._refused_since: float | None = None  # when writing first failed
         self.bad_samples = BadSampleReport(world) if bad_samples is None else bad_samples
         self._since = time.perf_counter()
@@ -111,16 +96,26 @@ class RunLog:
             raise write_error(path, error) from None
         self._metrics = GrowingFile(path)
         self._events = EventFile(run_dir / TENSORBOARD, purge_step=start_step + 1)
-        self._events.hyperparameters(hyperparameters(self._config), start_step)
+        self._events.hyperparameters(curves.hyperparameters(self._config), start_step)
         if start_step == 0:
             self._events.text("config", f"```yaml\n{config_to_yaml(self._config)}```", step=0)
 
-    def step(self, record: StepRecord) -> None:
-        """Record a step; every ``log.every_steps`` steps write what was recorded. Collective."""
-        self._pending.append(record)
-        self._pace = self._pace or (record.step, time.perf_counter())
+    def step(
+        self, step: int, epoch: float, samples: int, metrics: Mapping[str, Metric], bad_samples: Mapping[int, str] | None = None
+    ) -> None:
+        """Record a step; every ``log.every_steps`` steps write what was recorded. Collective.
+
+        Args:
+            step, epoch, samples: done.
+            metrics: what :func:`pipeline.metrics.recording` has collected of it.
+            bad_samples: new on this rank: sample -> message.
+        """
+        where = {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
+        self._pending.append((where, {**metrics, "bad_samples": Metric("sum", [len(bad_samples or {})])}))
+        self._bad_samples.update(bad_samples or {})
+        self._pace = self._pace or (step, time.perf_counter())
         self._bar.update()
-        if record.step % self._config.log.every_steps == 0:
+        if step % self._config.log.every_steps == 0:
             self.flush()
 
     def flush(self, to_disk: bool = False) -> None:
@@ -141,49 +136,32 @@ class RunLog:
         limit = self._config.data.max_bad_samples
         if len(self.bad_samples) > limit:
             raise UserError(
-                f"{len(self.bad_samples)} training samples cannot be used, data.max_bad_samples allows {limit}",
+                f"the number of training samples that cannot be used must be at most data.max_bad_samples {limit}, got {len(self.bad_samples)}",
                 "the warnings above name them; restore the files, or raise data.max_bad_samples",
             )
 
-    def _note_rows(self, records: list[StepRecord]) -> None:
-        """Turn records into rows, which the next flush writes. Collective."""
-        means = self._world.sum(torch.stack([r.loss.detach().double() for r in records])) / self._world.size
-        losses = means.tolist()  # synchronizes with the device
-        replaced = self._count_bad_samples(records)
-        norms = [float(r.grad_norm) for r in records]
+    def _note_rows(self, pending: list[tuple[dict[str, Any], Mapping[str, Metric]]]) -> None:
+        """Turn the metrics of steps into rows, which the next flush writes. Collective."""
+        seconds = time.perf_counter() - self._since
+        reduced = self._reduction.rows([metrics for _, metrics in pending], seconds)
+        if any(row["bad_samples"] for row in reduced):  # rare: gathering objects is slow
+            self.bad_samples.update(self._bad_samples)
+        self._bad_samples = {}
         store = self._store.row() if self._store else {}
         if self._world.is_main:
-            speed = self._speed(records)
-            rows = []
-            for record, loss, norm, count in zip(records, losses, norms, replaced):
-                row = {"step": record.step, "time": round(record.time, 3), "epoch": record.epoch, "samples": record.samples}
-                row = {**row, "loss": loss, "lr": record.lr, "grad_norm": norm, **speed, "replaced": count}
-                rows.append({**row, "bad_samples": len(self.bad_samples), "skipped_steps": record.skipped_steps, **store})
-                self._add_row(rows[-1], group="train")
-            self._events.scalars(curves.of_steps(rows), records[-1].step)
-            self._show(records[-1], losses[-1], norms[-1], speed)
+            after = {**self._speed(len(pending), seconds), "bad_samples": len(self.bad_samples), **store}
+            rows = [{**where, **metrics, **after} for (where, _), metrics in zip(pending, reduced, strict=True)]
+            for row in rows:
+                self._add_row(row, group="train")
+            self._events.scalars(curves.of_steps(rows), rows[-1]["step"])
+            self._show(rows[-1])
 
-    def _speed(self, records: list[StepRecord]) -> dict[str, float]:
-        """Throughput, utilization and memory since the last flush."""
-        seconds = time.perf_counter() - self._since
-        rate = len(records) * self._config.train.global_batch_size / seconds
+    def _speed(self, steps: int, seconds: float) -> dict[str, float]:
+        """Throughput, utilization and memory of some steps."""
+        rate = steps * self._config.train.global_batch_size / seconds
         memory, peak_memory = memory_gib(self._world.device)
-        return {
-            "images_per_second": rate,
-            "mfu": rate * self._flops_per_image / (self._peak * self._world.size),
-            "data_wait": sum(r.data_seconds for r in records) / seconds,
-            "memory_gib": memory,
-            "peak_memory_gib": peak_memory,
-        }
-
-    def _count_bad_samples(self, records: list[StepRecord]) -> list[int]:
-        """Images replaced in each step, over all ranks. Reports the bad samples that are new. Collective."""
-        met = {sample: sentence for record in records for sample, sentence in record.bad_samples.items()}
-        counts = [float(record.replaced) for record in records] + [float(len(met))]
-        *replaced, new = self._world.sum(torch.tensor(counts, dtype=torch.float64, device=self._world.device)).tolist()
-        if new:  # rare: gathering objects is slow
-            self.bad_samples.update(met)
-        return [int(count) for count in replaced]
+        mfu = rate * self._flops_per_image / (self._peak * self._world.size)
+        return {"images_per_second": rate, "mfu": mfu, "memory_gib": memory, "peak_memory_gib": peak_memory}
 
     def evaluation(self, step: int, epoch: float, samples: int, results: dict[str, dict[str, Any]]) -> None:
         """Write an evaluation's results by name of the weights (``model``, ``ema``). Collective.
@@ -265,11 +243,13 @@ class RunLog:
 
         do_in_main(write, self._world)
 
-    def _show(self, record: StepRecord, loss: float, norm: float, speed: dict[str, float]) -> None:
+    def _show(self, row: Mapping[str, Any]) -> None:
+        slow = row["data_wait"] > _MUCH_WAITING and self._world.size > 1
+        where = f" (rank {row['data_wait_rank']} on {row['data_wait_host']})" if slow else ""
         self.say(
-            f"step {record.step}/{self._total_steps} epoch {record.epoch:.2f} loss {loss:.4f} lr {record.lr:.2e} "
-            f"grad norm {norm:.3g} {speed['images_per_second']:.1f} images/s mfu {speed['mfu']:.1%} "
-            f"data wait {speed['data_wait']:.1%} memory {speed['memory_gib']:.2f} GiB{self._time_left(record.step)}"
+            f"step {row['step']}/{self._total_steps} epoch {row['epoch']:.2f} loss {row['loss']:.4f} lr {row['lr']:.2e} "
+            f"grad norm {row['grad_norm']:.3g} {row['images_per_second']:.1f} images/s mfu {row['mfu']:.1%} "
+            f"data wait {row['data_wait']:.1%}{where} memory {row['memory_gib']:.2f} GiB{self._time_left(row['step'])}"
         )
 
     def _time_left(self, step: int) -> str:

@@ -22,7 +22,7 @@ from pipeline.data.samples import Samples
 from pipeline.data.shards import ShardSet
 from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.logs.bad_sample_report import BadSampleReport
+from pipeline.logs.data_trouble import BadSampleReport
 from pipeline.models.weights.transfer import first_difference
 
 Consumer = Callable[[Batch, Tensor, Tensor, Tensor], None]

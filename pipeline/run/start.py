@@ -20,12 +20,11 @@ from pipeline.errors import UserError
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs import pictures
-from pipeline.logs.bad_sample_report import BadSampleReport
+from pipeline.logs.data_trouble import BadSampleReport, store_report
 from pipeline.logs.run_events import RunEvents
 from pipeline.logs.run_files import write_run_files
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
-from pipeline.logs.store_report import store_report
 from pipeline.optim.build import optimizer_description
 from pipeline.run.building import Built, build, say, training_loader
 from pipeline.run.compiling import Compilation

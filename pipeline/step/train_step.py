@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeline.data.augment import BatchRequest
 from pipeline.data.loader import Batch
+from pipeline.metrics import record
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.averages import StepStatistics, WeightAverage
 from pipeline.optim.engine import Engine, micro_batches, optimizer_step, set_learning_rate
@@ -46,15 +47,11 @@ class StepResult:
         micro_batches: of this rank.
         batch: the last of them.
         grad_norm: over all ranks, before clipping; not finite if the step was skipped.
-        data_seconds: that this rank waited for its batches.
-        replaced: substitutes for bad samples in its batches.
     """
 
     micro_batches: list[MicroBatch]
     batch: Batch
     grad_norm: float | Tensor
-    data_seconds: float
-    replaced: int
 
     @property
     def taken(self) -> bool:
@@ -85,14 +82,14 @@ def train_step(
         before_forward: called with each micro-batch and its noise.
         count: end the step after so many micro-batches; None: after those of the config.
     """
-    engine, seen, data_seconds, replaced, grad_norm = state.engine, [], 0.0, 0, None
+    engine, seen, grad_norm = state.engine, [], None
     set_learning_rate(engine, lr)
     state.batchnorm.begin()
     for number in micro_batches(engine, count):
         asked = time.perf_counter()
         batch = next_batch()
-        data_seconds += time.perf_counter() - asked
-        replaced += batch.replaced
+        record("data_wait", time.perf_counter() - asked, reduce="slowest")
+        record("replaced", batch.replaced, reduce="sum")
         noise = sample_noise(engine.module, batch, seed)
         if before_forward:
             before_forward(batch, noise)
@@ -101,7 +98,10 @@ def train_step(
         grad_norm = optimizer_step(engine)
         seen.append(MicroBatch(batch.request, loss))
     assert grad_norm is not None  # the last micro-batch completes the step
-    result = StepResult(seen, batch, grad_norm, data_seconds, replaced)
+    result = StepResult(seen, batch, grad_norm)
+    record("loss", result.loss)
+    record("lr", lr, reduce="max")
+    record("grad_norm", grad_norm, reduce="max")
     state.batchnorm.end(result.taken)
     if state.ema and result.taken:
         state.ema.update()

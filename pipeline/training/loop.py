@@ -16,7 +16,7 @@ from pipeline.errors import PREEMPTED
 from pipeline.faults.heartbeat import Heartbeat
 from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs import curves, pictures
-from pipeline.logs.run_log import StepRecord
+from pipeline.metrics import record, recording
 from pipeline.optim.learning_rate import learning_rate
 from pipeline.run.building import say
 from pipeline.run.dry_run import dry_run
@@ -122,18 +122,18 @@ def training_step(run: Run) -> Batch:
     def before_forward(batch: Batch, noise: Tensor | None) -> None:
         if run.compilation.pending:
             run.heartbeat.at(step, "compiling")
-            run.compilation.prepare(batch, noise, run.trained.engine.gradient_accumulation_steps() > 1)
+            with recording():  # the step will record the same
+                run.compilation.prepare(batch, noise, run.trained.engine.gradient_accumulation_steps() > 1)
             run.log.restart_clock()
         run.heartbeat.at(step, "training")
 
-    result = train_step(run.trained, next_batch, lr, run.config.seed, before_forward)
-    if not result.taken:
-        skip_or_stop(run, step, result.micro_batches)
+    with recording() as metrics:
+        result = train_step(run.trained, next_batch, lr, run.config.seed, before_forward)
+        if not result.taken:
+            skip_or_stop(run, step, result.micro_batches)
+        record("skipped_steps", run.skipped_steps, reduce="max")
     run.step = step
-    where = (step, schedule.epoch(step), schedule.samples(step))
-    bad = run.loader.bad.take_unreported()
-    record = StepRecord(*where, lr, result.loss, result.grad_norm, result.data_seconds, result.replaced, bad, run.skipped_steps)
-    run.log.step(record)
+    run.log.step(step, schedule.epoch(step), schedule.samples(step), metrics, run.loader.bad.take_unreported())
     if run.samples and result.taken:
         for micro_batch in result.micro_batches:
             run.samples.add(micro_batch.request)

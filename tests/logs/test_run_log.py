@@ -28,12 +28,13 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from pipeline.logs.bad_sample_report import BadSampleReport
+from pipeline.logs.data_trouble import BadSampleReport
 from pipeline.config import config_from_dict
 from pipeline.distributed.world import World
 from pipeline.command_line import run_command
 from pipeline.logs.run_files import write_run_files
-from pipeline.logs.run_log import RunLog, StepRecord
+from pipeline.logs.run_log import RunLog
+from pipeline.metrics import record, recording
 
 folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
@@ -47,12 +48,20 @@ config = config_from_dict(
     "a test",
 )
 
-def record(step, **more):
-    return StepRecord(step, step / 10, 2 * step, 0.1, torch.tensor(1.0 + step + rank), 0.5, 0.0, **more)
+def take(log, step, data=lambda: None, bad_samples=None, replaced=0):
+    with recording() as metrics:
+        began = time.perf_counter()
+        data()
+        record("data_wait", time.perf_counter() - began, reduce="slowest")
+        record("replaced", replaced, reduce="sum")
+        record("loss", torch.tensor(1.0 + step + rank))
+        for name, value in {"lr": 0.1, "grad_norm": 0.5, "skipped_steps": 0}.items():
+            record(name, value, reduce="max")
+    log.step(step, step / 10, 2 * step, metrics, bad_samples)
 
 def steps(log, first, last, **more):
     for step in range(first, last + 1):
-        log.step(record(step, **more))
+        take(log, step, **more)
 
 def main():
     run_dir.mkdir(exist_ok=True)
@@ -191,7 +200,7 @@ def test_bad_samples_are_named_once_and_counted_on_over_a_resume(tmp_path: Path)
 report = BadSampleReport(world, {3: "sample 3 is bad"})
 log = RunLog(config, world, 0, 100, 1.0, report)
 steps(log, 1, 4)
-log.step(record(5, bad_samples={3: "sample 3 is bad", 7 + rank: f"sample {7 + rank} is bad"}, replaced=2))
+take(log, 5, bad_samples={3: "sample 3 is bad", 7 + rank: f"sample {7 + rank} is bad"}, replaced=2)
 assert log.bad_samples is report and report.state() == {n: f"sample {n} is bad" for n in (3, 7, 8)}, report.state()
 empty = BadSampleReport(world)
 assert RunLog(config, world, 5, 100, 1.0, empty).bad_samples is empty
@@ -286,3 +295,38 @@ RunLog(config_from_dict(averaged, "a test"), world, 0, 100, 1.0).close()
     differing = {key for key in values[0] if values[0][key] != values[1][key]}
     assert differing == {"train.ema_decay", "model.switches"} and values[1]["model.switches"] == "conv_stem=false"
     assert values[0]["train.ema_decay"] == "none" and values[0]["optim.betas"] == "0.9,0.999"
+
+
+def test_the_slowest_rank_is_named_and_metrics_of_any_module_are_reduced(tmp_path: Path) -> None:
+    """Guards against a stall on another node that nobody sees because the log has rank 0's wait alone, and against metrics that some
+    ranks, or some steps, do not record."""
+    scenario = """
+def module(step):
+    record("entropy", torch.tensor(float(rank)))
+    record("entropy", torch.tensor(2.0 + rank))  # a second micro-batch
+    record("tokens", 10 + rank, reduce="sum")
+    record("largest", [0.5, 3.0][rank] if step != 4 else float("nan"), reduce="max")
+    if rank == 1 and step == 5:
+        record("rare", 7.0)
+
+record("outside", 1.0)
+log = RunLog(config, world, 0, 100, 1.0)
+log.restart_clock()
+for step in range(1, 6):
+    take(log, step, data=lambda: (module(step), time.sleep(0.3 * rank)))
+    world.barrier()  # as in a backward pass, where rank 0 waits for rank 1
+log.close()
+"""
+    ended = run(tmp_path, scenario, processes=2)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    rows = step_rows(tmp_path / "run")
+    host = os.uname().nodename
+    for number, row in enumerate(rows, 1):
+        assert (row["data_wait_rank"], row["data_wait_host"]) == (1, host) and 0.05 < row["data_wait"] <= 1
+        assert (row["loss"], row["entropy"], row["tokens"]) == (1.5 + number, 1.5, 21)
+        assert row["largest"] == (None if number == 4 else 3.0)
+        assert row.get("rare") == (7.0 if number == 5 else None) and "outside" not in row
+    assert f"(rank 1 on {host})" in ended[0][1]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("train/entropy")] == [1.5] * 5
+    assert [event.value for event in events.Scalars("utilization/data_wait_rank")] == [1] * 5
