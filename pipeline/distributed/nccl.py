@@ -1,4 +1,4 @@
-"""NCCL under the heartbeat's rule: its watchdog ends no process, reports what it sees, and leaves a record of the collectives.
+"""Put NCCL under the heartbeat's rule: its watchdog ends no process, reports what it sees, and records the collectives.
 
 NCCL's operations run on the GPU, so one that fails or waits for ever raises no Python exception: the next read of a result
 hangs. PyTorch's watchdog thread then aborts the process (SIGABRT, exit code 134), at once after an error and after the group's
@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-FLIGHT_RECORD = (
-    "flight-record-"  # and the rank: a file in the run folder, as `torchfrtrace FOLDER --prefix flight-record-` reads
-)
+# And the rank: a file in the run folder, as `torchfrtrace FOLDER --prefix flight-record-` reads it.
+FLIGHT_RECORD = "flight-record-"
 _RECORD_SECONDS = 10.0  # to write one, which takes milliseconds; then the GPU hangs, and the process ends without it
 # Each of ours with the names that PyTorch reads for the same thing: whichever a user has set wins.
 _SAME = {

@@ -58,8 +58,8 @@ def allow_restart(
     path = run_dir / RESTARTS
     restarts = read_restarts(path)
     step = newest(run_dir)
-    last = [each for each in restarts if each.job == job][-LIMIT:]
-    if len(last) == LIMIT and all(each.step == step for each in last):
+    last = [restart for restart in restarts if restart.job == job][-LIMIT:]
+    if len(last) == LIMIT and all(restart.step == step for restart in last):
         raise UserError(
             f"{run_dir} has made no progress",
             f"the last {LIMIT} restarts began {_place(step)} and no newer checkpoint was saved; "
@@ -82,7 +82,7 @@ def read_restarts(path: Path) -> list[Restart]:
     except FileNotFoundError:
         return []
     except (ValueError, TypeError):  # not JSON, or other keys
-        raise UserError(f"{path} is not a list of restarts, one needed to count them", "remove the file") from None
+        raise UserError(f"{path} must be a list of restarts, so that they can be counted", "remove the file") from None
 
 
 def write_restarts(path: Path, restarts: list[Restart]) -> None:
@@ -95,7 +95,7 @@ def _earlier_restarts() -> int:
     text = os.environ.get("SLURM_RESTART_COUNT", "0")
     if not (text.isascii() and text.isdigit()):
         raise UserError(
-            f"the environment variable SLURM_RESTART_COUNT is {text!r}, a whole number needed", "Slurm sets it, so unset it"
+            f"the environment variable SLURM_RESTART_COUNT must be a whole number, got {text!r}", "Slurm sets it, so unset it"
         )
     return int(text)
 

@@ -1,4 +1,4 @@
-"""TensorBoard event files, written synchronously.
+"""Write TensorBoard event files, synchronously.
 
 PyTorch's ``SummaryWriter`` writes from a thread: if its folder is removed or the disk is full, the thread dies with a
 traceback, and a file that was removed is recreated without its former content. This module uses its record format, not its

@@ -1,4 +1,4 @@
-"""Images for TensorBoard: training samples with their labels, peripheral attention, and accuracy by class."""
+"""Draw images for TensorBoard: training samples with their labels, peripheral attention, and accuracy by class."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def image_grid(batch: Batch, classes: list[str], mean: tuple[float, ...], std: t
     shown = batch.images[:count].float().cpu()
     colours = (shown * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]).clamp(0, 1)
     pixels = (255 * colours).round().byte().permute(0, 2, 3, 1).numpy()  # (n, H, W, 3)
-    tiles = [_enlarge(each, _SMALLEST_IMAGE) for each in pixels]
+    tiles = [_enlarge(image, _SMALLEST_IMAGE) for image in pixels]
     return _tensor(_sheet(tiles, columns=8, below=_labels(batch, classes)[:count]))
 
 
@@ -88,7 +88,7 @@ def map_grid(maps: Tensor) -> Tensor:
         (3, height, width) uint8.
     """
     layers, heads, rows, columns = maps.shape
-    tiles = [_enlarge(_coloured(each), _SMALLEST_MAP) for each in maps.flatten(0, 1).numpy()]
+    tiles = [_enlarge(_coloured(phi), _SMALLEST_MAP) for phi in maps.flatten(0, 1).numpy()]
     left, above = [f"layer {layer + 1}        " for layer in range(layers)], [f"head {head + 1}" for head in range(heads)]
     sheet = _sheet(tiles, columns=heads, left=left, above=above)
     title = f"Phi_p of the query in the middle: patch ({rows // 2}, {columns // 2}) of {rows} x {columns}"
@@ -144,7 +144,9 @@ def class_bars(classes: Sequence[str], correct: Sequence[int], count: Sequence[i
     Returns:
         (3, height, width) uint8.
     """
-    shares = sorted((right / of, name[:_MOST_LETTERS], of) for name, right, of in zip(classes, correct, count) if of)
+    shares = sorted(
+        (right / total, name[:_MOST_LETTERS], total) for name, right, total in zip(classes, correct, count) if total
+    )
     few = len(shares) <= 2 * _MANY_CLASSES
     parts = [shares] if few else [shares[:_MANY_CLASSES], shares[-_MANY_CLASSES:]]
     titles = ["top-1 by class"] if few else [f"the {_MANY_CLASSES} worst of {len(shares)} classes", f"the {_MANY_CLASSES} best"]

@@ -59,7 +59,7 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
 
 
 def _write_dump(run: Run, step: int, folder: Path, seen: list[MicroBatch]) -> None:
-    rows = run.world.gather([_describe(run, number, each) for number, each in enumerate(seen)])
+    rows = run.world.gather([_describe(run, number, micro_batch) for number, micro_batch in enumerate(seen)])
     report = {
         "step": step,
         "world_size": run.world.size,

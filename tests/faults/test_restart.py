@@ -42,7 +42,7 @@ def test_a_wrong_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         monkeypatch.setenv("SLURM_RESTART_COUNT", value)
         assert restart.main() == 1
         (sentence,) = capsys.readouterr().err.splitlines()
-        assert f"SLURM_RESTART_COUNT is {value!r}, a whole number needed" in sentence
+        assert f"SLURM_RESTART_COUNT must be a whole number, got {value!r}" in sentence
     assert not (tmp_path / restart.RESTARTS).exists()
 
 
