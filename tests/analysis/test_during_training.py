@@ -52,7 +52,7 @@ def analysis_rows(run: Path) -> list[dict]:
 
 def without_clock(found: list[dict]) -> list[dict]:
     """Rows without what the machine's speed decides."""
-    clock = ("time", "images_per_second", "mfu", "data_wait", "memory_gib", "peak_memory_gib")
+    clock = ("time", "images_per_second", "mfu", "data_wait", "data_wait_rank", "memory_gib", "peak_memory_gib")
     return [{key: value for key, value in row.items() if key not in clock} for row in found]
 
 
