@@ -6,9 +6,8 @@ import os
 import signal
 from typing import Any
 
-from pipeline.run.command import train_main
-
 from pipeline.checkpoint import RunState, Saver
+from pipeline.train import main as train_main
 
 
 def main() -> int:
