@@ -1,4 +1,4 @@
-"""Layout of a run's checkpoint folders, the choice of a checkpoint on a command line, and retention.
+"""Lay out, choose, publish and remove a run's checkpoint folders.
 
 ::
 

@@ -1,4 +1,4 @@
-"""``checkpoint.json``: the run's state and the checksums of the other files, validated once, when it is read.
+"""Write and validate ``checkpoint.json``: the run's state and the checksums of the other files.
 
 Its own checksum detects disk errors and accidental edits. It does not stop an edit that updates the checksum too, so every
 value is also validated for type and range, and a file name must lie in the checkpoint's folder.

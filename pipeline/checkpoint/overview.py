@@ -1,4 +1,4 @@
-"""The text of ``python -m pipeline.checkpoint inspect``."""
+"""Print what checkpoints a run has and what is in one: the text of ``python -m pipeline.checkpoint inspect``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous saving: the training waits for a copy in memory; files are written in the background and published at once."""
+"""Save checkpoints in the background: the training waits for a copy in memory only, and a checkpoint is published at once."""
 
 from __future__ import annotations
 

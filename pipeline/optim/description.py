@@ -1,4 +1,4 @@
-"""What the rest of the pipeline may ask about an optimizer: one description each, beside its construction.
+"""Describe an optimizer to the rest of the pipeline: one description each, beside its construction.
 
 Checkpoints ask what an optimizer keeps, the engine whether ZeRO may slice it, plans what its step takes, and the log what it is called.
 A new built-in optimizer is a file with its class and its description, and a line in :data:`pipeline.optim.build.BUILT_IN`.

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine, configured from the run's config: there is no second config file."""
+"""Build DeepSpeed's engine from the run's config, there is no second config file, and step its optimizer."""
 
 from __future__ import annotations
 

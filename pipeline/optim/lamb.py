@@ -1,4 +1,4 @@
-"""LAMB (You et al., "Large Batch Optimization for Deep Learning", ICLR 2020) for parameters that are split over ranks."""
+"""Step with LAMB (You et al., "Large Batch Optimization for Deep Learning", ICLR 2020) for parameters that are split over ranks."""
 
 from __future__ import annotations
 

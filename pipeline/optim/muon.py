@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks and AdamW for all else, for parameters that are split over ranks."""
+"""Step with Muon for the matrices of the blocks and AdamW for all else, for parameters that are split over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is used of DeepSpeed's engine, and where it keeps what the optimizer updates: a slice of each parameter on every rank.
+"""Name what is used of DeepSpeed's engine, and find what its optimizer updates on this rank: a slice of each parameter.
 
 Under ZeRO 1 to 3 the optimizer sees flat shards of many parameters, which begin and end anywhere within one. AdamW does not mind, since
 it treats every element by itself; an optimizer that needs a whole parameter, its norm for example, must put the slices together.

@@ -5,6 +5,7 @@
 ``ranks.py``, ``zygote.py``   jobs of several ranks, forked: each rank can be signalled and killed
 ``slurm_cluster.py``          a Slurm cluster on this machine
 ``precisions.py``             which precision a test computes in
+``lion.py``                   optimizers that the package knows nothing of
 ``two_steps.py``              two optimizer steps of a model
 ``train_recipes.py``          a program that trains configs of ``configs/`` for two steps
 ``golden.py``                 the arrays and figures of ``tests/golden/``
