@@ -40,7 +40,7 @@ def write_down(run: Path, config: Config, step: int, with_checkpoint: bool) -> N
             file.write(json.dumps({"step": step, **result}) + "\n")
     if with_checkpoint:
         state = RunState(
-            step=step, samples=0, optimizer_step=step, skipped_steps=0, config=config.model_dump(mode="json"), config_hash="0" * 64, classes=[],
+            step=step, samples=0, skipped_steps=0, config=config.model_dump(mode="json"), config_hash="0" * 64, classes=[],
             data={"samples": 1, "fingerprint": "f"}, world_size=1, zero_stage=0, last_step=config.train.max_steps,
         )  # fmt: skip
         hidden = run / "checkpoints" / ".saving"
