@@ -74,7 +74,7 @@ def test_a_slurm_that_refuses(name: str, answer: str, said: str, slurm: Path, tm
 def test_a_batch_that_the_jobs_processes_cannot_share(options: list[str], processes: int, slurm: Path, tmp_path: Path) -> None:
     """Guards against an array whose every task waits in the queue to say this."""
     with pytest.raises(
-        UserError, match=rf"^s.txt, line 2: train.global_batch_size is 64, .* x {processes} processes = "
+        UserError, match=rf"^s.txt, line 2: train.global_batch_size must be a multiple of .* x {processes} processes = "
     ) as error:
         submit(sweep_of(2, tmp_path / "runs"), options, None)
     assert "--ntasks-per-node say how many." in str(error.value) and not (tmp_path / "runs").exists()

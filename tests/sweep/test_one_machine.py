@@ -137,7 +137,7 @@ def test_what_is_killed(machine: OneMachine) -> None:
     ("options", "variables", "said"),
     [
         (["--jobs", "0"], {}, "--jobs must be at least 1, got 0"),
-        (["--processes", "3"], {}, "sweep.txt, line 2: train.global_batch_size is 64"),
+        (["--processes", "3"], {}, "sweep.txt, line 2: train.global_batch_size must be a multiple of"),
         (["--jobs", "2", "--processes", "2"], {"CUDA_VISIBLE_DEVICES": "0,1,2"}, "requires 4 GPUs, got 3"),
     ],
 )
