@@ -1,4 +1,4 @@
-"""Draw figures, in one look: maps in rows and columns, bars per layer and head, attention on an image.
+"""Draw figures, in one look: maps in rows and columns, attention on an image.
 
 Every figure is made with :func:`new_figure`, within :func:`style`; there is no display and no global state of pyplot. Arrays are
 NumPy arrays or tensors on the CPU. Layers and heads are counted from 1 in labels.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.page import BLUE, COLOURS, RED
+from pipeline.page import RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -220,56 +220,6 @@ def map_grid(
     return figure
 
 
-def layer_head_plot(
-    values: Any,
-    ylabel: str,
-    title: str = "",
-    *,
-    ylim: tuple[float | None, float | None] = (None, None),
-    color: str = BLUE,
-    axes: Axes | None = None,
-) -> Figure:
-    """One bar per head, grouped by layer, with a line through the layers' means, as PerViT's Fig. 7 and 8.
-
-    Args:
-        values: (layers, heads), or a list of layers with different numbers of heads; what is not finite has no bar.
-        ylabel: quantity and unit.
-        axes: to draw into (default: a figure of its own).
-    """
-    if axes is None:
-        axes = new_figure(max(5.0, 0.55 * len(values) + 1.0), 2.8).add_subplot()
-    means = []
-    for layer, of_layer in enumerate(values, start=1):
-        heads = np.asarray(of_layer, dtype=np.float64)
-        finite = np.isfinite(heads)
-        width = 0.8 / len(heads)
-        places = layer - 0.4 + width * (np.arange(len(heads)) + 0.5)
-        axes.bar(places[finite], heads[finite], width * 0.9, color=_lighter(color), linewidth=0)
-        means.append(heads[finite].mean() if finite.any() else np.nan)
-    axes.plot(range(1, len(means) + 1), means, color="black", marker="o", markersize=3, label="mean of the heads")
-    axes.set_xticks(range(1, len(means) + 1))
-    axes.set_xlim(0.4, len(means) + 0.6)
-    axes.set_ylim(*ylim)
-    axes.grid(axis="y")
-    axes.set(xlabel="Layer", ylabel=ylabel, title=title)
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1)
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    return figure
-
-
-def layer_head_plots(panels: Mapping[str, Any], ylabel: str) -> Figure:
-    """Several of :func:`layer_head_plot` under each other, one colour each. Args: panels: title -> values."""
-    layers = max(len(values) for values in panels.values())
-    figure = new_figure(max(5.0, 0.55 * layers + 1.0), 2.3 * len(panels) + 0.2)
-    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
-    for axes, (title, values), color in zip(grid[:, 0], panels.items(), COLOURS * 9, strict=False):
-        layer_head_plot(values, ylabel, title, color=color, axes=axes)
-        if axes is not grid[-1, 0]:
-            axes.set_xlabel("")
-    return figure
-
-
 def overlay(image: Any, attention: Any, *, limits: tuple[float, float] | None = None) -> np.ndarray:
     """Attention on an image: grey where nothing is attended, coloured by the map.
 
@@ -316,10 +266,3 @@ def image_grid(
         if column < len(images[row]):
             show_image(axes, images[row][column])
     return figure
-
-
-def _lighter(color: str) -> tuple[float, ...]:
-    """Half way to white; not transparent, so that no grid shows through."""
-    from matplotlib.colors import to_rgb
-
-    return tuple((1 + channel) / 2 for channel in to_rgb(color))

@@ -17,9 +17,9 @@ import torch
 from pipeline import analyze
 from pipeline.analysis import images as choosing
 from pipeline.analysis.chapter import Findings, Plot
+from pipeline.analysis.chapters.attention import layer_head_plot
 from pipeline.analysis.measures import mean_attention_distance, nonlocality, query_key_distances
 from pipeline.analysis.session import Options
-from pipeline.analysis.style import layer_head_plot
 from pipeline.analysis.writing import write_analysis
 from pipeline.config import Config
 from pipeline.data.shards import ShardSet

@@ -1,25 +1,32 @@
-"""Self-attention of any family with a square grid of tokens (DeiT, DeiT III, ConViT, PerViT): how far heads look (ConViT, Eq. 8, Fig. 5)."""
+"""Self-attention of any family with a square grid of tokens (DeiT, DeiT III, ConViT, PerViT): how far heads look (ConViT, Eq. 8, Fig. 5).
+
+The bars per layer and head are those of other chapters too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.analysis.averages import Collector
 from pipeline.analysis.chapter import Chapter, Drawn, Findings, figure
 from pipeline.analysis.measures import mean_attention_distance, query_key_distances
-from pipeline.analysis.style import layer_head_plot
+from pipeline.analysis.style import new_figure
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import patch_grid
 from pipeline.models.convit import ConViT
 from pipeline.models.deit import DeiT
 from pipeline.models.deit3 import DeiT3
 from pipeline.models.pervit.model import PerViT
+from pipeline.page import BLUE, COLOURS
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -73,3 +80,60 @@ def _draw(distance: Tensor, even: float) -> Figure:
     figure = layer_head_plot(distance, "Distance in patches")
     figure.axes[0].axhline(even, color="black", linestyle="--", linewidth=0.8)
     return figure
+
+
+def layer_head_plot(
+    values: Any,
+    ylabel: str,
+    title: str = "",
+    *,
+    ylim: tuple[float | None, float | None] = (None, None),
+    color: str = BLUE,
+    axes: Axes | None = None,
+) -> Figure:
+    """One bar per head, grouped by layer, with a line through the layers' means, as PerViT's Fig. 7 and 8.
+
+    Args:
+        values: (layers, heads), or a list of layers with different numbers of heads; what is not finite has no bar.
+        ylabel: quantity and unit.
+        axes: to draw into (default: a figure of its own).
+    """
+    if axes is None:
+        axes = new_figure(max(5.0, 0.55 * len(values) + 1.0), 2.8).add_subplot()
+    means = []
+    for layer, of_layer in enumerate(values, start=1):
+        heads = np.asarray(of_layer, dtype=np.float64)
+        finite = np.isfinite(heads)
+        width = 0.8 / len(heads)
+        places = layer - 0.4 + width * (np.arange(len(heads)) + 0.5)
+        axes.bar(places[finite], heads[finite], width * 0.9, color=_lighter(color), linewidth=0)
+        means.append(heads[finite].mean() if finite.any() else np.nan)
+    axes.plot(range(1, len(means) + 1), means, color="black", marker="o", markersize=3, label="mean of the heads")
+    axes.set_xticks(range(1, len(means) + 1))
+    axes.set_xlim(0.4, len(means) + 0.6)
+    axes.set_ylim(*ylim)
+    axes.grid(axis="y")
+    axes.set(xlabel="Layer", ylabel=ylabel, title=title)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return figure
+
+
+def layer_head_plots(panels: Mapping[str, Any], ylabel: str) -> Figure:
+    """Several of :func:`layer_head_plot` under each other, one colour each. Args: panels: title -> values."""
+    layers = max(len(values) for values in panels.values())
+    figure = new_figure(max(5.0, 0.55 * layers + 1.0), 2.3 * len(panels) + 0.2)
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
+    for axes, (title, values), color in zip(grid[:, 0], panels.items(), COLOURS * 9, strict=False):
+        layer_head_plot(values, ylabel, title, color=color, axes=axes)
+        if axes is not grid[-1, 0]:
+            axes.set_xlabel("")
+    return figure
+
+
+def _lighter(color: str) -> tuple[float, ...]:
+    """Half way to white; not transparent, so that no grid shows through."""
+    from matplotlib.colors import to_rgb
+
+    return tuple((1 + channel) / 2 for channel in to_rgb(color))

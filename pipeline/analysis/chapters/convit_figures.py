@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from pipeline.analysis.chapters.attention import layer_head_plot
 from pipeline.analysis.style import (
     MAP_COLORS,
     bare,
     draw_mosaic,
     gap_of,
-    layer_head_plot,
     mark_query,
     new_figure,
     numbers,

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from pipeline.analysis.averages import Collector
 from pipeline.analysis.chapter import Chapter, Declared, Drawn, Example, Findings, Request, figure
+from pipeline.analysis.chapters.attention import layer_head_plot, layer_head_plots
 from pipeline.analysis.measures import impact, nonlocality, query_key_distances, rounded
-from pipeline.analysis.style import image_grid, layer_head_plot, layer_head_plots, map_grid, numbers, overlay
+from pipeline.analysis.style import image_grid, map_grid, numbers, overlay
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import patch_grid

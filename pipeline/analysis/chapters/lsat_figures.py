@@ -10,11 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.analysis.chapter import Example
+from pipeline.analysis.chapters.attention import layer_head_plot
 from pipeline.analysis.chapters.gated_mlp_figures import mark_stages
 from pipeline.analysis.style import (
     MAP_COLORS,
     image_grid,
-    layer_head_plot,
     legend_beside,
     map_grid,
     mark_query,
