@@ -30,6 +30,7 @@ SPLITS = ("train", "val")
 SIGNAL_SECONDS = 300  # of a job's end that the job scripts keep for the last checkpoint (--signal=USR1@300)
 _DAY, _HOUR, _MINUTE = 86400, 3600, 60
 _FLOAT = 4  # bytes
+HEADER_ENTRY = 146  # bytes that a file's header has of each tensor, about
 _HOLD_UP_RATE = 5e9  # bytes per second of the copy to the CPU's memory for which a save holds up the training; an assumption
 
 
@@ -188,9 +189,11 @@ class Checkpoints:
 
 
 def plan_checkpoints(config: Config, step: TracedStep, length: Length, world_size: int) -> Checkpoints:
-    """Plan the run's checkpoints: weights, averages and the optimizer's state in float32, and buffers."""
+    """Plan the run's checkpoints: weights, averages and the optimizer's state in float32, buffers, and headers."""
     chosen = config.checkpoint
-    size = _FLOAT * (step.elements * (1 + bool(config.train.ema_decay)) + step.state_elements) + step.buffers
+    numbers = step.elements * (1 + bool(config.train.ema_decay)) + step.state_elements
+    headers = HEADER_ENTRY * step.tensors * numbers // step.elements
+    size = _FLOAT * numbers + step.buffers + headers
     by_multiple = length.steps // chosen.keep_every_steps if chosen.keep_every_steps else 0
     kept = min(chosen.keep_last, length.saves) + int(chosen.keep_best) + by_multiple
     written = length.saves + (length.evaluations if chosen.keep_best else 0)
