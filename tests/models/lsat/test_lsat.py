@@ -210,7 +210,7 @@ def test_any_size_the_stem_divides(name: str, size: int) -> None:
 @pytest.mark.parametrize(("name", "size", "needed"), [("lsat_t_224", 100, 98), ("lsat_s_224", 0, 16), ("lsat_t_32", 4, 8)])
 def test_a_size_the_stem_does_not_divide_is_refused(name: str, size: int, needed: int) -> None:
     """Guards against a traceback from inside a convolution."""
-    with pytest.raises(UserError, match=f"model.image_size is {size}, .* set it to {needed}"):
+    with pytest.raises(UserError, match=f"model.image_size must be a multiple of .* got {size}: set it to {needed}"):
         create_model(name, image_size=size)
 
 
