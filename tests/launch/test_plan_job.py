@@ -81,4 +81,4 @@ def test_a_training_that_cannot_be_planned(repository: Path) -> None:
     words = ("examples/detection/configs/retinanet_posmlp_t.yaml", "--plan")
     result = launch(repository, "examples/detection/detection.slurm", *words)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: --plan was found, but only pipeline.train can be planned, not examples.detection")
+    assert result.stderr.startswith("error: --plan requires pipeline.train, got examples.detection")

@@ -176,7 +176,9 @@ def test_inaturalist_is_labelled_by_its_annotations(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train2019.json has 1 images without one of its 3 categories"):
         open_sources(tmp_path, "train")
     (tmp_path / "train2019.json").write_text("{}")
-    with pytest.raises(UserError, match=r"train2019.json cannot be read \(KeyError\('images'\)\)"):
+    with pytest.raises(
+        UserError, match=r"train2019.json must have images, annotations and categories .*, got KeyError\('images'\)"
+    ):
         open_sources(tmp_path, "train")
     (tmp_path / "train2018.json").write_text("{}")
     with pytest.raises(UserError, match=r"must have one annotation file for train, got 2 \(train2018.json, train2019.json\)"):
