@@ -228,7 +228,10 @@ def test_a_teacher_knows_the_same_classes(run: Path, exported: Path) -> None:
         taught = config.model_copy(update={"train": train})
         scores.append(load_teacher(taught, WORLD.device, [*"0123456789"])(images))
         load_teacher(taught, WORLD.device)  # a run that goes on
-        with pytest.raises(UserError, match="knows other classes .10 and 10, first different at index 0: '0' and '9'"):
+        with pytest.raises(
+            UserError,
+            match="must have the data set.s classes, got other classes .10 and 10, first different at index 0: '0' and '9'",
+        ):
             load_teacher(taught, WORLD.device, [*"9876543210"])
     assert torch.equal(*scores)
 
@@ -280,7 +283,7 @@ def test_an_evaluation_without_finite_scores_ends_with_a_sentence(exported: Path
             ["--data", "{other}"],
             "other classes (10 and 3, first different at index 0: '0' and '2'): use shards of the same data",
         ),
-        (["--batch-size", "0"], "eval.batch_size is 0"),
+        (["--batch-size", "0"], "eval.batch_size must be at least 1, got 0"),
     ],
 )
 def test_an_evaluation_says_what_is_wrong(
