@@ -195,8 +195,8 @@ def test_all_parameters_learn_and_decay_as_the_authors(switches: dict) -> None:
         (CPVT | IRPE, "has conditional_position and relative_position, alternatives of which one at most is possible"),
         (IRPE | {"peripheral_position": True}, "has peripheral_position and relative_position, alternatives"),
         (CPVT | {"mask_position_embedding": True}, "has conditional_position, which leaves no position embedding to mask"),
-        ({"conditional_position": 13}, "model.switches.conditional_position is 13"),
-        ({"conditional_position": -1}, "model.switches.conditional_position is -1"),
+        ({"conditional_position": 13}, "model.switches.conditional_position must be at most 12, got 13"),
+        ({"conditional_position": -1}, "model.switches.conditional_position must be at least 0, got -1"),
     ],
 )
 def test_what_does_not_combine_is_refused(switches: dict, sentence: str) -> None:

@@ -165,7 +165,7 @@ def test_every_switch_builds_and_trains_the_parameters_it_has(
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"mixing": "gqpe"}, "model.switches.mixing is 'gqpe', .*'ggqpe'"),
+        ({"mixing": "gqpe"}, "model.switches.mixing must be .*'ggqpe', got 'gqpe'"),
         ({"mixing": "lrpe", "groups": [8, 16, 32, 64]}, "must leave groups alone unless mixing is one of glrpe, ggqpe"),
         ({"mixing": "sgu", "covariance": "free"}, "must leave covariance and learned_centers alone"),
         (
