@@ -22,10 +22,10 @@ import torch
 from torch.nn import functional as F
 
 from pipeline import checkpoint
+from pipeline.cluster.agreement import Agreement
+from pipeline.cluster.world import World, disconnect, init_world
 from pipeline.command_line import run_command
 from pipeline.config import Config, load_config
-from pipeline.distributed.agreement import Agreement
-from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.models import create_model
 from pipeline.optim.averages import WeightAverage
 from pipeline.optim.engine import build_engine, optimizer_step

@@ -54,7 +54,7 @@ def load(form: str, file: Path) -> Callable[[Tensor], Tensor]:
     if form == "timm":
         import timm
 
-        import pipeline.integrations.timm  # noqa: F401  # registers what timm lacks
+        import pipeline.models.for_timm  # noqa: F401  # registers what timm lacks
 
         return timm.create_model(f"local-dir:{file}", pretrained=True).eval()
     return torch.export.load(file).module() if form == "torch-export" else onnx_file.runner(file)

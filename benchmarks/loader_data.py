@@ -10,8 +10,8 @@ from pathlib import Path
 from loader_settings import StoredImages, jpegs_of
 from PIL import Image
 
-from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from pipeline.shards.shard_set import ShardSet
 
 QUALITY = 90
 LONG_SIDE = 500  # pixels

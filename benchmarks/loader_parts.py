@@ -17,9 +17,9 @@ import torch
 from loader_peers_dali import our_source
 from loader_settings import IMAGE_SIZE, MEAN, STD, Settings, StoredImages
 
-from pipeline.data.augment import BatchAugmentation
-from pipeline.data.cpu_transform import Finisher, Normalization, resize_and_crop
-from pipeline.data.dali_graph import decoding_graph, window_inputs
+from pipeline.augment import BatchAugmentation
+from pipeline.loader.cpu_transform import Finisher, Normalization, resize_and_crop
+from pipeline.loader.dali_graph import decoding_graph, window_inputs
 
 Result = TypeVar("Result")
 BATCHES = 4  # per round: their windows and floats fit into memory, and DALI's start costs little

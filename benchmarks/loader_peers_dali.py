@@ -9,9 +9,9 @@ from loader_settings import CROP_RATIO, CROP_SCALE, FLIP, IMAGE_SIZE, MEAN, STD,
 from torch import Tensor
 
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.batches import TrainBatches
-from pipeline.data.loader import Loader
-from pipeline.data.shards import ShardSet
+from pipeline.loader.batches import TrainBatches
+from pipeline.loader.loader import Loader
+from pipeline.shards.shard_set import ShardSet
 
 # DeiT's recipe after the crop, which the papers use: what timm does in `pillow_full`.
 FULL_RECIPE = AugmentConfig(

@@ -70,10 +70,10 @@ def measure(overrides: list[str], world: Any, evaluates: bool = False) -> int:
     from pipeline.config import load_config
     from pipeline.optim.averages import StepStatistics, WeightAverage
     from pipeline.optim.engine import build_engine, micro_batches, optimizer_step
-    from pipeline.run.building import build_model
-    from pipeline.run.teacher import load_teacher
     from pipeline.step.loss import Objective, label_loss
     from pipeline.step.train_step import forward_backward
+    from pipeline.training.building import build_model
+    from pipeline.training.teacher import load_teacher
 
     config = load_config("pervit_t", overrides)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -188,7 +188,7 @@ def run_rank(cases: list[dict[str, Any]], out: Path) -> None:
     """Measure all cases of one world size; rank 0 appends a line for each to a file."""
     import torch
 
-    from pipeline.distributed.world import disconnect, init_world
+    from pipeline.cluster.world import disconnect, init_world
 
     world = init_world()
     torch.set_num_threads(1)

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.step_forms import Setting, ours
+from pipeline.cluster.host import keep_freed_memory
+from pipeline.cluster.world import disconnect, init_world
 from pipeline.command_line import run_command
 from pipeline.config import Config, load_config
-from pipeline.distributed.host import keep_freed_memory
-from pipeline.distributed.world import disconnect, init_world
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS
 from pipeline.planning.machine import measure_cpu

@@ -125,9 +125,9 @@ def measure(args: argparse.Namespace) -> dict:
     """One pass of one way."""
     import torch
 
-    from pipeline.checkpoint.trained import read_trained
+    from pipeline.cluster.world import init_world
     from pipeline.config import config_from_dict
-    from pipeline.distributed.world import init_world
+    from pipeline.inference.trained import read_trained
 
     trained = read_trained(args.checkpoint)
     config = config_from_dict({**trained.config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
@@ -150,10 +150,10 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def predict_files(args, trained, config, world, forward) -> None:  # type: ignore[no-untyped-def]
-    from pipeline.data.image_list import ImageList, find_images
-    from pipeline.run.evaluation import evaluation_loader
-    from pipeline.run.prediction import predict, prediction_dtype, write_rows
-    from pipeline.run.rank_rows import RankRows
+    from pipeline.inference.evaluation import evaluation_loader
+    from pipeline.inference.image_list import ImageList, find_images
+    from pipeline.inference.prediction import predict, prediction_dtype, write_rows
+    from pipeline.inference.rank_rows import RankRows
 
     images = ImageList(find_images([str(args.images)]), trained.classes)
     loader = evaluation_loader(images, config, world)
@@ -167,8 +167,8 @@ def predict_files(args, trained, config, world, forward) -> None:  # type: ignor
 
 
 def evaluate_shards(args, config, world, forward) -> None:  # type: ignore[no-untyped-def]
-    from pipeline.data.shards import ShardSet
-    from pipeline.run.evaluation import evaluate, evaluation_loader
+    from pipeline.inference.evaluation import evaluate, evaluation_loader
+    from pipeline.shards.shard_set import ShardSet
 
     loader = evaluation_loader(ShardSet(args.shards, "val"), config, world)
     evaluate(forward, loader, world)

@@ -22,9 +22,9 @@ from nvidia.dali import pipeline_def
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, affine_matrices  # noqa: E402
-from pipeline.data.augment.randaugment.dali import augment  # noqa: E402
-from pipeline.philox import Stream, uniforms  # noqa: E402
+from pipeline.augment.randaugment import UNIFORMS_PER_LAYER, Op, Ops, RandAugment, affine_matrices  # noqa: E402
+from pipeline.augment.randaugment.dali import augment  # noqa: E402
+from pipeline.stream.philox import Stream, uniforms  # noqa: E402
 from support.randaugment_reference import AMOUNTS, FILL, SIZE, apply, photographs, reference  # noqa: E402
 
 

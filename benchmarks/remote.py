@@ -83,10 +83,10 @@ def _open(args: argparse.Namespace, path: str, cache: Path | None) -> Source:
     import torch
 
     from pipeline.config import AugmentConfig, DataConfig
-    from pipeline.data.loader import Loader
-    from pipeline.data.reader import BadSamples, Reader
-    from pipeline.data.shard_cache import ShardCache
-    from pipeline.data.shards import ShardSet
+    from pipeline.loader.loader import Loader
+    from pipeline.loader.reader import BadSamples, Reader
+    from pipeline.shards.files.cache import ShardCache
+    from pipeline.shards.shard_set import ShardSet
     from support.batches import train_batches
 
     if path.startswith("s3://"):  # the store keeps the address that it was opened with

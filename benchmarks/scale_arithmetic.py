@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 # Measured here (benchmarks/RESULTS.md).
 CPU_MS = {"crop and flip": 1.39, "whole recipe": 2.51}  # an image of ImageNet, decoded on a CPU: "Loader"
-TABLE_BYTES = 32  # of the index, a sample: pipeline/data/manifest.py
+TABLE_BYTES = 32  # of the index, a sample: pipeline/shards/manifest.py
 PARAMETERS, BYTES_PER_PARAMETER = 43.7e6, 12  # PerViT-M; weights and AdamW's moments in fp32: 525 MB, "Checkpoints"
 OPENS_PER_RANK = 20  # of a checkpoint's files at a start: "A checkpoint of many ranks"
 # From a config: the defaults of docs/config.md, and configs/pervit_m.yaml.

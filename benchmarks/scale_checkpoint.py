@@ -29,8 +29,8 @@ import safetensors  # noqa: E402
 from benchmarks.checkpoint import Training  # noqa: E402
 from pipeline import checkpoint  # noqa: E402
 from pipeline.checkpoint import loading, parts  # noqa: E402
+from pipeline.cluster.world import init_world  # noqa: E402
 from pipeline.config import load_config  # noqa: E402
-from pipeline.distributed.world import init_world  # noqa: E402
 
 SMALL = (
     "model.switches={widths: [16, 16, 16, 16]}", "model.image_size=32", "train.micro_batch_size=1", "augment.mixup=0",

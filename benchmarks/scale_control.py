@@ -25,14 +25,16 @@ os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", RES_OPTIONS=
 
 import torch  # noqa: E402
 
+from pipeline.cluster import (
+    heartbeat,  # noqa: E402
+    rendezvous,  # noqa: E402
+)
+from pipeline.cluster.beats import Beat, Board, Status  # noqa: E402
+from pipeline.cluster.environment import SECRET  # noqa: E402
+from pipeline.cluster.world import World  # noqa: E402
 from pipeline.command_line import run_command  # noqa: E402
 from pipeline.config import DistributedConfig  # noqa: E402
-from pipeline.distributed import rendezvous  # noqa: E402
-from pipeline.distributed.environment import SECRET  # noqa: E402
-from pipeline.distributed.world import World  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
-from pipeline.faults import heartbeat  # noqa: E402
-from pipeline.faults.beats import Beat, Board, Status  # noqa: E402
 
 PROCESSES = 8  # that the simulated ranks share
 CONNECTING = 32  # connections that a process begins at once: PyTorch asks the name server for each

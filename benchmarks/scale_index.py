@@ -33,10 +33,10 @@ import numpy as np
 import psutil
 
 from pipeline.command_line import run_command
-from pipeline.data import shards
-from pipeline.data.manifest import SAMPLE_DTYPE, ShardInfo, ShardManifest, SplitInfo, shard_name
-from pipeline.data.order import Blocks, block_sample_at, sample_at
 from pipeline.files import file_sha256
+from pipeline.shards import shard_set as shards
+from pipeline.shards.manifest import SAMPLE_DTYPE, ShardInfo, ShardManifest, SplitInfo, shard_name
+from pipeline.stream.order import Blocks, block_sample_at, sample_at
 
 PER_SHARD, BYTES, CLASSES, BATCH, ROUNDS = 10_000, 100_000, 1000, 256, 200
 ROOM = 512 * (4 + -(-BYTES // 512))  # of a sample in its tar: headers and padding too

@@ -32,12 +32,12 @@ from pathlib import Path
 import torch
 
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.batches import TrainBatches
-from pipeline.data.cached_files import CachedFiles
-from pipeline.data.loader import Loader
-from pipeline.data.reader import BadSamples, Reader
-from pipeline.data.shard_cache import ShardCache
-from pipeline.data.shards import ShardSet
+from pipeline.loader.batches import TrainBatches
+from pipeline.loader.loader import Loader
+from pipeline.loader.reader import BadSamples, Reader
+from pipeline.shards.files.cache import ShardCache
+from pipeline.shards.files.cached import CachedFiles
+from pipeline.shards.shard_set import ShardSet
 
 WAYS = ("local disk", "full cache", "source")
 QUEUE = 8  # batches that were made ahead while others had their turns, at most

@@ -40,7 +40,7 @@ GOALS = (  # contestant, share of, at least
 def sharder(tree: Path, output: Path, check: bool) -> None:
     from data_prep.sources import ImageFolder
     from data_prep.writer import write_shards
-    from pipeline.data.image_checks import ImageRules
+    from pipeline.shards.image_checks import ImageRules
 
     write_shards(ImageFolder(tree, "train"), output, "train", SAMPLES_PER_SHARD, WORKERS, rules=ImageRules(decode=check))
 

@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.step_forms import Setting, authors
 from benchmarks.step_timing import Taken, peak_bytes, timed
+from pipeline.cluster.world import World
 from pipeline.config import Config
-from pipeline.distributed.world import World
 
-_AS_IT_IS = "MALLOC_AS_IT_IS"  # unknown to glibc; with any MALLOC_ variable, pipeline.distributed.host does nothing
+_AS_IT_IS = "MALLOC_AS_IT_IS"  # unknown to glibc; with any MALLOC_ variable, pipeline.cluster.host does nothing
 
 
 class Apart:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.step_forms import Setting
+from pipeline.cluster.world import World
 from pipeline.config import Config
-from pipeline.data.batches import TrainBatches
-from pipeline.data.loader import Batch, Loader
-from pipeline.data.shards import ShardSet
-from pipeline.distributed.world import World
+from pipeline.loader.batches import TrainBatches
+from pipeline.loader.loader import Batch, Loader
 from pipeline.optim.engine import build_engine, optimizer_step
+from pipeline.shards.shard_set import ShardSet
 from pipeline.step.forward import sample_noise
 from pipeline.step.loss import Objective, label_loss
 from pipeline.step.train_step import forward_backward

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from benchmarks.step_authors import authors_form, authors_loss
 from benchmarks.step_timing import Step
+from pipeline.cluster.world import World
 from pipeline.config import Config
-from pipeline.data.loader import Batch
-from pipeline.distributed.world import World
+from pipeline.loader.loader import Batch
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
 from pipeline.models.pervit.model import PerViT
@@ -26,7 +26,7 @@ from pipeline.step.loss import Objective, label_loss
 from pipeline.step.train_step import forward_backward
 
 OURS, PLAIN, AUTHORS, COMPILED = "ours", "plain PyTorch", "authors' form", "ours, compiled"
-_COMPILING = "pipeline.run.compiling"  # train.compile, where this version has it
+_COMPILING = "pipeline.training.compiling"  # train.compile, where this version has it
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from pathlib import Path
 from data_prep import counted
 from data_prep.output import FolderLock, Output
 from data_prep.sources.devkit import Devkit
-from pipeline.data.manifest import MANIFEST, ShardManifest
 from pipeline.errors import UserError, first_few
 from pipeline.files import open_regular
+from pipeline.shards.manifest import MANIFEST, ShardManifest
 
 _WNID = re.compile(r"n\d{8}")
 _KEYS, _NAMES = ("class", "wnid", "synset", "label", "folder", "index", "id"), ("name", "class_name", "words", "description")

@@ -13,13 +13,13 @@ from data_prep.output import Output
 from data_prep.set_checks import classes_with_images, untaught_classes
 from data_prep.shard_writer import ShardTask, record_file
 from data_prep.sources import Source
-from pipeline.data.image_checks import ImageRules
-from pipeline.data.manifest import MANIFEST, ShardManifest, SplitInfo, in_progress_file, shard_name
-from pipeline.data.order import sample_at
-from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError, first_few
 from pipeline.files import replace_file
-from pipeline.philox import Stream
+from pipeline.shards.image_checks import ImageRules
+from pipeline.shards.manifest import MANIFEST, ShardManifest, SplitInfo, in_progress_file, shard_name
+from pipeline.shards.shard_set import ShardSet
+from pipeline.stream.order import sample_at
+from pipeline.stream.philox import Stream
 
 
 @dataclass(frozen=True)

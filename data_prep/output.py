@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from data_prep import SPLITS
 from data_prep.sources import Source
-from pipeline.data.image_checks import ImageRules
 from pipeline.errors import UserError
 from pipeline.files import check_space, lock_bytes
+from pipeline.shards.image_checks import ImageRules
 from pipeline.stores.place import Place
 
 LOCK_FILE = ".lock"

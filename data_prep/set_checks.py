@@ -14,9 +14,17 @@ from tqdm import tqdm
 from data_prep import counted
 from data_prep.shard_checks import Finding, Findings, ShardCheck, check_shard
 from data_prep.workers import run_tasks
-from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, find_out_of_range, map_sample_table
 from pipeline.errors import first_few
 from pipeline.files import file_sha256, open_regular
+from pipeline.shards.manifest import (
+    MANIFEST,
+    REENCODED,
+    REJECTED,
+    ShardManifest,
+    SplitInfo,
+    find_out_of_range,
+    map_sample_table,
+)
 
 
 def verify(folder: Path, manifest: ShardManifest, workers: int = 1, decode: bool = False) -> list[Finding]:

@@ -17,10 +17,10 @@ from xxhash import xxh3_64_intdigest
 
 from data_prep.shard_writer import BLOCK
 from data_prep.workers import count_image
-from pipeline.data.image_checks import Rejected, check_decodes
-from pipeline.data.image_headers import jpeg_header, kept_format
-from pipeline.data.manifest import KEPT_FORMATS, ShardInfo, sample_key
 from pipeline.files import open_regular
+from pipeline.shards.image_checks import Rejected, check_decodes
+from pipeline.shards.image_headers import jpeg_header, kept_format
+from pipeline.shards.manifest import KEPT_FORMATS, ShardInfo, sample_key
 
 MEMBERS = ("jpg", "cls", "json")  # or another of IMAGES in place of the first
 IMAGES = ("jpg", *KEPT_FORMATS)

@@ -41,8 +41,8 @@ if TYPE_CHECKING:  # imported lazily at run time, so that --help and the workers
     from data_prep.output import Output
     from data_prep.sources import Source
     from data_prep.writer import Share
-    from pipeline.data.image_checks import ImageRules
-    from pipeline.data.manifest import SplitInfo
+    from pipeline.shards.image_checks import ImageRules
+    from pipeline.shards.manifest import SplitInfo
 
 
 def main() -> None:
@@ -186,7 +186,7 @@ def _class_names(args: argparse.Namespace, output: Output, sources: dict[str, So
 
 def _splits_in(output: Output) -> dict[str, SplitInfo]:
     """The splits listed in the manifest, if there is one."""
-    from pipeline.data.manifest import MANIFEST, ShardManifest
+    from pipeline.shards.manifest import MANIFEST, ShardManifest
 
     return ShardManifest.read(output.folder).splits if (output.folder / MANIFEST).exists() else {}
 
@@ -260,7 +260,7 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
         UserError: a value out of range.
     """
     from data_prep.writer import Share
-    from pipeline.data.image_checks import ImageRules
+    from pipeline.shards.image_checks import ImageRules
 
     if not 0 <= args.max_rejected <= 1:
         raise UserError(f"--max-rejected must be 0 to 1, got {args.max_rejected:g}", "pass a fraction of the images")

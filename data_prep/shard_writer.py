@@ -24,9 +24,9 @@ from xxhash import xxh3_64_intdigest
 from data_prep.output import Output
 from data_prep.sources import Source, SourceImage
 from data_prep.workers import count_image
-from pipeline.data.image_checks import ImageRules, Rejected, StoredImage, prepare_image
-from pipeline.data.manifest import SAMPLE_DTYPE, ShardInfo, sample_key, shard_name
 from pipeline.files import replace_file
+from pipeline.shards.image_checks import ImageRules, Rejected, StoredImage, prepare_image
+from pipeline.shards.manifest import SAMPLE_DTYPE, ShardInfo, sample_key, shard_name
 
 BLOCK = 512  # bytes: headers and data are aligned to it
 RECORD = 20 * BLOCK  # an archive is padded to a multiple of it

@@ -47,9 +47,9 @@ def main() -> int:
         raise UserError(f"--workers must be 1 to 256, got {args.workers}", "pass the number of shards to fetch at a time")
     from data_prep.staging import stage  # imported late, so that --help is fast
     from data_prep.workers import stop_like_ctrl_c
-    from pipeline.data.cached_files import check_cache
-    from pipeline.data.shard_cache import GIB, ShardCache
-    from pipeline.data.shards import ShardSet
+    from pipeline.shards.files.cache import GIB, ShardCache
+    from pipeline.shards.files.cached import check_cache
+    from pipeline.shards.shard_set import ShardSet
 
     stop_like_ctrl_c()
     sets = [ShardSet(args.data, split) for split in args.splits]  # all, so that an error in any is found first

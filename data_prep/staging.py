@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 from data_prep import counted
 from data_prep.workers import interrupts_noted
-from pipeline.data.cache_filler import CacheFault, SourceFault, WrongContent, allow_open_copies, fetch_shard, rows_of
-from pipeline.data.shard_cache import CachedShard, ShardCache, Unclaimed
-from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from pipeline.shards.files.cache import CachedShard, ShardCache, Unclaimed
+from pipeline.shards.files.cache_filler import CacheFault, SourceFault, WrongContent, allow_open_copies, fetch_shard, rows_of
+from pipeline.shards.shard_set import ShardSet
 
 _WAIT_SECONDS = 0.2  # until the next look for a shard that another process fetches
 _TRIES = 3  # of a shard that its source does not give

@@ -26,9 +26,9 @@ from typing import BinaryIO, TypeVar
 from data_prep import SPLITS, STAGED
 from data_prep.output import FolderLock, Output, check_space_for_shards
 from data_prep.workers import stop_if_asked
-from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED
 from pipeline.errors import UserError
 from pipeline.files import file_sha256, lock_bytes, replace_file
+from pipeline.shards.manifest import MANIFEST, REENCODED, REJECTED
 from pipeline.stores.client import Version
 from pipeline.stores.place import Place, RemotePath
 from pipeline.stores.store import NoBucket, Store, StoreFails

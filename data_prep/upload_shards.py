@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.stores.place import Place, RemotePath, is_remote, parse_place, place_argument
 
 if TYPE_CHECKING:
-    from pipeline.data.manifest import ShardManifest
+    from pipeline.shards.manifest import ShardManifest
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def upload(folder: Path, url: Place | str) -> None:
     from tqdm import tqdm
 
     from data_prep.store_output import check_bucket, checked_size, put_file, told
-    from pipeline.data.manifest import MANIFEST, ShardManifest
+    from pipeline.shards.manifest import MANIFEST, ShardManifest
     from pipeline.stores.store import Store
 
     place = parse_place(url)
@@ -100,7 +100,7 @@ def upload(folder: Path, url: Place | str) -> None:
 
 def _files(folder: Path, manifest: ShardManifest) -> Iterator[tuple[str, str]]:
     """Name and SHA-256 of all files of a set but its manifest; empty for the lists, whose SHA-256 the manifest does not have."""
-    from pipeline.data.manifest import REENCODED, REJECTED
+    from pipeline.shards.manifest import REENCODED, REJECTED
 
     for split in manifest.splits.values():
         yield split.samples_file, split.samples_sha256

@@ -35,7 +35,7 @@ def main() -> int:
             "copy the set to a disk first; what is read in training is verified in any case",
         )
     from data_prep.set_checks import print_table, same_images, verify  # imported late, so that --help is fast
-    from pipeline.data.manifest import ShardManifest
+    from pipeline.shards.manifest import ShardManifest
 
     manifest = ShardManifest.read(args.folder)
     findings = verify(args.folder, manifest, args.workers, args.decode)

@@ -1,4 +1,4 @@
-"""Write a source as a shard set (layout: :mod:`pipeline.data.shards`).
+"""Write a source as a shard set (layout: :mod:`pipeline.shards.shard_set`).
 
 Samples are shuffled across the whole set, so that each shard is a random sample of all classes. The order depends on the seed
 only, each shard is written by one worker, and no time stamps are stored: the same source and seed give the same bytes for any
@@ -26,10 +26,10 @@ from data_prep.output import FolderLock, Output, needed_bytes
 from data_prep.shard_writer import FinishedShard, read_record, record_file, write_shard
 from data_prep.sources import Source
 from data_prep.workers import run_tasks
-from pipeline.data.image_checks import ImageRules
-from pipeline.data.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, shard_name
 from pipeline.errors import UserError
 from pipeline.files import file_sha256, remove_leftovers, replace_file, replace_text
+from pipeline.shards.image_checks import ImageRules
+from pipeline.shards.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, shard_name
 
 
 @dataclass(frozen=True)

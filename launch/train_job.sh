@@ -11,7 +11,7 @@
 #   2                  a mistake that a restart cannot fix             the job is FAILED
 #   75                 a signal (time limit); what was trained is      requeue
 #                      saved
-#   any other          a crash, a killed or lost rank                  requeue, if pipeline.faults.restart allows it
+#   any other          a crash, a killed or lost rank                  requeue, if pipeline.training.restart allows it
 #
 # srun's exit code is the highest of its tasks', so they must exit by themselves: a SIGTERM from srun after
 # the first failure would turn the others' 2 or 75 into 143, and would ask them for a checkpoint together
@@ -61,7 +61,7 @@ whole_number SLURM_RESTART_COUNT "${SLURM_RESTART_COUNT:-0}"
 whole_number SLURM_CPUS_PER_TASK "${SLURM_CPUS_PER_TASK:-1}"
 
 config=$1 job=${SLURM_JOB_ID:-}
-train_module=${train_module:-pipeline.train} restart_module=${restart_module:-pipeline.faults.restart}
+train_module=${train_module:-pipeline.train} restart_module=${restart_module:-pipeline.training.restart}
 shift
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID   # the id of one task is also the whole array's: scontrol would act on all
@@ -145,7 +145,7 @@ trap : TERM
 #   --cpus-per-task      srun has ignored the batch script's setting since Slurm 22.05
 #   --distribution       neighbouring ranks on one node and one socket; Slurm's default deals them out to the sockets in turn
 #   --gpu-bind, --cpu-bind   none: a task with one visible GPU cannot copy to its neighbours' directly. Each rank takes the GPU
-#                        of its number and the cores beside it (pipeline.distributed.affinity)
+#                        of its number and the cores beside it (pipeline.cluster.host)
 bind=()
 [ -z "${SLURM_GPUS_ON_NODE:-}" ] || bind=(--gpu-bind=none --cpu-bind=none)
 code=0

@@ -24,8 +24,8 @@ from pipeline.stores.place import place_argument
 if TYPE_CHECKING:
     import torch
 
-    from pipeline.checkpoint.trained import Trained
     from pipeline.config import Config
+    from pipeline.inference.trained import Trained
 
 SOURCES = "a run folder, one of its checkpoints, an exported file, a folder in timm's layout, or an authors' file"
 
@@ -66,22 +66,22 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         check_writable(args.json)
     if args.predictions:
-        from pipeline.run.predictions import check_file
+        from pipeline.inference.predictions import check_file
 
         check_file("--predictions", args.predictions)
 
-    from pipeline.checkpoint.trained import read_trained
+    from pipeline.cluster.world import disconnect, init_world
     from pipeline.config import config_from_dict  # imported only now: PyTorch takes seconds, and --help must not wait for it
-    from pipeline.data.image_folder import open_split
-    from pipeline.data.loader import decoding_device
-    from pipeline.distributed.world import disconnect, init_world
+    from pipeline.inference.evaluation import check_same_classes, evaluate, evaluation_loader
+    from pipeline.inference.prediction import collect_evaluated
+    from pipeline.inference.predictions import Names, prediction_dtype, write_rows
+    from pipeline.inference.rank_rows import RankRows
+    from pipeline.inference.trained import read_trained
+    from pipeline.loader.loader import decoding_device
     from pipeline.logs import console
-    from pipeline.run.evaluation import check_same_classes, evaluate, evaluation_loader
-    from pipeline.run.precision import choose_evaluation_precision
-    from pipeline.run.prediction import collect_evaluated
-    from pipeline.run.predictions import Names, prediction_dtype, write_rows
-    from pipeline.run.rank_rows import RankRows
+    from pipeline.shards.image_folder import open_split
     from pipeline.step.forward import autocast
+    from pipeline.training.precision import choose_evaluation_precision
 
     console.install()
     trained = read_trained(args.checkpoint, args.step, args.weights)

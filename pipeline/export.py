@@ -22,9 +22,9 @@ from pipeline.errors import UserError
 from pipeline.exporting import FORMATS, Format, find_format
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.trained import Trained
     from pipeline.exporting.placing import Place
     from pipeline.exporting.subject import Options, Subject, Training
+    from pipeline.inference.trained import Trained
 
 DAMAGED = 1  # exit code of --verify
 
@@ -134,11 +134,11 @@ def read_subject(source: Path, step: int | str | None = None, weights: str | Non
     """Read a trained model and what is known of its training.
 
     Raises:
-        UserError: as :func:`pipeline.checkpoint.trained.read_trained`.
+        UserError: as :func:`pipeline.inference.trained.read_trained`.
     """
-    from pipeline.checkpoint.trained import read_trained
     from pipeline.checkpoint.weights import describe
     from pipeline.exporting.subject import Subject
+    from pipeline.inference.trained import read_trained
 
     trained = read_trained(source, step, weights)  # type: ignore[arg-type]  # one of argparse's choices
     description = describe(trained.config, trained.classes, trained.step, trained.kind, "ours", trained.class_names)

@@ -26,9 +26,9 @@ from pipeline.errors import UserError
 from pipeline.files import replace_file
 
 if TYPE_CHECKING:
-    from pipeline.run.prediction import Tally
-    from pipeline.run.predictions import Merged, Names
-    from pipeline.run.rank_rows import RankRows
+    from pipeline.inference.prediction import Tally
+    from pipeline.inference.predictions import Merged, Names
+    from pipeline.inference.rank_rows import RankRows
 
 SOURCES = "a run folder, one of its checkpoints, an exported file, a folder in timm's layout, or an authors' file"
 SOME_FAILED = 1  # exit code: at least one image has no prediction
@@ -63,18 +63,18 @@ def run(args: argparse.Namespace) -> int:
     """
     check_arguments(args)
 
-    from pipeline.checkpoint.trained import read_trained  # imported only now: PyTorch takes seconds, and --help must not wait
+    from pipeline.cluster.world import disconnect, init_world
     from pipeline.config import config_from_dict
-    from pipeline.data.image_list import ImageList, find_images, read_list
-    from pipeline.data.loader import decoding_device
-    from pipeline.distributed.world import disconnect, init_world
+    from pipeline.inference.evaluation import evaluation_loader
+    from pipeline.inference.image_list import ImageList, find_images, read_list
+    from pipeline.inference.prediction import compute_features, predict
+    from pipeline.inference.predictions import Names, features_dtype, prediction_dtype
+    from pipeline.inference.rank_rows import RankRows
+    from pipeline.inference.trained import read_trained  # imported only now: PyTorch takes seconds, and --help must not wait
+    from pipeline.loader.loader import decoding_device
     from pipeline.logs import console
-    from pipeline.run.evaluation import evaluation_loader
-    from pipeline.run.precision import choose_evaluation_precision
-    from pipeline.run.prediction import compute_features, predict
-    from pipeline.run.predictions import Names, features_dtype, prediction_dtype
-    from pipeline.run.rank_rows import RankRows
     from pipeline.step.forward import autocast
+    from pipeline.training.precision import choose_evaluation_precision
 
     console.install()
     trained = read_trained(args.checkpoint, args.step, args.weights)
@@ -129,7 +129,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.features and args.by_folder:
         raise UserError("--features and --by-folder exclude each other: features have no accuracy", "leave one out")
     if args.output:
-        from pipeline.run.predictions import ENDINGS, FEATURE_ENDINGS, check_file
+        from pipeline.inference.predictions import ENDINGS, FEATURE_ENDINGS, check_file
 
         check_file("--output", args.output, FEATURE_ENDINGS if args.features else ENDINGS)
 
@@ -145,8 +145,8 @@ def write(args: argparse.Namespace, rows: RankRows, names: Names, count: int, wi
     Returns:
         Of rank 0's rows; zeros elsewhere.
     """
-    from pipeline.run.prediction import Tally
-    from pipeline.run.predictions import write_features, write_rows
+    from pipeline.inference.prediction import Tally
+    from pipeline.inference.predictions import write_features, write_rows
 
     tally = Tally()
 

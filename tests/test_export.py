@@ -15,8 +15,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from pipeline import export, load
-from pipeline.checkpoint.trained import read_trained
 from pipeline.errors import UserError
+from pipeline.inference.trained import read_trained
 from pipeline.models import load_exported
 from pipeline.models.weights.exported import read_metadata
 from support.ranks import run_forked

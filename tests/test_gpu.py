@@ -10,11 +10,11 @@ import torch
 from pipeline.checkpoint import read_weights
 from pipeline.checkpoint.saver import HostCopies
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.batches import EvalBatches, TrainBatches
-from pipeline.data.loader import Loader
-from pipeline.data.shards import ShardSet
+from pipeline.loader.batches import EvalBatches, TrainBatches
+from pipeline.loader.loader import Loader
 from pipeline.models import create_model
 from pipeline.models.common.layers import drop_elements
+from pipeline.shards.shard_set import ShardSet
 from support import launching
 from support.launching import run_module
 from support.runs import step_rows

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint import read_weights
+from pipeline.cluster.world import World
 from pipeline.config import Config, TrainConfig
-from pipeline.distributed.world import World
 from pipeline.models import create_model
-from pipeline.run.compiling import Compilation
 from pipeline.step.forward import autocast
 from pipeline.step.loss import Objective, label_loss
+from pipeline.training.compiling import Compilation
 from support import launching
 from support.launching import run_module
 from support.runs import step_rows

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from pipeline import load
-from pipeline.checkpoint.trained import read_trained
+from pipeline.cluster.world import World
 from pipeline.config import Config, ModelConfig, TrainConfig, config_from_dict
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.run.building import build_model
-from pipeline.run.teacher import load_teacher
+from pipeline.inference.trained import read_trained
+from pipeline.training.building import build_model
+from pipeline.training.teacher import load_teacher
 from support.launching import REPOSITORY
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)

@@ -25,7 +25,7 @@ COMMANDS = [
     "pipeline.watch",
     "pipeline.follow",
 ]
-COMMANDS += ["pipeline.faults.restart"]
+COMMANDS += ["pipeline.training.restart"]
 
 # What ``python -m COMMAND --help`` does, then the heavy modules that it has imported.
 HELP = f"""
@@ -55,7 +55,7 @@ def test_help_needs_none_of_the_heavy_imports(module: str) -> None:
     """Guards against eleven seconds of silence before ``--help``; names the modules in place of measuring a busy machine."""
     result = run_python("-c", HELP, module)
     assert result.stdout.endswith("IMPORTED [] 0\n"), f"{result.stdout}\n{result.stderr}"
-    if module != "pipeline.faults.restart":  # the job script's own
+    if module != "pipeline.training.restart":  # the job script's own
         assert len(re.findall(rf"\n *(?:python -m {module}|bash launch/local.sh) ?", result.stdout)) >= 2, "two examples needed"
 
 

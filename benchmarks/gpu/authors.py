@@ -19,9 +19,9 @@ from benchmarks.gpu.common import Context, PeakMemory, Values, synchronize
 from benchmarks.gpu.in_memory import InMemory
 from benchmarks.gpu.trace import idle, profiled
 from pipeline.config import Config
-from pipeline.data.batches import TrainBatches
-from pipeline.data.shards import ShardSet
+from pipeline.loader.batches import TrainBatches
 from pipeline.models import create_model
+from pipeline.shards.shard_set import ShardSet
 from pipeline.step.forward import sample_noise
 
 

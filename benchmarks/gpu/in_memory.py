@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu.common import has_module
 
 if TYPE_CHECKING:
-    from pipeline.data.loader import Batch
+    from pipeline.loader.loader import Batch
 
 _DALI = "nvidia.dali"
 
@@ -55,7 +55,7 @@ class InMemory:
     decode = "gpu"  # where a run's checkpoint would say that images are decoded
 
     def __init__(self, batches: Any, device: torch.device, max_bad_samples: int, start: int = 0) -> None:
-        from pipeline.data.reader import BadSamples
+        from pipeline.loader.reader import BadSamples
 
         self.batches, self.device, self._next = batches, device, start
         self.bad = BadSamples(batches.shards, max_bad_samples, left_out=False)
@@ -65,8 +65,8 @@ class InMemory:
         return self
 
     def __next__(self) -> Batch:
-        from pipeline.data.augment.mixing import MixupCutmix, mixed_labels
-        from pipeline.data.loader import Batch
+        from pipeline.augment.mixing import MixupCutmix, mixed_labels
+        from pipeline.loader.loader import Batch
 
         request = self.batches.request(self._next)
         self._next += 1
@@ -90,9 +90,9 @@ class InMemory:
 @contextmanager
 def batches_in_memory(also_for_evaluation: bool) -> Iterator[None]:
     """Runs that start within have :class:`InMemory` for their training loader."""
-    from pipeline.data.batches import TrainBatches
-    from pipeline.distributed.world import World
-    from pipeline.run import start
+    from pipeline.cluster.world import World
+    from pipeline.loader.batches import TrainBatches
+    from pipeline.training import start
 
     def loader(*given: Any) -> InMemory:
         shards, config, *rest = given  # versions differ in what else there is

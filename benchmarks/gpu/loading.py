@@ -13,7 +13,7 @@ from benchmarks.gpu.common import Context, Rows, Values, has_key, has_module, re
 
 if TYPE_CHECKING:
     from pipeline.config import Config
-    from pipeline.data.loader import Loader
+    from pipeline.loader.loader import Loader
 
 _TOLERATED = 2.0  # levels of 255
 
@@ -43,7 +43,7 @@ def places(context: Context) -> dict[str, str]:
 
 def build(context: Context, plan: Any, config: Config, place: str) -> Loader:
     """A loader whose batches are for this context's device, but where the code can decode only on the device, on ``place``."""
-    from pipeline.data.loader import Loader
+    from pipeline.loader.loader import Loader
 
     data, device = config.data, context.device
     if has_key("data.decode"):
@@ -54,8 +54,8 @@ def build(context: Context, plan: Any, config: Config, place: str) -> Loader:
 
 
 def train_batches(context: Context, config: Config) -> Any:
-    from pipeline.data.batches import TrainBatches
-    from pipeline.data.shards import ShardSet
+    from pipeline.loader.batches import TrainBatches
+    from pipeline.shards.shard_set import ShardSet
 
     return TrainBatches.of_run(ShardSet(str(context.shards), "train"), config)
 
@@ -91,8 +91,8 @@ def _cpu_seconds() -> float:
 
 def differences(context: Context) -> Rows:
     """The same batches twice: evaluation, crop and flip, full recipe without mixing, which would spread one image's over others."""
-    from pipeline.data.batches import EvalBatches
-    from pipeline.data.shards import ShardSet
+    from pipeline.loader.batches import EvalBatches
+    from pipeline.shards.shard_set import ShardSet
 
     recipes = configs(context)
     full, plain = recipes["full recipe"], recipes["crop and flip"]

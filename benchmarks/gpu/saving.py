@@ -18,8 +18,8 @@ def measure(context: Context) -> Rows:
 
     dali_is_there()  # nothing is loaded here, but modules that are imported name it
     from benchmarks.checkpoint import Training
+    from pipeline.cluster.world import disconnect, init_world
     from pipeline.config import load_config
-    from pipeline.distributed.world import disconnect, init_world
 
     world = init_world()
     for model in _MODELS[: 1 if context.miniature else None]:

@@ -16,8 +16,8 @@ from unittest.mock import patch
 from benchmarks.gpu.common import Context, PeakMemory, Rows, Values, has_key, has_module, reason, synchronize
 
 if TYPE_CHECKING:
+    from pipeline.cluster.world import World
     from pipeline.config import Config
-    from pipeline.distributed.world import World
 
 BASE, IN_MEMORY, PLAIN = "ZeRO 0", "batches in memory", "attention without its kernels"
 # name -> the keys that differ from BASE, in the order of their worth should the stage be cut
@@ -49,10 +49,10 @@ def measure(context: Context) -> Rows:
     from benchmarks.gpu.in_memory import dali_is_there
 
     with_loader = dali_is_there()
-    from pipeline.distributed.world import disconnect, init_world
+    from pipeline.cluster.world import disconnect, init_world
 
     if deterministic and has_key("train.deterministic"):
-        from pipeline.run.precision import make_deterministic
+        from pipeline.training.precision import make_deterministic
 
         make_deterministic()
     world = init_world()
@@ -127,10 +127,10 @@ def measure_case(context: Context, config: Config, world: World, in_memory: bool
 
     from benchmarks.gpu.in_memory import batches_in_memory
     from benchmarks.gpu.trace import idle, profiled
-    from pipeline.faults.heartbeat import Heartbeat
-    from pipeline.faults.stop_signal import StopSignal
-    from pipeline.run.start import Start
+    from pipeline.cluster.heartbeat import Heartbeat
+    from pipeline.cluster.stop_signal import StopSignal
     from pipeline.training.loop import training_step
+    from pipeline.training.start import Start
 
     warm, timed, window = _counts(context)
     memory = PeakMemory(world.device)

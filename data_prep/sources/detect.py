@@ -18,8 +18,8 @@ from data_prep.sources.listing import LISTING_SUFFIXES, Listing, listing_splits
 from data_prep.sources.parquet import parquet_files, parquet_parts
 from data_prep.sources.staged import Part, Staged
 from data_prep.sources.webdataset_tars import is_remote, tar_parts, tar_urls
-from pipeline.data.manifest import MANIFEST
 from pipeline.errors import UserError
+from pipeline.shards.manifest import MANIFEST
 
 ACCEPTED = (
     f"a folder of train/CLASS/*.JPEG and val/CLASS/*.JPEG or of CLASS/*.JPEG, a .zip of one, {TRAIN_TAR}, {VAL_TAR} or a folder "

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from data_prep.sources.base import SPLIT_FOLDERS, Entry, ListedSource, changed, read_listed, refuse_duplicates
-from pipeline.data.image_checks import is_image
 from pipeline.errors import UserError
+from pipeline.shards.image_checks import is_image
 
 _ENCRYPTED = 0x1  # bit 0 of a member's flags
 _REPACK = "download it again or pack it again with zip -r"

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from data_prep.sources.base import Entry, ListedSource, refuse_duplicates
 from data_prep.sources.devkit import Devkit
-from pipeline.data.image_checks import is_image
 from pipeline.errors import UserError
 from pipeline.files import open_regular
+from pipeline.shards.image_checks import is_image
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer  # known to type checkers only

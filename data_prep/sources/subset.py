@@ -7,9 +7,9 @@ from decimal import ROUND_HALF_UP, Decimal
 import numpy as np
 
 from data_prep.sources.base import Source
-from pipeline.data.order import sample_at
 from pipeline.errors import UserError
-from pipeline.philox import Stream
+from pipeline.stream.order import sample_at
+from pipeline.stream.philox import Stream
 
 RANDOM, FIRST = "random", "first"  # rules of a subset
 

@@ -16,10 +16,10 @@ from examples.detection.coco import CocoSet
 from examples.detection.config import DetectionConfig
 from examples.detection.loader import read_image
 from examples.detection.model import Detector
-from pipeline.distributed.agreement import do_in_main, raise_on_all
-from pipeline.distributed.world import World
+from pipeline.cluster.agreement import do_in_main, raise_on_all
+from pipeline.cluster.heartbeat import Heartbeat
+from pipeline.cluster.world import World
 from pipeline.errors import UserError
-from pipeline.faults.heartbeat import Heartbeat
 from pipeline.files import replace_text, write_error
 
 RESULTS = "detections.json"  # of the newest evaluation, in COCO's format for results

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from examples.detection.config import DetectionConfig
+from pipeline.cluster.agreement import do_in_main
+from pipeline.cluster.world import World
 from pipeline.config import config_to_yaml
-from pipeline.distributed.agreement import do_in_main
-from pipeline.distributed.world import World
 from pipeline.files import GrowingFile, remove_leftovers, replace_text, write_error
 from pipeline.hardware import memory_gib
 from pipeline.logs import console

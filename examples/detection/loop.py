@@ -28,15 +28,15 @@ from examples.detection.evaluation import evaluate
 from examples.detection.loader import Batch, batches
 from examples.detection.log import DetectionLog, Step, was_evaluated
 from examples.detection.model import Detector, build_detector
+from pipeline.cluster.agreement import Agreement, do_in_main, raise_on_all
+from pipeline.cluster.heartbeat import Heartbeat
+from pipeline.cluster.stop_signal import StopSignal
+from pipeline.cluster.world import World, disconnect, init_world
 from pipeline.config import accumulation_steps
-from pipeline.distributed.agreement import Agreement, do_in_main, raise_on_all
-from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.errors import PREEMPTED, UserError
-from pipeline.faults.heartbeat import Heartbeat
-from pipeline.faults.stop_signal import StopSignal
 from pipeline.logs import console
 from pipeline.optim.averages import StepStatistics
-from pipeline.run.lock import RunLock
+from pipeline.training.lock import RunLock
 
 
 @dataclass

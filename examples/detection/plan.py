@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from examples.detection.config import DetectionConfig
-from pipeline.data.order import sample_at
-from pipeline.philox import Stream, random_words, uniforms
+from pipeline.stream.order import sample_at
+from pipeline.stream.philox import Stream, random_words, uniforms
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     python -m examples.detection.restart --exit-code 75 --config examples/detection/configs/retinanet_posmlp_t.yaml
     python -m examples.detection.restart --exit-code 137 --config examples/detection/configs/retinanet_posmlp_t.yaml output_dir=runs/x
 
-The rules and the answer are those of pipeline.faults.restart.
+The rules and the answer are those of pipeline.training.restart.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from examples.detection.config import DetectionConfig
 from pipeline.config import load_config_as
-from pipeline.faults.restart import answer
+from pipeline.training.restart import answer
 
 
 def newest_step(run: Path) -> int | None:

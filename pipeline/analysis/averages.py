@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from pipeline.data.batches import EvalBatches
-from pipeline.data.loader import Loader
-from pipeline.distributed.world import World
+from pipeline.cluster.world import World
+from pipeline.loader.batches import EvalBatches
+from pipeline.loader.loader import Loader
 from pipeline.models.common.probe import observed
 
 
@@ -73,7 +73,7 @@ def run_pass(
 
     Args:
         forward: images (B, 3, H, W) -> anything; a model in eval mode, not compiled.
-        loader: an evaluation's, from :func:`pipeline.run.evaluation.evaluation_loader`.
+        loader: an evaluation's, from :func:`pipeline.inference.evaluation.evaluation_loader`.
         world: all ranks.
         collectors: each sees the values that it names.
         progress: wraps the range of batches, as tqdm does.

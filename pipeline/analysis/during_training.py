@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from pipeline.analysis.averages import Collector, add_over_ranks, look
 from pipeline.analysis.chapters.attention import AttentionChapter, AttentionDistance
 from pipeline.analysis.measures import nonlocality, query_key_distances, rounded
+from pipeline.cluster.world import World
 from pipeline.config import Config
-from pipeline.data.loader import Batch
-from pipeline.distributed.world import World
+from pipeline.loader.loader import Batch
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import patch_grid
 from pipeline.optim.engine import Engine

@@ -13,19 +13,19 @@ import torch
 
 from pipeline.analysis.chapter import Example
 from pipeline.analysis.survey import Subject
+from pipeline.cluster.world import World
 from pipeline.config import Config
-from pipeline.data.batches import EvalBatches
-from pipeline.data.image_folder import ImageFolder, open_split
-from pipeline.data.loader import Loader
-from pipeline.data.manifest import MANIFEST
-from pipeline.data.order import sample_at
-from pipeline.data.samples import DamagedSample, Samples
-from pipeline.data.shards import ShardSet
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
-from pipeline.philox import Stream
-from pipeline.run.evaluation import check_same_classes
+from pipeline.inference.evaluation import check_same_classes
+from pipeline.loader.batches import EvalBatches
+from pipeline.loader.loader import Loader
+from pipeline.shards.image_folder import ImageFolder, open_split
+from pipeline.shards.manifest import MANIFEST
+from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import Place
+from pipeline.stream.order import sample_at
+from pipeline.stream.philox import Stream
+from pipeline.stream.samples import DamagedSample, Samples
 
 _log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from pipeline.analysis.chapter import Chapter, Example, Findings, Request
 from pipeline.analysis.chapters import chapters_of
 from pipeline.analysis.survey import Subject
 from pipeline.analysis.writing import ANALYSIS, PAGE, write_analysis
+from pipeline.cluster.world import World, disconnect, init_world
 from pipeline.config import Config
-from pipeline.data.image_folder import ImageFolder
-from pipeline.data.shards import ShardSet
-from pipeline.distributed.world import World, disconnect, init_world
+from pipeline.inference.evaluation import evaluation_loader
 from pipeline.logs import console
 from pipeline.logs.data_trouble import BadSampleReport
-from pipeline.run.evaluation import evaluation_loader
+from pipeline.shards.image_folder import ImageFolder
+from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import Place
 
 

@@ -10,9 +10,9 @@ import torch
 
 from pipeline.analysis.chapter import Findings, Request
 from pipeline.analysis.chapters import chapter_classes, chapters_of
-from pipeline.checkpoint.trained import read_trained
 from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
+from pipeline.inference.trained import read_trained
 from pipeline.models import create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import patch_grid

@@ -19,8 +19,8 @@ from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, OtherForm
 from pipeline.checkpoint.parts import EMA, EMA_BUFFER, WEIGHT, Entry, Headers, SliceReader, read_headers
 from pipeline.checkpoint.rank_slices import rank_slices, read_scalars, saved_buffers
 from pipeline.checkpoint.verification import find_damage, find_gaps
-from pipeline.distributed.agreement import raise_on_all
-from pipeline.distributed.world import World
+from pipeline.cluster.agreement import raise_on_all
+from pipeline.cluster.world import World
 from pipeline.errors import UserError
 from pipeline.optim.averages import WeightAverage
 from pipeline.optim.engine import Engine

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.manifest import OptimizerState
 from pipeline.checkpoint.parts import BUFFER, EMA, EMA_BUFFER, WEIGHT, optimizer_quantity, slice_key
-from pipeline.distributed.world import World
+from pipeline.cluster.world import World
 from pipeline.optim.averages import WeightAverage
 from pipeline.optim.engine import Engine
 from pipeline.optim.slices import inner_optimizer, slice_of, updated_groups

@@ -20,9 +20,9 @@ from pipeline.checkpoint.folder import FOLDER, SAVING, latest_step, publish, rem
 from pipeline.checkpoint.manifest import MANIFEST, CheckpointManifest, FileRecord, OptimizerState, RunState
 from pipeline.checkpoint.parts import write_part
 from pipeline.checkpoint.rank_slices import bytes_of_all, optimizer_state, saved_tensors
+from pipeline.cluster.agreement import Agreed, Agreement
+from pipeline.cluster.world import World
 from pipeline.config import CheckpointConfig
-from pipeline.distributed.agreement import Agreed, Agreement
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import check_space, disk_reason, replace_text, sync_folder
 from pipeline.optim.averages import WeightAverage

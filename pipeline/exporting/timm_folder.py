@@ -1,7 +1,7 @@
 """Format ``timm``: a folder that ``timm.create_model("local-dir:PATH", pretrained=True)`` and ``hf-hub:REPO`` load.
 
 ``config.json`` names timm's architecture, its arguments, the preprocessing and the classes; ``model.safetensors`` has timm's names.
-What timm does not have keeps this project's name, which one import registers (:mod:`pipeline.integrations.timm`).
+What timm does not have keeps this project's name, which one import registers (:mod:`pipeline.models.for_timm`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
     replace_text(path / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     reader, run = _reader(path)
     difference = compare(subject, run, "timm", f"the folder, read by {reader},")
-    where = "this project's, after `import pipeline.integrations.timm`" if form.registered else "timm's own"
+    where = "this project's, after `import pipeline.models.for_timm`" if form.registered else "timm's own"
     return {
         "Format": f"a folder for timm, architecture `{form.architecture}`, {where}",
         "Checked": checked(difference, "timm", reader),
@@ -95,7 +95,7 @@ def loading(subject: Subject, name: str) -> str:
     form = timm_form(subject.description.model, subject.description.switches)
     return "\n".join(
         [
-            *(["import pipeline.integrations.timm"] if form.registered else []),
+            *(["import pipeline.models.for_timm"] if form.registered else []),
             "import timm",
             "from PIL import Image",
             f'model = timm.create_model("local-dir:{name}", pretrained=True).eval()',
@@ -117,6 +117,6 @@ def _reader(path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
         return "this project, as timm is not installed", model
     import timm
 
-    import pipeline.integrations.timm  # noqa: F401  # registers the models
+    import pipeline.models.for_timm  # noqa: F401  # registers the models
 
     return f"timm {timm.__version__}", timm.create_model(f"local-dir:{path}", pretrained=True).eval()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pipeline.distributed.world import World
+from pipeline.cluster.world import World
 
 _log = logging.getLogger(__name__)
 

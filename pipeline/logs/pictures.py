@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from pipeline.data.loader import Batch
+from pipeline.loader.loader import Batch
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import patch_grid
 from pipeline.runs.pictures import IMAGES as IMAGES

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.distributed.world import World
+from pipeline.cluster.world import World
 from pipeline.metrics import Metric, Reduction
 
 # The values of one rank in one step -> its value.

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.distributed.world import World
+from pipeline.cluster.world import World
 from pipeline.runs import EVENTS, METRICS
 from pipeline.runs.rows import last_rows
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from pipeline.cluster.agreement import do_in_main
+from pipeline.cluster.environment import job_name
+from pipeline.cluster.world import World
 from pipeline.config import Config, config_to_yaml
-from pipeline.distributed.agreement import do_in_main
-from pipeline.distributed.environment import job_name
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import remove_leftovers, replace_text, write_error
 from pipeline.logs import console

@@ -24,9 +24,9 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
+from pipeline.cluster.agreement import do_in_main
+from pipeline.cluster.world import World
 from pipeline.config import Config, config_to_yaml
-from pipeline.distributed.agreement import do_in_main
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
 from pipeline.hardware import memory_gib, peak_flops

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from pipeline.data.augment import BatchRequest
-from pipeline.distributed.world import World
+from pipeline.augment import BatchRequest
+from pipeline.cluster.world import World
 from pipeline.files import GrowingFile, write_error
 from pipeline.runs import SAMPLES
 

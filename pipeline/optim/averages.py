@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipeline.distributed.world import World
+from pipeline.cluster.world import World
 from pipeline.optim.engine import Engine
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.cluster.world import World, quiet_deepspeed
 from pipeline.config import Config, accumulation_steps
-from pipeline.distributed.world import World, quiet_deepspeed
 from pipeline.errors import UserError
 from pipeline.optim.build import LR_SCALE, build_optimizer, optimizer_description
 from pipeline.optim.slices import Engine as Engine

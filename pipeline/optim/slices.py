@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipeline.distributed.world import World
+from pipeline.cluster.world import World
 
 WrappedModel = TypeVar("WrappedModel", bound=nn.Module, covariant=True)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config import Config
-from pipeline.data.manifest import MANIFEST, SplitInfo
-from pipeline.data.samples import Mixture
-from pipeline.data.schedule import make_schedule
-from pipeline.data.shards import open_files
 from pipeline.errors import UserError
+from pipeline.shards.manifest import MANIFEST, SplitInfo
+from pipeline.shards.shard_set import open_files
 from pipeline.stores.place import Place, parse_place
+from pipeline.stream.samples import Mixture
+from pipeline.stream.schedule import make_schedule
 
 if TYPE_CHECKING:
     from pipeline.planning.traced_step import TracedStep

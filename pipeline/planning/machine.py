@@ -15,10 +15,10 @@ import torch
 from torch.nn import functional as F
 
 from pipeline.config import Config
-from pipeline.data.batches import TrainBatches
-from pipeline.data.loader import CPU, Loader
-from pipeline.data.shards import ShardSet
+from pipeline.loader.batches import TrainBatches
+from pipeline.loader.loader import CPU, Loader
 from pipeline.planning.trace import ATTENTION, CONVOLUTION, MAP, NARROW, TRANSCENDENTAL, Operator
+from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import Place
 
 Clock = Callable[[], float]

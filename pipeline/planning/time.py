@@ -191,7 +191,7 @@ def plan_time(
     length = length_of(config, images) if images else None
     evaluation = 0.0
     if images:
-        # Not compiled: the modules themselves are evaluated (pipeline.run.compiling).
+        # Not compiled: the modules themselves are evaluated (pipeline.training.compiling).
         batch = sum(map(rates.seconds, traced_evaluation(subject).operators))
         batches = -(-images.val // (config.eval.batch_size * subject.world_size))
         evaluation = batches * batch * ratio * (1 + bool(config.train.ema_decay))
@@ -251,7 +251,7 @@ def step_parts(subject: Subject, rates: Rates, options: Options) -> StepParts:
 
 
 def _compiles(subject: Subject) -> bool:
-    """What ``pipeline.run.compiling`` chooses."""
+    """What ``pipeline.training.compiling`` chooses."""
     asked = subject.config.train.compile
     return subject.gpu is not None and subject.stage < 3 if asked == "auto" else asked != "off"
 

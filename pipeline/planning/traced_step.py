@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.checkpoint.trained import read_trained
 from pipeline.config import Config
 from pipeline.errors import UserError
+from pipeline.inference.trained import read_trained
 from pipeline.models import model_of
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import keep_fake_tables
@@ -267,7 +267,7 @@ def _trained_config(source: str) -> Config:
 
 
 def _library_network(config: Config) -> nn.Module:
-    """As :mod:`pipeline.run.teacher` builds it, whose normalization of a batch is left out."""
+    """As :mod:`pipeline.training.teacher` builds it, whose normalization of a batch is left out."""
     assert config.train.teacher
     library, _, name = config.train.teacher.partition(":")
     module = importlib.import_module(library)

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.image_folder import ImageFolder, open_split
-from pipeline.data.manifest import sample_key
-from pipeline.data.samples import DamagedSample
-from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from pipeline.inference.predictions import ENDINGS
 from pipeline.page import Html, html
-from pipeline.run.predictions import ENDINGS
+from pipeline.shards.image_folder import ImageFolder, open_split
+from pipeline.shards.manifest import sample_key
+from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import Place
+from pipeline.stream.samples import DamagedSample
 
 NAMES = tuple(f"predictions{ending}" for ending in reversed(ENDINGS))  # in the run folder
 _NEEDED = ("file", "label", "top1", "top5", "probabilities", "label_probability")

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.augment import BatchRequest
+from pipeline.augment.crop import eval_geometry
 from pipeline.config import ModelConfig
-from pipeline.data.augment import BatchRequest
-from pipeline.data.augment.crop import eval_geometry
-from pipeline.data.device_stream import to_device
-from pipeline.data.loader import Batch
+from pipeline.loader.device_stream import to_device
+from pipeline.loader.loader import Batch
 from pipeline.models.common.base import VisionModel
-from pipeline.philox import Stream, random_words, uniforms
+from pipeline.stream.philox import Stream, random_words, uniforms
 
 BF16, FP32 = "bf16", "fp32"
 _BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)

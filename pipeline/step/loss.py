@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeline.config import TrainConfig
-from pipeline.data.loader import Batch
 from pipeline.errors import UserError
+from pipeline.loader.loader import Batch
 
 # (scores (B, classes), labels (B,), other labels (B,), weight (B,)) -> (), float32
 LabelLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.data.augment import BatchRequest
-from pipeline.data.loader import Batch
+from pipeline.augment import BatchRequest
+from pipeline.loader.loader import Batch
 from pipeline.metrics import record
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.averages import StepStatistics, WeightAverage

@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Any
 
 from pipeline.errors import PREEMPTED, USER_ERROR, UserError, exit_reason
-from pipeline.faults.restart import allow_restart
 from pipeline.files import replace_text
 from pipeline.sweep.lines import Sweep, SweepRun
 from pipeline.sweep.states import LOGS, REPORT, check_batches, is_finished, make_report, state
+from pipeline.training.restart import allow_restart
 
 _LAUNCHER = Path("launch", "local.sh")  # in the repository, from whose root it is called
 _LOOK = 0.2  # seconds between two looks at the runs

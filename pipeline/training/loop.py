@@ -9,23 +9,23 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
+from pipeline.cluster.heartbeat import Heartbeat
+from pipeline.cluster.stop_signal import StopSignal
+from pipeline.cluster.world import World, disconnect, init_world
 from pipeline.config import Config, Recipe
-from pipeline.data.loader import Batch
-from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.errors import PREEMPTED
-from pipeline.faults.heartbeat import Heartbeat
-from pipeline.faults.stop_signal import StopSignal
+from pipeline.inference.evaluation import evaluate
+from pipeline.loader.loader import Batch
 from pipeline.logs import curves, pictures
 from pipeline.metrics import record, recording
 from pipeline.optim.learning_rate import learning_rate
-from pipeline.run.building import say
-from pipeline.run.dry_run import dry_run
-from pipeline.run.evaluation import evaluate
-from pipeline.run.nonfinite import skip_or_stop
-from pipeline.run.precision import make_deterministic, refusals_explained
-from pipeline.run.start import Start
-from pipeline.run.state import Run
 from pipeline.step.train_step import train_step
+from pipeline.training.building import say
+from pipeline.training.dry_run import dry_run
+from pipeline.training.nonfinite import skip_or_stop
+from pipeline.training.precision import make_deterministic, refusals_explained
+from pipeline.training.start import Start
+from pipeline.training.state import Run
 
 _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothing new to save; the same command begins where this one would have"
 
@@ -35,7 +35,7 @@ def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = 
 
     Args:
         config, stop, recipe: as for :func:`train`.
-        dry: :func:`~pipeline.run.dry_run.dry_run` instead.
+        dry: :func:`~pipeline.training.dry_run.dry_run` instead.
     """
     if config.train.deterministic:
         make_deterministic()

@@ -21,13 +21,13 @@ from pipeline.analysis.chapters.attention import layer_head_plot
 from pipeline.analysis.measures import mean_attention_distance, nonlocality, query_key_distances
 from pipeline.analysis.session import Options
 from pipeline.analysis.writing import write_analysis
+from pipeline.cluster.world import World
 from pipeline.config import Config
-from pipeline.data.shards import ShardSet
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.models import create_model
 from pipeline.models.common.probe import recorded
 from pipeline.models.weights.exported import Description, read_exported, write_exported
+from pipeline.shards.shard_set import ShardSet
 from support.launching import clean_environment
 from support.ranks import run_forked
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
 from pipeline.checkpoint import step_folder
-from pipeline.checkpoint.trained import read_trained
+from pipeline.cluster.world import World
 from pipeline.config import load_config
-from pipeline.data.shards import ShardSet
-from pipeline.distributed.world import World
+from pipeline.inference.evaluation import evaluation_loader
+from pipeline.inference.trained import read_trained
 from pipeline.models import create_model
 from pipeline.models.common.probe import recorded
-from pipeline.run.evaluation import evaluation_loader
+from pipeline.shards.shard_set import ShardSet
 from support.ranks import run_forked
 from support.runs import evaluation_rows, step_rows
 from support.small_run import SMALL_MODEL

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.checkpoint.trained import read_trained
 from pipeline.errors import UserError
+from pipeline.inference.trained import read_trained
 from pipeline.models import create_model, reference_state_dict
 from pipeline.models.common.base import VisionModel
 from support.ranks import run_forked

@@ -14,7 +14,7 @@ from pipeline.checkpoint import read_weights, step_folder
 from pipeline.checkpoint.loading import Verified, load
 from pipeline.checkpoint.parts import read_headers
 from pipeline.checkpoint.rank_slices import optimizer_state, saved_tensors
-from pipeline.distributed.world import World
+from pipeline.cluster.world import World
 from pipeline.optim.averages import WeightAverage
 from support.checkpoints import save
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from pipeline.checkpoint import CheckpointManifest, SavedWeights, __main__, read_weights, step_folder
 from pipeline.checkpoint.parts import write_part
-from pipeline.checkpoint.trained import read_trained
 from pipeline.checkpoint.weights import read_initial_weights
 from pipeline.errors import UserError
+from pipeline.inference.trained import read_trained
 from pipeline.models import create_model, load_exported
 from support.launching import run_module
 

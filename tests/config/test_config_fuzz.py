@@ -16,20 +16,20 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from pipeline.augment.randaugment import fill_color
+from pipeline.cluster.world import World
 from pipeline.config import config_from_dict, config_to_yaml, flatten, load_config, section_from_dict
 from pipeline.config.sections import Config
-from pipeline.data.augment.randaugment import fill_color
-from pipeline.data.batches import EvalBatches, TrainBatches
-from pipeline.data.schedule import make_schedule
-from pipeline.data.shards import ShardSet
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.inference.evaluation import check_classes, check_same_classes
+from pipeline.loader.batches import EvalBatches, TrainBatches
 from pipeline.models import model_entry
 from pipeline.optim.engine import deepspeed_config
 from pipeline.optim.learning_rate import learning_rate
-from pipeline.run.evaluation import check_classes, check_same_classes
-from pipeline.run.folder import config_hash, open_run_folder
-from pipeline.run.start import Start
+from pipeline.shards.shard_set import ShardSet
+from pipeline.stream.schedule import make_schedule
+from pipeline.training.folder import config_hash, open_run_folder
+from pipeline.training.start import Start
 
 CASES, LONGEST = 1000, 1.0  # seconds of this process's CPU time, which no other process's load makes longer
 BASES = (

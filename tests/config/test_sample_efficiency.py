@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load_config
-from pipeline.data.schedule import make_schedule
+from pipeline.stream.schedule import make_schedule
 from support.launching import REPOSITORY
 
 IMAGES = 1_281_167  # of ImageNet-1k's train split

@@ -13,13 +13,13 @@ import pytest
 
 from data_prep.class_names import read_class_names
 from pipeline.checkpoint import read_weights
-from pipeline.checkpoint.inference import load
 from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.weights import export
-from pipeline.data.manifest import MANIFEST, ShardManifest
-from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from pipeline.inference.load import load
 from pipeline.models.weights.exported import read_exported
+from pipeline.shards.manifest import MANIFEST, ShardManifest
+from pipeline.shards.shard_set import ShardSet
 from support.images import encoded, picture
 from support.launching import run_script
 from support.official_files import write_devkit, write_official_imagenet

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.data.shards import ShardSet
+from pipeline.shards.shard_set import ShardSet
 from support.images import encoded, picture
 from support.launching import PATIENCE, REPOSITORY, clean_environment, run_script
 from support.official_files import DEVKIT, TRAIN_TAR, VAL_TAR, jpeg, write_devkit, write_train_tar, write_val_tar

@@ -12,10 +12,10 @@ import pytest
 
 from data_prep.sources import ImageFolder, hold_out, open_sources
 from data_prep.writer import write_shards
-from pipeline.data.manifest import ShardManifest
-from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
 from pipeline.files import file_sha256
+from pipeline.shards.manifest import ShardManifest
+from pipeline.shards.shard_set import ShardSet
 from support.launching import REPOSITORY, clean_environment, run_script
 from support.official_files import jpeg
 

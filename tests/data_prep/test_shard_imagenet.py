@@ -15,9 +15,9 @@ from PIL import Image
 
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
-from pipeline.data.manifest import SAMPLE_DTYPE, ShardManifest
-from pipeline.data.shards import ShardSet
 from pipeline.files import file_sha256
+from pipeline.shards.manifest import SAMPLE_DTYPE, ShardManifest
+from pipeline.shards.shard_set import ShardSet
 from support.launching import PYTHON_BIN, run_script
 
 SHARDER = "data_prep/shard_imagenet.py"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.manifest import ShardManifest
 from pipeline.files import file_sha256
+from pipeline.shards.manifest import ShardManifest
 from support.cached_stream import result_of, start_stream
 from support.launching import REPOSITORY, clean_environment, run_script
 from support.ranks import run_forked
@@ -61,7 +61,7 @@ def test_an_interrupted_command_goes_on(how: signal.Signals, digits_shards: Path
     """Guards against a prolog's time limit that leaves a cache which nobody can use."""
     cache = tmp_path / "cache"
     slow = (
-        "import time, pipeline.data.cache_filler as fetch; fetch.CHUNK = 1 << 16; append = fetch.Partial.append\n"
+        "import time, pipeline.shards.files.cache_filler as fetch; fetch.CHUNK = 1 << 16; append = fetch.Partial.append\n"
         "fetch.Partial.append = lambda self, data: (append(self, data), time.sleep(0.05))\n"
         "from data_prep.stage_shards import command; command()"
     )

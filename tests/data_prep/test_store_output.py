@@ -20,8 +20,8 @@ from data_prep.sources import ImageFolder
 from data_prep.store_output import StoreOutput
 from data_prep.upload_shards import upload
 from data_prep.writer import Share, write_shards
-from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import RemotePath
 from support.http_proxy import Fault, HttpProxy, Request
 from support.launching import PATIENCE, REPOSITORY, clean_environment

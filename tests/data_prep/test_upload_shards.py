@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("obstore", reason="needs the extra `remote`")
 
 from data_prep.upload_shards import upload
-from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from pipeline.shards.shard_set import ShardSet
 from pipeline.stores import store
 from support.http_proxy import Fault, HttpProxy, Request
 from support.stores import BUCKET, s3_server

@@ -15,8 +15,8 @@ import pytest
 from data_prep.set_checks import verify
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
-from pipeline.data.manifest import MANIFEST, ShardInfo, ShardManifest
 from pipeline.files import file_sha256
+from pipeline.shards.manifest import MANIFEST, ShardInfo, ShardManifest
 from support.launching import run_script
 
 VERIFIER = "data_prep/verify_shards.py"

@@ -15,10 +15,10 @@ from PIL import Image
 from data_prep.shard_writer import TarWriter
 from data_prep.sources import ImageFolder
 from data_prep.writer import write_shards
-from pipeline.data.image_checks import ImageRules, prepare_image
-from pipeline.data.manifest import ShardManifest
-from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from pipeline.shards.image_checks import ImageRules, prepare_image
+from pipeline.shards.manifest import ShardManifest
+from pipeline.shards.shard_set import ShardSet
 from support.images import encoded, picture
 from support.launching import run_script
 from support.sharding import SHARDER, digests, lines

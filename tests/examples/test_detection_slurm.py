@@ -15,7 +15,7 @@ from torch import nn
 
 from examples.detection.checkpoints import save_checkpoint
 from examples.detection.config import DetectionConfig
-from pipeline.faults.restart import read_restarts
+from pipeline.training.restart import read_restarts
 from support.detection import needs_torchvision
 from support.detection_set import overrides, write_digit_set
 from support.launching import PATIENCE, REPOSITORY, clean_environment, run_module

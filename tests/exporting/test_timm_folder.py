@@ -13,15 +13,15 @@ import torch
 from PIL import Image
 
 from pipeline import load
-from pipeline.checkpoint.trained import read_trained
+from pipeline.cluster.world import World
 from pipeline.config import config_from_dict
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
 from pipeline.exporting import timm_folder
 from pipeline.exporting.subject import Options
+from pipeline.inference.trained import read_trained
 from pipeline.models.weights.exported import load_exported
 from pipeline.models.weights.timm_folder import read_timm_folder
-from pipeline.run.building import build_model
+from pipeline.training.building import build_model
 from support.ranks import run_forked
 from support.runs import write_small_config
 from support.timm_folders import CLASSES, export_small, scores, small
@@ -35,7 +35,7 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)
 def library() -> ModuleType:
     """timm with this project's models, or a skip."""
     timm = pytest.importorskip("timm", reason="timm (extra `timm`) is not installed")
-    import pipeline.integrations.timm  # noqa: F401
+    import pipeline.models.for_timm  # noqa: F401
 
     return timm
 

@@ -18,13 +18,13 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # before the i
 import deepspeed  # noqa: E402, F401  here, so that processes forked from one that imported this module have it ready
 import torch  # noqa: E402
 
+from pipeline.cluster.beats import Beat, Board  # noqa: E402
+from pipeline.cluster.heartbeat import Heartbeat  # noqa: E402
+from pipeline.cluster.rendezvous import store_client  # noqa: E402
+from pipeline.cluster.world import World, disconnect, init_world  # noqa: E402
 from pipeline.command_line import run_command  # noqa: E402
 from pipeline.config import DistributedConfig  # noqa: E402
-from pipeline.distributed.rendezvous import store_client  # noqa: E402
-from pipeline.distributed.world import World, disconnect, init_world  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
-from pipeline.faults.beats import Beat, Board  # noqa: E402
-from pipeline.faults.heartbeat import Heartbeat  # noqa: E402
 
 LIMITS = DistributedConfig(silence_timeout=5, progress_timeout=5)
 FAULT_STEP = 30

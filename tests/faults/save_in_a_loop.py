@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from pipeline.checkpoint.parts import EMA, WEIGHT
 from pipeline.checkpoint.rank_slices import rank_slices
+from pipeline.cluster.heartbeat import Heartbeat
+from pipeline.cluster.stop_signal import StopSignal
+from pipeline.cluster.world import init_world
 from pipeline.config import load_config
-from pipeline.distributed.world import init_world
-from pipeline.faults.heartbeat import Heartbeat
-from pipeline.faults.stop_signal import StopSignal
-from pipeline.run.start import Start
+from pipeline.training.start import Start
 
 
 @torch.no_grad()

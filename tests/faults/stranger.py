@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 PATIENCE = timedelta(seconds=60)
 ESCAPES = "\x1b[2J\x1b]0;owned\x07"
-ENDED = [1, "stranger", 1, 10**6, 1, "training", 0, "ended", f"all is well {ESCAPES}", 0, []]  # see pipeline/faults/beats.py
+ENDED = [1, "stranger", 1, 10**6, 1, "training", 0, "ended", f"all is well {ESCAPES}", 0, []]  # see pipeline/cluster/beats.py
 VERDICT = [0, "stranger", 1, 10**6, 1, "training", 0, "verdict", f"the run is done {ESCAPES}", 0, []]
 NONSENSE = ("", "[]", "null", '{"rank": "1"}', "[" * 5000, "9" * 5000, "x" * 1_000_000)
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.multiprocess
 TOY = """
 import sys, time
 from pathlib import Path
-from pipeline.faults.stop_signal import StopSignal
+from pipeline.cluster.stop_signal import StopSignal
 from pipeline.logs import console
 
 folder = Path(sys.argv[1])
@@ -170,7 +170,7 @@ def test_killed_launcher(small_run: Path, tmp_path: Path) -> None:
 def test_alone_and_stuck() -> None:
     """Guards against a rank without a launcher that waits for ever in its save."""
     program = (
-        "import os, signal, threading; from pipeline.faults import stop_signal; stop_signal.ALONE_SECONDS = 1\n"
+        "import os, signal, threading; from pipeline.cluster import stop_signal; stop_signal.ALONE_SECONDS = 1\n"
         "with stop_signal.StopSignal():\n os.kill(os.getpid(), signal.SIGTERM)\n threading.Event().wait()"
     )
     command = [sys.executable, "-c", program]

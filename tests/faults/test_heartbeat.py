@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.flight_recorder.components.loader import read_dump
 
+from pipeline.cluster.beats import Beat, Status
+from pipeline.cluster.lost_ranks import Judge
+from pipeline.cluster.nccl import FLIGHT_RECORD
 from pipeline.config import DistributedConfig
-from pipeline.distributed.nccl import FLIGHT_RECORD
 from pipeline.errors import RANK_LOST, USER_ERROR
-from pipeline.faults.beats import Beat, Status
-from pipeline.faults.lost_ranks import Judge
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.ranks import meeting_point
 

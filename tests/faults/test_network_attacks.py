@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint import latest_step
-from pipeline.distributed.environment import job_secret
-from pipeline.distributed.exchange import gather_json, printable
-from pipeline.distributed.rendezvous import _proof, prove_membership
+from pipeline.cluster.beats import Beat, Board, Status
+from pipeline.cluster.environment import job_secret
+from pipeline.cluster.exchange import gather_json, printable
+from pipeline.cluster.rendezvous import _proof, prove_membership
 from pipeline.errors import PREEMPTED, RANK_LOST, USER_ERROR, UserError
-from pipeline.faults.beats import Beat, Board, Status
 from support.launching import PATIENCE, REPOSITORY, clean_environment
 from support.ranks import Job, meeting_point, steps_taken
 from support.runs import step_rows
@@ -261,11 +261,11 @@ def test_what_is_gathered_is_plain_data(alone: None, monkeypatch: pytest.MonkeyP
     for unfit in ({1: "a"}, [{"a": {2: 3}}], {1, 2}, torch.zeros(1)):
         with pytest.raises(TypeError):
             gather_json(unfit, 1, cpu)
-    monkeypatch.setattr("pipeline.distributed.exchange.LARGEST", 1000)
+    monkeypatch.setattr("pipeline.cluster.exchange.LARGEST", 1000)
     with pytest.raises(UserError, match="a message must have 1 to 1000 bytes, got one of 2002 bytes from rank 0"):
         gather_json("x" * 2000, 1, cpu)
     for sent in (b"\x80\x04K\x01.", b"[" * 900, b"nul", b"\xff"):
-        monkeypatch.setattr("pipeline.distributed.exchange.json.dumps", lambda value, sent=sent: _Bytes(sent))
+        monkeypatch.setattr("pipeline.cluster.exchange.json.dumps", lambda value, sent=sent: _Bytes(sent))
         with pytest.raises(UserError, match="a message must be JSON, got b'.*from rank 0"):
             gather_json(None, 1, cpu)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipeline.checkpoint import read_weights, saved_steps
-from pipeline.data.shards import ShardSet
 from pipeline.errors import USER_ERROR
+from pipeline.shards.shard_set import ShardSet
 from support.ranks import Job, train
 from support.runs import step_rows
 

@@ -16,7 +16,7 @@ import yaml
 
 from pipeline.checkpoint import latest_step
 from pipeline.errors import exit_reason
-from pipeline.faults import restart
+from pipeline.training import restart
 from support.launching import PATIENCE, REPOSITORY
 from support.runs import step_rows
 from support.slurm_cluster import ON_CPUS, Cluster, Job, Submitted, free_ports, python_in_a_container, running_cluster
@@ -145,7 +145,7 @@ def test_python_in_a_container_alone(toy: Training) -> None:
     toy.assert_finished(job.end(), job)
     assert [each.exit_code for each in toy.restarts()] == [75]
     (asked,) = re.findall(r"^in the container: (.*)", job.log, re.MULTILINE)  # the trainings' own have a label
-    assert asked.startswith("python -m pipeline.faults.restart --exit-code 75 ")
+    assert asked.startswith("python -m pipeline.training.restart --exit-code 75 ")
 
 
 @on_slurm

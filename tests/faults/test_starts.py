@@ -40,7 +40,7 @@ def test_a_signal_before_the_first_step(small_run: Path, tmp_path: Path) -> None
     run = tmp_path / "run"
     loading = stopped_start("pipeline.config.load_config", small_run, run, steps=2)
     assert loading[1:] == [STOPPED], "what will not train need not be built"
-    building = stopped_start("pipeline.run.building.build_engine", small_run, run, steps=2)
+    building = stopped_start("pipeline.training.building.build_engine", small_run, run, steps=2)
     assert f"a new run: {run}" in building and building[-1] == STOPPED
     assert latest_step(run) is None
     trained = words(train(2, small_run, run, "train.max_steps=2").succeed())
@@ -57,7 +57,7 @@ def test_a_signal_before_the_first_step(small_run: Path, tmp_path: Path) -> None
     assert [line[: len(start)] for line, start in zip(trained, begun, strict=False)] == begun
     assert [row["step"] for row in step_rows(run)] == [1, 2]
 
-    resuming = stopped_start("pipeline.run.building.build_engine", small_run, run, steps=4)
+    resuming = stopped_start("pipeline.training.building.build_engine", small_run, run, steps=4)
     assert f"resuming {run} from step 2" in resuming and resuming[-1] == STOPPED
     assert saved_steps(run) == [2] and [row["step"] for row in step_rows(run)] == [1, 2]
     train(2, small_run, run, "train.max_steps=4").succeed()

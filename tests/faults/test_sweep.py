@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint import latest_step
-from pipeline.faults import restart
+from pipeline.training import restart
 from support.launching import PATIENCE, REPOSITORY
 from support.runs import evaluation_rows, step_rows
 from support.slurm_cluster import ON_CPUS, Cluster, Submitted

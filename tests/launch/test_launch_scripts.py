@@ -166,7 +166,7 @@ def test_the_folders_of_a_job(script: str, variables: dict, folders: list[str], 
     config = [] if script != "train.slurm" else ["launch/train_job.sh"]  # any file: the note does not read it
     words = ["--config", *(config or ["configs/pervit_s.yaml"]), *folders, "seed=1"]
     asked = submit(repository, script, *config, "seed=1", **variables)
-    assert asked == [["pipeline.train", *words], ["pipeline.faults.restart", "--exit-code", "75", *words]]
+    assert asked == [["pipeline.train", *words], ["pipeline.training.restart", "--exit-code", "75", *words]]
     assert (repository / "requeued").read_text() == f"requeue {'5_4' if 'SLURM_ARRAY_JOB_ID' in variables else '7'}\n"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint import latest_step
-from pipeline.data.shards import ShardSet
+from pipeline.shards.shard_set import ShardSet
 from support.launching import PATIENCE, REPOSITORY
 from support.runs import evaluation_rows, step_rows
 from support.slurm_cluster import ON_CPUS, Cluster, free_ports, running_cluster
@@ -126,7 +126,7 @@ def test_a_job_on_one_node_listens_on_loopback_alone(cluster: Cluster, tmp_path:
         shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "pipeline" / "train.py").write_text(
         "import json, psutil\n"
-        "from pipeline.distributed.world import disconnect, init_world\n"
+        "from pipeline.cluster.world import disconnect, init_world\n"
         "world = init_world()\n"
         "found = psutil.Process().net_connections('inet')\n"
         "addresses = [each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN]\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.data.loader import Batch
+from pipeline.loader.loader import Batch
 from pipeline.logs import pictures
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)

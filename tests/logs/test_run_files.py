@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.cluster.world import World
 from pipeline.config import Config
-from pipeline.distributed.world import World
 from pipeline.logs import run_files
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.augment import BatchRequest
+from pipeline.augment.mixing import MixupCutmix
+from pipeline.cluster.world import World
 from pipeline.config import AugmentConfig
-from pipeline.data.augment import BatchRequest
-from pipeline.data.augment.mixing import MixupCutmix
-from pipeline.data.batches import TrainBatches
-from pipeline.data.shards import ShardSet
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.loader.batches import TrainBatches
 from pipeline.logs.sample_log import SampleLog, augmentation_digests
+from pipeline.shards.shard_set import ShardSet
 from support.batches import train_batches
 from support.launching import REPOSITORY, clean_environment
 
@@ -32,9 +32,9 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np, torch
-from pipeline.data.augment.crop import Geometry
-from pipeline.data.augment import BatchRequest
-from pipeline.distributed.world import World
+from pipeline.augment.crop import Geometry
+from pipeline.augment import BatchRequest
+from pipeline.cluster.world import World
 from pipeline.logs.sample_log import SampleLog
 count = 3000
 ints = np.arange(count)

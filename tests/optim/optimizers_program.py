@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from pipeline.checkpoint import step_folder
 from pipeline.checkpoint.loading import load, newest_intact
 from pipeline.checkpoint.saver import Saver
+from pipeline.cluster.agreement import Agreement
+from pipeline.cluster.world import World, disconnect, init_world
 from pipeline.config import Config, config_from_dict
-from pipeline.distributed.agreement import Agreement
-from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.models.common.vit import ViTLayout
 from pipeline.models.deit import DeiT
 from pipeline.optim.engine import Engine, build_engine, optimizer_step, set_learning_rate

@@ -15,13 +15,13 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline.data.augment import BatchRequest
-from pipeline.data.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
-from pipeline.data.augment.crop import simple_geometry
-from pipeline.data.augment.randaugment import Op
-from pipeline.data.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, blur_picture
-from pipeline.data.cpu_transform import Finisher, resize_and_crop
-from pipeline.philox import Stream, uniforms
+from pipeline.augment import BatchRequest
+from pipeline.augment.crop import UNIFORMS_PER_SAMPLE as CROP_UNIFORMS
+from pipeline.augment.crop import simple_geometry
+from pipeline.augment.randaugment import Op
+from pipeline.augment.three_augment import UNIFORMS_PER_SAMPLE, ThreeAugment, blur_picture
+from pipeline.loader.cpu_transform import Finisher, resize_and_crop
+from pipeline.stream.philox import Stream, uniforms
 from support.deit_code import authors_module, needs_code
 from support.randaugment_reference import SIZE, flat_and_extreme_images, photographs
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from scipy.stats import chi2_contingency
 
+from pipeline.augment import crop, erasing, mixing
+from pipeline.augment.randaugment import UNIFORMS_PER_LAYER, Op, RandAugment, fill_color
 from pipeline.config import load_config
-from pipeline.data.augment import crop, erasing, mixing
-from pipeline.data.augment.randaugment import UNIFORMS_PER_LAYER, Op, RandAugment, fill_color
 from support import parity
 from support.histograms import SIDE, crop_histograms, erasing_histograms, histogram, mixing_histograms
 

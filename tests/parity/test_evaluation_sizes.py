@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.data.augment.crop import eval_geometry
+from pipeline.augment.crop import eval_geometry
 from support import parity
 
 FAMILIES = ("pervit", "convit", "deit", "lsat", "posmlp")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load_config
-from pipeline.data.schedule import Schedule
 from pipeline.errors import UserError
 from pipeline.planning.length import Images, count_images, jobs_within, length_of, parse_time_limit
 from pipeline.planning.machine import measure_loader
 from pipeline.stores.place import place_argument
+from pipeline.stream.schedule import Schedule
 from support.runs import write_small_config
 from support.stores import nginx
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.shards import ShardSet
+from pipeline.shards.shard_set import ShardSet
 from support.predictions import BAD
 from support.ranks import train, wait_for_steps
 from support.runs import write_small_config

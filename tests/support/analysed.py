@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.analysis.averages import run_pass
 from pipeline.analysis.chapter import Chapter, Example, Findings, Request
 from pipeline.analysis.style import style
-from pipeline.distributed.world import World
+from pipeline.cluster.world import World
 from pipeline.models.common.base import VisionModel
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipeline.config import AugmentConfig, DataConfig
-from pipeline.data.batches import TrainBatches
-from pipeline.data.shards import ShardSet
+from pipeline.loader.batches import TrainBatches
+from pipeline.shards.shard_set import ShardSet
 
 
 def train_batches(

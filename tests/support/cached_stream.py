@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64
 
-import pipeline.data.cache_filler as cache_filler
-from pipeline.data.cached_files import CachedFiles
-from pipeline.data.order import sample_at
-from pipeline.data.shard_cache import ShardCache
-from pipeline.data.shards import ShardSet
+import pipeline.shards.files.cache_filler as cache_filler
+from pipeline.shards.files.cache import ShardCache
+from pipeline.shards.files.cached import CachedFiles
+from pipeline.shards.shard_set import ShardSet
+from pipeline.stream.order import sample_at
 from support.launching import REPOSITORY, clean_environment
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from PIL import Image
 
-from pipeline.data.augment.randaugment import Op
+from pipeline.augment.randaugment import Op
 from support.randaugment_reference import reference
 
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])

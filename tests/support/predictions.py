@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.shards import ShardSet
+from pipeline.shards.shard_set import ShardSet
 
 BAD = 17  # the training sample whose bytes tests/reports changes
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from pipeline.data.augment.randaugment import Op
-from pipeline.data.augment.randaugment.cpu import augment
+from pipeline.augment.randaugment import Op
+from pipeline.augment.randaugment.cpu import augment
 
 SIZE = 224
 FILL = (124, 116, 104)

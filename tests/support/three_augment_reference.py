@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from pipeline.data.augment.randaugment import Op
+from pipeline.augment.randaugment import Op
 
 ENHANCE = {Op.BRIGHTNESS: ImageEnhance.Brightness, Op.CONTRAST: ImageEnhance.Contrast, Op.COLOR: ImageEnhance.Color}
 

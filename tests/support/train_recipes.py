@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from pipeline.cluster.world import World, disconnect, init_world
 from pipeline.config import Config, load_config
-from pipeline.distributed.world import World, disconnect, init_world
 from pipeline.errors import UserError
 from pipeline.models import create_model, model_entry
 from pipeline.training.loop import train

@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from pipeline import train
-from pipeline.run import compiling
-from pipeline.run.compiling import INDUCTOR
+from pipeline.training import compiling
+from pipeline.training.compiling import INDUCTOR
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 timm has ConViT, DeiT and gMLP, under the names and shapes of their authors' code, which its code comes from. Other widths go into
 ``model_args``, timm's keyword arguments. What timm has no argument for, and the other families, keep this project's name:
-:mod:`pipeline.integrations.timm` registers it with timm.
+:mod:`pipeline.models.for_timm` registers it with timm.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TimmForm:
     Attributes:
         architecture: a name of timm's registry.
         model_args: keyword arguments of ``timm.create_model``.
-        registered: the name is this project's, known to timm after ``import pipeline.integrations.timm``; the weights then have
+        registered: the name is this project's, known to timm after ``import pipeline.models.for_timm``; the weights then have
             our names. Else they have timm's, which are the authors'.
         first_conv, global_pool: of timm's config.
     """

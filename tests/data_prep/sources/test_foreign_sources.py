@@ -19,8 +19,8 @@ from PIL import Image
 
 from data_prep.sources import Reading, Source, open_sources
 from pipeline.checkpoint import read_weights
-from pipeline.data.shards import ShardSet
 from pipeline.errors import UserError
+from pipeline.shards.shard_set import ShardSet
 from support.launching import run_script
 from support.ranks import run_forked
 from support.runs import step_rows, write_small_config

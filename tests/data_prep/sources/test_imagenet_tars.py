@@ -12,9 +12,9 @@ import pytest
 
 from data_prep.sources import ImageFolder, open_sources, take_subset
 from data_prep.writer import write_shards
-from pipeline.data.manifest import ShardManifest
 from pipeline.errors import UserError
 from pipeline.files import file_sha256
+from pipeline.shards.manifest import ShardManifest
 from support.launching import run_script
 from support.official_files import (
     DEVKIT,

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from data_prep.sources import ImageFolder, open_sources, take_subset
-from pipeline.data.manifest import ShardManifest
+from pipeline.shards.manifest import ShardManifest
 from support.launching import run_script
 
 SHARDER = "data_prep/shard_imagenet.py"

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from pipeline import load
 from pipeline.checkpoint import read_initial_weights
-from pipeline.checkpoint.trained import read_trained
+from pipeline.cluster.world import World
 from pipeline.config import config_from_dict
-from pipeline.distributed.world import World
 from pipeline.errors import UserError
+from pipeline.inference.trained import read_trained
 from pipeline.models import create_model, load_exported, reference_state_dict
 from pipeline.models.weights.exported import Description, read_exported, write_exported
 from pipeline.models.weights.transfer import check_finite
-from pipeline.run.building import build_model
+from pipeline.training.building import build_model
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)
 SWITCHES = {"widths": [16, 16, 16, 16]}

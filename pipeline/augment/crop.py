@@ -1,0 +1,212 @@
+"""Draw crop, resize and flip as arrays over a batch; choose the resize's filter, and correct DALI's resize at the borders.
+
+Numbers only; the pixels follow in :mod:`pipeline.loader.dali_graph` and :mod:`pipeline.loader.cpu_transform`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+CROP_ATTEMPTS = 10  # as in torchvision
+MAX_RATIO = 16  # images with a larger ratio of their sides are cropped before they are resized as a whole: bounds memory
+SIMPLE_CROP_PAD = 4  # pixels
+UNIFORMS_PER_SAMPLE = 2 * CROP_ATTEMPTS + 3  # area and ratio per attempt; top, left, flip
+# Probability of the bilinear filter, by data.train_interpolation. timm's "random" chooses for each crop, and once more for each
+# geometric operation of an image (RandomResizedCropAndInterpolation and AugmentOp of timm 0.4.12, which PosMLP uses).
+BILINEAR_SHARE = {"bicubic": 0.0, "bilinear": 1.0, "random": 0.5}
+_SUPPORT = {False: 2.0, True: 1.0}  # of the cubic and the linear filter, in pixels of the smaller image
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Geometry of B images; pairs are (rows, columns), in pixels unless noted."""
+
+    start: np.ndarray  # (B, 2) int32: upper left corner of the window to decode
+    shape: np.ndarray  # (B, 2) int32: size of the window
+    resize: np.ndarray  # (B, 2) float32: size that the window is resized to
+    crop: np.ndarray  # (B, 2) float32: position of the output in the resized window; 0 upper left, 1 lower right
+    flip: np.ndarray  # (B,) int32: 1 flips horizontally
+    pad: int = 0  # pixels that the resized window gets on each side before the crop, mirrored at its border
+
+
+def train_geometry(
+    height: np.ndarray,
+    width: np.ndarray,
+    uniforms: np.ndarray,
+    image_size: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+    flip: float,
+) -> Geometry:
+    """Random resized crop (Szegedy et al., CVPR 2015; with torchvision's ten attempts and fallback) and flip.
+
+    Args:
+        height, width: (B,) of the stored images, in pixels.
+        uniforms: (B, UNIFORMS_PER_SAMPLE) in [0, 1).
+        image_size: side of the output.
+        scale: range of the crop's fraction of the area.
+        ratio: range of width / height, sampled log-uniformly.
+        flip: probability of a flip.
+    """
+    height, width = (np.asarray(side, dtype=np.int64) for side in (height, width))
+    rows = np.arange(len(height))
+    area_draw, ratio_draw = uniforms[:, :CROP_ATTEMPTS], uniforms[:, CROP_ATTEMPTS : 2 * CROP_ATTEMPTS]
+    top_draw, left_draw, flip_draw = uniforms[:, 2 * CROP_ATTEMPTS :].T
+
+    area = (height * width)[:, None] * (scale[0] + area_draw * (scale[1] - scale[0]))  # (B, attempts)
+    aspect = np.exp(np.log(ratio[0]) + ratio_draw * (np.log(ratio[1]) - np.log(ratio[0])))
+    crop_w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
+    crop_h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
+    fits = (crop_w > 0) & (crop_w <= width[:, None]) & (crop_h > 0) & (crop_h <= height[:, None])
+    attempt = fits.argmax(axis=1)  # the first that fits
+    crop_h, crop_w = crop_h[rows, attempt], crop_w[rows, attempt]
+    top = (top_draw * (height - crop_h + 1)).astype(np.int64)
+    left = (left_draw * (width - crop_w + 1)).astype(np.int64)
+
+    # Fallback where no attempt fits (extreme aspect ratios): the largest centred window with an allowed ratio.
+    whole = ~fits.any(axis=1)
+    fallback_w = np.where(width > ratio[1] * height, np.rint(height * ratio[1]), width).astype(np.int64)
+    fallback_h = np.where(width < ratio[0] * height, np.rint(width / ratio[0]), height).astype(np.int64)
+    crop_w = np.where(whole, np.clip(fallback_w, 1, width), crop_w)
+    crop_h = np.where(whole, np.clip(fallback_h, 1, height), crop_h)
+    top, left = np.where(whole, (height - crop_h) // 2, top), np.where(whole, (width - crop_w) // 2, left)
+
+    return Geometry(
+        start=_pairs(top, left, np.int32),
+        shape=_pairs(crop_h, crop_w, np.int32),
+        resize=np.full((len(height), 2), image_size, dtype=np.float32),
+        crop=np.zeros((len(height), 2), dtype=np.float32),
+        flip=(flip_draw < flip).astype(np.int32),
+    )
+
+
+def simple_geometry(height: np.ndarray, width: np.ndarray, uniforms: np.ndarray, image_size: int, flip: float) -> Geometry:
+    """Simple random crop (Touvron et al., "DeiT III", ECCV 2022, Sec. 3) and flip.
+
+    The short side is resized to the output's side, the image mirrored by 4 pixels at its borders, and a square cropped anywhere in
+    it: torchvision's ``Resize`` and ``RandomCrop(padding=4, padding_mode="reflect")``. Of an image with sides in a ratio above
+    ``MAX_RATIO``, the middle is taken.
+
+    Args:
+        height, width: (B,) of the stored images, in pixels.
+        uniforms: (B, UNIFORMS_PER_SAMPLE) in [0, 1), those of :func:`train_geometry`.
+        image_size: side of the output, more than 4.
+        flip: probability of a flip.
+    """
+    start, shape, resize = _whole(height, width, image_size)
+    top_draw, left_draw, flip_draw = uniforms[:, 2 * CROP_ATTEMPTS :].T
+    room = resize + 2 * SIMPLE_CROP_PAD - image_size  # (B, 2), at least 2 * SIMPLE_CROP_PAD
+    corner = (np.stack([top_draw, left_draw], axis=1) * (room + 1)).astype(np.int64)
+    return Geometry(
+        start=start,
+        shape=shape,
+        resize=resize.astype(np.float32),
+        crop=(corner / room).astype(np.float32),
+        flip=(flip_draw < flip).astype(np.int32),
+        pad=SIMPLE_CROP_PAD,
+    )
+
+
+def eval_geometry(height: np.ndarray, width: np.ndarray, image_size: int, eval_crop: float) -> Geometry:
+    """Evaluation geometry: resize the short side to :func:`eval_short_side` (224 / 0.875 = 256), crop the centre.
+
+    Rounds like timm and torchvision, so that the pixels are those that published accuracies were measured on: both sides down,
+    the corner of the centre crop to nearest (half to even).
+
+    Args:
+        height, width: (B,) of the stored images, in pixels.
+        image_size: side of the output.
+        eval_crop: output size / short side, in (0, 1].
+    """
+    start, shape, resize = _whole(height, width, eval_short_side(image_size, eval_crop))
+    margin = resize - image_size
+    return Geometry(
+        start=start,
+        shape=shape,
+        resize=resize.astype(np.float32),
+        crop=(np.rint(margin / 2) / np.maximum(margin, 1)).astype(np.float32),
+        flip=np.zeros(len(height), dtype=np.int32),
+    )
+
+
+def eval_short_side(image_size: int, eval_crop: float) -> int:
+    """The short side, in pixels, that evaluation resizes an image to: ``image_size / eval_crop`` rounded down, 248 for 224 / 0.9.
+
+    The quotient is that of double precision, as in the references: 124 for 101 / 0.808, which is 125 in decimals.
+    """
+    return math.floor(image_size / eval_crop)
+
+
+@lru_cache(maxsize=4096)  # a training set has a few hundred window sides; 2 KB each
+def border_weights(before: int, after: int, bilinear: bool = False) -> np.ndarray:
+    """What DALI's resize lacks at the borders of an axis, by an antialiased filter, to give Pillow's pixels.
+
+    A pixel near the border depends on source pixels beyond it. Pillow and PyTorch leave these out and divide by the sum of the
+    weights that remain; DALI repeats the border's pixel. With ``out`` the weight of what lies beyond the border, DALI's value ``d``
+    and the border's pixel ``e``, Pillow's value is ``(d - out * e) / (1 - out) = d + out / (1 - out) * (d - e)``.
+
+    Args:
+        before, after: pixels along the axis.
+        bilinear: the triangle filter instead of the cubic one (Keys, 1981, a = -1/2).
+
+    Returns:
+        The factors ``out / (1 - out)``, (2, after) float32: for the border at the start and for that at the end; 0 away from it.
+    """
+    step = before / after
+    stretch = max(step, 1.0)  # antialiasing widens the filter
+    support = stretch * _SUPPORT[bilinear]
+    centre = step * (np.arange(min(after, int(support / step) + 1)) + 0.5)  # of the (k,) pixels near the start
+    taps = np.arange(-int(support + 0.5), int(centre[-1] + support) + 1) + 0.5  # pixel centres
+    weight = (_triangle if bilinear else _cubic)((taps - centre[:, None]) / stretch)  # (k, taps)
+    beyond_start, beyond_end = weight[:, taps < 0].sum(axis=1), weight[:, taps > before].sum(axis=1)
+    factor = beyond_start / (weight.sum(axis=1) - beyond_start - beyond_end)
+    factors = np.zeros((2, after), dtype=np.float32)
+    factors[0, : len(centre)], factors[1, after - len(centre) :] = factor, factor[::-1]
+    factors.flags.writeable = False  # shared by all who ask
+    return factors
+
+
+def resize_borders(geometry: Geometry, bilinear: np.ndarray | None = None) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """:func:`border_weights` of B images: of their rows, B of (2, height), and of their columns, B of (2, width).
+
+    Args:
+        geometry: of the images.
+        bilinear: (B,) bool, their filters; None: all cubic.
+    """
+    filters = [False] * len(geometry.shape) if bilinear is None else bilinear.tolist()
+    rows, columns = (
+        [border_weights(*sides) for sides in zip(shape.tolist(), size.astype(int).tolist(), filters)]
+        for shape, size in zip(geometry.shape.T, geometry.resize.T)
+    )
+    return rows, columns
+
+
+def _triangle(x: np.ndarray) -> np.ndarray:
+    """Linear interpolation."""
+    return np.maximum(1 - np.abs(x), 0.0)
+
+
+def _cubic(x: np.ndarray) -> np.ndarray:
+    """Keys' kernel with a = -1/2."""
+    x = np.abs(x)
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
+
+
+def _whole(height: np.ndarray, width: np.ndarray, short: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Start and shape, (B, 2) int32, of the whole image, or of a strip's middle, and its size, (B, 2) int64, with a short side ``short``."""
+    stored = [np.asarray(side, dtype=np.int64) for side in (height, width)]
+    smaller = np.minimum(*stored)
+    # A strip of 65,000 x 1 pixels would take gigabytes when resized, but the crop needs only its middle.
+    height, width = (np.minimum(side, MAX_RATIO * smaller) for side in stored)
+    start = _pairs((stored[0] - height) // 2, (stored[1] - width) // 2, np.int32)
+    return start, _pairs(height, width, np.int32), _pairs(height * short // smaller, width * short // smaller, np.int64)
+
+
+def _pairs(rows: np.ndarray, columns: np.ndarray, dtype: type) -> np.ndarray:
+    return np.stack([rows, columns], axis=1).astype(dtype)

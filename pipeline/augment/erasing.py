@@ -1,0 +1,133 @@
+"""Random erasing (Zhong et al., AAAI 2020) in its pixel mode: a rectangle of some images is replaced by Gaussian noise.
+
+Ranges are those of timm, which the papers use: 2 % to a third of the area, aspect ratio 0.3 to 1/0.3, ten attempts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.augment import BatchAugmentation, BatchRequest, Places, register
+from pipeline.config import AugmentConfig, DataConfig
+from pipeline.stream.philox import Stream
+
+AREA = (0.02, 1 / 3)  # share of the image
+ASPECT = (0.3, 1 / 0.3)  # height / width
+ATTEMPTS = 10
+UNIFORMS_PER_SAMPLE = 2 * ATTEMPTS + 5  # area and aspect per attempt; whether, top, left, and two for the noise's seed
+
+
+@dataclass(frozen=True)
+class Erasing:
+    """The rectangles to erase from B images."""
+
+    box: np.ndarray  # (B, 4) int64: top, left, height, width in pixels; height 0: none
+    noise_seed: np.ndarray  # (B,) int64
+
+
+@register
+@dataclass(frozen=True)
+class RandomErasing(BatchAugmentation):
+    """Random erasing; noise has the scale of normalized pixels."""
+
+    probability: float  # of erasing a rectangle of an image
+    image_size: int  # side, pixels
+    stream = Stream.ERASING
+    place = 10
+
+    @classmethod
+    def from_config(cls, augment: AugmentConfig, data: DataConfig, image_size: int) -> RandomErasing | None:
+        return cls(augment.erasing, image_size) if augment.erasing else None
+
+    def draw(self, places: Places) -> Erasing:
+        return self.sample(places.uniforms(self.stream, UNIFORMS_PER_SAMPLE))
+
+    def sample(self, uniforms: np.ndarray) -> Erasing:
+        """The rectangles that (B, UNIFORMS_PER_SAMPLE) numbers in [0, 1), multiples of 2**-32, make."""
+        rows = np.arange(len(uniforms))
+        area_draw, aspect_draw = uniforms[:, :ATTEMPTS], uniforms[:, ATTEMPTS : 2 * ATTEMPTS]
+        whether, top_draw, left_draw, *seed_draws = uniforms[:, 2 * ATTEMPTS :].T
+
+        area = self.image_size**2 * (AREA[0] + area_draw * (AREA[1] - AREA[0]))  # (B, attempts)
+        aspect = np.exp(np.log(ASPECT[0]) + aspect_draw * (np.log(ASPECT[1]) - np.log(ASPECT[0])))
+        height = np.rint(np.sqrt(area * aspect)).astype(np.int64)
+        width = np.rint(np.sqrt(area / aspect)).astype(np.int64)
+        fits = (height < self.image_size) & (width < self.image_size)
+        attempt = fits.argmax(axis=1)  # the first that fits
+        height, width = height[rows, attempt], width[rows, attempt]
+        top = (top_draw * (self.image_size - height + 1)).astype(np.int64)
+        left = (left_draw * (self.image_size - width + 1)).astype(np.int64)
+        erased = fits.any(axis=1) & (whether < self.probability)
+        words = [(draw * 2.0**32).astype(np.int64) for draw in seed_draws]
+        return Erasing(
+            box=np.where(erased[:, None], np.stack([top, left, height, width], axis=1), 0),
+            noise_seed=(words[0] << 31) ^ words[1],  # 63 bits: non-negative int64
+        )
+
+    def apply_(self, images: Tensor, request: BatchRequest) -> None:
+        erasing, channels = request.draws[self], images.shape[1]
+        noise, end = erasing_noise(erasing, channels), 0
+        for i in np.flatnonzero(erasing.box[:, 2]):
+            top, left, height, width = erasing.box[i].tolist()
+            begin, end = end, end + channels * height * width
+            images[i, :, top : top + height, left : left + width] = noise[begin:end].view(channels, height, width)
+
+    def device_arrays(self, request: BatchRequest, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+        erasing = request.draws[self]
+        return (erasing_noise(erasing, shape[1]).numpy(), *erased_rows(erasing, shape)) if erasing.box.any() else ()
+
+    def apply_batch_(self, images: Tensor, request: BatchRequest, *arrays: Tensor) -> None:
+        if arrays:
+            noise, offset, width = arrays
+            place = torch.repeat_interleave(
+                offset, width, output_size=len(noise)
+            )  # (n,); with its size given, nothing synchronizes
+            place += torch.arange(len(noise), device=noise.device)
+            images.view(-1).index_copy_(0, place, noise)  # no place occurs twice
+
+
+def erasing_noise(erasing: Erasing, channels: int) -> Tensor:
+    """The noise of all rectangles of a batch, on the CPU.
+
+    PyTorch's generators give other numbers on a GPU. Drawn on the CPU, at 0.03 ms for an image, the noise of an image is a
+    function of its seed on any device.
+
+    Args:
+        erasing: rectangles and seeds.
+        channels: of the images.
+
+    Returns:
+        (n,) float32, N(0, 1): one rectangle (channels, height, width) after the other.
+    """
+    counts = channels * erasing.box[:, 2] * erasing.box[:, 3]
+    noise = torch.empty(int(counts.sum()))
+    generator = torch.Generator()
+    for part, seed in zip(noise.split(counts.tolist()), erasing.noise_seed.tolist()):
+        if len(part):
+            part.normal_(generator=generator.manual_seed(seed))
+    return noise
+
+
+def erased_rows(erasing: Erasing, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Where :meth:`RandomErasing.apply_batch_` puts the noise: the rows of all rectangles, in its order.
+
+    Args:
+        erasing: rectangles.
+        shape: (B, channels, H, W) of the images.
+
+    Returns:
+        For each of R rows: its place in the flattened images minus its place in the noise, and its width; (R,) int64 each.
+    """
+    _, channels, height, width = shape
+    image = np.flatnonzero(erasing.box[:, 2])
+    top, left, rows, columns = erasing.box[image].T  # (n,) each
+    rectangle = np.repeat(np.arange(len(image)), channels * rows)  # (R,): a row's
+    within = np.arange(len(rectangle)) - np.repeat(np.cumsum(channels * rows) - channels * rows, channels * rows)
+    channel, row = np.divmod(within, rows[rectangle])
+    first = ((image[rectangle] * channels + channel) * height + top[rectangle] + row) * width + left[rectangle]
+    widths = columns[rectangle]
+    return first - (np.cumsum(widths) - widths), widths

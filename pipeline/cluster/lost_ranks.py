@@ -1,0 +1,140 @@
+"""Detect failures: judge from the heartbeats of all ranks which one is lost. No threads, no clock, no network.
+
+Time counts only while the detector itself was running and saw no change. So neither a jump of the wall clock nor a suspension
+of the detecting process makes other ranks look silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.cluster.beats import Beat, Status, Verdict
+from pipeline.config import DistributedConfig
+
+BROKEN_SILENCE_LIMIT = 5.0  # seconds; the minimum of silence_timeout, which it replaces once a collective has failed
+_AGAIN = "then start the same command again, it goes on from the newest checkpoint."
+
+
+def connection_lost(first: Beat, how: str) -> Verdict:
+    """The verdict that rank 0, which hosts the store, is unreachable.
+
+    Args:
+        first: its last heartbeat.
+        how: how that was noticed; continues a sentence that begins with the rank.
+    """
+    return Verdict(
+        f"{first.who} {how}; its last heartbeat came from {first.place}: find the cause on its node (its log, dmesg, the network), {_AGAIN}"
+    )
+
+
+class Judge:
+    """Watches heartbeats and decides which rank is lost.
+
+    Args:
+        config: the timeouts.
+    """
+
+    def __init__(self, config: DistributedConfig) -> None:
+        self._config = config
+        self._newest: dict[int, Beat] = {}
+        self._silent: dict[int, float] = {}  # rank -> seconds without a new beat
+        self._still: dict[int, float] = {}  # rank -> seconds without progress
+        self._broken = 0.0  # seconds since the first failed collective
+
+    def observe(self, beats: Sequence[Beat], seconds: float) -> None:
+        """Add the newest heartbeats.
+
+        Args:
+            beats: the latest of each watched rank.
+            seconds: since the last call, without time in which this process was suspended.
+        """
+        for beat in beats:
+            rank, last = beat.rank, self._newest.get(beat.rank)
+            alive = last is None or beat.number != last.number
+            moved = last is None or beat.calls != last.calls or beat.step != last.step or beat.status is not last.status
+            self._silent[rank] = 0.0 if alive else self._silent[rank] + seconds
+            self._still[rank] = 0.0 if moved else self._still[rank] + seconds
+            self._newest[rank] = beat
+        self._broken = self._broken + seconds if self._with(Status.BROKEN) else 0.0
+
+    def _with(self, *statuses: Status) -> list[Beat]:
+        return [beat for beat in self._newest.values() if beat.status in statuses]
+
+    @property
+    def silence_limit(self) -> float:
+        """Seconds without a new beat after which a rank counts as lost."""
+        limit = self._config.silence_timeout
+        return min(limit, BROKEN_SILENCE_LIMIT) if self._with(Status.BROKEN) else limit
+
+    @property
+    def all_left(self) -> bool:
+        """Whether every rank finished normally."""
+        return len(self._with(Status.LEFT)) == len(self._newest)
+
+    def uninformed(self, seconds: float) -> list[int]:
+        """Ranks that were alive within the last ``seconds`` and have not read the verdict yet."""
+        return [beat.rank for beat in self._with(Status.RUNNING, Status.BROKEN) if self._silent[beat.rank] < seconds]
+
+    def verdict(self) -> Verdict | None:
+        """Why the run must end, or None."""
+        return self._ended() or self.silent() or self._broken_for_no_reason() or self._hanging()
+
+    def _ended(self) -> Verdict | None:
+        for beat in self._with(Status.ENDED):
+            return Verdict(f"{beat.who} ended at {beat.place}: {beat.message}", beat.exit_code)
+        return None
+
+    def silent(self) -> Verdict | None:
+        """A rank whose heartbeats stopped: killed, suspended, or cut off with its node or network."""
+        watched = self._with(Status.RUNNING, Status.BROKEN)
+        worst = max(watched, key=lambda beat: self._silent[beat.rank], default=None)
+        if worst is None or self._silent[worst.rank] < self.silence_limit:
+            return None
+        seconds = self._silent[worst.rank]
+        # Ranks of one node fall silent together, but the detector reads them up to a few beats apart: above 0.6 is "together".
+        others = [beat.rank for beat in watched if beat is not worst and self._silent[beat.rank] > 0.6 * seconds]
+        also = f" (and so did {_ranks(others)})" if others else ""
+        return Verdict(
+            f"{worst.who} sent no heartbeat for {seconds:.0f} s{also}; its last heartbeat came from {worst.place}: find the cause on its node "
+            f"(its log, dmesg, the network), {_AGAIN}"
+        )
+
+    def _hanging(self) -> Verdict | None:
+        """All ranks are alive but none makes progress. Those that wait for the hung rank got further than it did."""
+        running = self._with(Status.RUNNING)
+        if not running or min(self._still[beat.rank] for beat in running) < self._config.progress_timeout:
+            return None
+        return self._behind(
+            f"has made no progress for {{seconds:.0f}} s (distributed.progress_timeout {self._config.progress_timeout:g})"
+        )
+
+    def _broken_for_no_reason(self) -> Verdict | None:
+        """A collective failed, but all ranks are alive: it timed out, or the network between two of them is cut."""
+        if self._broken < 2 * BROKEN_SILENCE_LIMIT:  # a rank that was lost would have fallen silent by now
+            return None
+        broken = self._with(Status.BROKEN)[0]
+        return self._behind(f"is furthest behind, and a collective operation of {broken.who} failed ({broken.message})")
+
+    def _behind(self, what: str) -> Verdict:
+        """The verdict that names the rank furthest behind, or says that all are at the same place."""
+        running = self._with(Status.RUNNING, Status.BROKEN)
+        place = {beat.rank: (beat.step, beat.calls) for beat in running}
+        last = min(running, key=lambda beat: (place[beat.rank], -self._still[beat.rank]))
+        far = max(running, key=lambda beat: place[beat.rank])
+        what = what.format(seconds=self._still[last.rank])
+        if len(running) > 1 and place[far.rank] == place[last.rank]:
+            return Verdict(
+                f"{last.who} {what}, like all the others: at {last.place}, none is ahead, so the fault lies between them "
+                f"(network, driver) or in something they all wait for; see the traceback, {_AGAIN}",
+                hanging=(last.rank,),
+            )
+        others = f", while rank {far.rank} waits at {far.place}" if far is not last else ""
+        return Verdict(
+            f"{last.who} {what}: it is at {last.place}{others}; see its traceback, or raise the limit if it was merely slow, {_AGAIN}",
+            hanging=(last.rank,),
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

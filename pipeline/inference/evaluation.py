@@ -1,0 +1,123 @@
+"""Exact evaluation: every image counts once, for any world size and batch size.
+
+Used by the command ``pipeline.evaluate`` and during training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from pipeline.cluster.world import World
+from pipeline.config import Config
+from pipeline.errors import UserError
+from pipeline.loader.batches import EvalBatches
+from pipeline.loader.loader import Batch, Loader
+from pipeline.logs.data_trouble import BadSampleReport
+from pipeline.models.weights.transfer import first_difference
+from pipeline.shards.image_folder import ImageFolder
+from pipeline.shards.mixed_set import MixedSet
+from pipeline.shards.shard_set import ShardSet
+from pipeline.stream.samples import Samples
+
+Consumer = Callable[[Batch, Tensor, Tensor, Tensor], None]
+
+
+def evaluation_loader(shards: Samples, config: Config, world: World) -> Loader[EvalBatches]:
+    """This rank's batches for :func:`evaluate`, pass after pass."""
+    batches = EvalBatches(
+        shards=shards,
+        image_size=config.model.image_size,
+        batch_size=config.eval.batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        eval_crop=config.data.eval_crop,
+    )
+    return Loader(batches, config.data, world.device, world.cpu_threads)
+
+
+@torch.no_grad()
+def evaluate(
+    forward: Callable[[Tensor], Tensor],
+    loader: Loader[EvalBatches],
+    world: World,
+    stop: Callable[[], bool] | None = None,
+    consumer: Consumer | None = None,
+) -> dict[str, Any] | None:
+    """Evaluate one pass over the set. Collective.
+
+    Args:
+        forward: images (B, 3, H, W) -> logits (B, classes).
+        loader: from :func:`evaluation_loader`.
+        world: all ranks.
+        stop: called before every batch; returns True, on all ranks alike, to abandon the pass.
+        consumer: gets each batch of this rank with its logits (B, classes) float32, the best classes (B, 5), and its losses (B,)
+            float64. Padding and images that cannot be used are among them: ``batch.valid`` is False.
+
+    Returns:
+        None if it was abandoned, else ``top1`` and ``top5`` in percent, ``loss`` (mean cross entropy), the integers
+        ``correct1``, ``correct5`` and ``count``, and by class the lists of integers ``class_correct`` and ``class_count``.
+        Images that cannot be used are logged and excluded from the count. If some logits are not finite, also
+        ``nonfinite``, the number of these images, which count as wrong.
+    """
+    totals = torch.zeros(5, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count, nonfinite
+    by_class = torch.zeros(2, len(loader.batches.shards.classes), dtype=torch.float64, device=world.device)  # correct, count
+    batches = tqdm(
+        range(len(loader.batches)), desc="evaluating", unit="batch", leave=False, disable=None if world.is_main else True
+    )
+    for _ in batches:
+        if stop and stop():
+            return None
+        batch = next(loader)
+        scores = forward(batch.images).float()  # (B, classes)
+        finite = scores.isfinite().all(dim=1)  # (B,)
+        best = scores.topk(min(5, scores.shape[1]), dim=1).indices  # (B, 5)
+        hits = (best == batch.labels[:, None]) & (batch.valid & finite)[:, None]
+        losses = F.cross_entropy(scores, batch.labels, reduction="none").double().where(batch.valid, 0)
+        lost = batch.valid & ~finite
+        totals += torch.stack([hits[:, 0].sum(), hits.sum(), losses.sum(), batch.valid.sum(), lost.sum()])
+        by_class.index_add_(1, batch.labels, torch.stack([hits[:, 0], batch.valid]).double())
+        if consumer:
+            consumer(batch, scores, best, losses)
+    BadSampleReport(world).update(loader.bad.take_unreported())
+    correct1, correct5, loss, count, nonfinite = world.sum(totals).tolist()
+    class_correct, class_count = world.sum(by_class).long().tolist()
+    return {
+        "top1": 100 * correct1 / count,
+        "top5": 100 * correct5 / count,
+        "loss": loss / count,
+        "correct1": int(correct1),
+        "correct5": int(correct5),
+        "count": int(count),
+        "class_correct": class_correct,
+        "class_count": class_count,
+        **({"nonfinite": int(nonfinite)} if nonfinite else {}),
+    }
+
+
+def check_classes(config: Config, shards: ShardSet | MixedSet) -> None:
+    """Check that the model has as many outputs as the shards have classes.
+
+    Raises:
+        UserError: it has not.
+    """
+    if config.model.num_classes != len(shards.classes):
+        raise UserError(
+            f"model.num_classes is {config.model.num_classes}, but {shards.folder} has {len(shards.classes)} classes",
+            f"set model.num_classes={len(shards.classes)} or data.path to another shard set",
+        )
+
+
+def check_same_classes(shards: ShardSet | ImageFolder, classes: list[str], of: str) -> None:
+    """Check that the shards' classes, in index order, are those of ``of``, so that labels mean the same.
+
+    Raises:
+        UserError: they are not.
+    """
+    if others := first_difference(classes, shards.classes):
+        raise UserError(f"{shards.folder} and {of} have {others}", "use shards of the same data set")

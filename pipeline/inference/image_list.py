@@ -1,0 +1,279 @@
+"""Find the images that a user names, in files, folders, patterns, tars, zips, shard sets or a list, as samples for ``pipeline.predict``."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+import stat
+import tarfile
+import zipfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image
+
+from pipeline.errors import UserError
+from pipeline.shards.image_checks import ImageRules, Rejected, StoredImage, prepare_image
+from pipeline.shards.image_folder import CheckedImages
+from pipeline.shards.manifest import MANIFEST
+from pipeline.stores.place import is_remote, parse_place
+from pipeline.stream.samples import DamagedSample
+
+NO_LABEL = 0  # the label of an image whose class is not known: a loader's batch needs one
+SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
+STDIN, LIST = "-", "@"
+_IN_FILE = -1  # place of an image that is a file of its own
+
+
+class PackedNames(Sequence[str]):
+    """A list of strings in one block of bytes: ten million paths take their length and 8 bytes each.
+
+    Args:
+        names: any strings, including file names that are not UTF-8.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._block, ends = bytearray(), array("q", [0])
+        for name in names:
+            self._block += os.fsencode(name)
+            ends.append(len(self._block))
+        self._ends = np.frombuffer(ends, dtype=np.int64)  # (n + 1,)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> str:  # type: ignore[override]
+        return os.fsdecode(bytes(self._block[self._ends[index] : self._ends[index + 1]]))
+
+
+class NamedImages:
+    """Encoded images by number.
+
+    Args:
+        found: (name, container, place, size) each: name as it is reported; the tar or zip that holds it, "" for a file; offset in the
+            tar or number in the zip; bytes.
+    """
+
+    def __init__(self, found: Iterable[tuple[str, str, int, int]]) -> None:
+        packed = array("q")  # only of images in tars and zips: number of the image, of its container, place, size
+        self._containers: list[str] = []
+        number_of: dict[str, int] = {}
+
+        def remembered() -> Iterator[str]:
+            for image, (name, container, place, size) in enumerate(found):
+                if container:
+                    if container not in number_of:
+                        number_of[container] = len(self._containers)
+                        self._containers.append(container)
+                    packed.extend((image, number_of[container], place, size))
+                yield name
+
+        self._names = PackedNames(remembered())
+        self._packed = np.frombuffer(packed, dtype=np.int64).reshape(-1, 4) if packed else np.empty((0, 4), np.int64)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def name(self, index: int) -> str:
+        """As reported: a path, or a member as ``ARCHIVE/member``."""
+        return self._names[index]
+
+    def data(self, index: int) -> bytes:
+        """The encoded image. Thread-safe.
+
+        Raises:
+            OSError: it cannot be read.
+            zipfile.BadZipFile: its archive is damaged.
+        """
+        row = int(np.searchsorted(self._packed[:, 0], index))
+        if row == len(self._packed) or self._packed[row, 0] != index:
+            path = self._names[index]
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise OSError(0, "not a regular file")
+            return Path(path).read_bytes()
+        _, number, place, size = self._packed[row].tolist()
+        container = self._containers[number]
+        if container.endswith(".zip"):
+            archive = _opened_zip(container)
+            return archive.read(archive.infolist()[place])
+        tar = _opened_tar(container)  # held while it is read: another thread may push it out of the cache
+        data = os.pread(tar.fileno(), size, place)
+        if len(data) != size:
+            raise OSError(0, f"{container} is cut off")
+        return data
+
+
+def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> NamedImages:
+    """All images that the arguments name, in their order; those of a folder sorted by path.
+
+    Args:
+        arguments: files, folders (searched at any depth; a shard set's tars are read in place), patterns with ``*``, ``?`` or ``[``,
+            ``.tar`` and ``.zip`` files; ``-`` takes the names from ``lines``, ``@FILE`` from a file with a name a line. A file may have any ending, and need not exist: it
+            becomes an error of its own row.
+        lines: of standard input.
+
+    Raises:
+        UserError: a folder, archive or list without an image, a pattern without a match, or a damaged archive.
+    """
+    return NamedImages(_found(arguments, lines))
+
+
+def read_list(stream: BinaryIO) -> Iterator[str]:
+    """The names of a list, one a line, whatever encoding they are in: for a file system a name is bytes. One line is held at a time."""
+    for line in stream:
+        if name := line.rstrip(b"\r\n"):
+            yield os.fsdecode(name)
+
+
+def _found(arguments: Sequence[str], lines: Iterable[str]) -> Iterator[tuple[str, str, int, int]]:
+    for argument in arguments:
+        if is_remote(argument):
+            raise UserError(
+                f"images must be on this machine, got the URL {parse_place(argument)}",
+                "copy them here; `python -m pipeline.evaluate --data URL --predictions FILE` reads a shard set in a store",
+            )
+        none = True
+        for found in _images_of(Path(argument), argument) if argument != STDIN else _files(lines):
+            none = False
+            yield found
+        if none and argument == STDIN:
+            raise UserError(
+                "standard input must name at least one image, got none",
+                "pass a name a line; several processes have no input: pass them @FILE, or the images themselves",
+            )
+        if none:
+            raise UserError(
+                f"{argument} must hold at least one image, got none",
+                f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them",
+            )
+
+
+def _files(names: Iterable[str]) -> Iterator[tuple[str, str, int, int]]:
+    return ((name, "", _IN_FILE, 0) for name in names)
+
+
+def _images_of(path: Path, argument: str) -> Iterator[tuple[str, str, int, int]]:
+    if path.is_dir():
+        if (path / MANIFEST).exists():
+            for tar in sorted(path.glob("*.tar")):
+                yield from _members_of_tar(tar)
+            return
+        for folder, folders, files in os.walk(path):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            yield from ((os.path.join(folder, name), "", _IN_FILE, 0) for name in sorted(files) if _is_image(name))
+    elif path.suffix == ".zip" and path.is_file():
+        for place, member in enumerate(_opened_zip(str(path)).infolist()):
+            if not member.is_dir() and _is_image(member.filename):
+                yield f"{path}/{member.filename}", str(path), place, member.file_size
+    elif path.suffix == ".tar" and path.is_file():
+        yield from _members_of_tar(path)
+    elif argument.startswith(LIST) and not path.exists():
+        try:
+            with open(argument[len(LIST) :], "rb") as file:
+                yield from _files(read_list(file))
+        except OSError as error:
+            raise UserError(
+                f"{argument}: the list {argument[len(LIST) :]} cannot be read ({error.strerror})",
+                "pass a file with a name a line",
+            ) from None
+    elif not path.exists() and glob.has_magic(argument):
+        matches = sorted(glob.glob(argument, recursive=True))
+        for match in matches:
+            yield from _images_of(Path(match), match)
+    else:
+        yield argument, "", _IN_FILE, 0
+
+
+def _members_of_tar(path: Path) -> Iterator[tuple[str, str, int, int]]:
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                if member.isfile() and _is_image(member.name):
+                    yield f"{path}/{member.name}", str(path), member.offset_data, member.size
+    except tarfile.TarError as error:
+        raise UserError(
+            f"{path} is not a complete tar ({error})", "a compressed one must be unpacked first; else copy it again"
+        ) from None
+
+
+def _is_image(name: str) -> bool:
+    name = name.rpartition("/")[2]
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+@lru_cache(maxsize=64)
+def _opened_tar(path: str) -> io.FileIO:  # closed when the last reader has let go of it
+    return open(path, "rb", buffering=0)
+
+
+@lru_cache(maxsize=16)
+def _opened_zip(path: str) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{path} is not a complete zip ({error})", "copy it again") from None
+
+
+class ImageList(CheckedImages):
+    """:class:`~pipeline.stream.samples.Samples` of images that a user names. What cannot be used does not end the pass: a grey image takes
+    its place, and :attr:`errors` has the reason.
+
+    Args:
+        images: where they are.
+        classes: the model's, in index order.
+        by_folder: an image's label is the class that its folder is named after; an image in another folder is an error.
+
+    Attributes:
+        errors: sample number -> why it cannot be used, of those that were read.
+    """
+
+    def __init__(self, images: NamedImages, classes: Sequence[str], by_folder: bool = False) -> None:
+        super().__init__()
+        self.folder, self.classes, self.errors = Path(), list(classes), dict[int, str]()
+        self._images, self._by_folder = images, by_folder
+        self._label_of = {name: label for label, name in enumerate(classes)}
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def key(self, index: int) -> str:
+        """The name of an image, as the user would give it."""
+        return self._images.name(index)
+
+    def damaged(self, index: int, reason: str) -> DamagedSample:
+        """An image that passed the checks but not the decoder: noted, and raised by the caller to have it replaced."""
+        self.errors[int(index)] = reason
+        return DamagedSample(int(index), f"{self.key(index)} {reason}")
+
+    def label(self, index: int) -> int:
+        if not self._by_folder:
+            return NO_LABEL
+        folder = Path(self.key(index)).parent.name
+        if folder not in self._label_of:
+            self.errors.setdefault(index, f"its folder {folder!r} is not one of the model's {len(self.classes)} classes")
+        return self._label_of.get(folder, NO_LABEL)
+
+    def look(self, index: int) -> StoredImage:
+        try:
+            return prepare_image(self._images.data(index), ImageRules(), self._images.name(index))
+        except Rejected as error:
+            self.errors[index] = f"cannot be used: {error}"
+        except OSError as error:
+            self.errors[index] = f"cannot be read: {error.strerror or error}"
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:  # damaged, unknown compression, encrypted
+            self.errors[index] = f"cannot be read: {error}"
+        return _GREY
+
+
+def _grey() -> StoredImage:
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), (128, 128, 128)).save(file, "JPEG")
+    return StoredImage(file.getvalue(), 16, 16)
+
+
+_GREY = _grey()

@@ -1,0 +1,112 @@
+"""Predict the classes of images, or compute their features, and collect what an evaluation says of each image, as rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from pipeline.inference.evaluation import Consumer
+from pipeline.inference.image_list import ImageList
+from pipeline.inference.predictions import Merged
+from pipeline.inference.rank_rows import RankRows
+from pipeline.loader.batches import EvalBatches
+from pipeline.loader.loader import Batch, Loader
+
+
+@torch.no_grad()
+def predict(
+    forward: Callable[[Tensor], Tensor], loader: Loader[EvalBatches], images: ImageList, rows: RankRows, top: int
+) -> None:
+    """Predict the classes of all images. Collective.
+
+    Args:
+        forward: images (B, 3, H, W) -> logits (B, classes).
+        loader: of ``images``.
+        images: the samples of the loader's batches.
+        rows: of :func:`~pipeline.inference.predictions.prediction_dtype`.
+        top: classes to keep per image.
+    """
+
+    def columns(batch: Tensor) -> dict[str, Tensor]:
+        scores = forward(batch).float()  # (B, classes)
+        probability, best = scores.softmax(dim=1).topk(top, dim=1)  # (B, top) each
+        return {"top": best, "probability": probability, "finite": scores.isfinite().all(dim=1)}
+
+    _add_rows(loader, images, rows, columns)
+
+
+@torch.no_grad()
+def compute_features(
+    forward: Callable[[Tensor], Tensor], loader: Loader[EvalBatches], images: ImageList, rows: RankRows
+) -> None:
+    """As :func:`predict`, with ``forward`` returning features (B, D)."""
+
+    def columns(batch: Tensor) -> dict[str, Tensor]:
+        features = forward(batch).float()  # (B, D)
+        return {"features": features, "finite": features.isfinite().all(dim=1)}
+
+    _add_rows(loader, images, rows, columns)
+
+
+def _add_rows(
+    loader: Loader[EvalBatches], images: ImageList, rows: RankRows, columns: Callable[[Tensor], dict[str, Tensor]]
+) -> None:
+    silent = None if loader.batches.rank == 0 else True
+    for _ in tqdm(range(len(loader.batches)), desc="predicting", unit="batch", leave=False, disable=silent):
+        batch = next(loader)
+        values = columns(batch.images)
+        finite = values.pop("finite").cpu().numpy()
+        position = batch.request.position  # not .index, which of an image that did not decode is its substitute's
+        table = _table(rows, index=position, valid=position < len(images), label=batch.labels, **values)
+        errors = {}
+        for place, index in enumerate(table["index"].tolist()):
+            if table["valid"][place]:
+                reason = images.errors.pop(index, None) or ("" if finite[place] else "the model's scores are not finite")
+                if reason:
+                    errors[index] = reason
+        rows.add(table, errors)
+
+
+def collect_evaluated(rows: RankRows) -> Consumer:
+    """A consumer of :func:`~pipeline.inference.evaluation.evaluate` that adds each batch to ``rows``, of
+    :func:`~pipeline.inference.predictions.prediction_dtype` with labels."""
+
+    def consume(batch: Batch, scores: Tensor, best: Tensor, losses: Tensor) -> None:
+        probabilities = scores.softmax(dim=1)  # (B, classes)
+        own = probabilities.gather(1, batch.labels[:, None])[:, 0]  # (B,)
+        told = {"index": batch.request.index, "valid": batch.valid, "label": batch.labels, "loss": losses}
+        rows.add(_table(rows, top=best, probability=probabilities.gather(1, best), label_probability=own, **told))
+
+    return consume
+
+
+def _table(rows: RankRows, **columns: Any) -> np.ndarray:
+    """(B,) of the rows' dtype, of tensors and arrays by column."""
+    table = np.zeros(len(columns["index"]), rows.dtype)
+    for name, values in columns.items():
+        table[name] = values.cpu().numpy() if isinstance(values, Tensor) else values
+    return table
+
+
+class Tally:
+    """Counts rows as they are written: ``count`` with a prediction, ``errors`` without, and against labels ``correct1``, ``correct5``."""
+
+    def __init__(self) -> None:
+        self.count = self.errors = self.correct1 = self.correct5 = 0
+
+    def watch(self, merged: Merged) -> Merged:
+        """Pass rows on."""
+        for rows, errors in merged:
+            good = np.array([not error for error in errors], dtype=bool)
+            self.count += int(good.sum())
+            self.errors += int((~good).sum())
+            if "top" in (rows.dtype.names or ()):
+                hits = (rows["top"] == rows["label"][:, None]) & good[:, None]  # (n, top)
+                self.correct1 += int(hits[:, 0].sum())
+                self.correct5 += int(hits[:, :5].sum())
+            yield rows, errors

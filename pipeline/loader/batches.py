@@ -1,0 +1,243 @@
+"""Compute the samples and augmentation of every batch of every rank, as a pure function of its number.
+
+A training run is one infinite stream of samples, epoch after epoch without gaps. Step ``s`` takes samples
+``s * global_batch_size`` to ``(s + 1) * global_batch_size`` of the stream. They are the slots of its global batch, in the stream's
+order or, under repeated augmentation, as :class:`~pipeline.stream.order.Placing` spreads the views of an image. Micro-batch by micro-batch, and
+within a micro-batch rank by rank, the slots are given out. Neither a slot's sample nor any random number of it depends on the world
+size. The length of an epoch need not be a multiple of the batch size: a step may span two epochs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+from pipeline.augment import Augmentation, BatchRequest, Places, active, crop
+from pipeline.augment.crop import eval_geometry, simple_geometry, train_geometry
+from pipeline.config import AugmentConfig, Config, DataConfig
+from pipeline.stream.order import Blocks, Placing, block_sample_at, blocks_of_window, count_windows, epoch_length, sample_at
+from pipeline.stream.philox import Stream
+from pipeline.stream.samples import Samples, images_per_epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches(ABC):
+    """The batches of one rank, as the loader sees them.
+
+    Args:
+        shards: the split.
+        image_size: side of the output in pixels.
+        batch_size: B, images per batch: per forward pass and rank.
+        rank, world_size: of this process.
+    """
+
+    shards: Samples
+    image_size: int
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+
+    substitutes_count: ClassVar[bool] = False  # whether a bad sample's substitute counts as a sample, or only fills the batch
+
+    @property
+    def crop_pad(self) -> int:
+        """``Geometry.pad`` of the requests, pixels."""
+        return 0
+
+    @property
+    def chosen_filters(self) -> bool:
+        """Whether the requests say which filters are bilinear."""
+        return False
+
+    @property
+    def augmentations(self) -> tuple[Augmentation, ...]:
+        """What the requests have draws of, in order of application."""
+        return ()
+
+    @abstractmethod
+    def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
+        """Batch ``i``.
+
+        Args:
+            i: number of the batch.
+            replacement: bad sample -> its substitute.
+        """
+
+    def coming_blocks(self, i: int) -> list[tuple[int, int]]:
+        """Runs, (first sample, number of samples) each, to be announced to the file system at batch ``i``."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatches(Batches):
+    """The micro-batches of one rank of a training run.
+
+    Args:
+        seed: the run's seed.
+        global_batch_size: images per optimizer step over all ranks.
+        data: order, crop and flip.
+        augment: augmentation after the crop.
+    """
+
+    seed: int
+    global_batch_size: int
+    data: DataConfig
+    augment: AugmentConfig
+
+    substitutes_count: ClassVar[bool] = True
+
+    @classmethod
+    def of_run(cls, shards: Samples, config: Config, rank: int = 0, world_size: int = 1) -> TrainBatches:
+        """The batches of a run as its config has them."""
+        return cls(
+            shards=shards,
+            seed=config.seed,
+            image_size=config.model.image_size,
+            global_batch_size=config.train.global_batch_size,
+            batch_size=config.train.micro_batch,
+            rank=rank,
+            world_size=world_size,
+            data=config.data,
+            augment=config.augment,
+        )
+
+    @classmethod
+    def for_one_process(cls, shards: Samples, config: Config, batch_size: int) -> TrainBatches:
+        """The batches of a run in one process, without accumulation."""
+        return replace(cls.of_run(shards, config), global_batch_size=batch_size, batch_size=batch_size)
+
+    @cached_property
+    def augmentations(self) -> tuple[Augmentation, ...]:
+        return active(self.augment, self.data, self.image_size)
+
+    @property
+    def crop_pad(self) -> int:
+        return crop.SIMPLE_CROP_PAD if self.data.train_crop == "simple" else 0
+
+    @property
+    def chosen_filters(self) -> bool:
+        return crop.BILINEAR_SHARE[self.data.train_interpolation] > 0
+
+    @property
+    def epoch_length(self) -> int:
+        """Images per epoch; see :func:`~pipeline.stream.order.epoch_length`."""
+        return epoch_length(images_per_epoch(self.shards), self.augment.repeats)
+
+    @property
+    def batches_per_step(self) -> int:
+        """Micro-batches of this rank per optimizer step."""
+        return self.global_batch_size // (self.batch_size * self.world_size)
+
+    def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
+        """The i-th micro-batch of this rank, counted from the start of the run.
+
+        Args:
+            i: number of the micro-batch.
+            replacement: bad sample -> its substitute, which gets the random numbers of the original position.
+        """
+        step, slot = self._slots(i)
+        epoch, position = np.divmod(self._placing.positions(step, slot), self.epoch_length)
+        index = self._sample_at(position, epoch)
+        if replacement:
+            index = np.array([replacement.get(sample, sample) for sample in index.tolist()])
+        samples = self.shards.samples[index]
+        number = step * self.global_batch_size + slot
+        places = Places(self.seed, epoch, position, number, self._placing.mixing_distance)
+
+        data, sides = self.data, (samples["height"], samples["width"])
+        numbers = places.uniforms(Stream.CROP_AND_FLIP, crop.UNIFORMS_PER_SAMPLE)
+        if data.train_crop == "simple":
+            geometry = simple_geometry(*sides, numbers, self.image_size, data.flip)
+        else:
+            geometry = train_geometry(*sides, numbers, self.image_size, data.crop_scale, data.crop_ratio, data.flip)
+        bilinear = None
+        if self.chosen_filters:
+            count = 1 + sum(augmentation.filters for augmentation in self.augmentations)
+            share = crop.BILINEAR_SHARE[data.train_interpolation]
+            bilinear = places.uniforms(Stream.INTERPOLATION, count) < share
+        draws = {augmentation: augmentation.draw(places) for augmentation in self.augmentations}
+        label, valid = samples["label"].astype(np.int64), np.ones(len(index), dtype=bool)
+        return BatchRequest(index, label, epoch, position, valid, geometry, bilinear, draws)
+
+    def coming_blocks(self, i: int) -> list[tuple[int, int]]:
+        """In block order, when batch i is the first to reach into a window: the runs that the next window reads."""
+        blocks, size = self._blocks, len(self.shards)
+        if blocks is None:
+            return []
+        last_place = (self.epoch_length - 1) // self.augment.repeats  # an epoch with repeats does not reach every sample
+        windows = min(last_place // blocks.window_samples, count_windows(size, blocks) - 1) + 1  # that an epoch reaches
+
+        def reached(batch: int) -> tuple[int, int]:  # epoch and place of the last image that it, or its step, reads
+            step, slot = self._slots(batch)
+            last = self.global_batch_size - 1 if self._placing.spreads else int(slot[-1])
+            epoch, position = divmod(step * self.global_batch_size + last, self.epoch_length)
+            return epoch, position // self.augment.repeats
+
+        if self.shards.mixture:
+            before = reached(i - 1) if i else None
+            return self.shards.mixture.coming_runs(before, reached(i), self.seed, blocks)
+
+        def window(place: tuple[int, int]) -> int:  # its number in the run
+            return place[0] * windows + min(place[1] // blocks.window_samples, windows - 1)
+
+        coming = range(window(reached(i - 1)) + 2 if i else 1, window(reached(i)) + 2)
+        return [
+            run for number in coming for run in blocks_of_window(number % windows, number // windows, size, self.seed, blocks)
+        ]
+
+    @property
+    def _placing(self) -> Placing:
+        return Placing(self.global_batch_size, self.augment.repeats, self.epoch_length, self.augment.unit)
+
+    @property
+    def _blocks(self) -> Blocks | None:
+        return Blocks(self.data.block_size, self.data.window_blocks) if self.data.order == "block" else None
+
+    def _slots(self, i: int) -> tuple[int, np.ndarray]:
+        """Step of the i-th micro-batch, and its slots in the step's global batch: (B,) int64."""
+        step, part = divmod(i, self.batches_per_step)
+        return step, (part * self.world_size + self.rank) * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
+
+    def _sample_at(self, position: np.ndarray, epoch: np.ndarray) -> np.ndarray:
+        place = position // self.augment.repeats
+        blocks = self._blocks
+        if self.shards.mixture:
+            return self.shards.mixture.sample_at(place, epoch, self.seed, blocks)
+        if blocks is None:
+            return sample_at(place, epoch, len(self.shards), self.seed)
+        return block_sample_at(place, epoch, len(self.shards), self.seed, blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalBatches(Batches):
+    """The evaluation batches of one rank; those of all ranks together hold every image exactly once.
+
+    All ranks run the same number of batches of the same size, as ZeRO-3's collectives require; the last ones are padded with
+    the last image, marked as not valid.
+
+    Args:
+        eval_crop: see :func:`~pipeline.augment.crop.eval_geometry`.
+    """
+
+    eval_crop: float
+
+    def __len__(self) -> int:
+        """Batches per rank."""
+        return -(-len(self.shards) // (self.batch_size * self.world_size))
+
+    def request(self, i: int, replacement: dict[int, int] | None = None) -> BatchRequest:
+        """Batch ``i % len(self)``: passes repeat. Substitutes for bad samples are marked as not valid."""
+        first = (i % len(self) * self.world_size + self.rank) * self.batch_size
+        position = np.arange(first, first + self.batch_size, dtype=np.int64)
+        valid = position < len(self.shards)
+        index = np.minimum(position, len(self.shards) - 1)
+        if replacement:
+            asked_for, index = index, np.array([replacement.get(sample, sample) for sample in index.tolist()])
+            valid &= index == asked_for
+        samples = self.shards.samples[index]
+        geometry = eval_geometry(samples["height"], samples["width"], self.image_size, self.eval_crop)
+        return BatchRequest(index, samples["label"].astype(np.int64), np.zeros_like(index), position, valid, geometry)

@@ -1,0 +1,174 @@
+"""Build the DALI graphs that turn encoded images and augmentation parameters into images.
+
+``full_graph`` runs the whole transform and is used on GPUs. ``decoding_graph`` ends after the decoder; on a CPU the rest is
+faster in :mod:`pipeline.loader.cpu_transform`. Both take the same requests, and the test suite compares their pixels.
+
+Inputs are not copied (``no_copy``): DALI reads the NumPy arrays themselves, and holds a reference to each until the batch that
+they belong to is done. A source must never write into an array that it has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import nvidia.dali.fn as fn
+import nvidia.dali.math as math
+import nvidia.dali.types as types
+from nvidia.dali import Pipeline, pipeline_def
+from nvidia.dali.data_node import DataNode
+
+from pipeline.augment import BatchRequest, PixelAugmentation
+from pipeline.augment.crop import resize_borders
+from pipeline.loader.batches import Batches
+
+Source = Callable[[], tuple]
+_TYPES = {np.uint8: types.UINT8, np.int32: types.INT32, np.float32: types.FLOAT}
+_WINDOW = (np.uint8, 1), (np.int32, 1), (np.int32, 1)  # type and dimensions of jpegs, start, shape
+# Of resize, borders of rows and columns, crop_y, crop_x, flip, and where filters are chosen, that of the resize.
+_PIXELS = (np.float32, 1), (np.float32, 2), (np.float32, 2), (np.float32, 0), (np.float32, 0), (np.int32, 0)
+_FILTER = ((np.int32, 0),)
+_CUBIC, _LINEAR = (kind.value for kind in (types.INTERP_CUBIC, types.INTERP_LINEAR))
+
+
+def window_inputs(images: list, request: BatchRequest) -> tuple:
+    """The inputs of :func:`decoding_graph`: B encoded images, (bytes,) uint8 each, and start and shape of their windows."""
+    return images, request.geometry.start, request.geometry.shape
+
+
+def full_inputs(images: list, request: BatchRequest) -> tuple:
+    """The inputs of :func:`full_graph`: those of :func:`decoding_graph`, resize, crop, flip, a chosen filter, the augmentations'."""
+    geometry = request.geometry
+    bilinear = None if request.bilinear is None else request.bilinear[:, 0]
+    pixels = geometry.resize, *resize_borders(geometry, bilinear), *geometry.crop.T.copy(), geometry.flip
+    filters = () if bilinear is None else (np.where(bilinear, _LINEAR, _CUBIC).astype(np.int32),)
+    drawn = (values for augmentation in request.of_pixels for values in augmentation.graph_inputs(request))
+    return *window_inputs(images, request), *pixels, *filters, *drawn
+
+
+def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: int) -> Pipeline:
+    """Decode windows on the CPU.
+
+    Args:
+        source: called once per batch, ahead of time; returns :func:`window_inputs`, which DALI does not copy: the arrays must
+            live, unchanged, until the batch is returned.
+        batch_size: B.
+        num_threads: CPU threads.
+        prefetch: depth of DALI's prefetch queue, in batches.
+
+    Returns:
+        A built pipeline with one output: B RGB images, (h, w, 3) uint8 each.
+    """
+
+    @pipeline_def(batch_size=batch_size, num_threads=num_threads, device_id=None, prefetch_queue_depth=prefetch)
+    def graph() -> DataNode:
+        jpegs, start, shape = _inputs(source, _WINDOW)
+        return _decode_window(jpegs, start, shape, device="cpu")
+
+    return _built(graph())
+
+
+def full_graph(source: Source, batches: Batches, device_id: int | None, num_threads: int, prefetch: int) -> Pipeline:
+    """Decode, resize, crop, flip, augment.
+
+    Args:
+        source: called once per batch, ahead of time; returns :func:`full_inputs`.
+        batches: their sizes, crop, filters and augmentations.
+        device_id: CUDA device that decodes and transforms; None: the CPU.
+        num_threads: CPU threads.
+        prefetch: depth of DALI's prefetch queue, in batches.
+
+    Returns:
+        A built pipeline with one output: (B, S, S, 3) uint8 on the device.
+    """
+    size, pad = batches.image_size, batches.crop_pad
+    filters = _FILTER if batches.chosen_filters else ()
+    augmentations = [augmentation for augmentation in batches.augmentations if isinstance(augmentation, PixelAugmentation)]
+    drawn = [kind for augmentation in augmentations for kind in augmentation.graph_types]
+
+    @pipeline_def(
+        batch_size=batches.batch_size,
+        num_threads=num_threads,
+        device_id=device_id,
+        prefetch_queue_depth=prefetch,
+        enable_conditionals=True,
+    )
+    def graph() -> DataNode:
+        jpegs, start, shape, resize, rows, columns, crop_y, crop_x, flip, *more = _inputs(
+            source, (*_WINDOW, *_PIXELS, *filters, *drawn)
+        )
+        images = _decode_window(jpegs, start, shape, device="cpu" if device_id is None else "mixed")
+        filter_ = fn.reinterpret(more.pop(0), dtype=types.INTERP_TYPE) if filters else types.INTERP_CUBIC
+        # As in Pillow, columns first, rounded to 8 bits before the rows: in one step, DALI keeps floats beyond 0 and 255.
+        images = _resize_axis(images, fn.stack(fn.cast(shape[0], dtype=types.FLOAT), resize[1]), columns, filter_, axis=1)
+        images = _resize_axis(images, resize, rows, filter_, axis=0)
+        if pad:
+            images = _mirror_borders(_mirror_borders(images, pad, axis=0), pad, axis=1)
+        images = fn.crop(images, crop=(size, size), crop_pos_y=crop_y, crop_pos_x=crop_x)
+        images = fn.flip(images, horizontal=flip)
+        for augmentation in augmentations:
+            inputs, more = more[: len(augmentation.graph_types)], more[len(augmentation.graph_types) :]
+            images = augmentation.in_graph(images, *inputs)
+        return images
+
+    return _built(graph())
+
+
+def _inputs(source: Source, kinds: tuple[tuple[type, int], ...]) -> Sequence[DataNode]:
+    """The arrays of a source, of these types and dimensions."""
+    dtypes, dims = zip(*kinds)
+    types_ = [_TYPES[dtype] for dtype in dtypes]
+    return fn.external_source(source=source, num_outputs=len(kinds), batch=True, no_copy=True, dtype=types_, ndim=list(dims))
+
+
+def _mirror_borders(images: DataNode, pad: int, axis: int) -> DataNode:
+    """Images (h, w, 3) with ``pad`` more pixels at both ends of an axis, mirrored at the border, whose own are not repeated."""
+    if axis == 0:
+        before, after = (
+            fn.flip(images[1 : 1 + pad], horizontal=0, vertical=1),
+            fn.flip(images[-1 - pad : -1], horizontal=0, vertical=1),
+        )
+    else:
+        before, after = fn.flip(images[:, 1 : 1 + pad]), fn.flip(images[:, -1 - pad : -1])
+    return fn.cat(before, images, after, axis=axis)
+
+
+def _resize_axis(
+    images: DataNode, size: DataNode, borders: DataNode, filter_: DataNode | types.DALIInterpType, axis: int
+) -> DataNode:
+    """Resize images (h, w, 3) uint8 along one axis by an antialiased filter, rounded to uint8.
+
+    Args:
+        images: on the CPU or the GPU.
+        size: (2,) rows and columns of the result, as many as now along the other axis.
+        borders: :func:`~pipeline.augment.crop.border_weights` along the axis.
+        filter_: cubic or linear, of all images or of each.
+        axis: 0 rows, 1 columns.
+    """
+    resized = fn.resize(images, size=size, interp_type=filter_, antialias=True, dtype=types.FLOAT)
+    first, last = (images[0:1], images[-1:]) if axis == 0 else (images[:, 0:1], images[:, -1:])
+    if images.device == "gpu":
+        borders = borders.gpu()
+    at_start, at_end = (fn.reshape(borders[k], shape=[-1, 1, 1] if axis == 0 else [1, -1, 1]) for k in (0, 1))
+    resized = resized + at_start * (resized - first) + at_end * (resized - last)
+    levels = fn.cast(math.floor(math.clamp(resized + 0.5, 0.0, 255.0)), dtype=types.UINT8)
+    return fn.reinterpret(levels, layout="HWC")  # arithmetic may drop the layout
+
+
+def _decode_window(jpegs: DataNode, start: DataNode, shape: DataNode, device: str) -> DataNode:
+    # EXIF orientation is ignored, as in Pillow and thus in the papers' pipelines.
+    return fn.decoders.image_slice(
+        jpegs,
+        device=device,
+        output_type=types.RGB,
+        start=start,
+        shape=shape,
+        axis_names="HW",
+        adjust_orientation=False,
+        jpeg_fancy_upsampling=True,  # on a GPU too, colour is interpolated: nearly all JPEGs store a quarter of its pixels
+    )
+
+
+def _built(pipeline: Pipeline) -> Pipeline:
+    pipeline.build()
+    return pipeline

@@ -1,0 +1,239 @@
+"""Read encoded images ahead of time in threads; replace samples that cannot be read or decoded, name each once, limit their number."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+from PIL import Image
+
+from pipeline.augment import BatchRequest
+from pipeline.errors import UserError
+from pipeline.loader.batches import Batches
+from pipeline.stores.store import StoreFails
+from pipeline.stream.samples import DamagedSample, Samples
+
+_THREADS = 4  # I/O-bound: keeps a few requests to disk or network in flight without occupying cores
+
+Result = TypeVar("Result")
+
+
+class Ahead(Generic[Result]):
+    """Computes ``make(number)`` for numbers in their order, ahead of time in threads, and returns the results in that order.
+
+    An exception in ``make`` is raised by the :meth:`next` that would have returned its result.
+
+    Args:
+        make: computes a result; must be thread-safe if ``threads`` > 1.
+        numbers: of the results; endless.
+        depth: results to compute ahead.
+        threads: results computed concurrently.
+        name: prefix of the threads' names.
+    """
+
+    def __init__(self, make: Callable[[int], Result], numbers: Iterator[int], depth: int, threads: int, name: str) -> None:
+        self._make, self._numbers = make, numbers
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._waiting: deque[Future[Result]] = deque()
+        self._depth = depth
+
+    def next(self) -> Result:
+        """The next result; blocks until it is ready."""
+        while len(self._waiting) <= self._depth:  # depth + 1, because one is returned below
+            self._waiting.append(self._pool.submit(self._make, next(self._numbers)))
+        return self._waiting.popleft().result()
+
+    def close(self) -> None:
+        """Stop the threads and discard results computed ahead."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._waiting.clear()
+
+
+@runtime_checkable
+class SampleBatches(Protocol):
+    """:class:`Samples` that are read faster many at a time, because each has to be waited for."""
+
+    def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
+        """For each sample what :meth:`Samples.read` returns, or the error that it raises."""
+
+
+class BadSamples:
+    """The bad samples found by this rank. Thread-safe.
+
+    A bad sample is replaced, label included, by the next sample of the set that is not known to be bad. The substitute depends
+    on the data only, not on the order in which samples are found.
+
+    Args:
+        shards: the split.
+        limit: bad samples to tolerate; one more is an error.
+        left_out: substitutes only fill the batch and do not count (evaluation); for the log.
+
+    Attributes:
+        replacement: bad sample -> its substitute.
+    """
+
+    def __init__(self, shards: Samples, limit: int, left_out: bool = False) -> None:
+        self._shards, self._limit, self._left_out = shards, limit, left_out
+        self._lock = threading.Lock()
+        self._unreported: dict[int, str] = {}
+        self._over: UserError | None = None
+        self._replaced_by: dict[int, list[int]] = {}  # substitute -> the bad samples that it replaces
+        self.replacement: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.replacement)
+
+    def add(self, damage: DamagedSample) -> None:
+        """Record a bad sample.
+
+        Raises:
+            UserError: the limit is exceeded, or no good sample is left.
+        """
+        with self._lock:
+            if self._over:  # other threads raise the same error
+                raise self._over
+            if damage.index in self.replacement:
+                return
+            substitute = self._next_sound(damage.index)
+            moved = [*self._replaced_by.pop(damage.index, []), damage.index]
+            self._replaced_by.setdefault(substitute, []).extend(moved)
+            self.replacement.update(dict.fromkeys(moved, substitute))  # one step for other threads: readers need no lock
+            instead = f"sample {self._shards.key(substitute)} replaces it"
+            self._unreported[damage.index] = f"{damage}; {'it is skipped' if self._left_out else instead}"
+            if len(self.replacement) > self._limit:
+                self._over = UserError(
+                    f"{len(self.replacement)} samples of {self._shards.folder} cannot be used, but data.max_bad_samples allows {self._limit}; "
+                    f"the last one: {damage}",
+                    "restore the files, or raise data.max_bad_samples",
+                )
+                raise self._over
+
+    def take_unreported(self) -> dict[int, str]:
+        """Sample number -> message of the bad samples found since the last call."""
+        with self._lock:
+            taken, self._unreported = self._unreported, {}
+        return taken
+
+    def _next_sound(self, sample: int) -> int:
+        following = (sample + 1) % len(self._shards)
+        found = self.replacement.get(following, following)  # the next sound one after a bad one is its substitute
+        if found != sample:
+            return found
+        raise UserError(
+            f"none of the {len(self._shards)} samples of {self._shards.folder} can be used",
+            "restore the files",
+        )
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch of encoded images."""
+
+    number: int
+    request: BatchRequest
+    images: list[np.ndarray]  # B of (bytes,) uint8
+    replaced: int  # substitutes for bad samples
+
+
+class Reader:
+    """Reads encoded batches.
+
+    Args:
+        batches: the samples of each.
+        bad: records samples that cannot be read, and provides substitutes.
+        start: number of the first batch, which the others follow; or the endless numbers of all.
+        depth: batches to read ahead.
+    """
+
+    def __init__(self, batches: Batches, bad: BadSamples, start: int | Iterable[int], depth: int) -> None:
+        self.batches, self.bad = batches, bad
+        self._ahead = Ahead(self._read, count(start) if isinstance(start, int) else iter(start), depth, _THREADS, "read")
+        self.failure: StoreFails | None = None  # of a batch that nobody has asked for yet
+
+    def next(self) -> Encoded:
+        """The next batch; blocks until it is ready."""
+        return self._ahead.next()
+
+    def read(self, number: int) -> Encoded:
+        """Read batch ``number`` with substitutes for all samples known to be bad. Thread-safe.
+
+        Raises:
+            UserError: more than ``data.max_bad_samples`` samples cannot be used.
+        """
+        self.batches.shards.will_need(self.batches.coming_blocks(number))
+        asked_for = request = self.batches.request(number)
+        while True:
+            if not self.bad.replacement.keys().isdisjoint(asked_for.index.tolist()):
+                request = self.batches.request(number, self.bad.replacement)
+            images = self._read_sound(request.index)
+            if images is not None:
+                return Encoded(number, request, images, replaced=int((request.index != asked_for.index).sum()))
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._ahead.close()
+
+    def _read(self, number: int) -> Encoded:
+        try:
+            return self.read(number)
+        except StoreFails as error:
+            self.failure = error
+            raise
+
+    def _read_sound(self, indices: np.ndarray) -> list[np.ndarray] | None:
+        """The encoded images; None if some were found bad, so that the request must be made again with substitutes."""
+        images, sound = [], True
+        for image in _read_batch(self.batches.shards, indices.tolist()):
+            if isinstance(image, DamagedSample):
+                self.bad.add(image)
+                sound = False
+            else:
+                images.append(image)
+        return images if sound else None
+
+
+def undecodable(shards: Samples, indices: np.ndarray, images: list[np.ndarray], report: str) -> list[DamagedSample]:
+    """Find the images of a batch that DALI failed to decode.
+
+    Args:
+        shards: the split.
+        indices: (B,) sample numbers.
+        images: B encoded images.
+        report: DALI's error message. If it does not name a position in the batch, every image is tried with Pillow.
+    """
+    named = re.search(r"decode sample #(\d+)", report)
+    if named:
+        places = {int(named[1]): "DALI's decoder failed"}
+    else:
+        places = {place: reason for place, image in enumerate(images) if (reason := _decoding_error(image))}
+    return [shards.damaged(int(indices[place]), f"cannot be decoded ({reason})") for place, reason in places.items()]
+
+
+def _decoding_error(image: np.ndarray) -> str | None:
+    """The reason why Pillow cannot decode an image; None if it can."""
+    try:
+        Image.open(io.BytesIO(image.tobytes())).convert("RGB")
+    except Exception as error:  # Pillow's plugins raise nearly any exception
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _read_batch(samples: Samples, indices: list[int]) -> list[np.ndarray | DamagedSample]:
+    """Encoded images, (bytes,) uint8 each; instead of one that cannot be read, the error."""
+    if isinstance(samples, SampleBatches):
+        return samples.read_batch(indices)
+    images: list[np.ndarray | DamagedSample] = []
+    for index in indices:
+        try:
+            images.append(samples.read(index))
+        except DamagedSample as damage:
+            images.append(damage)
+    return images

@@ -1,0 +1,129 @@
+"""``data.decode=auto`` on a GPU: decode on the GPU and on the CPU in turns, measure what a step takes with each, keep the faster.
+
+What counts is a step of training, not the loader alone: a GPU that decodes trains less meanwhile. A loader is a pure function of
+the number of a batch, so two of them can produce the stream together, turn by turn.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from pipeline.loader.batches import TrainBatches
+from pipeline.loader.loader import AUTO, CPU, GPU, Batch, Loader
+from pipeline.loader.reader import BadSamples
+from pipeline.stores.store import StoreFails
+
+_ROUNDS = 2  # turns of each; the better one counts, so that something slow in one of them, such as an evaluation, does not
+_MEASURED = 10  # micro-batches at the end of a turn
+
+OpenLoader = Callable[[Iterator[int], str, BadSamples], Loader[TrainBatches]]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How the batches from ``start`` on are divided: two loaders in turns, at first, and one for the rest.
+
+    Attributes:
+        start: number of the first batch.
+        settling: batches at the beginning of a turn that are not measured, because they may have been ready before.
+        measured: those after them.
+    """
+
+    start: int
+    settling: int
+    measured: int = _MEASURED
+
+    @classmethod
+    def of_steps(cls, start: int, prefetch: int, batches_per_step: int) -> Turns:
+        """Turns of whole steps. A loader holds ``prefetch`` finished batches, as many decoded ones, and those in the making."""
+        settling, measured = (
+            math.ceil(batches / batches_per_step) * batches_per_step for batches in (2 * prefetch + 2, _MEASURED)
+        )
+        return cls(start, settling, measured)
+
+    @property
+    def size(self) -> int:
+        """Batches in a turn."""
+        return self.settling + self.measured
+
+    @property
+    def total(self) -> int:
+        """Batches in all turns."""
+        return 2 * _ROUNDS * self.size
+
+    def numbers(self, place: int) -> Iterator[int]:
+        """The numbers of the batches of the loader at ``place``, 0 or 1, if it produces all batches after the last turn."""
+        for turn in range(place, 2 * _ROUNDS, 2):
+            first = self.start + turn * self.size
+            yield from range(first, first + self.size)
+        yield from count(self.start + self.total)
+
+
+class TrialLoader:
+    """Training batches as a :class:`~pipeline.loader.loader.Loader` yields them, decoded here and there in turns at first.
+
+    Args:
+        batches: of the run.
+        turns: where to begin, and the length of a turn.
+        bad: records the samples that cannot be used.
+        open_loader: from the numbers of its batches and ``data.decode``, "gpu" or "cpu", to a loader.
+        choose: from the seconds that a batch took, by ``data.decode``, to the one to keep. Called once, in the same call of
+            :meth:`__next__` on every rank, so that it can ask the others.
+
+    Attributes:
+        decode: "auto" during the trial, then what is kept.
+    """
+
+    def __init__(
+        self,
+        batches: TrainBatches,
+        turns: Turns,
+        bad: BadSamples,
+        open_loader: OpenLoader,
+        choose: Callable[[dict[str, float]], str],
+    ) -> None:
+        self.batches, self.bad, self.decode = batches, bad, AUTO
+        self._turns, self._choose = turns, choose
+        self._loaders = {decode: open_loader(turns.numbers(place), decode, bad) for place, decode in enumerate((GPU, CPU))}
+        self._seconds: dict[str, list[float]] = {decode: [] for decode in self._loaders}
+        self._taken, self._since = 0, 0.0
+
+    @property
+    def failure(self) -> StoreFails | None:
+        """As :attr:`Loader.failure`."""
+        return next((loader.failure for loader in self._loaders.values() if loader.failure), None)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch. Raises as :meth:`Loader.__next__`."""
+        if self.decode == AUTO:
+            loader = self._trial()
+        else:
+            (loader,) = self._loaders.values()
+        return next(loader)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        for loader in self._loaders.values():
+            loader.close()
+
+    def _trial(self) -> Loader[TrainBatches]:
+        """The loader of the next batch; notes the time. A step is over when the next batch is asked for."""
+        now, order = time.perf_counter(), list(self._loaders)
+        turn, within = divmod(self._taken, self._turns.size)
+        if within == 0 and turn:
+            self._seconds[order[(turn - 1) % 2]].append((now - self._since) / self._turns.measured)
+        if within == self._turns.settling:
+            self._since = now
+        self._taken += 1
+        if turn < 2 * _ROUNDS:
+            return self._loaders[order[turn % 2]]
+        self.decode = self._choose({decode: min(seconds) for decode, seconds in self._seconds.items()})
+        self._loaders.pop(CPU if self.decode == GPU else GPU).close()
+        return self._loaders[self.decode]

@@ -1,0 +1,248 @@
+"""Register this project's models with timm, so that ``timm.create_model`` makes and loads them::
+
+    import timm
+    import pipeline.models.for_timm
+
+    timm.create_model("pervit_t", num_classes=10, img_size=64, drop_path_rate=0.1)
+    timm.create_model("local-dir:FOLDER", pretrained=True)  # what `python -m pipeline.export --format timm` wrote
+
+A model is this project's own, with the attributes and methods that users of timm expect: ``num_features``, ``forward_features``,
+``forward_head``, ``get_classifier``, ``reset_classifier``. ``features_only=True`` gives its feature maps. The ablation switches are
+an argument, ``switches``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.errors import UserError
+from pipeline.models import as_features, create_model, list_models, model_entry
+from pipeline.models.common.base import VisionModel
+from pipeline.models.common.layers import init_linear
+from pipeline.models.common.vit import ClassTokenModel
+from pipeline.models.weights.reference_names import authors_names
+
+try:
+    from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+    from timm.models._features import FeatureInfo
+except ModuleNotFoundError as error:
+    if error.name != "timm":
+        raise
+    raise UserError(
+        "pipeline.models.for_timm requires timm, which is not installed", "pip install 'pervit-pipeline[timm]'"
+    ) from None
+
+
+class NoHead(nn.Identity):
+    """Instead of a classifier: features (B, width) as they are.
+
+    Attributes:
+        in_features: width.
+    """
+
+    def __init__(self, in_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+
+
+class TimmModel(VisionModel):
+    """What timm's models have beside a forward pass. Mixed into a model's class by :func:`for_timm`.
+
+    Attributes:
+        num_classes: outputs; 0: no classifier.
+        num_features, head_hidden_size, embed_dim: width of what the classifier sees.
+        global_pool: how it is pooled, ``token`` or ``avg``.
+    """
+
+    head: nn.Linear | NoHead
+    num_classes: int
+
+    @property
+    def num_features(self) -> int:
+        return self.head.in_features
+
+    head_hidden_size = embed_dim = num_features
+
+    @property
+    def global_pool(self) -> str:
+        return "token" if isinstance(self, ClassTokenModel) else "avg"
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return 1 if isinstance(self, ClassTokenModel) else 0
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """The last block's normalized result, not pooled.
+
+        Returns:
+            (B, N + 1, width), class token first, of ConViT and DeiT; (B, rows, columns, width) of PosMLP; else (B, N, width).
+        """
+        if isinstance(self, ClassTokenModel):
+            return self.norm(self.tokens(images, None))
+        seen: list[Tensor] = []
+        hook = self.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        try:
+            self.class_scores(images)
+        finally:
+            hook.remove()
+        return seen[-1].squeeze(1) if seen[-1].shape[1] == 1 and seen[-1].ndim == 4 else seen[-1]  # gMLP's one window
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Pool and classify: what :meth:`forward_features` returns -> (B, num_classes), or with ``pre_logits`` (B, width)."""
+        pooled = x[:, 0] if self.num_prefix_tokens else x.flatten(1, -2).mean(dim=1)  # (B, width)
+        return pooled if pre_logits else self.head(pooled)
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A fresh classifier for ``num_classes``; 0: none.
+
+        Raises:
+            UserError: another way of pooling.
+        """
+        if global_pool not in (None, self.global_pool):
+            raise UserError(f"global_pool is {global_pool!r}, but this model has {self.global_pool!r} alone", "leave it out")
+        like = self.norm.weight
+        self.num_classes = num_classes
+        if num_classes:
+            self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            init_linear(self.head)
+        else:
+            self.head = NoHead(self.num_features)
+        self.head.train(self.training)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.activation_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Groups of parameters for timm's layer decay: what comes before the blocks, blocks (or stages), what comes after."""
+        stem = r"^(?:stem|embedding|patch_embedding|class_token|position_(?:embedding|vectors)|absolute_position|distance_scales|projection)"
+        last = [(r"^norm", (99999,))]
+        if coarse:
+            return {
+                "stem": stem,
+                "blocks": [(r"^(?:blocks|position_generators|stages|levels|downsamplings)\.(\d+)", None), *last],
+            }
+        blocks = [
+            (r"^(?:blocks|position_generators)\.(\d+)", None),
+            (r"^(?:stages|levels)\.(\d+)\.blocks\.(\d+)", None),
+            (r"^(?:stages|levels)\.(\d+)\.(?!blocks)", (0,)),  # what comes before a stage's first block
+            (r"^downsamplings\.(\d+)", (999,)),
+        ]
+        return {"stem": stem, "blocks": blocks + last}
+
+
+class FeatureMaps(nn.Module):
+    """A backbone as timm's ``features_only=True`` gives it: images (B, 3, H, W) -> list of maps.
+
+    Args:
+        model: a classifier, which becomes its feature form.
+        out_indices: which maps; None: all.
+
+    Attributes:
+        feature_info: widths and strides, timm's.
+    """
+
+    def __init__(self, model: VisionModel, out_indices: Sequence[int] | None) -> None:
+        super().__init__()
+        self.model = as_features(model)
+        levels = range(len(model.widths))
+        self.out_indices = tuple(levels if out_indices is None else (levels[index] for index in out_indices))
+        info = [
+            {"num_chs": w, "reduction": s, "module": f"map.{i}"} for i, (w, s) in enumerate(zip(model.widths, model.strides))
+        ]
+        self.feature_info = FeatureInfo(info, self.out_indices)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        maps = self.model.feature_maps(images)
+        return [maps[index] for index in self.out_indices]
+
+
+def for_timm(model: VisionModel) -> VisionModel:
+    """Give a model timm's interface, in place. Parameters and their names stay."""
+    if not isinstance(model, TimmModel):
+        model.__class__ = _with_interface(type(model))
+        model.num_classes = model.get_submodule("head").out_features
+    return model
+
+
+_classes: dict[type[VisionModel], type[VisionModel]] = {}
+
+
+def _with_interface(family: type[VisionModel]) -> type[VisionModel]:
+    if family not in _classes:
+        _classes[family] = type(family.__name__, (TimmModel, family), {"__module__": __name__, "__doc__": family.__doc__})
+    return _classes[family]
+
+
+def _make(
+    name: str,
+    num_classes: int = 1000,
+    img_size: int | Sequence[int] | None = None,
+    in_chans: int = 3,
+    global_pool: str | None = None,
+    drop_rate: float = 0.0,
+    drop_path_rate: float = 0.0,
+    switches: Mapping[str, Any] = MappingProxyType({}),
+) -> VisionModel:
+    """A model for timm: its arguments in this project's terms."""
+    sides = {img_size or model_entry(name).image_size} if not isinstance(img_size, Sequence) else set(img_size)
+    if len(sides) != 1 or in_chans != 3 or drop_rate:
+        problem = (
+            f"img_size={img_size}" if len(sides) != 1 else f"in_chans={in_chans}" if in_chans != 3 else f"drop_rate={drop_rate}"
+        )
+        raise UserError(
+            f"{name} of pervit-pipeline has {problem}, but takes square images of 3 channels and has no such dropout",
+            "leave it out",
+        )
+    model = for_timm(create_model(name, max(num_classes, 1), sides.pop(), drop_path_rate, switches=switches))
+    assert isinstance(model, TimmModel)
+    if global_pool is not None or num_classes == 0:
+        model.reset_classifier(num_classes, global_pool)
+    return model
+
+
+def _our_names(weights: Mapping[str, Tensor], model: VisionModel) -> Mapping[str, Tensor]:
+    """Weights under our names, whether they have these or the authors'."""
+    theirs = authors_names(model)
+    ours = model.state_dict().keys()
+    if len(weights.keys() ^ ours) <= len(weights.keys() ^ theirs.keys()):
+        return weights
+    tables = model.reference_tables().keys()
+    return {theirs.get(name, name): value for name, value in weights.items() if name not in tables}
+
+
+def _entrypoint(name: str) -> Callable[..., nn.Module]:
+    def build(pretrained: bool = False, **arguments: Any) -> nn.Module:
+        features, indices = arguments.pop("features_only", False), arguments.pop("out_indices", None)
+        options = {"pretrained_filter_fn": _our_names, **arguments}
+        model = build_model_with_cfg(lambda **given: _make(name, **given), name, pretrained, **options)
+        return FeatureMaps(model, indices) if features else model
+
+    build.__name__ = build.__qualname__ = name
+    build.__module__ = __name__
+    build.__doc__ = model_entry(name).description
+    return build
+
+
+def _config(name: str) -> dict[str, Any]:
+    """timm's ``pretrained_cfg`` of a model without weights."""
+    size = model_entry(name).image_size
+    return {
+        "input_size": (3, size, size),
+        "fixed_input_size": True,
+        "num_classes": model_entry(name).num_classes,
+        "classifier": "head",
+        "license": "apache-2.0",
+    }
+
+
+_names = [name for name in list_models() if ":" not in name]
+default_cfgs = generate_default_cfgs({name: _config(name) for name in _names})
+for _name in _names:
+    globals()[_name] = register_model(_entrypoint(_name))

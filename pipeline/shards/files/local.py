@@ -1,0 +1,216 @@
+"""Read the files of a shard set from wherever they are: a folder, a store, or the cache of the node."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.files import open_regular
+from pipeline.shards.manifest import MANIFEST, ShardManifest
+from pipeline.stores.place import Place
+
+_OTHERS = 256  # open files of everything else: libraries, sockets, logs, checkpoints
+Range = tuple[str, int, int]  # of a file: its name, the offset of the first byte, bytes
+
+
+class ShardFiles(ABC):
+    """The files of one shard set, by their plain names in the manifest. All methods are thread-safe.
+
+    Attributes:
+        folder: where they are, for messages: ``folder / name`` is what a message calls a file.
+        repeats: whether a read has been repeated many times when it fails, so that another one is no use.
+    """
+
+    folder: Place
+    repeats = False
+
+    @abstractmethod
+    def manifest(self) -> ShardManifest:
+        """The set's manifest.
+
+        Raises:
+            UserError: as :meth:`ShardManifest.read`.
+        """
+
+    @abstractmethod
+    def expect(self, name: str, size: int, remedy: str) -> None:
+        """Check, before anything is read, that a file is there and as large as the manifest says.
+
+        Args:
+            name: of the file.
+            size: in bytes.
+            remedy: if it is not.
+
+        Raises:
+            UserError: missing, not a regular file, or of another size.
+        """
+
+    @abstractmethod
+    def whole(self, name: str) -> Path:
+        """A path on this machine with a file's whole content, to be mapped into memory. It may not exist.
+
+        Raises:
+            OSError: it cannot be had.
+        """
+
+    @abstractmethod
+    def read(self, name: str, offset: int, size: int) -> bytes | memoryview:
+        """Bytes of a file; fewer than ``size`` where it ends.
+
+        Raises:
+            OSError: they cannot be read; ``strerror`` is the reason.
+            UserError: none of the files can be read any more.
+        """
+
+    def read_many(self, ranges: list[Range]) -> Iterable[bytes | memoryview | OSError]:
+        """For each range what :meth:`read` returns, or the ``OSError`` that it raises.
+
+        Raises:
+            UserError: none of the files can be read any more.
+        """
+        for each in ranges:
+            try:
+                yield self.read(*each)
+            except OSError as error:
+                yield error
+
+    def will_open(self, count: int) -> None:  # noqa: B027 (nothing to prepare by default)
+        """Announce that ``count`` tars will be read in turns."""
+
+    @abstractmethod
+    def will_need(self, ranges: list[Range]) -> None:
+        """Announce the ranges of a window, which will be read soon. Returns immediately, and never fails."""
+
+    @abstractmethod
+    def forget_if_replaced(self, name: str) -> None:
+        """If the file is another one than when it was read first, read that from now on."""
+
+    def take_counts(self) -> dict[str, int] | None:
+        """Count the requests since the last call: :meth:`pipeline.stores.store.Store.take_counts`; None without a store."""
+        return None
+
+
+class OpenFile:
+    """A file that is closed when nobody holds it any more: another thread may be reading from it when it is given up.
+
+    All that needs the descriptor is done here, by methods, which hold the object: the number of a closed file is the next opened
+    one's.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound here: at exit the module may be gone first
+        close(self._descriptor)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes at an offset; fewer than asked for if the file ends before.
+
+        Raises:
+            OSError: from the system.
+        """
+        return os.pread(self._descriptor, size, offset)
+
+    def advise(self, offset: int, size: int) -> None:
+        """Ask the kernel to read bytes into the page cache. Only a hint: it never fails."""
+        with suppress(OSError):
+            os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether it is the file of that name, or that a link of that name leads to."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), path.stat())
+        except OSError:
+            return False
+
+
+class LocalFiles(ShardFiles):
+    """:class:`ShardFiles` in a folder of a file system. Tars that were read stay open, as many as the system allows: those read last.
+
+    They are read with ``pread`` and not mapped, so that truncation of a tar under a running job is an error that names the file,
+    not a SIGBUS.
+
+    Args:
+        folder: holds the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder: Path = folder
+        self._descriptors: OrderedDict[str, OpenFile] = OrderedDict()  # the one read last comes last
+        self._most = 1 << 20  # open at a time
+        self._opening = threading.Lock()
+
+    def manifest(self) -> ShardManifest:
+        return ShardManifest.read(self.folder)
+
+    def expect(self, name: str, size: int, remedy: str) -> None:
+        path = self.folder / name
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing ({size} bytes by {MANIFEST})", remedy) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{path} must be a regular file", remedy)
+        if found.st_size != size:
+            raise UserError(f"{path} must have {size} bytes by {MANIFEST}, got {found.st_size}", remedy)
+
+    def will_open(self, count: int) -> None:
+        """Raise the soft limit on open files, up to the hard limit. If that is less, not all stay open."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        endless = hard == resource.RLIM_INFINITY
+        self._most = count if endless else max(1, min(count, hard - _OTHERS))
+        wanted = soft + self._most
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if endless else min(wanted, hard), hard))
+
+    def whole(self, name: str) -> Path:
+        return self.folder / name
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        try:
+            return self._open(name).read(offset, size)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            if self._close_half():
+                return self.read(name, offset, size)
+            # Too many open files is not the sample's fault.
+            raise UserError(f"{self.folder}: {error.strerror}", "raise `ulimit -n`, or use larger shards") from None
+
+    def will_need(self, ranges: list[Range]) -> None:
+        """Ask the kernel to read into the page cache."""
+        for name, begin, size in ranges:
+            with suppress(OSError):  # only a hint: read() reports errors
+                self._open(name).advise(begin, size)
+
+    def forget_if_replaced(self, name: str) -> None:
+        with self._opening:
+            file = self._descriptors.get(name)
+            if file is not None and not file.is_at(self.folder / name):
+                del self._descriptors[name]
+
+    def _open(self, name: str) -> OpenFile:
+        with self._opening:
+            if name in self._descriptors:
+                self._descriptors.move_to_end(name)
+            else:
+                while len(self._descriptors) >= self._most:
+                    self._descriptors.popitem(last=False)
+                self._descriptors[name] = OpenFile(open_regular(self.folder / name))
+            return self._descriptors[name]
+
+    def _close_half(self) -> bool:
+        """Give up those not read for the longest time; False if there are none."""
+        with self._opening:
+            half = -(-len(self._descriptors) // 2)
+            for _ in range(half):
+                self._descriptors.popitem(last=False)
+            return half > 0

@@ -1,0 +1,162 @@
+"""Read a plain folder of images instead of a split of a shard set, for evaluation.
+
+Images are checked and re-encoded as when shards are written, so that results are identical.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.errors import UserError, first_few
+from pipeline.shards.image_checks import ImageRules, Rejected, StoredImage, is_image, prepare_image
+from pipeline.shards.manifest import MANIFEST, SAMPLE_DTYPE
+from pipeline.shards.shard_set import ShardSet
+from pipeline.stores.place import Place, RemotePath
+from pipeline.stream.samples import DamagedSample
+
+
+class CheckedImages(ABC):
+    """Samples that are not shards: images are checked, and where necessary re-encoded, as when shards are written.
+
+    This happens when a batch asks for an image, so that nothing is read twice and each rank reads its own images only. A subclass finds
+    an image and its label.
+    """
+
+    mixture: None = None  # one set: see pipeline.stream.samples
+
+    def __init__(self) -> None:
+        self._coming: dict[int, StoredImage | DamagedSample] = {}  # checked by __getitem__, not yet read
+        self._lock = threading.Lock()
+
+    @property
+    def samples(self) -> CheckedImages:
+        """``samples[indices]`` is :meth:`__getitem__`."""
+        return self
+
+    @abstractmethod
+    def look(self, index: int) -> StoredImage | DamagedSample:
+        """The image as a shard would have it, or why it cannot be used. Thread-safe."""
+
+    @abstractmethod
+    def label(self, index: int) -> int:
+        """The index of its class."""
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        """(B,) of ``SAMPLE_DTYPE``. An unusable image is listed as 1 x 1 pixel; :meth:`read` raises the reason."""
+        rows = np.zeros(len(indices), dtype=SAMPLE_DTYPE)
+        for row, index in zip(rows, indices.tolist()):
+            image = self.look(index)
+            with self._lock:
+                self._coming[index] = image
+            width, height = (image.width, image.height) if isinstance(image, StoredImage) else (1, 1)
+            row["label"], row["width"], row["height"] = self.label(index), width, height
+        return rows
+
+    def read(self, index: int) -> np.ndarray:
+        """The encoded image as it would be stored in a shard. Thread-safe.
+
+        Returns:
+            (bytes,) uint8.
+
+        Raises:
+            DamagedSample: it cannot be read or decoded.
+        """
+        with self._lock:
+            image = self._coming.pop(index, None)
+        image = image or self.look(index)
+        if isinstance(image, DamagedSample):
+            raise image
+        return np.frombuffer(image.data, dtype=np.uint8)
+
+    def will_need(self, runs: list[tuple[int, int]]) -> None:  # noqa: B027 (a subclass need not)
+        """Does nothing: the images are read in their order, which the kernel's readahead detects."""
+
+
+class ImageFolder(CheckedImages):
+    """:class:`~pipeline.stream.samples.Samples` from a folder of image files.
+
+    Args:
+        folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG`` (also ``.jpg``, ``.png``, ``.webp``, ``.tif``, ``.tiff``, ``.bmp``).
+        split: name of the split's folder, if there is one.
+        classes: class names in index order; a class without a folder has no images. None: the folders, sorted.
+
+    Attributes:
+        split: None if the split has no folder of its own.
+        classes: class names in index order.
+        class_names: the same: what to call the classes is not known here.
+
+    Raises:
+        UserError: the folder is missing or has no images, or a class folder is not in ``classes``.
+    """
+
+    def __init__(self, folder: Path, split: str, classes: Sequence[str] | None) -> None:
+        super().__init__()
+        self.split = split if (folder / split).is_dir() else None
+        self.folder = folder / (self.split or "")
+        if not self.folder.is_dir():
+            raise UserError(
+                f"--data must be a folder, got {folder}", "pass a folder with shards, or one with a folder of images per class"
+            )
+        folders = sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir() and not entry.name.startswith("."))
+        self.classes = folders if classes is None else list(classes)
+        self.class_names = self.classes
+        number = {name: label for label, name in enumerate(self.classes)}
+        unknown = [name for name in folders if name not in number]
+        if unknown:
+            raise UserError(
+                f"the folders of {self.folder} must be classes of the model ({len(self.classes)}: {first_few(self.classes)}), got "
+                f"{len(unknown)} others ({first_few(unknown)})",
+                "rename or remove them, or pass images of the data set that it was trained on",
+            )
+        listed = [(name, file) for name in folders for file in sorted(os.listdir(self.folder / name))]
+        self._files = [f"{name}/{file}" for name, file in listed if is_image(file)]
+        if not self._files:
+            raise UserError(
+                f"{self.folder} must have a {MANIFEST} or images, got 0 images in {len(folders)} class folders",
+                f"pass a folder with shards, or one that holds CLASS/*.JPEG or {split}/CLASS/*.JPEG",
+            )
+        self._labels = [number[name.partition("/")[0]] for name in self._files]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def key(self, index: int) -> str:
+        """The name of sample ``index``: ``class/file``."""
+        return self._files[index]
+
+    def damaged(self, index: int, reason: str) -> DamagedSample:
+        """An error about a sample, to be raised by the caller."""
+        return DamagedSample(int(index), f"{self.folder / self._files[index]} {reason}")
+
+    def label(self, index: int) -> int:
+        return self._labels[index]
+
+    def look(self, index: int) -> StoredImage | DamagedSample:
+        try:
+            return prepare_image((self.folder / self._files[index]).read_bytes(), ImageRules(), self._files[index])
+        except Rejected as error:
+            return self.damaged(index, f"cannot be used: {error}")
+        except OSError as error:
+            return self.damaged(index, f"cannot be read ({error.strerror})")
+
+
+def open_split(path: Place, split: str, classes: Sequence[str] | None) -> ShardSet | ImageFolder:
+    """Open a split: a shard set if there is a manifest, else a folder of images.
+
+    Args:
+        path: the data folder, or that of the split; a URL is one with shards.
+        split: ``train`` or ``val``.
+        classes: class names in index order, for a folder of images; None: its folders, sorted.
+
+    Raises:
+        UserError: neither, or one that is damaged.
+    """
+    if isinstance(path, RemotePath) or any((folder / MANIFEST).exists() for folder in (path, path / split)):
+        return ShardSet(path, split)
+    return ImageFolder(path, split, classes)

@@ -1,0 +1,266 @@
+"""Read a shard set, as written by ``data_prep/shard_imagenet.py``.
+
+::
+
+    DIR/manifest.json          classes in index order; per split: counts, sizes, checksums, seed, source
+    DIR/train-000000.tar       WebDataset members KEY.jpg (or png, webp, tif, bmp), KEY.cls, KEY.json
+    DIR/train-000000.idx       the tar's index in the format of wds2idx and DALI's readers.webdataset
+    DIR/train-samples.npy      32 bytes per sample: position of its image, checksum, label, width and height
+    DIR/rejected.jsonl         rejected images of the source with reasons; absent if there are none
+    DIR/reencoded.jsonl        re-encoded images with reasons; absent if there are none
+
+The ranks of a node share ``*-samples.npy``, which is memory-mapped, and the tars through the page cache. Only
+:mod:`pipeline.shards.files.local` knows where the files are read from.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.errors import UserError
+from pipeline.files import file_sha256
+from pipeline.shards.files.cache import ShardCache
+from pipeline.shards.files.cached import CachedFiles
+from pipeline.shards.files.local import LocalFiles, Range, ShardFiles
+from pipeline.shards.manifest import (
+    MANIFEST,
+    SHARDER,
+    find_out_of_range,
+    forget_pages,
+    in_progress_file,
+    map_sample_table,
+    sample_damage,
+    sample_key,
+)
+from pipeline.stores.place import Place, RemotePath, parse_place
+from pipeline.stream.samples import DamagedSample
+
+_BLOCK = 512  # bytes: headers and data in a tar are aligned to it
+
+
+class ShardSet:
+    """One split of a shard set, opened for reading.
+
+    Args:
+        folder: a folder, or a URL of a store; holds ``manifest.json``, directly or in a subfolder named ``split``.
+        split: ``train`` or ``val``.
+        readers: processes that divide the samples among them.
+        cache: of the node; None: none.
+
+    Attributes:
+        samples: (n,) memory-mapped array of ``SAMPLE_DTYPE``.
+        classes: class names in index order, which identify the classes.
+        class_names: what to call them; the same where the set has no other names.
+
+    Raises:
+        UserError: folder, manifest, split, tar or index missing, file sizes other than in the manifest, or a damaged sample
+            table.
+    """
+
+    mixture: None = None  # one set: see pipeline.stream.samples
+
+    def __init__(
+        self, folder: str | os.PathLike[str], split: str, readers: int = 1, *, cache: ShardCache | None = None
+    ) -> None:
+        self.files: ShardFiles = open_files(folder, split, readers)
+        self.folder = self.files.folder
+        self.split = split
+        manifest = self.files.manifest()
+        if split not in manifest.splits:
+            raise UserError(
+                f"the split must be one of {sorted(manifest.splits)} of {self.folder / MANIFEST}, got {split!r}",
+                _advice(self.folder, split),
+            )
+        self.classes, self.named = manifest.classes, manifest.class_names
+        self.class_names = manifest.class_names or manifest.classes
+        self.info = manifest.splits[split]
+        for shard in self.info.shards:
+            self.files.expect(shard.file, shard.bytes, "shard again into an empty folder, or copy the file again")
+            self.files.expect(shard.idx_file, shard.idx_bytes, f"rebuild it with wds2idx {shard.file} {shard.idx_file}")
+        self.samples = self._map_samples()
+        self._first_of_shard = [0, *accumulate(shard.samples for shard in self.info.shards)]  # sample numbers
+        self.files.will_open(len(self.info.shards))
+        if cache is not None:
+            self.files = CachedFiles(self.files, cache, self.info.shards, self.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def sets(self) -> list[ShardSet]:
+        """As of a :class:`~pipeline.shards.mixed_set.MixedSet`."""
+        return [self]
+
+    def identity(self) -> dict:
+        """Plain values that identify the split's content and order, independent of its location."""
+        source = self.info.source
+        stored = {key: source.get(key) for key in ("resize_short_side", "quality")}
+        kept = {"formats": self.info.formats} if self.info.formats else {}  # other pixels than those of the same images as JPEG
+        return {"fingerprint": source["fingerprint"], "samples": len(self), "shard_seed": self.info.seed, **stored, **kept}
+
+    @property
+    def subset(self) -> float:
+        """Fraction of the source's images that was written (``--subset``)."""
+        return self.info.source.get("subset", 1.0)
+
+    def key(self, index: int) -> str:
+        """The WebDataset key of sample ``index``."""
+        shard = int(self.samples["shard"][index])
+        return sample_key(shard, int(index) - self._first_of_shard[shard])
+
+    def read(self, index: int) -> np.ndarray:
+        """The encoded image of one sample, verified by its checksum. Thread-safe.
+
+        A failed read is retried once, from the new file if the tar was replaced in the meantime.
+
+        Returns:
+            (bytes,) uint8.
+
+        Raises:
+            DamagedSample: the tar is missing, truncated, unreadable or does not match the checksum.
+            UserError: the limit on open files is reached.
+        """
+        (image,) = self.read_batch([index])
+        if isinstance(image, DamagedSample):
+            raise image
+        return image
+
+    def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
+        """:meth:`read` for each of several samples, in a store at the same time; for a damaged image, the error.
+
+        Raises:
+            UserError: none of the samples can be read any more.
+        """
+        ranges = [self._range(index) for index in indices]
+        images = []
+        for index, wanted, data in zip(indices, ranges, self.files.read_many(ranges)):
+            image = self._verified(index, data)
+            final = self.files.repeats and isinstance(data, OSError) and data.errno != errno.ESTALE  # ESTALE: replaced
+            if isinstance(image, DamagedSample) and not final:
+                self.files.forget_if_replaced(wanted[0])
+                (data,) = self.files.read_many([wanted])
+                image = self._verified(index, data)
+            images.append(image)
+        return images
+
+    def will_need(self, runs: list[tuple[int, int]]) -> None:
+        """Announce runs of adjacent samples that will be read soon. Returns immediately.
+
+        Args:
+            runs: (first sample, number of samples) each; clipped to the end of the set.
+        """
+        ranges = []
+        for first, count in runs:
+            samples = self.samples[first : first + count]
+            for shard in np.unique(samples["shard"]):
+                inside = samples[samples["shard"] == shard]
+                begin, end = int(inside["offset"][0]), int(inside["offset"][-1]) + int(inside["bytes"][-1])
+                ranges.append((self.info.shards[int(shard)].file, begin, end - begin))
+        if ranges:
+            self.files.will_need(ranges)
+
+    def take_counts(self) -> dict[str, int] | None:
+        """Count the store's requests since the last call (:meth:`pipeline.stores.store.Store.take_counts`); None without one."""
+        return self.files.take_counts()
+
+    def damaged(self, index: int, reason: str) -> DamagedSample:
+        """An error about a sample, to be raised by the caller."""
+        return self._damaged(index, reason, self._original(index))
+
+    def _damaged(self, index: int, reason: str, original: str) -> DamagedSample:
+        path = self.folder / self._tar(self.samples[index])
+        name = f" (it was {original} in the source)" if original else ""
+        return DamagedSample(int(index), f"{path}: sample {self.key(index)} {reason}{name}")
+
+    def _original(self, index: int) -> str:
+        """The image's file name in the source, from its JSON member in the tar; empty if that cannot be read."""
+        sample = self.samples[index]
+        end = int(sample["offset"]) + -(-int(sample["bytes"]) // _BLOCK) * _BLOCK
+        try:
+            after = bytes(self.files.read(self._tar(sample), end, 16 * _BLOCK))  # header and data of .cls, then of .json
+            header, data = after[2 * _BLOCK : 3 * _BLOCK], after[3 * _BLOCK :]
+            if not header.startswith(f"{self.key(index)}.json\0".encode()):
+                return ""
+            original = json.loads(data[: int(header[124:135], 8)])["file"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+        return original if isinstance(original, str) and original.isprintable() else ""
+
+    def _verified(self, index: int, data: bytes | memoryview | OSError) -> np.ndarray | DamagedSample:
+        """What was read of a sample, if it is what was written."""
+        if isinstance(data, OSError):
+            original = "" if self.files.repeats else self._original(index)  # reading that would take as long
+            return self._damaged(index, f"cannot be read ({data.strerror})", original)
+        if damage := sample_damage(data, self.samples[index]):
+            return self.damaged(index, damage)
+        return np.frombuffer(data, dtype=np.uint8)
+
+    def _range(self, index: int) -> Range:
+        sample = self.samples[index]
+        return self._tar(sample), int(sample["offset"]), int(sample["bytes"])
+
+    def _tar(self, sample: np.void) -> str:
+        """Name of the tar with a row of the sample table."""
+        return self.info.shards[int(sample["shard"])].file
+
+    def _map_samples(self) -> np.ndarray:
+        path = self.folder / self.info.samples_file
+        remedy = "restore it, or shard again into an empty folder"
+        try:
+            local = self.files.whole(self.info.samples_file)
+            if file_sha256(local) != self.info.samples_sha256:  # 41 MB for ImageNet, and every label and crop depends on it
+                raise ValueError("its checksum is not the one in the manifest")
+            samples = map_sample_table(local, self.info.samples)
+            wrong = find_out_of_range(samples, [shard.bytes for shard in self.info.shards], len(self.classes))
+            forget_pages(samples)
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing ({self.info.samples} samples by {MANIFEST})", remedy) from None
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}; {self.info.samples} samples by {MANIFEST})", remedy) from None
+        if wrong:
+            raise UserError(f"{path} does not fit {MANIFEST}: {wrong}", remedy)
+        return samples
+
+
+def open_files(path: str | os.PathLike[str], split: str, readers: int = 1) -> ShardFiles:
+    """The files of the shard set at ``data.path``.
+
+    Args:
+        path: a folder or a URL; holds ``manifest.json``, directly or in a subfolder named ``split``.
+        split: ``train`` or ``val``.
+        readers: processes that divide the samples among them.
+
+    Raises:
+        UserError: there is no such place.
+    """
+    place = parse_place(path)
+    if isinstance(place, RemotePath):
+        from pipeline.shards.files.remote import RemoteFiles  # imported late: a local set needs no client
+
+        return RemoteFiles.find(place, split, readers)
+    return LocalFiles(_find(place, split))
+
+
+def _find(folder: Path, split: str) -> Path:
+    """``folder``, or ``folder/split`` if the manifest is there."""
+    if not folder.is_dir():
+        raise UserError(f"shard folder {folder} does not exist", f"set data.path to the folder that {SHARDER} wrote")
+    nested = folder / split
+    return nested if (nested / MANIFEST).is_file() and not (folder / MANIFEST).is_file() else folder
+
+
+def _advice(folder: Place, split: str) -> str:
+    """The remedy for a split that the manifest does not list."""
+    if split not in ("train", "val"):
+        return f"pass one of these; shard other labelled images into a folder of their own, {SHARDER} --split val"
+    if isinstance(folder, Path) and in_progress_file(folder, split).exists():
+        return "its sharding was not finished, run the same sharding command again"
+    if split == "val":
+        return f"shard again into an empty folder with --val-share 0.1, or other images than train's with {SHARDER} --split val"
+    return f"run {SHARDER} --split {split}"

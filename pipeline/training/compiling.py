@@ -1,0 +1,297 @@
+"""Compile parts of a training step with ``torch.compile`` (``train.compile``).
+
+What is compiled replaces a method of its module's instance, so that modules, parameters and their names stay as they are, and
+hooks, which DeepSpeed has on the model, run outside of the compiled code. Only training is compiled: evaluation, a teacher and
+analyses run the modules themselves, so that the figures of a run are those of ``pipeline.evaluate``.
+
+========== ==================================================================================
+``blocks`` each transformer block, the maps Φp of all layers, and the loss
+``model``  the forward pass as a whole, but for stems with BatchNorm, and the loss
+``graphs`` as ``model``, captured as CUDA graphs: a step launches a graph instead of its kernels
+========== ==================================================================================
+
+ZeRO 0, 1 and 2 have hooks on the whole model and on the gradients of parameters, which compiled code does not see. ZeRO-3 has
+hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled there.
+
+Compiled code is kept, so that a requeued run need not compile again. A later start runs it: it is therefore not in the run folder, from
+which nothing is ever run, but in the user's own cache folder. Each rank of each run has a folder to itself: no two processes write to
+one, whatever the file system makes of locks, and the run's lock keeps a second start of the same run away.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipeline.cluster.world import World
+from pipeline.loader.loader import Batch
+from pipeline.logs import console
+from pipeline.models.common.base import VisionModel
+from pipeline.models.common.layers import compile_tables_as_constants
+from pipeline.models.common.probe import is_recording
+from pipeline.step.forward import autocast
+from pipeline.step.loss import LabelLoss, Objective
+from pipeline.step.train_step import forward_backward
+from pipeline.training.building import say
+
+OFF, BLOCKS, MODEL, GRAPHS = "off", "blocks", "model", "graphs"
+BACKEND: str | Callable[..., Any] = "inductor"  # of torch.compile; tests take others
+_BLOCK = re.compile(r"(.*\.)?blocks\.\d+")  # how every family names them
+_GRAPH_PASSES = 3  # a CUDA graph is warmed up, captured, and then replayed
+_LONGEST_REASON = 300  # characters of a compiler's message in ours
+# Read by Inductor and by Triton. Whoever sets them has chosen a place, which is left alone.
+INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+_NAME_DIGITS = 16  # of a SHA-256: runs of one user do not share a folder by chance
+_log = logging.getLogger(__name__)
+
+
+class Compilation:
+    """Compiles parts of the step at the first micro-batch of a start.
+
+    Args:
+        kind: "off", "blocks", "model" or "graphs".
+        precision: "bf16" or "fp32".
+        run_folder: of the run, which names the folder where compiled code is kept.
+        world: all ranks.
+        model: the module that trains, inside of its engine.
+        objective: gets the compiled loss.
+
+    Attributes:
+        kind: as above; "off" after compiling has failed.
+    """
+
+    def __init__(
+        self, kind: str, precision: str, run_folder: Path, world: World, model: VisionModel, objective: Objective
+    ) -> None:
+        self.kind, self._precision, self._run_folder = kind, precision, run_folder
+        self._world, self._model, self._objective = world, model, objective
+        self._pending = self.kind != OFF
+        self._replaced: list[tuple[nn.Module, str]] = []
+        self._eager_loss: LabelLoss = objective.label_loss
+        self._hooks: list[Any] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether :meth:`prepare` has something to do."""
+        return self._pending
+
+    def prepare(self, batch: Batch, noise: Tensor | None, accumulates: bool) -> None:
+        """Compile, by a forward and backward pass whose results are dropped. Collective; a second call does nothing.
+
+        If that fails on any rank, all go on without: compiled code hands the gradients over in another order, which DeepSpeed's
+        buckets need to be the same on all ranks. Nothing of a step was done by then.
+
+        Args:
+            batch: the first micro-batch of this start, which is then trained on as usual.
+            noise: what the forward pass takes besides.
+            accumulates: a step has several micro-batches.
+        """
+        if not self._pending:
+            return
+        self._pending, started = False, time.perf_counter()
+        say(self._world, f"compiling (train.compile={self.kind}), which takes a minute or more")
+        failure = None
+        try:
+            self._install(accumulates)
+            self._try_out(batch, noise)
+        except Exception as error:  # of Dynamo, Inductor, Triton, a compiler, the file system: no interface names their types
+            failure = _reason(error)
+        failures = [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
+        if not failures:
+            parts = len(self._replaced) + 1  # the loss
+            say(self._world, f"compiled {parts} parts of the step in {console.duration(time.perf_counter() - started)}")
+            return
+        self._remove()
+        rank, why = failures[0]
+        where = f" on rank {rank}" if self._world.size > 1 else ""
+        needed = "Triton and a C compiler" if self._world.device.type == "cuda" else "a C++ compiler"
+        if self._world.is_main:
+            _log.warning(
+                f"train.compile={self.kind} failed{where} ({why}): the run goes on without compiling, which needs {needed}; train.compile=off does not try"
+            )
+        self.kind = OFF
+
+    def drop_cache(self) -> None:
+        """The run is complete: nothing of it will be compiled again."""
+        if self.kind != OFF:
+            drop_compile_cache(self._run_folder, self._world.rank)
+
+    def _install(self, accumulates: bool) -> None:
+        import torch._dynamo as dynamo
+        from torch._inductor import config as inductor
+
+        open_compile_cache(self._run_folder, self._world.rank)
+        compile_tables_as_constants()
+        parts = list(self._parts())
+        # One code object serves all blocks; each width and each set of options among them is a graph of its own.
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 2 * len(parts))
+        inductor.compile_threads = max(1, min(inductor.compile_threads or 1, self._world.cpu_threads))
+        if torch.are_deterministic_algorithms_enabled() and hasattr(inductor, "deterministic"):
+            inductor.deterministic = True  # no choice of a kernel by timing it
+        for module, name in parts:
+            self._replace(module, name, _compiled(getattr(module, name), graphs=self.kind == GRAPHS))
+        if self.kind != BLOCKS:
+            for module in self._eager_children():
+                self._replace(module, "forward", torch.compiler.disable(module.forward), always=True)
+        # Never a CUDA graph: the step keeps its result beyond the next micro-batch.
+        self._objective.label_loss = _compiled(self._eager_loss)
+        if self.kind == GRAPHS and accumulates:
+            # A graph's gradients lie in memory that its next replay overwrites, while AccumulateGrad would keep them as they are.
+            self._hooks = [p.register_hook(torch.clone) for p in self._model.parameters() if p.requires_grad]
+
+    def _parts(self) -> Iterator[tuple[nn.Module, str]]:
+        """Modules and the names of their methods that are compiled."""
+        if self.kind != BLOCKS:
+            yield self._model.whole()
+            return
+        for name, module in self._model.named_modules():
+            if _BLOCK.fullmatch(name) and not _has_batchnorm(module):
+                yield module, "forward"
+        if self._model.has_phi:
+            yield self._model, "log_phi"
+
+    def _eager_children(self) -> Iterator[nn.Module]:
+        """Stems with BatchNorm, whose momentum changes with each micro-batch of a step (``StepStatistics``): a graph for each."""
+        for child in self._model.children():
+            if _has_batchnorm(child):
+                yield child
+
+    def _replace(self, module: nn.Module, name: str, compiled: Callable[..., Any], always: bool = False) -> None:
+        eager = getattr(module, name)
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            return (compiled if module.training and not is_recording() else eager)(*arguments, **named)
+
+        setattr(module, name, compiled if always else run)
+        self._replaced.append((module, name))
+
+    def _remove(self) -> None:
+        for module, name in self._replaced:
+            delattr(module, name)
+        for hook in self._hooks:
+            hook.remove()
+        self._replaced, self._hooks, self._objective.label_loss = [], [], self._eager_loss
+        with suppress(Exception):  # whatever is broken there, it must not end the run
+            torch.compiler.reset()
+        if self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _try_out(self, batch: Batch, noise: Tensor | None) -> None:
+        """What a step computes up to the gradients. They go nowhere: no hook of DeepSpeed sees them."""
+        model, objective = self._model, Objective(self._objective.label_loss)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+        def forward(images: Tensor, noise: Tensor | None) -> Tensor:
+            with autocast(self._world.device, self._precision):
+                return model.forward(images, noise)  # not the module's hooks, which are DeepSpeed's
+
+        def backward(loss: Tensor) -> None:
+            torch.autograd.grad(loss, trained, allow_unused=True)
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the compilers about themselves
+                for _ in range(_GRAPH_PASSES if self.kind == GRAPHS else 1):
+                    forward_backward(forward, backward, batch, noise, objective)
+                if self._world.device.type == "cuda":
+                    torch.cuda.synchronize(self._world.device)  # a kernel that fails does so here
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def _has_batchnorm(module: nn.Module) -> bool:
+    return any(isinstance(child, _BatchNorm) for child in module.modules())
+
+
+def _compiled(function: Callable[..., Any], graphs: bool = False) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, backend=BACKEND, mode="reduce-overhead" if graphs else None)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what a compiler says, which may be pages."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    return f"{type(inner).__name__}: {lines[0] if lines else 'no message'}"[:_LONGEST_REASON]
+
+
+def open_compile_cache(run_folder: Path, rank: int) -> Path:
+    """Point the compilers at this rank's folder, or at a temporary one where the user's cache folder cannot hold it.
+
+    Returns:
+        The folder.
+    """
+    if chosen := _chosen(INDUCTOR):
+        return Path(chosen)
+    folder = cache_folder(run_folder, rank)
+    if folder is None or not _is_usable(folder):
+        folder = Path(tempfile.mkdtemp(prefix="pervit-compile-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ[INDUCTOR] = str(folder)
+    if not _chosen(TRITON):
+        os.environ[TRITON] = str(folder / "triton")
+    return folder
+
+
+def drop_compile_cache(run_folder: Path, rank: int) -> None:
+    """Remove this rank's folder: the run is complete."""
+    folder = cache_folder(run_folder, rank)
+    if folder is not None and os.environ.get(INDUCTOR) == str(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # of other ranks, or gone
+            folder.parent.rmdir()
+
+
+def cache_folder(run_folder: Path, rank: int) -> Path | None:
+    """``$XDG_CACHE_HOME/pervit/compile/RUN/rank-00000``, by default below ``~/.cache``; None without a home directory.
+
+    RUN is a hash of the run folder's path.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    run = hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:_NAME_DIGITS]
+    return cache / "pervit" / "compile" / run / f"rank-{rank:05d}"
+
+
+def _chosen(variable: str) -> str:
+    """The variable's value, unless PyTorch has set it to its own default, which lies in /tmp: it does so when it is imported."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    value = os.environ.get(variable, "")
+    return "" if Path(value).is_relative_to(default_cache_dir()) else value
+
+
+def _is_usable(folder: Path) -> bool:
+    """Create the folder; whether it can be written and locked, is this user's, and nobody else may write to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return False
+        with open(folder / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as Inductor does; some network file systems cannot
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,219 @@
+"""Choose the largest micro-batch that fits, once for a run (``train.micro_batch_size: auto``).
+
+A new run takes the largest that :mod:`pipeline.planning.memory` allows and a trial step confirms, the same on all ranks. It is written
+to the run's config, environment and checkpoints as a number, and later starts keep it: all draws and mixing groups depend on places in
+the global batch, but BatchNorm normalizes over a micro-batch, and sums are rounded by it. A later start takes a smaller one only where
+its number of processes does not divide the global batch by this one, or where it does not fit into another kind of GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import socket
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from pipeline.cluster.agreement import do_in_main
+from pipeline.cluster.world import World
+from pipeline.command_line import lacks_memory
+from pipeline.config import AUTO, Config, accumulation_steps, fitting_micro_batches, load_config
+from pipeline.errors import UserError
+from pipeline.hardware import DEFAULT_GPU, gpu_named, memory_gib
+from pipeline.logs.run_files import AUTO_REASON, earlier_starts
+from pipeline.optim.build import optimizer_description, parameter_groups
+from pipeline.planning.memory import Subject, largest_micro_batch, plan_memory
+from pipeline.runs import CONFIG
+from pipeline.step.forward import autocast, random_batch
+from pipeline.step.loss import Objective, label_loss
+from pipeline.step.train_step import forward_backward
+from pipeline.training.building import build_model, say
+from pipeline.training.folder import config_hash
+from pipeline.training.teacher import load_teacher
+
+_SIZE = "train.micro_batch_size"
+_MICRO_BATCHES = 2  # with the second, gradients and activations are in memory together
+_GIB = 2**30
+
+
+def choose_micro_batch(config: Config, begun_with: int | None, world: World) -> tuple[int, str | None]:
+    """Settle ``train.micro_batch_size`` for all ranks alike. Collective.
+
+    Args:
+        config: of this start, with its precision settled.
+        begun_with: the size that the checkpoint has recorded; None: there is no checkpoint.
+        world: all ranks.
+
+    Returns:
+        The size, images per forward pass and rank; and why, for the log, None if the config states it.
+
+    Raises:
+        UserError: on every rank: no micro-batch fits.
+    """
+    if config.train.micro_batch_size != AUTO:
+        return config.train.micro_batch, None
+    sizes = fitting_micro_batches(config.train, world.size, config.augment.unit)
+    begun, device = world.from_main(do_in_main(lambda: _begun_with(config, begun_with), world))
+    size, reason = _keep(config, world, sizes, begun, device) if begun else _largest(config, world, sizes)
+    say(world, f"train.micro_batch_size is {size}: {reason}")
+    return size, reason
+
+
+def _begun_with(config: Config, recorded: int | None) -> list[int | str | None]:
+    """The size of the run so far and the device of its last start; None: there is none.
+
+    A start that was stopped before its first checkpoint counts if it left its choice to ``auto`` in the same run: what is begun again
+    then repeats it.
+    """
+    starts = earlier_starts(Path(config.output_dir))
+    last = starts[-1] if starts else {}
+    if recorded:
+        return [recorded, last.get("device")]
+    try:
+        same = AUTO_REASON in last and config_hash(load_config(Path(config.output_dir) / CONFIG)) == config_hash(config)
+    except UserError:
+        same = False
+    return [last.get("micro_batch_size"), last.get("device")] if same else [None, None]
+
+
+def _keep(config: Config, world: World, sizes: list[int], begun: int, device: str | None) -> tuple[int, str]:
+    """The size with which the run was begun, or the next smaller one that this start can have. Collective."""
+    fitting = [size for size in sizes if size <= begun] or sizes[:1]
+    if fitting[-1] == begun:
+        reason = "auto keeps that with which this run was begun"
+    else:
+        reason = f"auto; this run was begun with {begun}, by which {world.size} processes cannot share out {config.train.global_batch_size}"
+    moved = world.device.type == "cuda" and device != torch.cuda.get_device_name(world.device)
+    if not any(world.gather(moved)):
+        return fitting[-1], reason
+    size, refused = _largest_tried(config, world, fitting)
+    return size, f"auto; this run was begun with {begun}, but {refused}" if refused else reason
+
+
+def _largest(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
+    """The largest size that the plan allows and a trial confirms. Collective."""
+    say(world, "train.micro_batch_size=auto: planning the memory of a step, then trying it")
+    hosts, gpu = world.gather(socket.gethostname()), None
+    if world.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(world.device)
+        memory = free + torch.cuda.memory_reserved(world.device)
+        gpu = replace(gpu_named(DEFAULT_GPU), name=torch.cuda.get_device_name(world.device), memory=memory)
+    nodes = len(set(hosts)) if world.size % len(set(hosts)) == 0 else 1
+    subject = Subject(config.with_values({_SIZE: sizes[0]}), nodes, world.size // nodes, gpu)
+    allowed = largest_micro_batch(subject)
+    if gpu is None:  # the plan is of the whole machine, of which others may have taken some
+        fitting = (size for size in reversed(sizes) if size <= allowed and plan_memory(subject, size).total <= _free(hosts))
+        allowed = next(fitting, 0)
+    planned = min(world.gather(allowed))
+    size, refused = _largest_tried(config, world, [size for size in sizes if size <= planned] or sizes[:1])
+    why = f"the plan allows {planned}, but {refused}" if refused else "the largest that the plan allows, tried in a step"
+    return size, f"auto: {why}"
+
+
+def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
+    """The largest of the sizes, given in ascending order, with which a step fits on every rank, and why not the largest of all, or "". Collective.
+
+    Raises:
+        UserError: none fits.
+    """
+    first = why = ""
+    hosts = world.gather(socket.gethostname())
+    for size in reversed(sizes):
+        capacity = _free(hosts)
+        world.barrier()  # all have looked before any takes memory
+        refused = world.gather(try_step(config.with_values({_SIZE: size}), world, capacity))
+        why = next((reason for reason in refused if reason), "")
+        if not why:
+            return size, first
+        first = first or f"{size} does not fit: {why}"
+    raise UserError(
+        f"train.micro_batch_size=auto requires memory for {sizes[0]} images of each process at least, got too little ({why})",
+        "set train.activation_checkpointing=true, take a larger train.zero_stage or more memory; python -m pipeline.plan says what helps",
+    )
+
+
+def _free(hosts: list[str]) -> int:
+    """Bytes of this machine's memory for each of its processes. Args: hosts: of all ranks."""
+    return psutil.virtual_memory().available // hosts.count(socket.gethostname())
+
+
+def try_step(config: Config, world: World, capacity: int) -> str | None:
+    """Compute the micro-batches of a step on random images, on this rank alone; nothing of it stays.
+
+    The step is computed without DeepSpeed, whose engine cannot be taken down again once an allocation within it has failed. What the
+    engine and the loader hold beside it is there as plain memory of that size. Not compiled, where a step takes the more memory.
+
+    Args:
+        config: with ``train.micro_batch_size`` and ``train.precision`` settled.
+        world: this rank's device.
+        capacity: bytes that this process may take besides what it has, on a CPU, where nothing else says so before the system kills it.
+
+    Returns:
+        Why it does not fit, in half a sentence; None: it does.
+    """
+    on_cpu = world.device.type == "cpu"
+    _forget_peak()
+    before = memory_gib(world.device)[0]
+    try:
+        _compute(config, world)
+        taken = int((memory_gib(world.device)[1] - before) * _GIB)
+        if on_cpu and taken > capacity:
+            return f"a step took {taken / _GIB:.1f} GiB, {capacity / _GIB:.1f} GiB are there for a process"
+        return None
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        return str(error).partition("\n")[0].rstrip(".") or "out of memory"
+    finally:
+        _give_back(world)
+
+
+def _compute(config: Config, world: World) -> None:
+    train, device = config.train, world.device
+    model = build_model(config, world, [], fresh=False).to(device).train()
+    teacher = load_teacher(config, device, None) if train.teacher else None
+    batch = random_batch(train.micro_batch, config.model, device)
+    copies = (train.ema_decay is not None) + (world.size > 1)  # the second: ZeRO's buckets and its copy of a shard
+    optimizer, held = optimizer_description(config.optim), []
+    for group in parameter_groups(model, config.optim):
+        kept = copies + len(optimizer.state(group).tensors)
+        held += [torch.ones(kept, *parameter.shape, device=device) for parameter in group["params"]]
+    held += [torch.ones_like(batch.images) for _ in range(config.data.prefetch)]
+    noise = torch.rand(len(batch.images), model.noise_per_sample, device=device) if model.noise_per_sample else None
+    if model.draws_from_generator:
+        model.generator_seed = 0
+    objective = Objective(label_loss(train), teacher)
+
+    def forward(images: Tensor, noise: Tensor | None) -> Tensor:
+        with autocast(device, train.precision):
+            return model(images, noise)
+
+    for _ in range(min(_MICRO_BATCHES, accumulation_steps(train, world.size, config.augment.unit))):
+        forward_backward(forward, torch.Tensor.backward, batch, noise, objective)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    del held
+
+
+def _forget_peak() -> None:
+    """Let the peak of this process's memory begin anew."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set
+
+
+def _give_back(world: World) -> None:
+    """Return what the trial has freed, so that it is there for the run, and for others."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc's
+    _forget_peak()

@@ -1,0 +1,96 @@
+"""Skip and count a step with non-finite gradients, or stop the run and dump what reproduces it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+
+from pipeline.checkpoint import Saver
+from pipeline.cluster.agreement import Agreement, do_in_main
+from pipeline.config import config_to_yaml
+from pipeline.errors import UserError
+from pipeline.files import replace_text, write_error
+from pipeline.step.train_step import MicroBatch
+from pipeline.training.state import Run
+
+FOLDER, REPORT = "nonfinite", "report.json"
+_SHOWN = 8  # losses in a message; the report has all
+
+
+def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
+    """Count a step that was skipped, or stop. Collective.
+
+    Args:
+        run: in the state before the step, which changed neither weights nor statistics.
+        step: the step that was skipped.
+        seen: its micro-batches on this rank.
+
+    Raises:
+        UserError: more than ``train.max_skipped_steps``. ``nonfinite/step-...`` in the run folder is then a run folder
+            itself: the state before the step, a config that repeats this step alone, a report of every sample and loss.
+    """
+    run.skipped_steps += 1
+    losses = [loss for part in run.world.gather([micro_batch.loss.item() for micro_batch in seen]) for loss in part]
+    shown = ", ".join(f"{loss:.4g}" for loss in losses[:_SHOWN]) + ", ..." * (len(losses) > _SHOWN)
+    if run.skipped_steps <= run.config.train.max_skipped_steps:
+        run.log.warn(
+            f"step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown}); {run.skipped_steps} of "
+            f"{run.config.train.max_skipped_steps} that train.max_skipped_steps allows"
+        )
+        return
+    sentence = (
+        f"at step {step} the gradient is not finite (losses of its micro-batches: {shown}), and "
+        f"train.max_skipped_steps is {run.config.train.max_skipped_steps}: lower optim.lr, raise optim.warmup_epochs, set "
+        f"optim.clip_grad_norm or raise train.max_skipped_steps"
+    )
+    if (run.folder / REPORT).exists():  # this run repeats such a step
+        raise UserError(f"{sentence}; {run.folder / REPORT} names the samples.")
+    folder = run.folder / FOLDER / f"step-{step:08d}"
+    try:
+        run.saver.finish()  # a checkpoint in progress is from before this step
+        _write_dump(run, step, folder, seen)
+    except UserError as error:
+        raise UserError(f"{sentence}; what reproduces the step could not be written: {error}") from None
+    raise UserError(
+        f"{sentence}; {folder / REPORT} names the samples, and python -m pipeline.train --config {folder / 'config.yaml'} repeats the step."
+    )
+
+
+def _write_dump(run: Run, step: int, folder: Path, seen: list[MicroBatch]) -> None:
+    rows = run.world.gather([_describe(run, number, micro_batch) for number, micro_batch in enumerate(seen)])
+    report = {
+        "step": step,
+        "world_size": run.world.size,
+        "data": str(run.train_set.folder),
+        "micro_batches": [row for part in rows for row in part],
+    }
+    config = run.config.with_values({"output_dir": str(folder), "train.max_steps": step})
+
+    def write() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / REPORT, json.dumps(report, indent=1) + "\n")
+            replace_text(folder / "config.yaml", config_to_yaml(config))
+        except OSError as error:
+            raise write_error(Path(error.filename or folder), error) from None
+
+    do_in_main(write, run.world)
+    agreement = Agreement(run.config.distributed.collective_timeout)  # a separate one: the run's counts the run's saves
+    saver = Saver(folder, run.world, run.config.checkpoint, agreement, partial(run.heartbeat.still, "saving"))
+    saver.save(run.trained.engine, run.trained.ema, dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1))
+    saver.finish()
+
+
+def _describe(run: Run, number: int, micro_batch: MicroBatch) -> dict:
+    request = micro_batch.request
+    return {
+        "rank": run.world.rank,
+        "micro_batch": number,
+        "loss": repr(micro_batch.loss.item()),  # JSON has no NaN
+        "keys": [run.train_set.key(sample) for sample in request.index.tolist()],
+        "labels": request.label.tolist(),
+        "epoch": request.epoch.tolist(),
+        "position": request.position.tolist(),
+    }

@@ -1,0 +1,168 @@
+"""Record some steps with PyTorch's profiler, a trace and the memory of each rank (``log.profile_steps``).
+
+::
+
+    RUN/profile/steps-200-210/rank-00000.pt.trace.json.gz   operators and kernels: TensorBoard's profiler, Perfetto, chrome://tracing
+    RUN/profile/steps-200-210/rank-00000.memory.json.gz     memory in use over time, as a curve: Perfetto, chrome://tracing
+    RUN/profile/steps-200-210/rank-00000.memory.pickle      on a GPU: every allocation with its origin, for pytorch.org/memory_viz
+
+The profiler only watches: a run's weights are the same with it and without. Its steps take longer. A profile that cannot be written is
+a warning, no end of a run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.cluster.world import World
+from pipeline.files import disk_reason, replace_file
+from pipeline.logs import console
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+PROFILE = "profile"  # folder in that of the run
+_log = logging.getLogger(__name__)
+_ALLOCATIONS = 1_000_000  # that a GPU's snapshot keeps, the latest: some 100 steps of the models here, 300 MB
+
+
+class StepProfiler:
+    """Records the steps of ``log.profile_steps`` that this start takes.
+
+    Args:
+        run_folder: of the run.
+        window: first and last step to record (``log.profile_steps``); None: none.
+        world: all ranks; each records itself.
+        first_step: done before this start.
+        last_step: of the schedule.
+    """
+
+    def __init__(self, run_folder: Path, window: tuple[int, int] | None, world: World, first_step: int, last_step: int) -> None:
+        self._world, self._folder, self._window = world, run_folder / PROFILE, window
+        self._first, self._last = window or (0, -1)
+        self._done, self._end = first_step, last_step
+        self._recording: profile | None = None
+        self._begun = self._reached = 0
+
+    def remark(self) -> str | None:
+        """A sentence, if this start will not take all of the steps; None otherwise."""
+        if not self._window:
+            return None
+        given = f"log.profile_steps is [{self._first}, {self._last}]"
+        if self._first > self._end:
+            return f"{given}, but the last step of this run is {self._end}: nothing will be profiled"
+        if self._last <= self._done:
+            return f"{given}, but this start goes on from step {self._done}: nothing will be profiled"
+        begin, end = max(self._first, self._done + 1), min(self._last, self._end)
+        if (begin, end) == (self._first, self._last):
+            return None
+        return f"{given}, of which this start takes the steps {begin} to {end}: these will be profiled"
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """The block is a step, by the number that it has once it is taken. Records it if it is one of the window's."""
+        if not self._first <= step <= self._last:
+            yield
+            return
+        if self._recording is None:
+            self._begin(step)
+        with torch.profiler.record_function(f"ProfilerStep#{step}"):  # the name by which TensorBoard finds steps
+            yield
+        self._reached = step
+
+    def ends_with(self, step: int) -> bool:
+        """Whether a step that is done was the last to be recorded: :meth:`close` has something to write."""
+        return self._recording is not None and step >= self._last
+
+    def close(self) -> None:
+        """Write what is recorded so far."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        recording.stop()
+        folder = self._folder / f"steps-{self._begun}-{self._reached}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write(recording, folder / f"rank-{self._world.rank:05d}")
+        except (OSError, RuntimeError, ValueError) as error:  # of the disk; of the profiler; of what it has written
+            reason = disk_reason(folder, error) if isinstance(error, OSError) else str(error).partition("\n")[0]
+            _log.warning(f"the profile {folder} cannot be written ({reason}): the run goes on without it")
+            return
+        finally:
+            self._forget_allocations()
+        if self._world.is_main:
+            console.say(
+                f"profile of steps {self._begun} to {self._reached}: {folder}; tensorboard --logdir {self._folder}, or https://ui.perfetto.dev"
+            )
+
+    def abandon(self) -> None:
+        """After an error: end the recording and write nothing."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            with suppress(Exception):  # it would hide the error that matters
+                recording.stop()
+                self._forget_allocations()
+
+    def _begin(self, step: int) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above its messages of each start and stop
+        from torch.profiler import ProfilerActivity, profile
+
+        self._begun = step
+        activities = [ProfilerActivity.CPU]
+        if self._world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_ALLOCATIONS)
+        self._recording = profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._recording.start()
+        if self._world.is_main:
+            console.say(f"profiling the steps {step} to {min(self._last, self._end)}, which take longer")
+
+    def _forget_allocations(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write(self, recording: profile, stem: Path) -> None:
+        """Write this rank's files, each complete or not at all."""
+        plain = stem.with_name(f".{stem.name}.trace.json")  # PyTorch writes it in pieces
+        try:
+            recording.export_chrome_trace(str(plain))
+            with open(plain, "rb") as trace:
+                replace_file(stem.with_name(f"{stem.name}.pt.trace.json.gz"), lambda file: _compress(trace, file))
+            curve = memory_curve(json.loads(plain.read_bytes())["traceEvents"])
+        finally:
+            plain.unlink(missing_ok=True)
+        text = json.dumps({"traceEvents": curve}).encode()
+        replace_file(stem.with_name(f"{stem.name}.memory.json.gz"), lambda file: file.write(gzip.compress(text)))
+        if self._world.device.type == "cuda":
+            replace_file(stem.with_name(f"{stem.name}.memory.pickle"), lambda file: torch.cuda.memory._dump_snapshot(file.name))
+
+
+def memory_curve(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events of a trace that are allocations, as counters, which viewers draw as a curve of MiB for each device.
+
+    Args:
+        events: ``traceEvents`` of a trace with ``profile_memory``.
+    """
+    curve = []
+    for event in events:
+        if event.get("name") == "[memory]":
+            said = event["args"]
+            device = "CPU" if said["Device Type"] == 0 else f"GPU {said['Device Id']}"  # c10::DeviceType
+            mib = round(said["Total Allocated"] / 2**20, 3)
+            curve.append({"ph": "C", "name": f"memory of {device}", "pid": 0, "ts": event["ts"], "args": {"MiB": mib}})
+    return sorted(curve, key=lambda each: each["ts"])
+
+
+def _compress(source: Any, target: Any) -> None:
+    with gzip.GzipFile(fileobj=target, mode="wb", compresslevel=5, mtime=0) as packed:
+        shutil.copyfileobj(source, packed)

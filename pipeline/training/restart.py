@@ -1,0 +1,143 @@
+"""Decide whether a run that stopped may be restarted. The job script asks before it requeues its job.
+
+    python -m pipeline.training.restart --exit-code 75 --config pervit_t
+    python -m pipeline.training.restart --exit-code 137 --config pervit_t output_dir=runs/other
+
+Exit code 0: yes, and the restart is recorded in ``restarts.json`` in the run folder. Exit code 1: no, with the reason printed.
+A run whose last three restarts all began at the checkpoint that is still the newest makes no progress, and is not restarted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from pipeline.checkpoint import latest_step
+from pipeline.cluster.environment import job_name
+from pipeline.command_line import command_parser
+from pipeline.config import load_config
+from pipeline.errors import UserError, exit_reason
+from pipeline.files import replace_text
+from pipeline.runs import RESTARTS
+
+LIMIT = 3  # consecutive restarts from one checkpoint: fewer would give up on two bad nodes in a row, more burn node hours
+
+
+@dataclass(frozen=True)
+class Restart:
+    """An entry of ``restarts.json``."""
+
+    time: str  # ISO 8601, UTC
+    job: str  # Slurm's job id, ARRAY_TASK in a job array; it survives a requeue
+    restart: int  # Slurm's restart count of this job, from 1
+    exit_code: int  # of the training
+    step: int | None  # of the checkpoint that the restart resumes from; None: from scratch
+
+
+def allow_restart(
+    run_dir: Path, job: str, number: int, exit_code: int, newest: Callable[[Path], int | None] = latest_step
+) -> Restart:
+    """Record the next restart of a job.
+
+    Args:
+        run_dir: the run folder; created if the training did not get that far.
+        job: restarts of other jobs do not count: whoever submits again may have fixed the cause.
+        number: of this restart.
+        exit_code: of the training.
+        newest: the step of a run folder's newest checkpoint; None: there is none.
+
+    Raises:
+        UserError: no progress over the last :data:`LIMIT` restarts, or a file that cannot be read.
+        OSError: the restart cannot be recorded, so it could not be counted.
+    """
+    path = run_dir / RESTARTS
+    restarts = read_restarts(path)
+    step = newest(run_dir)
+    last = [restart for restart in restarts if restart.job == job][-LIMIT:]
+    if len(last) == LIMIT and all(restart.step == step for restart in last):
+        raise UserError(
+            f"{run_dir} has made no progress",
+            f"the last {LIMIT} restarts began {_place(step)} and no newer checkpoint was saved; "
+            f"find the cause in the log, then submit the same command again",
+        )
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    restart = Restart(now, job, number, exit_code, step)
+    write_restarts(path, [*restarts, restart])
+    return restart
+
+
+def read_restarts(path: Path) -> list[Restart]:
+    """The restarts of a run so far; empty if there is no file.
+
+    Raises:
+        UserError: the file is not what :func:`write_restarts` writes.
+    """
+    try:
+        return [Restart(**row) for row in json.loads(path.read_text())]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError):  # not JSON, or other keys
+        raise UserError(f"{path} must be a list of restarts, so that they can be counted", "remove the file") from None
+
+
+def write_restarts(path: Path, restarts: list[Restart]) -> None:
+    """Replace the file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, "[\n" + ",\n".join(json.dumps(asdict(restart)) for restart in restarts) + "\n]\n")
+
+
+def _earlier_restarts() -> int:
+    text = os.environ.get("SLURM_RESTART_COUNT", "0")
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(
+            f"the environment variable SLURM_RESTART_COUNT must be a whole number, got {text!r}", "Slurm sets it, so unset it"
+        )
+    return int(text)
+
+
+def _place(step: int | None) -> str:
+    return "at the beginning" if step is None else f"at step {step}"
+
+
+def main() -> int:
+    return answer("pipeline.training.restart", __doc__, lambda path, words: load_config(path, words).output_dir, latest_step)
+
+
+def answer(
+    program: str,
+    description: str | None,
+    run_folder: Callable[[Path, list[str]], str],
+    newest: Callable[[Path], int | None],
+) -> int:
+    """The command, for one kind of training; returns the exit code.
+
+    Args:
+        program: its module.
+        description: its documentation.
+        run_folder: of a training with this config file and these overrides.
+        newest: see :func:`allow_restart`.
+    """
+    parser = command_parser(program, description)
+    parser.add_argument("--exit-code", required=True, type=int, help="the training's exit code")
+    parser.add_argument("--config", required=True, type=Path, help="the training's config")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="the training's overrides")
+    args = parser.parse_args()
+    job = job_name(os.environ) or "none"
+    ended = f"{exit_reason(args.exit_code)} (exit code {args.exit_code})"
+    try:
+        folder = Path(run_folder(args.config, args.overrides))
+        restart = allow_restart(folder, job, _earlier_restarts() + 1, args.exit_code, newest)
+    except Exception as error:  # whatever it is, the job script needs an answer, and its log a reason
+        print(f"no restart of job {job}: {ended}, and {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return 1
+    print(f"restart {restart.restart} of job {job}: {ended}, begins {_place(restart.step)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

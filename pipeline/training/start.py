@@ -1,0 +1,259 @@
+"""Start or resume a run: find its checkpoint, compare config and data with it, settle, build, open the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from pipeline import checkpoint
+from pipeline.checkpoint import Verified
+from pipeline.cluster.agreement import Agreement, do_in_main
+from pipeline.cluster.heartbeat import Heartbeat
+from pipeline.cluster.stop_signal import StopSignal
+from pipeline.cluster.world import World
+from pipeline.config import AUTO, Config, Recipe, config_from_dict
+from pipeline.errors import UserError
+from pipeline.inference.evaluation import check_classes, check_same_classes, evaluation_loader
+from pipeline.logs import pictures
+from pipeline.logs.data_trouble import BadSampleReport, store_report
+from pipeline.logs.run_events import RunEvents
+from pipeline.logs.run_files import write_run_files
+from pipeline.logs.run_log import RunLog
+from pipeline.logs.sample_log import SampleLog
+from pipeline.optim.build import optimizer_description
+from pipeline.runs.state import is_complete
+from pipeline.shards.files.cached import cache_of
+from pipeline.shards.mixed_set import MixedSet, open_training_set
+from pipeline.shards.shard_set import ShardSet
+from pipeline.stream.samples import images_per_epoch
+from pipeline.stream.schedule import Schedule, make_schedule
+from pipeline.training.building import Built, build, say, training_loader
+from pipeline.training.compiling import Compilation
+from pipeline.training.folder import check_same_data, check_same_run, open_run_folder
+from pipeline.training.lock import RunLock
+from pipeline.training.profiling import StepProfiler
+from pipeline.training.settle import Settled, check_alone, settle
+from pipeline.training.state import Run
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run trains and is evaluated on, and for how long."""
+
+    train_set: ShardSet | MixedSet
+    val_set: ShardSet
+    schedule: Schedule
+
+    def description(self) -> str:
+        """Place, images and classes in one line; of a mix, also what an epoch takes of each set."""
+        train = self.train_set
+        sets = train.sets
+        counts = f"{len(sets[0]):,} training and {len(self.val_set):,} validation images, {len(train.classes)} classes"
+        line = f"{train.folder}: {counts}"
+        if isinstance(train, MixedSet) and train.mixture:
+            shown = zip(sets, train.mixture.shown.tolist(), train.mixture.shares)
+            parts = [f"{number:,} of {len(part):,} images of {part.folder} ({share:.1%})" for part, number, share in shown]
+            line += f"; an epoch mixes {', '.join(parts)}"
+        return line
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that is checked and built, and has written nothing yet."""
+
+    settled: Settled
+    data: RunData
+    before: checkpoint.RunState | None  # what it goes on from; None: a new run
+    built: Built
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.before.step if self.before else 0
+
+
+class Start:
+    """A start of a run. Its steps that write nothing are methods of their own, which a dry run takes too.
+
+    Args:
+        config: the run, as asked for.
+        world: all ranks.
+        look_only: leave the run folder as it is, damaged and half written checkpoints too.
+
+    Attributes:
+        folder: of the run.
+    """
+
+    def __init__(self, config: Config, world: World, look_only: bool = False) -> None:
+        self.config, self.world, self.look_only = config, world, look_only
+        self.folder = Path(config.output_dir)
+
+    def check_alone(self) -> None:
+        """:func:`~pipeline.training.settle.check_alone`."""
+        check_alone(self.config, self.world)
+
+    def open_run(self, stop: StopSignal, heartbeat: Heartbeat, recipe: Recipe | None = None) -> Run | None:
+        """Start the run, or resume it from its newest intact checkpoint. Collective.
+
+        Args:
+            stop: tells whether this process has received a signal to stop.
+            heartbeat: of this process.
+            recipe: what the config is made from, to say where they differ; None: unknown.
+
+        Returns:
+            None if there is nothing left to train.
+
+        Raises:
+            UserError: config, data and run folder do not fit together.
+        """
+        data = self.open_data()
+        lock = open_run_folder(self.folder, self.world)
+        try:
+            verified = self.find_checkpoint(data.train_set)
+            if self.is_complete(data, verified):
+                if lock:
+                    lock.release()
+                return None
+            prepared = self.prepare(data, verified)
+            run = _open(prepared, self.world, stop, heartbeat, lock)
+        except UserError:
+            if lock:
+                lock.abandon()
+            raise
+        _introduce(run, prepared, recipe)
+        return run
+
+    def open_data(self, cached: bool = True) -> RunData:
+        """Open both shard sets.
+
+        Args:
+            cached: read by way of the node's cache, if there is one.
+
+        Raises:
+            UserError: they are not whole, or do not fit the config or each other.
+        """
+        data, cache, readers = self.config.data, cache_of(self.config.data) if cached else None, self.world.size
+        train_set = open_training_set(data.path, data.mix, readers=readers, cache=cache)
+        val_set = ShardSet(data.path, "val", readers=readers, cache=cache)
+        check_classes(self.config, train_set)
+        check_same_classes(val_set, train_set.classes, of=str(train_set.folder))
+        return RunData(train_set, val_set, make_schedule(self.config, images_per_epoch(train_set), train_set.subset))
+
+    def find_checkpoint(self, train_set: ShardSet | MixedSet) -> Verified | None:
+        """The checkpoint that the run goes on from, None for a new run. Collective.
+
+        Raises:
+            UserError: no checkpoint is whole, or they are of another config or data set.
+        """
+        if not self.look_only:
+            do_in_main(lambda: checkpoint.sweep(self.folder), self.world)
+        verified = checkpoint.newest_intact(self.folder, self.world, set_aside_damaged=not self.look_only)
+        before = verified.state if verified else None
+        begun_with = config_from_dict(before.config, source=str(self.folder)) if before else None
+        check_same_run(self.config, begun_with, self.world)
+        check_same_data(self.config, before.data if before else None, train_set.identity(), self.world)
+        return verified
+
+    def is_complete(self, data: RunData, verified: Verified | None) -> bool:
+        """Whether nothing is left to train, which is said."""
+        before = verified.state if verified else None
+        complete = before is not None and is_complete(before.step, before.evaluation_due, data.schedule.last_step)
+        if before and complete:
+            say(self.world, f"{self.folder} is complete at step {before.step}: nothing to train.")
+        return complete
+
+    def prepare(self, data: RunData, verified: Verified | None) -> PreparedRun:
+        """Settle what the config leaves open and build everything that is trained. Collective.
+
+        Raises:
+            UserError: something does not fit.
+        """
+        before = verified.state if verified else None
+        say(self.world, f"data: {data.description()}")
+        say(self.world, f"resuming {self.folder} from step {before.step}" if before else f"a new run: {self.folder}")
+        settled = settle(self.config, before, self.world)
+        return PreparedRun(settled, data, before, build(settled.config, self.world, data.train_set.classes, verified))
+
+
+def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Heartbeat, lock: RunLock | None) -> Run:
+    """Open the log and the loaders: from here on the run writes. Collective."""
+    say(world, "opening the loaders and the log")
+    settled, data, before, trained = prepared.settled, prepared.data, prepared.before, prepared.built.trained
+    config, step, last_step = settled.config, prepared.step, data.schedule.last_step
+    folder = Path(config.output_dir)
+    number = write_run_files(config, world, step + 1, str(settled.precision), settled.micro_batch_reason)
+    events, agreement = RunEvents(folder, world), Agreement(config.distributed.collective_timeout)
+    events.start(step, number=number, last_step=last_step, world_size=world.size, zero_stage=settled.zero_stage)
+    heartbeat.on_loss = lambda sentence, at: events.add("end", at, reason=sentence, whole=False)
+    known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
+    reports = BadSampleReport(world, known), store_report(world, (data.train_set, data.val_set))
+    flops_per_image = prepared.built.cost.training_flops_per_image(config.train.micro_batch)
+    run = Run(
+        config=config,
+        world=world,
+        stop=stop,
+        heartbeat=heartbeat,
+        lock=lock,
+        schedule=data.schedule,
+        train_set=data.train_set,
+        trained=trained,
+        compilation=Compilation(
+            settled.compile, settled.precision.name, folder, world, trained.engine.module, trained.objective
+        ),
+        loader=training_loader(data.train_set, config, settled.decode, world, step),
+        val_loader=evaluation_loader(data.val_set, config, world),
+        agreement=agreement,
+        saver=checkpoint.Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),
+        log=RunLog(config, world, step, last_step, flops_per_image, *reports),
+        events=events,
+        samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
+        profiler=StepProfiler(folder, config.log.profile_steps, world, step, last_step),
+        first_step=step,
+        step=step,
+        skipped_steps=before.skipped_steps if before else 0,
+        best=before.best if before else None,
+        evaluation_due=before.evaluation_due if before else False,
+    )
+    if prepared.built.first_maps is not None:
+        run.log.image(pictures.PHI, pictures.map_grid(prepared.built.first_maps), step)
+    return run
+
+
+def _introduce(run: Run, prepared: PreparedRun, recipe: Recipe | None) -> None:
+    """Log the first lines of a start: precision, batch, schedule, and what is unusual about them."""
+    settled, before, cost = prepared.settled, prepared.before, prepared.built.cost
+    config, schedule, model = run.config, run.schedule, run.trained.engine.module
+    run.log.say(str(settled.precision))
+    if settled.precision.warning:
+        run.log.warn(settled.precision.warning)
+    batch, images = config.train.global_batch_size, len(run.train_set)
+    if batch > images and not before:  # a run that was begun keeps its batch
+        run.log.warn(
+            f"train.global_batch_size is {batch:,}, but the train split has only {images:,} images, so that each step takes some of "
+            f"them more than once: set it to {images:,} at most"
+        )
+    if note := optimizer_description(config.optim).remark(config.optim):
+        run.log.say(f"note: {note}")
+    if config.optim.warmup_epochs >= schedule.epochs:
+        run.log.say(
+            f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"
+        )
+    micro, normalizes = config.train.micro_batch, f"{config.model.name} has BatchNorm, which normalizes over a micro-batch, so"
+    if run.trained.batchnorm and before and before.config["train"]["micro_batch_size"] != micro:
+        was = before.config["train"]["micro_batch_size"]
+        run.log.say(f"note: train.micro_batch_size was {was} and is {micro}: {normalizes} the run goes on a little differently")
+    if run.trained.batchnorm and recipe and (stated := recipe.config.train.micro_batch_size) not in (AUTO, micro):
+        run.log.say(
+            f"note: train.micro_batch_size is {micro}, {stated} in {recipe.name}: {normalizes} this is not quite its recipe"
+        )
+    processes = f"{run.world.size} process{'' if run.world.size == 1 else 'es'}"
+    per_epoch = round(schedule.steps_per_epoch, 1) or schedule.steps_per_epoch
+    run.log.say(
+        f"{config.model.name} on {run.world.device}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {batch} = "
+        f"{micro} x {processes} x {settled.accumulation}; steps {run.step} to {schedule.last_step}, {per_epoch:,.10g} per epoch"
+    )
+    for sentence in [*model.remarks(config.data.mean, config.data.std), *cost.remarks()]:
+        run.log.say(sentence)
+    if remark := run.profiler.remark():
+        run.log.warn(remark)

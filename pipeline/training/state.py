@@ -1,0 +1,149 @@
+"""Hold a run between its start and its end: everything that the training loop works with."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline import checkpoint
+from pipeline.cluster.agreement import Agreement
+from pipeline.cluster.heartbeat import Heartbeat
+from pipeline.cluster.stop_signal import StopSignal
+from pipeline.cluster.world import World
+from pipeline.config import Config
+from pipeline.errors import UserError
+from pipeline.loader.batches import EvalBatches, TrainBatches
+from pipeline.loader.loader import Loader
+from pipeline.loader.trial import TrialLoader
+from pipeline.logs.run_events import RunEvents
+from pipeline.logs.run_log import RunLog
+from pipeline.logs.sample_log import SampleLog
+from pipeline.runs.state import is_complete
+from pipeline.shards.mixed_set import MixedSet
+from pipeline.shards.shard_set import ShardSet
+from pipeline.step.train_step import TrainState
+from pipeline.stores.store import StoreAway, StoreFails
+from pipeline.stream.schedule import Schedule
+from pipeline.training.compiling import Compilation
+from pipeline.training.folder import config_hash
+from pipeline.training.lock import RunLock
+from pipeline.training.profiling import StepProfiler
+
+_LONGEST_REASON = 2000  # characters of an error that events.jsonl keeps
+
+
+@dataclass
+class Run:
+    """A run that was started; a context manager. The last four fields change as it goes on, and are what a checkpoint keeps of it."""
+
+    config: Config
+    world: World
+    stop: StopSignal
+    heartbeat: Heartbeat
+    lock: RunLock | None  # held by rank 0
+    schedule: Schedule
+    train_set: ShardSet | MixedSet
+    trained: TrainState
+    compilation: Compilation
+    loader: Loader[TrainBatches] | TrialLoader
+    val_loader: Loader[EvalBatches]
+    agreement: Agreement
+    saver: checkpoint.Saver
+    log: RunLog
+    events: RunEvents
+    samples: SampleLog | None
+    profiler: StepProfiler
+
+    first_step: int  # done before this start
+
+    step: int  # done
+    skipped_steps: int
+    best: dict[str, Any] | None
+    evaluation_due: bool
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.config.output_dir)
+
+    def exchange_status(self) -> bool:
+        """Exchange status with all ranks, once per step or evaluation batch; publish a checkpoint that all have written. Collective.
+
+        Returns:
+            Whether all stop: some rank has received a signal, or its loader has failed ahead of time (:meth:`raise_failure`).
+        """
+        stop = self.stop.received != 0 or self.loader.failure is not None
+        agreed = self.agreement.exchange(stop, self.saver.failed, self.saver.written)
+        self.saver.settle(agreed)
+        return agreed.stop != 0
+
+    def raise_failure(self) -> None:
+        """Raise, on all ranks, what a rank's loader failed with ahead of time, if one did. Collective."""
+        failure = self.loader.failure
+        found = [said for said in self.world.gather([failure.exit_code, str(failure)] if failure else None) if said]
+        if found:
+            code, sentence = max(found)
+            raise (StoreAway if code == StoreAway.exit_code else StoreFails)(sentence)
+
+    def state(self) -> checkpoint.RunState:
+        """What a checkpoint of this moment says."""
+        return checkpoint.RunState(
+            step=self.step,
+            samples=self.schedule.samples(self.step),
+            skipped_steps=self.skipped_steps,
+            config=self.config.with_values({"data.decode": self.loader.decode}).model_dump(mode="json"),
+            config_hash=config_hash(self.config),
+            classes=self.train_set.classes,
+            class_names=self.train_set.named,
+            data=self.train_set.identity(),
+            world_size=self.world.size,
+            zero_stage=int(self.trained.engine.zero_optimization_stage()),
+            last_step=self.schedule.last_step,
+            bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.state().items()},
+            best=self.best,
+            evaluation_due=self.evaluation_due,
+        )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Stop threads and close files. After an error the lock stays with the process, whose threads may still be writing."""
+        whole = error is None and is_complete(self.step, self.evaluation_due, self.schedule.last_step)
+        self.events.add("end", self.step, reason=self._why_it_ends(error, whole), whole=whole)
+        with ExitStack() as parts:
+            if error is None:
+                parts.callback(self.release)
+            parts.callback(self.profiler.close if error is None else self.profiler.abandon)
+            for part in (self.samples, self.log, self.val_loader, self.loader):
+                if part:
+                    parts.callback(part.close if error is None else partial(_close_quietly, part))
+
+    def _why_it_ends(self, error: BaseException | None, whole: bool) -> str:
+        """For a report."""
+        if isinstance(error, KeyboardInterrupt):
+            return "stopped by Ctrl-C"
+        if error is not None:
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            return kind + (str(error).partition("\n")[0] or "an error")[:_LONGEST_REASON]
+        if whole:
+            return "the end of the schedule"
+        return (
+            f"stopped by {signal.Signals(self.stop.received).name}"
+            if self.stop.received
+            else "stopped by a signal to another rank"
+        )
+
+    def release(self) -> None:
+        """Let the next run have the folder."""
+        if self.lock:
+            self.lock.release()
+
+
+def _close_quietly(part: Any) -> None:
+    with suppress(Exception):  # it would hide the error that matters
+        part.close()

@@ -1,0 +1,223 @@
+"""Load the teacher of hard distillation: another run's model, or a network of torchvision or timm with a local weight file.
+
+ConViT's teacher, a RegNetY-16GF (Table 4), is ``torchvision:regnet_y_16gf``, or ``timm:regnety_160.deit_in1k`` with the file that
+DeiT's authors published (``train.teacher_weights``). Nothing is downloaded. The libraries are imported where they are used: nothing
+else needs them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.checkpoint import read_initial_weights
+from pipeline.config import Config, TrainConfig
+from pipeline.errors import UserError
+from pipeline.inference.trained import read_trained
+from pipeline.models.timm_network import first_line
+from pipeline.models.weights.transfer import check_finite, first_difference
+from pipeline.step.forward import autocast
+
+# What all of torchvision's weights for ImageNet were trained with: the preset `ImageClassification` of torchvision.transforms.
+TORCHVISION_MEAN, TORCHVISION_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_SHOWN = 3  # names listed in a message
+
+
+def load_teacher(config: Config, device: torch.device, classes: list[str] | None = None) -> Callable[[Tensor], Tensor]:
+    """Load the teacher: another run's model, with its averaged weights if it kept an average, or a network of another library.
+
+    Args:
+        config: of the student; ``train.teacher`` is the other run's folder, one of its checkpoints, an exported file, or a
+            library and a name.
+        device: of the teacher.
+        classes: the student's class names, in order; None: not compared. Libraries do not name theirs.
+
+    Returns:
+        images (B, 3, H, W) -> logits (B, classes), without gradients.
+
+    Raises:
+        UserError: there is no such model, or it has other classes or another image size.
+    """
+    teacher = load_library_teacher(config) if config.train.teacher_weights else _model_of_run(config, classes)
+    teacher.to(device).requires_grad_(False)
+
+    @torch.no_grad()
+    def scores(images: Tensor) -> Tensor:
+        with autocast(device, config.train.precision):
+            return teacher(images)
+
+    return scores
+
+
+def _model_of_run(config: Config, classes: list[str] | None) -> nn.Module:
+    assert config.train.teacher
+    source = Path(config.train.teacher)
+    trained = read_trained(source)
+    for key in ("num_classes", "image_size"):
+        found, needed = getattr(trained.config.model, key), getattr(config.model, key)
+        if found != needed:
+            raise UserError(f"train.teacher {source} must have model.{key} {needed}, got {found}", "choose another teacher")
+    if classes and trained.named and (others := first_difference(trained.classes, classes)):
+        raise UserError(
+            f"train.teacher {source} must have the data set's classes, got {others}",
+            "choose a teacher that was trained on the same classes",
+        )
+    return trained.build_model()
+
+
+def describe_teacher(train: TrainConfig) -> str:
+    """The teacher in words, for the log."""
+    if not train.teacher_weights:
+        return f"the model of {train.teacher}"
+    return f"{train.teacher} with {train.teacher_weights}, which does not name its classes: they must be the data set's, in the same order"
+
+
+class LibraryTeacher(nn.Module):
+    """A network behind its own normalization.
+
+    Args:
+        network: takes (B, 3, H, W) and returns (B, classes).
+        mean, std: of the images that the network was trained on.
+        run_mean, run_std: of the images that the run gives it.
+
+    ``forward``: images (B, 3, H, W), normalized as the run's -> (B, classes).
+    """
+
+    scale: Tensor  # (3, 1, 1), a buffer
+    offset: Tensor  # (3, 1, 1), a buffer
+
+    def __init__(
+        self,
+        network: nn.Module,
+        mean: Sequence[float],
+        std: Sequence[float],
+        run_mean: Sequence[float],
+        run_std: Sequence[float],
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.converts = (tuple(mean), tuple(std)) != (tuple(run_mean), tuple(run_std))
+        theirs, ours = (torch.tensor([m, s], dtype=torch.float64) for m, s in ((mean, std), (run_mean, run_std)))  # (2, 3)
+        self.register_buffer("scale", (ours[1] / theirs[1]).float().view(3, 1, 1))
+        self.register_buffer("offset", ((ours[0] - theirs[0]) / theirs[1]).float().view(3, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images * self.scale + self.offset if self.converts else images)
+
+
+def load_library_teacher(config: Config) -> LibraryTeacher:
+    """The network that ``train.teacher`` names, with the weights of ``train.teacher_weights``.
+
+    Args:
+        config: of the student, whose number of classes and image size the network must have.
+
+    Returns:
+        The teacher in eval mode, on the CPU.
+
+    Raises:
+        UserError: the library is missing or does not load, it has no such network, the file cannot be read, its weights are not
+            those of the network with this number of classes, or the network does not take images of this size.
+    """
+    train, model = config.train, config.model
+    assert train.teacher and train.teacher_weights  # the config has both or none
+    library, _, name = train.teacher.partition(":")
+    module = _imported(library)
+    _check_name(library, name, module)
+    file = Path(train.teacher_weights)
+    if not file.is_file():
+        raise UserError(
+            f"train.teacher_weights must be a file with the weights of {train.teacher}, got {file}, which is not a file",
+            "download them; the repository's docs/models.md says from where",
+        )
+    weights = read_initial_weights(file, key="train.teacher_weights").weights
+    network, mean, std = _build(library, name, module, model.num_classes)
+    _check_fits(network, weights, config)
+    check_finite(weights, f"train.teacher_weights {file}")
+    network.load_state_dict(weights)
+    teacher = LibraryTeacher(network, mean, std, config.data.mean, config.data.std).eval()
+    _try_out(teacher, config)
+    return teacher
+
+
+def _imported(library: str) -> ModuleType:
+    try:
+        return importlib.import_module(library)
+    except Exception as error:  # missing, or its operators are of another build of PyTorch: RuntimeError or OSError
+        missing = isinstance(error, ModuleNotFoundError) and error.name == library
+        reason = "which is not installed" if missing else f"which does not load ({first_line(error)})"
+    extra = "'.[torchvision]'" if library == "torchvision" else library
+    raise UserError(
+        f"train.teacher={library}:NAME requires {library} beside PyTorch {torch.__version__}, {reason}",
+        f"install it from PyTorch's index, PyPI or download.pytorch.org/whl/...: pip install -c constraints.txt {extra}",
+    )
+
+
+def _check_name(library: str, name: str, module: ModuleType) -> None:
+    if library == "timm":
+        known = module.list_models()
+        found = module.is_model(name)  # also with the tag of its weights: regnety_160.deit_in1k
+    else:
+        known = module.models.list_models(module=module.models)  # classification alone
+        found = name in known
+    if not found:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {library}:{close[0]}?" if close else f"{library}.list_models() has the names"
+        raise UserError(f"train.teacher must name a classifier of {library}, got {library}:{name}", hint)
+
+
+def _build(library: str, name: str, module: ModuleType, classes: int) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
+    """The network with random weights, and the mean and deviation that it expects."""
+    if library == "torchvision":
+        return module.models.get_model(name, weights=None, num_classes=classes), TORCHVISION_MEAN, TORCHVISION_STD
+    try:
+        network = module.create_model(name, pretrained=False, num_classes=classes)
+    except RuntimeError as error:  # a tag of weights that there are not
+        raise UserError(
+            f"train.teacher must be a model that timm makes, got timm:{name} ({error})", "leave out the tag, or correct it"
+        ) from None
+    return network, network.pretrained_cfg["mean"], network.pretrained_cfg["std"]
+
+
+def _check_fits(network: nn.Module, weights: dict[str, Tensor], config: Config) -> None:
+    own = network.state_dict()
+    missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    misfits = [
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
+        for name, value in own.items()
+        if name in weights and weights[name].shape != value.shape
+    ]
+    if missing or unknown or misfits:
+        parts = ((missing, "missing"), (unknown, "unknown"), (misfits, "of another shape"))
+        found = ", ".join(
+            f"{len(names)} {what}" + (f" ({', '.join(names[:_SHOWN])})" if names else "") for names, what in parts
+        )
+        raise UserError(
+            f"train.teacher_weights {config.train.teacher_weights} must fit {config.train.teacher} with {config.model.num_classes} classes, "
+            f"got tensors of which are {found}",
+            "pass the weights of that network, trained on the classes of this data set",
+        )
+
+
+def _try_out(teacher: LibraryTeacher, config: Config) -> None:
+    """One image through the network, so that a size that it does not take is found before the first step."""
+    size, classes = config.model.image_size, config.model.num_classes
+    try:
+        with torch.no_grad():
+            scores = teacher(torch.zeros(1, 3, size, size))
+    except Exception as error:  # of the library's own code, or of PyTorch's operators
+        raise UserError(
+            f"train.teacher must take images of {size} x {size} pixels, got {config.train.teacher}, which does not ({first_line(error)})",
+            "choose another teacher or another model.image_size",
+        ) from None
+    found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    if found != (1, classes):
+        raise UserError(
+            f"train.teacher must give (1, {classes}) scores for an image, got {found} of {config.train.teacher}",
+            "choose another teacher",
+        )

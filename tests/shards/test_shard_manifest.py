@@ -1,0 +1,145 @@
+"""A manifest or sample table that was edited together with its checksums is one sentence: no traceback, no hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.set_checks import read_sample_table, verify
+from pipeline.errors import UserError
+from pipeline.files import file_sha256
+from pipeline.shards.manifest import MANIFEST, ShardManifest
+from pipeline.shards.shard_set import ShardSet
+from pipeline.stream.samples import DamagedSample
+
+
+@pytest.fixture
+def copied(digits_shards: Path, tmp_path: Path) -> Path:
+    """A shard set that a test may damage."""
+    return Path(shutil.copytree(digits_shards, tmp_path / "shards"))
+
+
+# Where in the manifest, what is written there, what the sentence says is needed.
+EDITS = [
+    ("version", 2, "1, got 2"),
+    ("classes", 5, "a list of at least 1 name"),
+    ("classes", [], "a list of at least 1 name"),
+    ("classes", [1] * 10, "a list of at least 1 name"),
+    ("splits.val.samples", 0, "a whole number of at least 1"),
+    ("splits.val.samples", 2**63, "a whole number of at least 1"),
+    ("splits.val.samples", True, "a whole number of at least 1"),
+    ("splits.val.seed", -1, "a whole number of at least 0"),
+    ("splits.val.samples_per_shard", 1.5, "a whole number of at least 1"),
+    ("splits.val.samples_per_class", [1, 2], "must have 10 entries, one for each class, got 2"),
+    ("splits.val.samples_per_class", [-1] * 10, "a list of counts"),
+    ("splits.val.source", None, "an object"),
+    ("splits.val.source.fingerprint", None, "a string"),
+    ("splits.val.source.subset", 0, "a share above 0 and at most 1"),
+    ("splits.val.source.subset_rule", "last", "random or first"),
+    ("splits.val.samples_file", "../val-samples.npy", "the plain name of a file"),
+    ("splits.val.samples_sha256", "short", "a SHA-256"),
+    ("splits.val.shards", [], "at least 1 shard"),
+    ("splits.val.shards.0.file", "/etc/passwd", "the plain name of a file"),
+    ("splits.val.shards.0.idx_file", "\0", "the plain name of a file"),
+    ("splits.val.shards.0.bytes", "many", "a whole number of at least 0"),
+    ("splits.val.shards.0.unknown", 1, "not a complete manifest"),
+    ("splits.val", [], "not a complete manifest"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "needed"), EDITS)
+def test_an_impossible_value_in_the_manifest_is_named(place: str, value: object, needed: str, copied: Path) -> None:
+    """Guards against a traceback far from the file that caused it, and against paths that lead out of the folder."""
+    tree = json.loads((copied / MANIFEST).read_text())
+    *above, last = place.split(".")
+    parent = tree
+    for key in above:
+        parent = parent[int(key) if key.isdecimal() else key]
+    parent[last] = value
+    (copied / MANIFEST).write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"manifest.json is damaged: .*: restore the file, or write") as error:
+        ShardSet(copied, "val")
+    assert needed in str(error.value)
+    if needed != "not a complete manifest":
+        assert f" {place} must " in str(error.value)
+
+
+def edit_row(name: str, value: int) -> Callable[[np.ndarray], np.ndarray]:
+    def edit(rows: np.ndarray) -> np.ndarray:
+        rows[name][7] = value
+        return rows
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (edit_row("offset", 2**63), "offset of sample 7 must be within its tar, got 9223372036854775808"),
+        (edit_row("offset", 2**64 - 1), "offset of sample 7 must be"),
+        (edit_row("bytes", 0), "bytes of sample 7 must be at least 1 and within its tar, got 0"),
+        (edit_row("bytes", 2**32 - 1), "bytes of sample 7 must be"),
+        (edit_row("shard", 1), "shard of sample 7 must be below 1, got 1"),
+        (edit_row("label", 10), "label of sample 7 must be below 10, got 10"),
+        (edit_row("width", 0), "width of sample 7 must be at least 1, got 0"),
+        (edit_row("height", 0), "height of sample 7 must be at least 1, got 0"),
+        (lambda rows: rows[0], r"damaged \(it holds an array of shape \(\)"),
+        (lambda rows: rows[None], r"damaged \(it holds an array of shape \(1, 359\)"),
+        (lambda rows: rows[:5], r"damaged \(it lists 5 samples; 359 samples by manifest.json\)"),
+        (lambda rows: rows["label"], "fields"),
+        (lambda rows: b"\x93NUMPY\x01\x00\x06\x00{'x':\n", "damaged"),
+        (lambda rows: b"PK\x03\x04", "damaged"),
+    ],
+)
+def test_an_impossible_row_of_the_sample_table_is_named(edit: Callable, expected: str, copied: Path) -> None:
+    """Guards against an OverflowError days into a run, and against labels and crops of nothing."""
+    path = copied / "val-samples.npy"
+    content = edit(np.load(path))
+    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
+    tree = json.loads((copied / MANIFEST).read_text())
+    tree["splits"]["val"]["samples_sha256"] = file_sha256(path)
+    (copied / MANIFEST).write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=rf"val-samples.npy .*{expected}.*: restore it, or shard again"):
+        ShardSet(copied, "val")
+    rows, findings = read_sample_table(copied, ShardManifest.read(copied), "val")
+    assert [finding.check for finding in findings][:1] == ["sample table"] and (rows is None or len(rows) == 359)
+
+
+def test_a_pipe_in_place_of_a_file_is_named(copied: Path) -> None:
+    """Guards against a command that waits for ever for whoever might write into it."""
+    whole = json.loads((copied / MANIFEST).read_text())
+    opened = ShardSet(copied, "val")
+    for name, key in (("val-000000.tar", "bytes"), ("val-000000.idx", "idx_bytes"), ("val-samples.npy", None)):
+        tree = json.loads(json.dumps(whole))
+        if key:
+            tree["splits"]["val"]["shards"][0][key] = 0
+        (copied / MANIFEST).write_text(json.dumps(tree))
+        content = (copied / name).read_bytes()
+        (copied / name).unlink()
+        os.mkfifo(copied / name)
+        with pytest.raises((UserError, OSError), match=rf"not a regular file.*{name}|{name} must be a regular file"):
+            ShardSet(copied, "val")
+        if name.endswith(".tar"):
+            assert any("not a regular file" in finding.found for finding in verify(copied, ShardManifest.read(copied)))
+            with pytest.raises(
+                DamagedSample, match=r"val-000000.tar: sample 000000-000000 cannot be read \(not a regular file\)"
+            ):
+                opened.read(0)
+        (copied / name).unlink()
+        (copied / name).write_bytes(content)
+
+
+def test_an_unfinished_set_and_an_unknown_split_get_advice_that_works(copied: Path) -> None:
+    """Guards against "manifest.json is missing" for a set that one more command would finish, and an invalid --split."""
+    with pytest.raises(UserError, match=r"got 'test': pass one of these; .* --split val"):
+        ShardSet(copied, "test")
+    (copied / MANIFEST).rename(copied / "kept")
+    (copied / ".train-in-progress").write_text("{}")
+    with pytest.raises(UserError, match=r"missing because the sharding of train .* was not finished: run the same .* command"):
+        ShardSet(copied, "train")
