@@ -109,12 +109,18 @@ def change(part: str, **values: Any) -> Callable[[dict], object]:
         ),
         (
             change("annotations", bbox=None),
-            "annotations[0] (id 1) has no 'bbox', all of id, image_id, category_id, bbox, area, iscrowd",
+            "annotations[0] (id 1) must have id, image_id, category_id, bbox, area, iscrowd, got no 'bbox'",
         ),
-        (change("annotations", area=None), "annotations[0] (id 1) has no 'area'"),
-        (change("annotations", iscrowd=None), "annotations[0] (id 1) has no 'iscrowd'"),
+        (
+            change("annotations", area=None),
+            "annotations[0] (id 1) must have id, image_id, category_id, bbox, area, iscrowd, got no 'area'",
+        ),
+        (change("annotations", iscrowd=None), "area, iscrowd, got no 'iscrowd'"),
         (change("annotations", iscrowd=2), "annotation 1 must have iscrowd 0 or 1, got 2"),
-        (change("annotations", id=None), "annotations[0] has no 'id'"),
+        (
+            change("annotations", id=None),
+            "annotations[0] must have id, image_id, category_id, bbox, area, iscrowd, got no 'id'",
+        ),
         (change("annotations", id="1"), "annotations[0] must have a whole number as id, got '1'"),
         (
             change("annotations", bbox=[1, 2, 3]),
@@ -138,13 +144,13 @@ def change(part: str, **values: Any) -> Callable[[dict], object]:
             change("annotations", segmentation={"size": [60, 40], "counts": [9]}),
             "must have polygons, or counts with the size [40, 60]",
         ),
-        (change("images", file_name="c.png"), "c.png does not exist, image 7 of"),
+        (change("images", file_name="c.png"), "set.json lists it as image 7"),
         (change("images", file_name=3), "image 7 must have the name of a file as file_name, got 3"),
         (change("images", width=None), "images[0] (id 7) must have id, file_name, width, height, got no 'width'"),
         (change("images", width=0), "image 7 must have a whole number of pixels as width, got 0"),
         (change("images", id=3), "images must have distinct ids, got 3 twice: renumber them"),
-        (change("categories", id=2), "two categories have the id 2"),
-        (lambda tree: tree["annotations"].append(annotation(1)), "two annotations have the id 1"),
+        (change("categories", id=2), "categories must have distinct ids, got 2 twice"),
+        (lambda tree: tree["annotations"].append(annotation(1)), "annotations must have distinct ids, got 1 twice"),
         (lambda tree: tree.pop("categories"), "'categories' must be a list, got none"),
         (lambda tree: tree.update(annotations={}), "'annotations' must be a list, got dict"),
         (lambda tree: tree["annotations"].append(3), "annotations[1] must be an object, got int"),
@@ -167,7 +173,12 @@ def test_masks_are_asked_for_only_where_they_are_learned(tmp_path: Path, tree: d
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "is not JSON"), ("[1]", "holds a list, an object with images"), ("\x00", "is not JSON")]
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "must hold an object with images, annotations, categories, got list"),
+        ("\x00", "is not JSON"),
+    ],
 )
 def test_a_file_that_is_no_coco_file(tmp_path: Path, tree: dict, text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):

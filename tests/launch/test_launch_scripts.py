@@ -126,12 +126,12 @@ def submit(root: Path, *words: str, code: int = 75, **variables: str) -> list[li
 
     In Slurm's place are a ``srun`` that runs the command here and a ``scontrol`` that agrees; test_slurm.py has the real ones.
     """
-    (root / "pipeline" / "faults").mkdir(parents=True)
+    (root / "pipeline" / "training").mkdir(parents=True)
     for name, text in (
         ("__init__", ""),
         ("train", NOTES.format(code=code)),
-        ("faults/__init__", ""),
-        ("faults/restart", NOTES.format(code=0)),
+        ("training/__init__", ""),
+        ("training/restart", NOTES.format(code=0)),
     ):
         (root / "pipeline" / f"{name}.py").write_text(text)
     bin_folder = root / "slurm"
