@@ -1,7 +1,8 @@
 """Optimization: what turns a loss into new weights.
 
 ==================== =========================================================================================
-``description.py``   what the pipeline may ask about an optimizer, and the answers for AdamW
+``description.py``   what the pipeline may ask about an optimizer
+``adamw.py``         the answers for AdamW
 ``lamb.py``          LAMB, whichever ranks hold a parameter's slices
 ``muon.py``          Muon for the matrices of the blocks, AdamW for the rest
 ``imported.py``      any class of ``torch.optim.Optimizer``, which is tried on small parameters first

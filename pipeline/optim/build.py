@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipeline.config import OptimConfig
+from pipeline.config.train_sections import BUILT_IN_OPTIMIZERS
 from pipeline.errors import UserError
-from pipeline.optim.description import MATRICES, AdamW, OptimizerDescription
+from pipeline.optim.description import MATRICES, OptimizerDescription
 from pipeline.optim.imported import imported_optimizer
-from pipeline.optim.lamb import LambDescription
-from pipeline.optim.muon import MuonDescription
 
 LR_SCALE = "lr_scale"  # key of a group: fraction of the schedule's learning rate; without it, all of it
-BUILT_IN: dict[str, OptimizerDescription] = {"adamw": AdamW(), "lamb": LambDescription(), "muon": MuonDescription()}
 
 
 def optimizer_description(config: OptimConfig) -> OptimizerDescription:
@@ -27,13 +26,16 @@ def optimizer_description(config: OptimConfig) -> OptimizerDescription:
     Raises:
         UserError: the class cannot be imported or cannot be trained with; see :mod:`pipeline.optim.imported`.
     """
-    return BUILT_IN[config.name] if config.name in BUILT_IN else imported_optimizer(config)
+    if config.name not in BUILT_IN_OPTIMIZERS:
+        return imported_optimizer(config)
+    description: OptimizerDescription = import_module(f"pipeline.optim.{config.name}").DESCRIPTION
+    return description
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Build the optimizer ``optim.name`` with the groups of :func:`parameter_groups`.
 
-    The learning rate is a placeholder: :func:`pipeline.optim.schedule.learning_rate` gives it before every step.
+    The learning rate is a placeholder: :func:`pipeline.optim.learning_rate.learning_rate` gives it before every step.
 
     Raises:
         UserError: the optimizer or ``layer_decay`` does not suit the model.

@@ -1,7 +1,8 @@
 """Describe an optimizer to the rest of the pipeline: one description each, beside its construction.
 
 Checkpoints ask what an optimizer keeps, the engine whether ZeRO may slice it, plans what its step takes, and the log what it is called.
-A new built-in optimizer is a file with its class and its description, and a line in :data:`pipeline.optim.build.BUILT_IN`.
+A new built-in optimizer is a module ``pipeline.optim.NAME`` with its class and its ``DESCRIPTION``, and its name in the config's
+:data:`~pipeline.config.train_sections.BUILT_IN_OPTIMIZERS`.
 """
 
 from __future__ import annotations
@@ -87,16 +88,3 @@ class OptimizerDescription:
     def remark(self, config: OptimConfig) -> str | None:
         """A sentence for the log about keys that are unusual for this optimizer; None: nothing."""
         return None
-
-
-class AdamW(OptimizerDescription):
-    """AdamW (Loshchilov & Hutter, 2019), PyTorch's, in one fused kernel: each weight, gradient and moment is read and written once."""
-
-    title = "AdamW"
-    passes = 7
-
-    def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, lr=config.warmup_lr, betas=config.betas, eps=config.eps, fused=True)
-
-    def state(self, group: Group) -> StateNames:
-        return StateNames(("exp_avg", "exp_avg_sq"), ("step",))

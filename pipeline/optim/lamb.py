@@ -117,3 +117,6 @@ class LambDescription(OptimizerDescription):
         if config.clip_grad_norm:
             return None
         return "optim.clip_grad_norm is null, so nothing clips the gradients; LAMB in timm and apex clips them at 1.0"
+
+
+DESCRIPTION = LambDescription()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from pipeline.config import OptimConfig
 from pipeline.errors import UserError
-from pipeline.optim.description import MATRICES, AdamW, Group, StateNames
+from pipeline.optim.adamw import AdamW
+from pipeline.optim.description import MATRICES, Group, StateNames
 from pipeline.optim.slices import Slice, SliceOptimizer
 
 _ITERATIONS = 5
@@ -161,3 +162,6 @@ def _hidden_matrices(model: nn.Module) -> Iterator[str]:
         name = f"{module_name}.weight"
         if isinstance(module, nn.Linear) and module.weight.requires_grad and 0 < model.layer_of(name) < last:  # type: ignore[operator]
             yield name
+
+
+DESCRIPTION = MuonDescription()

@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optim.optimizers_program import small_model
 from pipeline.config import Config, OptimConfig, config_from_dict
+from pipeline.config.train_sections import BUILT_IN_OPTIMIZERS
 from pipeline.errors import UserError
-from pipeline.optim.build import BUILT_IN, build_optimizer, optimizer_description
+from pipeline.optim.build import build_optimizer, optimizer_description
 from pipeline.optim.description import MATRICES, StateNames
 from pipeline.optim.engine import zero_stage
 from support.launching import REPOSITORY, run_module
@@ -106,7 +107,7 @@ def test_a_plan_counts_what_a_class_keeps(name: str, kept: int) -> None:
     assert found and float(found[1]) == pytest.approx((1 + kept) * 4 * 5.717, rel=0.01)  # millions of parameters
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", BUILT_IN_OPTIMIZERS)
 def test_built_in_descriptions_are_what_is_kept(name: str) -> None:
     """Guards against a description that says something else than its optimizer does."""
     model, asked = small_model(), OptimConfig(name=name)
