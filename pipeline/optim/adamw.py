@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pipeline.config import OptimConfig
 from pipeline.optim.description import Group, OptimizerDescription, StateNames
 
 
