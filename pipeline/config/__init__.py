@@ -35,6 +35,7 @@ from pipeline.config.sections import (
     EvalConfig,
     LogConfig,
     config_to_yaml,
+    decides_weights,
     flatten,
     is_free,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "accumulation_steps",
     "config_from_dict",
     "config_to_yaml",
+    "decides_weights",
     "find_recipe",
     "fitting_micro_batches",
     "flatten",

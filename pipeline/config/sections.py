@@ -181,6 +181,11 @@ def is_free(key: str) -> bool:
     return key in _FREE_KEYS or key.startswith(_FREE_SECTIONS)
 
 
+def decides_weights(key: str) -> bool:
+    """Whether a key, given as in :func:`flatten`, decides what a whole run trains; a resumed run may go on for more steps."""
+    return key == "train.max_steps" or not is_free(key)
+
+
 def section_fields(name: str, root: type[Section] = Config) -> dict[str, FieldInfo]:
     """The keys of a section of ``root``, of its top level for an empty name; none for what is no section."""
     if not name:

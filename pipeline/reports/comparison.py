@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from pipeline.config import is_free
+from pipeline.config import decides_weights
 from pipeline.runs.folder import RunFolder
 
 _NOT_COMPARED = ("seed", "output_dir", "train.init_from")
@@ -105,8 +105,8 @@ def value_text(value: Any) -> str:
 
 
 def _decisive(run: RunFolder) -> dict[str, Any]:
-    keys = {key: value for key, value in run.flat.items() if not is_free(key) and key not in _NOT_COMPARED}
-    return {**keys, "train.max_steps": run.flat.get("train.max_steps"), IMAGES: run.images}
+    keys = {key: value for key, value in run.flat.items() if decides_weights(key) and key not in _NOT_COMPARED}
+    return {**keys, IMAGES: run.images}
 
 
 def _val_images(group: Group) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import find_recipe, is_free, load_config, shipped_recipes
+from pipeline.config import decides_weights, find_recipe, load_config, shipped_recipes
 from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder, flat_config
 
@@ -47,7 +47,7 @@ class PaperRecipe:
 
 def decides(key: str) -> bool:
     """Whether a key of the config decides what a paper's figure is of."""
-    return key == "train.max_steps" or not is_free(key) and key not in _OF_THE_RUN
+    return decides_weights(key) and key not in _OF_THE_RUN
 
 
 def paper_recipe(run: RunFolder) -> PaperRecipe | None:

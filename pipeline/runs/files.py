@@ -24,6 +24,7 @@ from pipeline.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, EVENTS, LOCK, RESTAR
 from pipeline.runs.rows import Row, is_number, parse_row
 
 _LARGEST_FILE = 64 << 20  # bytes of a file that is read as a whole: none of these comes near it
+_RECORDED = ("pid", "host", "slurm_job", "since")  # of a holder, in the lock file
 _Content = TypeVar("_Content")
 Stamp = tuple[int, int, int] | None  # inode, size, modification time; None: it is not there
 
@@ -37,6 +38,10 @@ class Holder:
     slurm_job: str | None = None
     since: str | None = None  # a date and time
     alive: bool = False  # it holds the lock now, as far as this machine can see
+
+    def record(self) -> str:
+        """What the lock file holds of it, which :func:`read_holder` reads."""
+        return json.dumps({name: getattr(self, name) for name in _RECORDED}) + "\n"
 
     def __str__(self) -> str:
         if self.pid is None:  # it has not written its name yet
@@ -57,7 +62,7 @@ def read_holder(descriptor: int) -> Holder | None:
     except (OSError, ValueError, RecursionError):
         pass
     if isinstance(told, dict):
-        return Holder(told.get("pid"), told.get("host"), told.get("slurm_job"), told.get("since"), alive)
+        return Holder(**{name: told.get(name) for name in _RECORDED}, alive=alive)
     return Holder(alive=alive) if alive else None
 
 

@@ -17,7 +17,7 @@ class Start:
 
     number: int  # counted from 1
     began: float | None  # Unix time in seconds
-    ended: float | None  # of the last sign of it
+    ended: float | None  # of its last activity
     step: int | None  # done before it
     reached: int | None  # the last step that it is known to have taken
     repeated: int | None  # steps at the end of it that the next start took again

@@ -18,7 +18,7 @@ from pipeline.runs import CHECKPOINTS, ENVIRONMENT, LOCK, METRICS
 from pipeline.runs.files import Holder, RunFiles
 from pipeline.runs.rows import Row, is_count, is_number, kind_of, last_rows
 
-_QUIET = 120.0  # seconds without a sign of life, or five times as long as usual, after which a run hangs
+_QUIET = 120.0  # seconds without activity, or five times as long as usual, after which a run hangs
 _STARTING = 1800.0  # seconds until the first row of a start, which compiles; the default of distributed.progress_timeout
 
 StateName = Literal["waiting", "running", "hung", "stopped", "killed", "finished"]
@@ -29,15 +29,15 @@ class State:
     """How a run stands.
 
     Attributes:
-        name: ``waiting``: there is no step yet. ``running``: a process trains. ``hung``: it does, but has given no sign of life for far longer
-            than usual. ``finished``: nothing is left to train. ``stopped``: it ended in order, by a signal or with an error, and the same
+        name: ``waiting``: there is no step yet. ``running``: a process trains. ``hung``: it does, but has written nothing for far longer than
+            usual. ``finished``: nothing is left to train. ``stopped``: it ended in order, by a signal or with an error, and the same
             command goes on. ``killed``: it ended without a word.
         step: the last one that the folder knows of; 0 before the first.
         last_step: the end of the schedule, as the run has recorded it; None before it has.
         saved: step of the newest intact checkpoint, from which the same command goes on; None: there is none.
         reason: why the last start ended, in words; empty where nothing tells it.
         holder: who trains, or ended without releasing the folder.
-        silence: seconds since the last sign of life; None before there is one.
+        silence: seconds since the last activity; None before there is any.
         seconds_per_step: by the latest rows of this start, evaluations and checkpoints included; None before there are two.
     """
 
@@ -121,8 +121,8 @@ def state_of(files: RunFiles, now: float | None = None) -> State:
 
 
 def _is_held(holder: Holder | None, ended: bool, late: bool) -> bool:
-    """Whether a process has the folder. A file system without locks between nodes shows none of another node's: there only the signs of
-    life tell."""
+    """Whether a process has the folder. Where the file system shows no locks of other nodes, the last activity
+    tells."""
     if holder is None or holder.alive:
         return holder is not None
     return holder.host not in (None, socket.gethostname()) and not ended and not late

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.config import accumulation_steps, config_from_dict, flatten, is_free
+from pipeline.config import accumulation_steps, config_from_dict, decides_weights, flatten
 from pipeline.errors import UserError
 from pipeline.sweep.lines import Sweep, SweepRun
 
@@ -42,7 +42,7 @@ def is_finished(run: SweepRun) -> bool:
         before, now = flatten(config_from_dict(files.config, str(run.folder))), flatten(run.config)
     except UserError:
         return False
-    decisive = [key for key in now if key == "train.max_steps" or not is_free(key)]
+    decisive = [key for key in now if decides_weights(key)]
     if now["train.precision"] == "auto":  # the run has recorded what it chose
         decisive.remove("train.precision")
     return all(before.get(key) == now[key] for key in decisive)

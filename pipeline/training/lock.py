@@ -8,7 +8,6 @@ the lock.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import socket
@@ -47,7 +46,7 @@ class RunLock:
         """
         path = run_dir / LOCK
         if path.resolve() in _held_here:
-            raise _refusal(run_dir, Holder(**_about_me()))
+            raise _refusal(run_dir, _this_process())
         created = not run_dir.exists()
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -58,7 +57,7 @@ class RunLock:
             _wait_for_lock(descriptor, run_dir, wait_seconds)
             if os.fstat(descriptor).st_nlink == 0:  # a lock on a removed file excludes nobody
                 raise UserError(f"{run_dir} was removed by another start, which was refused", "start again")
-            _write(descriptor, json.dumps(_about_me()) + "\n")
+            _write(descriptor, _this_process().record())
         except OSError as error:
             os.close(descriptor)
             raise write_error(path, error) from None
@@ -136,13 +135,8 @@ def _refusal(run_dir: Path, holder: Holder) -> UserError:
     )
 
 
-def _about_me() -> dict:
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "slurm_job": job_name(os.environ),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
+def _this_process() -> Holder:
+    return Holder(os.getpid(), socket.gethostname(), job_name(os.environ), since=time.strftime("%Y-%m-%d %H:%M:%S"))
 
 
 def _write(descriptor: int, text: str) -> None:

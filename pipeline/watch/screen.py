@@ -112,9 +112,9 @@ def _state(run: LiveRun, state: State) -> Text:
         words = f"waits for a run in {run.path}, which has none yet"
         return Text(words if run.path.is_dir() else f"waits for {run.path}, which is not there yet", style="yellow")
     told = {
-        "waiting": f"starting, last sign of life {ago}: {state.holder}",
-        "running": f"running, last sign of life {ago}: {state.holder}",
-        "hung": f"hung: no sign of life for {duration(state.silence or 0)} from {state.holder}",
+        "waiting": f"starting, last activity {ago}: {state.holder}",
+        "running": f"running, last activity {ago}: {state.holder}",
+        "hung": f"hung: no activity for {duration(state.silence or 0)} from {state.holder}",
         "killed": f"{state}, {ago}, without a word: killed, or its node is down; {goes_on}",
         "stopped": f"{state}, {ago} ({state.reason or 'no process trains it'}); {goes_on}",
         "finished": f"{state}, {ago}",

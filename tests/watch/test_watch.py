@@ -98,7 +98,7 @@ def test_the_page_answers_at_any_width(width: int, tmp_path: Path) -> None:
     for part in (
         *("50%, step 100 of 200, epoch 2.00, 2 min left", "run (pervit_t, 224 px)", "2.0000", "60.00 %", "65.00 %"),
         *("67.50 % at step 50 (ema); last evaluation at step 100", "1,234.5 images/s, MFU 41.0%, data wait 2.0%"),
-        *("7.25 GiB, peak 8.50 GiB", "2 bad samples, 0 skipped steps, 2 restarts", "running, last sign of life 10 s ago"),
+        *("7.25 GiB, peak 8.50 GiB", "2 bad samples, 0 skipped steps, 2 restarts", "running, last activity 10 s ago"),
         *("process 4711 on node7 (Slurm job 17_2,", "16 processes on 2 hosts", "1 checkpoint, the newest of step 100"),
     ):
         assert part in flat, f"{part}\n{text}"
@@ -206,7 +206,7 @@ def test_a_run_in_progress_is_watched(small_run: Path, tmp_path: Path) -> None:
     try:
         assert job.until(is_under_way), job.outputs()
         done = run_module("pipeline.watch", run.path, "--once", COLUMNS="100")
-        for part in (" of 300,", "running, last sign of life", "top-1 ema", "2 processes", "images/s", "checkpoint"):
+        for part in (" of 300,", "running, last activity", "top-1 ema", "2 processes", "images/s", "checkpoint"):
             assert part in done.stdout, done.stdout
         code = f"import sys; sys.argv[1:] = [{str(run.path)!r}, '--once']; from pipeline.watch.__main__ import main; main()"
         code += "; print(sorted({'torch', 'tensorboard', 'numpy', 'deepspeed'} & sys.modules.keys()))"
