@@ -12,7 +12,7 @@ from support.ranks import run_forked
 @pytest.mark.multiprocess
 def test_all_hear_the_same_at_the_same_call() -> None:
     """Guards against ranks that stop, or publish a checkpoint, at different steps, and against a status that is lost between exchanges."""
-    ran = run_forked("distributed.agreement_program", 1, 3, processes=4)
+    ran = run_forked("cluster.agreement_program", 1, 3, processes=4)
     nothing, said = [0, False, 0], [[0, False, call] for call in range(9)]
     for call in range(2, 9):
         said[call][0] = 15

@@ -189,7 +189,7 @@ def test_a_damaged_copy_is_removed_but_not_the_one_that_replaced_it(tmp_path: Pa
 OTHER_USER = """
 import json, os, sys
 from pathlib import Path
-from data.test_shard_cache import put, shard
+from shards.test_shard_cache import put, shard
 from pipeline.shards.files.cache import ShardCache
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 cache, said = ShardCache(Path(sys.argv[1]), 3000, keep_free=0), []
