@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -9,9 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import UserError
-from pipeline.follow.position import EVENTS, PICTURE, ROWS, Position
-from pipeline.follow.run_files import FollowedRun
+from pipeline.follow.position import EVENTS, PICTURE, ROWS, GrowingRows, Position
 from pipeline.follow.tracker import About, Item, Picture, Tracker, points
+from pipeline.runs import CONFIG, ENVIRONMENT, METRICS, TENSORBOARD
+from pipeline.runs import EVENTS as EVENTS_FILE
+from pipeline.runs.files import RunFiles
+from pipeline.runs.pictures import PictureFiles
 from pipeline.runs.state import state_of
 
 _log = logging.getLogger(__name__)
@@ -19,6 +24,34 @@ _MOST = 500  # rows, and events, in one call
 _MOST_PICTURES = 10  # likewise: some are 100 kB
 _LONGEST_PAUSE = 300.0  # seconds between two attempts
 _ATTEMPTS = 3  # with --once
+
+
+class FollowedRun(RunFiles):
+    """A run folder with the rows and pictures that are to be sent. It need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.metrics, self.event_rows = GrowingRows(path / METRICS), GrowingRows(path / EVENTS_FILE)
+        self.pictures = PictureFiles(path / TENSORBOARD)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a run to tell of."""
+        return (self.path / CONFIG).is_file() and (self.path / METRICS).is_file()
+
+    @property
+    def identity(self) -> str:
+        """Tells two runs apart that had the folder one after the other: its first start."""
+        first = self.starts[:1]
+        return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12] if first else ""
+
+    def texts(self) -> dict[str, str]:
+        """Files that are sent whole, by name."""
+        found = {}
+        for name in (CONFIG, ENVIRONMENT, EVENTS_FILE):
+            with suppress(OSError):
+                found[name] = (self.path / name).read_text(errors="replace")
+        return found
 
 
 class Follower:

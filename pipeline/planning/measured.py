@@ -62,7 +62,7 @@ def read_measured(path: Path) -> Measured:
 
     from pipeline.runs.folder import read_run
     from pipeline.runs.rows import is_number
-    from pipeline.runs.starts import starts_of
+    from pipeline.runs.state import starts_of
 
     run = read_run(path)
     config, columns = run.settings, run.metrics.steps

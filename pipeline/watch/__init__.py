@@ -1,8 +1,1 @@
-"""The command ``pipeline.watch``: show runs in a terminal, from their files alone.
-
-================ =========================================================
-``live.py``      a run folder with the curves of its metrics, kept up to date
-``screen.py``    that as a page, or as a line among several runs
-``__main__.py``  the command
-================ =========================================================
-"""
+"""The command ``pipeline.watch`` (``__main__.py``): show runs in a terminal (``screen.py``), from their files alone."""

@@ -27,7 +27,7 @@ from pipeline.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from pipeline.watch.live import LiveRun
+    from pipeline.watch.screen import LiveRun
 
 _REFRESH = 1.0  # seconds
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(
             f"pipeline.watch requires Rich, which cannot be imported ({error})", "pip install 'pervit-pipeline[insight]'"
         ) from None
-    from pipeline.watch.live import LiveRun
+    from pipeline.watch.screen import LiveRun
 
     console, runs = Console(), [LiveRun(path) for path in args.runs]
     stays = not args.once and console.is_terminal

@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 
 from pipeline.errors import UserError
-from pipeline.follow.position import EVENTS, PICTURE, ROWS, Position
-from pipeline.follow.run_files import GrowingRows, Mark
+from pipeline.follow.position import EVENTS, PICTURE, ROWS, GrowingRows, Mark, Position
 from pipeline.follow.sending import Follower
 from pipeline.follow.tracker import About, Item, Picture, Point, Segment
 from support.followed import GrowingRun, rows_back

@@ -29,7 +29,7 @@ from unittest.mock import patch
 from examples.detection.config import DetectionConfig
 from pipeline.config import AUTO, accumulation_steps, fitting_micro_batches, load_config, load_config_as, section_from_dict
 from pipeline.errors import UserError
-from pipeline.sweep.grid import grid
+from pipeline.sweep.__main__ import grid
 from pipeline.sweep.lines import parse_sweep
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.sweep.grid import grid
+from pipeline.sweep.__main__ import grid
 from pipeline.sweep.lines import parse_sweep
 
 

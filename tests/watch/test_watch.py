@@ -22,7 +22,7 @@ from pipeline.logs.run_log import drop_rows_after
 from pipeline.runs.rows import Tail
 from pipeline.runs.state import state_of
 from pipeline.watch import screen
-from pipeline.watch.live import Curve, LiveRun
+from pipeline.watch.screen import Curve, LiveRun
 from support.checkpoints import save_state
 from support.launching import PATIENCE, REPOSITORY, clean_environment, run_module
 from support.ranks import train

@@ -9,7 +9,7 @@ from pipeline.page import COLOURS, Html, figure, html, join
 from pipeline.reports.curves import BINS, Curve, Mark, curve_figure, with_mean
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.rows import is_number
-from pipeline.runs.starts import Start
+from pipeline.runs.state import Start
 
 _NAMES = {"model": "weights", "ema": "averaged weights"}
 
