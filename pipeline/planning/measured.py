@@ -60,9 +60,8 @@ def read_measured(path: Path) -> Measured:
     """
     import numpy as np
 
-    from pipeline.runs.folder import read_run
+    from pipeline.runs.folder import read_run, starts_of
     from pipeline.runs.rows import is_number
-    from pipeline.runs.state import starts_of
 
     run = read_run(path)
     config, columns = run.settings, run.metrics.steps

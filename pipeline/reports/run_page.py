@@ -17,8 +17,7 @@ from pipeline.reports.sections.mistakes import mistakes
 from pipeline.reports.sections.setup import checkpoints_section, config_section, environment_section
 from pipeline.reports.sections.summary import summary
 from pipeline.reports.sections.training import curves, speed
-from pipeline.runs.folder import RunFolder
-from pipeline.runs.state import Start, starts_of
+from pipeline.runs.folder import RunFolder, Start, starts_of
 from pipeline.stores.place import Place, parse_place
 
 _NAMED = 50  # bad samples, skipped steps

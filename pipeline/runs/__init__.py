@@ -4,8 +4,8 @@
 ``rows.py``     files of JSON lines: a row, the rows that are new, the steps as columns
 ``files.py``    the small files, the checkpoints and the lock, as far as they can be read
 ``pictures.py`` the pictures in the event files
-``state.py``    how a run stands: waiting, running, stopped, killed, hung, finished; its starts
-``folder.py``   a run folder as a whole; the run folders below a folder
+``state.py``    how a run stands: waiting, running, stopped, killed, hung, finished
+``folder.py``   a run folder as a whole, its starts; the run folders below a folder
 =============== ============================================================================
 """
 

@@ -14,8 +14,7 @@ from PIL import Image
 
 from pipeline.errors import UserError
 from pipeline.reports.run_page import Sources, run_page
-from pipeline.runs.folder import read_run
-from pipeline.runs.state import starts_of
+from pipeline.runs.folder import read_run, starts_of
 from support.browser import open_page
 from support.predictions import BAD, write_predictions
 from support.ranks import run_forked

@@ -7,9 +7,8 @@ from typing import Any
 from pipeline.logs.console import duration
 from pipeline.page import Html, clock, html, join, table
 from pipeline.reports.papers import PaperRecipe
-from pipeline.runs.folder import RunFolder
+from pipeline.runs.folder import RunFolder, Start
 from pipeline.runs.rows import Row, is_number
-from pipeline.runs.state import Start
 
 _KEYS_SHOWN = 6
 

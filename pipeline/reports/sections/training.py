@@ -7,9 +7,8 @@ import numpy as np
 from pipeline.logs.console import duration
 from pipeline.page import COLOURS, Html, figure, html, join
 from pipeline.reports.curves import BINS, Curve, Mark, curve_figure, with_mean
-from pipeline.runs.folder import RunFolder
+from pipeline.runs.folder import RunFolder, Start
 from pipeline.runs.rows import is_number
-from pipeline.runs.state import Start
 
 _NAMES = {"model": "weights", "ema": "averaged weights"}
 
