@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from pipeline.errors import USER_ERROR, UserError
+from pipeline.errors import USER_ERROR, UserError, first_line
 
 
 def command_parser(module: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
@@ -98,7 +98,7 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
         )
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if lacks_memory(error):
-            reason = str(error).partition("\n")[0] or type(error).__name__
+            reason = first_line(error)
             _fail(
                 f"error: there is not enough memory ({reason}): lower train.micro_batch_size or batch_size, or raise the limit (ulimit -v, --mem of sbatch).",
                 1,  # not USER_ERROR: another start may find more memory

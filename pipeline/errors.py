@@ -47,6 +47,11 @@ class NotConnected(UserError):
     exit_code = RANK_LOST
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without a full stop, for the middle of a sentence; the error's type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")
+
+
 def first_few(names: Sequence[str], most: int = 3) -> str:
     """The first of several names, for a message: ``a, b, c, ...``."""
     return ", ".join([*names[:most], *["..."] * (len(names) > most)])

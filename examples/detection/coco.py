@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.files import open_regular
 
 SMALLEST_SIDE = 1.0  # pixels of a box after clipping; mmdetection's limit
@@ -175,8 +175,7 @@ def _parse(path: Path, key: str) -> tuple[dict[str, Any], str]:
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{path} is not JSON ({reason})", f"download it again, or correct {key}") from None
+        raise UserError(f"{path} is not JSON ({first_line(error)})", f"download it again, or correct {key}") from None
     if not isinstance(tree, dict):
         raise UserError(
             f"{path} must hold an object with images, annotations, categories, got {type(tree).__name__}", f"correct {key}"

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from examples.detection.config import DetectionConfig
 from pipeline.checkpoint import read_initial_weights
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.models import create_model, load_pretrained
 from pipeline.models.common.base import VisionModel
 from pipeline.step.forward import autocast
@@ -43,13 +43,15 @@ def import_torchvision() -> Any:
     except ModuleNotFoundError as error:
         raise UserError(f"detection requires torchvision and pycocotools, got no package {error.name!r}", remedy) from None
     except (ImportError, RuntimeError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"torchvision's operators do not load beside PyTorch {torch.__version__} ({reason})", remedy) from None
+        raise UserError(
+            f"torchvision's operators do not load beside PyTorch {torch.__version__} ({first_line(error)})", remedy
+        ) from None
     try:
         nms(torch.zeros(1, 4, device="cpu"), torch.zeros(1, device="cpu"), 0.5)
     except (RuntimeError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"torchvision's operators do not run beside PyTorch {torch.__version__} ({reason})", remedy) from None
+        raise UserError(
+            f"torchvision's operators do not run beside PyTorch {torch.__version__} ({first_line(error)})", remedy
+        ) from None
     return detection
 
 

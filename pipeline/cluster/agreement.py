@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.cluster.world import DEFAULT_TIMEOUT, World
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 
 Result = TypeVar("Result")
 _RANKS_PER_CALL = 256  # up to which every call of an exchange reaches the others: gloo's ring takes 20 ms for them
@@ -90,9 +90,8 @@ class Agreement:
         try:
             self._group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
             raise UserError(
-                f"the ranks cannot connect over gloo ({reason})",
+                f"the ranks cannot connect over gloo ({first_line(error)})",
                 "set GLOO_SOCKET_IFNAME to the network interface between the nodes, such as eth0 (ip addr lists them)",
             ) from None
 

@@ -34,7 +34,7 @@ from pipeline.cluster.lost_ranks import BROKEN_SILENCE_LIMIT, Judge, connection_
 from pipeline.cluster.rendezvous import store_client
 from pipeline.cluster.world import World
 from pipeline.config import DistributedConfig
-from pipeline.errors import RANK_LOST, USER_ERROR, UserError
+from pipeline.errors import RANK_LOST, USER_ERROR, UserError, first_line
 
 BEAT = 1.0  # seconds between heartbeats: short against silence_timeout (5 s or more)
 _LAST_WORD = 5.0  # seconds that rank 0 keeps the store open for ranks that have not read the verdict: a few beats
@@ -252,4 +252,4 @@ def is_collective_error(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    return printable(str(error).partition("\n")[0] or type(error).__name__, _LONGEST_MESSAGE)
+    return printable(first_line(error), _LONGEST_MESSAGE)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from pipeline.cluster.environment import job_secret
 from pipeline.cluster.exchange import gather_json
 from pipeline.cluster.host import choose_gloo_interface
-from pipeline.errors import NotConnected, UserError
+from pipeline.errors import NotConnected, UserError, first_line
 
 _RESOLVE_TIMEOUT = 10.0  # seconds of retries while the name service answers "try again", as it does when a job has just started
 _PROBE_TIMEOUT = 10.0  # seconds for one TCP connection to rank 0's node; a firewall that drops packets answers nothing at all
@@ -223,8 +223,7 @@ def _why(error: RuntimeError, store: dist.TCPStore, rank: int, size: int) -> str
             f"rank {rank} timed out waiting for {'ranks' if len(missing) > 1 else 'rank'} {', '.join(missing[:_NAMED])}{more} "
             f"of {size} ranks: see in their logs why they did not start."
         )
-    reason = str(error).partition("\n")[0]
     return (
-        f"rank {rank} cannot connect to the others ({reason}): see whether one has ended (its log), or set GLOO_SOCKET_IFNAME and "
+        f"rank {rank} cannot connect to the others ({first_line(error)}): see whether one has ended (its log), or set GLOO_SOCKET_IFNAME and "
         f"NCCL_SOCKET_IFNAME to the network interface between the nodes, such as eth0 (ip addr lists them)."
     )

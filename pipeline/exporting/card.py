@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from pipeline.checkpoint.overview import size_text
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few
 from pipeline.exporting.subject import Facts, Subject, Training
 
 _SHOWN = 10  # class names
@@ -63,7 +63,7 @@ def _model_lines(subject: Subject) -> Facts:
     what, paper = _registered(its.model)
     short = int(size / its.eval_crop)
     parameters = sum(parameter.numel() for parameter in subject.model.parameters())
-    names = ", ".join(its.shown[:_SHOWN]) + (", ..." if len(its.shown) > _SHOWN else "")
+    names = first_few(its.shown, _SHOWN)
     switches = ", ".join(f"{name}={value}" for name, value in its.switches.items())
     return {
         "Model": f"`{its.model}`" + (f": {what}" if what else ""),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.exporting.checking import checked, compare, sample_images
 from pipeline.exporting.subject import Facts, Options, Subject
 
@@ -66,7 +66,7 @@ def refusals_explained(subject: Subject, by: str) -> Iterator[None]:
 def _cannot_export(subject: Subject, error: Exception, by: str) -> UserError:
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):  # torch.onnx wraps the reason in advice
         error = error.__cause__
-    reason = re.sub(r"\x1b\[\d*m", "", str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+    reason = re.sub(r"\x1b\[\d*m", "", first_line(error))
     return UserError(
         f"{subject.description.model} cannot be exported by {by} ({reason[:300]})",
         "export its weights with --format safetensors",

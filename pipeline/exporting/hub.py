@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 
 _LOGIN = "set HF_TOKEN to a token with write permission, or log in with `hf auth login`"
 _ENDPOINT = "HF_ENDPOINT"  # of another hub; huggingface_hub reads it when it is imported, here it is read when it is used
@@ -71,7 +71,7 @@ def _refused(where: str, error: Exception, hub: ModuleType) -> UserError:
         chain.append(chain[-1].__cause__)
     answered = next((each for each in chain if getattr(each, "response", None) is not None), None)
     root = answered or chain[-1]
-    said = getattr(root, "server_message", None) or str(root).strip() or type(root).__name__
+    said = getattr(root, "server_message", None) or first_line(root)
     reason = said.splitlines()[0]
     if answered is not None:
         status = answered.response.status_code  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.follow.tracker import About, Item, Picture, Point, Segment, flat
 
 _SEGMENT, _ITEMS, _STATE, _SUPERSEDED = "pervit.segment", "pervit.items", "pervit.state", "pervit.superseded_by"
@@ -47,7 +47,7 @@ class MLflow:
         except MlflowException as error:
             if error.error_code in ("INVALID_PARAMETER_VALUE", "UNAUTHENTICATED", "PERMISSION_DENIED"):
                 raise UserError(
-                    f"{self.target} refuses ({str(error).strip().splitlines()[0][:200].rstrip('.')})",
+                    f"{self.target} refuses ({first_line(error)[:200]})",
                     "correct MLFLOW_TRACKING_URI, or the credentials that MLflow's documentation names",
                 ) from None
             raise

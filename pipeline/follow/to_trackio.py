@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.follow.tracker import WHERE, About, Item, Picture, Segment
 
 _PATIENCE = 60.0  # seconds for items to arrive
@@ -50,7 +50,7 @@ class Trackio:
                 )
         except (ValueError, self._login_errors) as error:
             raise UserError(
-                f"{self.target} refuses ({str(error).splitlines()[0].rstrip('.')})",
+                f"{self.target} refuses ({first_line(error)})",
                 "correct TRACKIO_SPACE_ID, TRACKIO_SERVER_URL or TRACKIO_WRITE_TOKEN, run `hf auth login`, or unset them to write "
                 "to this machine",
             ) from None

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.follow.tracker import About, Item, Picture, Segment
 
 _LINK, _PLACE = "offline-run-*-{id}/run-{id}.wandb", "wandb"
@@ -84,7 +84,7 @@ class Wandb:
                 settings=settings,
             )
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
-            reason = str(error).splitlines()[0].rstrip(".")
+            reason = first_line(error)
             remedy = "run `wandb login`, set WANDB_API_KEY, or write to this machine with WANDB_MODE=offline"
             if "project name" in reason:
                 remedy = "choose another name with --project or WANDB_PROJECT"

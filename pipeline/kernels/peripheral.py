@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _find_obstacle(device: str, index: int) -> tuple[str, str]:
         try:
             fused.attention(q, k, v, log_phi[0])
         except Exception as error:  # no C compiler, an unfit driver, a cache folder that is not writable: many types
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            line = first_line(error)
             _log.warning(f"attention runs without its Triton kernels, which cannot be built here ({line})")
             return f"they cannot be built here ({line})", f"mend that, or unset {SWITCH}"
     return "", ""

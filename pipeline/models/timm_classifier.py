@@ -18,11 +18,11 @@ from pydantic import ConfigDict
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.models.common.base import Switches, VisionModel
 from pipeline.models.entry import ModelEntry
 from pipeline.models.timm_names import PREFIX, is_timm
-from pipeline.models.timm_network import Trial, build_network, first_line, import_timm, try_out
+from pipeline.models.timm_network import Trial, build_network, import_timm, try_out
 
 _NET = "net."  # before timm's names of parameters
 _FILTERS = ("checkpoint_filter_fn", "checkpoint_filter_fn_classifier", "_filter_fn")  # what timm's modules call them

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.models.timm_names import EXTRA, PREFIX
 
 # Arguments of timm.create_model that a switch must not set -> what sets them.
@@ -231,11 +231,6 @@ def _feature_width(network: Any, images: Tensor) -> int | None:
     except Exception:  # a network without these methods, or with others' arguments
         return None
     return features.shape[1] if isinstance(features, Tensor) and features.dim() == 2 else None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class Draws(TorchDispatchMode):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeline.config import OptimConfig
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.optim.description import MATRICES, Group, OptimizerDescription, StateNames
 
 _SHAPES = (((6, 4), (3, 5)), ((7,),))  # of the parameters that a class is tried on, by group
@@ -62,7 +62,7 @@ class ImportedOptimizer(OptimizerDescription):
         except Exception as error:  # whatever a class of somebody else raises
             raise UserError(
                 f"optim.name {config.name} cannot be constructed with parameter groups, lr and optim.options {config.options} "
-                f"({_reason(error)})",
+                f"({type(error).__name__}: {first_line(error)})",
                 "correct optim.options, or choose another optimizer",
             ) from None
 
@@ -80,7 +80,7 @@ class ImportedOptimizer(OptimizerDescription):
                 trial.step(step)
         except Exception as error:
             raise UserError(
-                f"optim.name {self._config.name} cannot take a step without a closure on dense gradients ({_reason(error)})",
+                f"optim.name {self._config.name} cannot take a step without a closure on dense gradients ({type(error).__name__}: {first_line(error)})",
                 _REMEDY,
             ) from None
         return trial
@@ -215,7 +215,7 @@ def _imported(name: str) -> Any:
         found: Any = functools.reduce(getattr, class_name.split("."), importlib.import_module(module_name))
     except Exception as error:  # whatever a module of somebody else raises
         raise UserError(
-            f"optim.name must be a class that can be imported, as module:Class, got {name} ({_reason(error)})",
+            f"optim.name must be a class that can be imported, as module:Class, got {name} ({type(error).__name__}: {first_line(error)})",
             "correct it, or put the folder of the module on PYTHONPATH",
         ) from None
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
@@ -228,8 +228,3 @@ def _imported(name: str) -> Any:
 
 def _flattened(tensors: list[Any]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def _reason(error: Exception) -> str:
-    """An error of somebody else's class, in one line."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.config import Config
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.inference.trained import read_trained
 from pipeline.models import model_of
 from pipeline.models.common.base import VisionModel
@@ -189,7 +189,7 @@ def _fake_run(config: Config, layout: Layout) -> Iterator[tuple[VisionModel, Eng
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if not config.model.name.startswith("timm:"):
                 raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            reason = first_line(error)[:200]
             raise UserError(
                 f"model.name is {config.model.name}, whose step cannot be planned without values of tensors ({reason})",
                 "measure it instead: pipeline.train with train.max_steps=100, then --measured with its output_dir",
@@ -256,9 +256,9 @@ def fake_teacher(config: Config) -> tuple[nn.Module | None, str]:
         with torch.device("meta"):
             return (model_of(trained) if trained else _library_network(config)).eval(), ""
     except ImportError as error:
-        return None, f"{missing} train.teacher is {train.teacher}, but {str(error).splitlines()[0]}"
+        return None, f"{missing} train.teacher is {train.teacher}, but {first_line(error)}"
     except Exception as error:  # of the library's own code, for a name that it does not have among others
-        return None, f"{missing} {train.teacher} cannot be built ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        return None, f"{missing} {train.teacher} cannot be built ({first_line(error)})"
 
 
 @lru_cache(maxsize=8)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.stores.opening import EXTRA, open_store
 from pipeline.stores.place import RemotePath
 
@@ -234,5 +234,4 @@ def _sort(error: Exception) -> tuple[Kind, str]:
 
 def _first_line(error: Exception) -> str:
     """An exception's first line without URLs, which may hold a signature."""
-    lines = (str(error) or type(error).__name__).splitlines()
-    return re.sub(r"\S*://\S*", "URL", lines[0])[:200]
+    return re.sub(r"\S*://\S*", "URL", first_line(error))[:200]

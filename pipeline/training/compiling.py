@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.cluster.world import World
+from pipeline.errors import first_line
 from pipeline.loader.loader import Batch
 from pipeline.logs import console
 from pipeline.models.common.base import VisionModel
@@ -230,8 +231,7 @@ def _compiled(function: Callable[..., Any], graphs: bool = False) -> Callable[..
 def _reason(error: BaseException) -> str:
     """The first line of what a compiler says, which may be pages."""
     inner = getattr(error, "inner_exception", None) or error
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
-    return f"{type(inner).__name__}: {lines[0] if lines else 'no message'}"[:_LONGEST_REASON]
+    return f"{type(inner).__name__}: {first_line(inner)}"[:_LONGEST_REASON]
 
 
 def open_compile_cache(run_folder: Path, rank: int) -> Path:

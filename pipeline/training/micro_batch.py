@@ -23,7 +23,7 @@ from pipeline.cluster.agreement import do_in_main
 from pipeline.cluster.world import World
 from pipeline.command_line import lacks_memory
 from pipeline.config import AUTO, Config, accumulation_steps, fitting_micro_batches, load_config
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.hardware import DEFAULT_GPU, gpu_named, memory_gib
 from pipeline.logs.run_files import AUTO_REASON, earlier_starts
 from pipeline.optim.build import optimizer_description, parameter_groups
@@ -168,7 +168,7 @@ def try_step(config: Config, world: World, capacity: int) -> str | None:
     except (RuntimeError, MemoryError) as error:
         if not lacks_memory(error):
             raise
-        return str(error).partition("\n")[0].rstrip(".") or "out of memory"
+        return first_line(error)
     finally:
         _give_back(world)
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.cluster.world import World
+from pipeline.errors import first_line
 from pipeline.files import disk_reason, replace_file
 from pipeline.logs import console
 
@@ -95,7 +96,7 @@ class StepProfiler:
             folder.mkdir(parents=True, exist_ok=True)
             self._write(recording, folder / f"rank-{self._world.rank:05d}")
         except (OSError, RuntimeError, ValueError) as error:  # of the disk; of the profiler; of what it has written
-            reason = disk_reason(folder, error) if isinstance(error, OSError) else str(error).partition("\n")[0]
+            reason = disk_reason(folder, error) if isinstance(error, OSError) else first_line(error)
             _log.warning(f"the profile {folder} cannot be written ({reason}): the run goes on without it")
             return
         finally:

@@ -144,7 +144,7 @@ class Start:
         """The checkpoint that the run goes on from, None for a new run. Collective.
 
         Raises:
-            UserError: no checkpoint is whole, or they are of another config or data set.
+            UserError: no checkpoint is intact, or they are of another config or data set.
         """
         if not self.look_only:
             do_in_main(lambda: checkpoint.sweep(self.folder), self.world)

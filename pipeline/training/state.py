@@ -15,7 +15,7 @@ from pipeline.cluster.heartbeat import Heartbeat
 from pipeline.cluster.stop_signal import StopSignal
 from pipeline.cluster.world import World
 from pipeline.config import Config
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.loader.batches import EvalBatches, TrainBatches
 from pipeline.loader.loader import Loader
 from pipeline.loader.trial import TrialLoader
@@ -129,7 +129,7 @@ class Run:
             return "stopped by Ctrl-C"
         if error is not None:
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            return kind + (str(error).partition("\n")[0] or "an error")[:_LONGEST_REASON]
+            return kind + first_line(error)[:_LONGEST_REASON]
         if whole:
             return "the end of the schedule"
         return (

@@ -18,15 +18,13 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint import read_initial_weights
 from pipeline.config import Config, TrainConfig
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few, first_line
 from pipeline.inference.trained import read_trained
-from pipeline.models.timm_network import first_line
 from pipeline.models.weights.transfer import check_finite, first_difference
 from pipeline.step.forward import autocast
 
 # What all of torchvision's weights for ImageNet were trained with: the preset `ImageClassification` of torchvision.transforms.
 TORCHVISION_MEAN, TORCHVISION_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_SHOWN = 3  # names listed in a message
 
 
 def load_teacher(config: Config, device: torch.device, classes: list[str] | None = None) -> Callable[[Tensor], Tensor]:
@@ -194,9 +192,7 @@ def _check_fits(network: nn.Module, weights: dict[str, Tensor], config: Config) 
     ]
     if missing or unknown or misfits:
         parts = ((missing, "missing"), (unknown, "unknown"), (misfits, "of another shape"))
-        found = ", ".join(
-            f"{len(names)} {what}" + (f" ({', '.join(names[:_SHOWN])})" if names else "") for names, what in parts
-        )
+        found = ", ".join(f"{len(names)} {what}" + (f" ({first_few(names)})" if names else "") for names, what in parts)
         raise UserError(
             f"train.teacher_weights {config.train.teacher_weights} must fit {config.train.teacher} with {config.model.num_classes} classes, "
             f"got tensors of which are {found}",

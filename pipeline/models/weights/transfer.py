@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few
 from pipeline.models.common.base import VisionModel
 from pipeline.models.weights.reference_names import added_names, authors_names, names_without_head
 
@@ -113,8 +113,7 @@ def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     bad = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
     if bad:
         raise UserError(
-            f"{source} has values that are not finite in {len(bad)} of {len(weights)} tensors ({', '.join(bad[:_SHOWN])}"
-            f"{', ...' if len(bad) > _SHOWN else ''})",
+            f"{source} has values that are not finite in {len(bad)} of {len(weights)} tensors ({first_few(bad, _SHOWN)})",
             "take weights of an earlier step",
         )
 
@@ -158,5 +157,5 @@ def _are_grids(shape: torch.Size, wanted: torch.Size, leading_tokens: int) -> bo
 
 
 def _listed(names: list[str], what: str) -> str:
-    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    shown = first_few(names, _SHOWN)
     return f"{len(names)} {what}" + (f" ({shown})" if names else "")
