@@ -68,12 +68,12 @@ def measure(overrides: list[str], world: Any, evaluates: bool = False) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     from pipeline.config import load_config
+    from pipeline.inference.teacher import load_teacher
     from pipeline.optim.averages import StepStatistics, WeightAverage
     from pipeline.optim.engine import build_engine, micro_batches, optimizer_step
     from pipeline.step.loss import Objective, label_loss
     from pipeline.step.train_step import forward_backward
     from pipeline.training.building import build_model
-    from pipeline.training.teacher import load_teacher
 
     config = load_config("pervit_t", overrides)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -18,9 +18,9 @@ from pipeline import load
 from pipeline.cluster.world import World
 from pipeline.config import Config, ModelConfig, TrainConfig, config_from_dict
 from pipeline.errors import UserError
+from pipeline.inference.teacher import load_teacher
 from pipeline.inference.trained import read_trained
 from pipeline.training.building import build_model
-from pipeline.training.teacher import load_teacher
 from support.launching import REPOSITORY
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"), cpu_threads=1)

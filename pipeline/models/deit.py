@@ -4,7 +4,7 @@ The plain vision transformer that ConViT and PerViT are compared with: 16x16 pat
 embeddings. The "+" models are those of ConViT's Table 1, with ConViT's numbers of heads and 64 channels per head.
 ``load_reference_state_dict`` loads the authors' published weights.
 
-There is no separate distilled model: hard distillation supervises the class token's output (:mod:`pipeline.training.teacher`).
+There is no separate distilled model: hard distillation supervises the class token's output (:mod:`pipeline.inference.teacher`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.config import Config
 from pipeline.errors import UserError, first_line
+from pipeline.inference.teacher import library_network
 from pipeline.inference.trained import read_trained
 from pipeline.models import model_of
 from pipeline.models.common.base import VisionModel
@@ -250,30 +250,17 @@ def fake_teacher(config: Config) -> tuple[nn.Module | None, str]:
     missing = "the teacher is not in the figures:"
     try:
         trained = None if train.teacher_weights else _trained_config(train.teacher)
+        with torch.device("meta"):
+            return (model_of(trained) if trained else library_network(config)[0]).eval(), ""
     except UserError as error:
         return None, f"{missing} {error}"
-    try:
-        with torch.device("meta"):
-            return (model_of(trained) if trained else _library_network(config)).eval(), ""
-    except ImportError as error:
-        return None, f"{missing} train.teacher is {train.teacher}, but {first_line(error)}"
-    except Exception as error:  # of the library's own code, for a name that it does not have among others
+    except Exception as error:  # of the library's own code
         return None, f"{missing} {train.teacher} cannot be built ({first_line(error)})"
 
 
 @lru_cache(maxsize=8)
 def _trained_config(source: str) -> Config:
     return read_trained(Path(source)).config
-
-
-def _library_network(config: Config) -> nn.Module:
-    """As :mod:`pipeline.training.teacher` builds it, whose normalization of a batch is left out."""
-    assert config.train.teacher
-    library, _, name = config.train.teacher.partition(":")
-    module = importlib.import_module(library)
-    if library == "torchvision":
-        return module.models.get_model(name, weights=None, num_classes=config.model.num_classes)
-    return module.create_model(name, pretrained=False, num_classes=config.model.num_classes)
 
 
 @torch.no_grad()

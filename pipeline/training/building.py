@@ -14,6 +14,7 @@ from pipeline import checkpoint
 from pipeline.checkpoint import Verified
 from pipeline.cluster.world import World
 from pipeline.config import AUTO, Config
+from pipeline.inference.teacher import describe_teacher, load_teacher
 from pipeline.loader.batches import TrainBatches
 from pipeline.loader.loader import CPU, GPU, Loader
 from pipeline.loader.reader import BadSamples
@@ -28,7 +29,6 @@ from pipeline.shards.mixed_set import MixedSet
 from pipeline.shards.shard_set import ShardSet
 from pipeline.step.loss import Objective, label_loss
 from pipeline.step.train_step import TrainState
-from pipeline.training.teacher import describe_teacher, load_teacher
 
 
 def build_model(config: Config, world: World, classes: list[str], fresh: bool) -> VisionModel:

@@ -25,6 +25,7 @@ from pipeline.command_line import lacks_memory
 from pipeline.config import AUTO, Config, accumulation_steps, fitting_micro_batches, load_config
 from pipeline.errors import UserError, first_line
 from pipeline.hardware import DEFAULT_GPU, gpu_named, memory_gib
+from pipeline.inference.teacher import load_teacher
 from pipeline.logs.run_files import AUTO_REASON, earlier_starts
 from pipeline.optim.build import optimizer_description, parameter_groups
 from pipeline.planning.memory import Subject, largest_micro_batch, plan_memory
@@ -34,7 +35,6 @@ from pipeline.step.loss import Objective, label_loss
 from pipeline.step.train_step import forward_backward
 from pipeline.training.building import build_model, say
 from pipeline.training.folder import config_hash
-from pipeline.training.teacher import load_teacher
 
 _SIZE = "train.micro_batch_size"
 _MICRO_BATCHES = 2  # with the second, gradients and activations are in memory together

@@ -17,6 +17,7 @@ from pipeline.errors import UserError
 from pipeline.inference.evaluation import check_classes, check_same_classes, evaluation_loader
 from pipeline.logs import pictures
 from pipeline.logs.data_trouble import BadSampleReport, store_report
+from pipeline.logs.profiling import StepProfiler
 from pipeline.logs.run_events import RunEvents
 from pipeline.logs.run_files import write_run_files
 from pipeline.logs.run_log import RunLog
@@ -32,7 +33,6 @@ from pipeline.training.building import Built, build, say, training_loader
 from pipeline.training.compiling import Compilation
 from pipeline.training.folder import check_same_data, check_same_run, open_run_folder
 from pipeline.training.lock import RunLock
-from pipeline.training.profiling import StepProfiler
 from pipeline.training.settle import Settled, check_alone, settle
 from pipeline.training.state import Run
 

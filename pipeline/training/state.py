@@ -19,6 +19,7 @@ from pipeline.errors import UserError, first_line
 from pipeline.loader.batches import EvalBatches, TrainBatches
 from pipeline.loader.loader import Loader
 from pipeline.loader.trial import TrialLoader
+from pipeline.logs.profiling import StepProfiler
 from pipeline.logs.run_events import RunEvents
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
@@ -31,7 +32,6 @@ from pipeline.stream.schedule import Schedule
 from pipeline.training.compiling import Compilation
 from pipeline.training.folder import config_hash
 from pipeline.training.lock import RunLock
-from pipeline.training.profiling import StepProfiler
 
 _LONGEST_REASON = 2000  # characters of an error that events.jsonl keeps
 

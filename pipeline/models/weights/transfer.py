@@ -75,8 +75,8 @@ def load_pretrained(
             misfits.append(f"{its_name} {tuple(value.shape)} instead of {tuple(target.shape)}")
     if missing or unknown or misfits:
         raise UserError(
-            f"{source} does not fit {type(model).__name__} under {_WHOSE[naming is theirs]}: {_listed(missing, 'missing')}, "
-            f"{_listed(unknown, 'unknown')}, {_listed(misfits, 'of another shape')}",
+            f"{source} does not fit {type(model).__name__} under {_WHOSE[naming is theirs]}: "
+            f"{listed_misfits(missing, unknown, misfits)}",
             f"set model.name and model.switches to those of these weights, which may have {_WHOSE[False]} or {_WHOSE[True]}",
         )
     check_finite(loaded, source)
@@ -156,6 +156,7 @@ def _are_grids(shape: torch.Size, wanted: torch.Size, leading_tokens: int) -> bo
     return all(0 < count <= _MOST_TOKENS and math.isqrt(count) ** 2 == count for count in tokens)
 
 
-def _listed(names: list[str], what: str) -> str:
-    shown = first_few(names, _SHOWN)
-    return f"{len(names)} {what}" + (f" ({shown})" if names else "")
+def listed_misfits(missing: Sequence[str], unknown: Sequence[str], misfits: Sequence[str]) -> str:
+    """How a state dict's tensors differ from a model's, for a message."""
+    parts = ((missing, "missing"), (unknown, "unknown"), (misfits, "of another shape"))
+    return ", ".join(f"{len(names)} {what}" + (f" ({first_few(names, _SHOWN)})" if names else "") for names, what in parts)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint import read_initial_weights
 from pipeline.config import Config, TrainConfig
-from pipeline.errors import UserError, first_few, first_line
+from pipeline.errors import UserError, first_line
 from pipeline.inference.trained import read_trained
-from pipeline.models.weights.transfer import check_finite, first_difference
+from pipeline.models.weights.transfer import check_finite, first_difference, listed_misfits
 from pipeline.step.forward import autocast
 
 # What all of torchvision's weights for ImageNet were trained with: the preset `ImageClassification` of torchvision.transforms.
@@ -122,11 +122,9 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
         UserError: the library is missing or does not load, it has no such network, the file cannot be read, its weights are not
             those of the network with this number of classes, or the network does not take images of this size.
     """
-    train, model = config.train, config.model
+    train = config.train
     assert train.teacher and train.teacher_weights  # the config has both or none
-    library, _, name = train.teacher.partition(":")
-    module = _imported(library)
-    _check_name(library, name, module)
+    network, mean, std = library_network(config)
     file = Path(train.teacher_weights)
     if not file.is_file():
         raise UserError(
@@ -134,13 +132,32 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
             "download them; the repository's docs/models.md says from where",
         )
     weights = read_initial_weights(file, key="train.teacher_weights").weights
-    network, mean, std = _build(library, name, module, model.num_classes)
     _check_fits(network, weights, config)
     check_finite(weights, f"train.teacher_weights {file}")
     network.load_state_dict(weights)
     teacher = LibraryTeacher(network, mean, std, config.data.mean, config.data.std).eval()
     _try_out(teacher, config)
     return teacher
+
+
+def library_network(config: Config) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
+    """The network that ``train.teacher`` names with random weights, and the mean and deviation that it expects.
+
+    Raises:
+        UserError: the library is missing or does not load, or has no such network.
+    """
+    library, _, name = (config.train.teacher or "").partition(":")
+    module, classes = _imported(library), config.model.num_classes
+    _check_name(library, name, module)
+    if library == "torchvision":
+        return module.models.get_model(name, weights=None, num_classes=classes), TORCHVISION_MEAN, TORCHVISION_STD
+    try:
+        network = module.create_model(name, pretrained=False, num_classes=classes)
+    except RuntimeError as error:  # a tag of weights that there are not
+        raise UserError(
+            f"train.teacher must be a model that timm makes, got timm:{name} ({error})", "leave out the tag, or correct it"
+        ) from None
+    return network, network.pretrained_cfg["mean"], network.pretrained_cfg["std"]
 
 
 def _imported(library: str) -> ModuleType:
@@ -169,19 +186,6 @@ def _check_name(library: str, name: str, module: ModuleType) -> None:
         raise UserError(f"train.teacher must name a classifier of {library}, got {library}:{name}", hint)
 
 
-def _build(library: str, name: str, module: ModuleType, classes: int) -> tuple[nn.Module, Sequence[float], Sequence[float]]:
-    """The network with random weights, and the mean and deviation that it expects."""
-    if library == "torchvision":
-        return module.models.get_model(name, weights=None, num_classes=classes), TORCHVISION_MEAN, TORCHVISION_STD
-    try:
-        network = module.create_model(name, pretrained=False, num_classes=classes)
-    except RuntimeError as error:  # a tag of weights that there are not
-        raise UserError(
-            f"train.teacher must be a model that timm makes, got timm:{name} ({error})", "leave out the tag, or correct it"
-        ) from None
-    return network, network.pretrained_cfg["mean"], network.pretrained_cfg["std"]
-
-
 def _check_fits(network: nn.Module, weights: dict[str, Tensor], config: Config) -> None:
     own = network.state_dict()
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
@@ -191,11 +195,9 @@ def _check_fits(network: nn.Module, weights: dict[str, Tensor], config: Config) 
         if name in weights and weights[name].shape != value.shape
     ]
     if missing or unknown or misfits:
-        parts = ((missing, "missing"), (unknown, "unknown"), (misfits, "of another shape"))
-        found = ", ".join(f"{len(names)} {what}" + (f" ({first_few(names)})" if names else "") for names, what in parts)
         raise UserError(
             f"train.teacher_weights {config.train.teacher_weights} must fit {config.train.teacher} with {config.model.num_classes} classes, "
-            f"got tensors of which are {found}",
+            f"got tensors of which are {listed_misfits(missing, unknown, misfits)}",
             "pass the weights of that network, trained on the classes of this data set",
         )
 

@@ -14,8 +14,8 @@ from pipeline.checkpoint import latest_step
 from pipeline.cluster.world import World
 from pipeline.config import Config, DataConfig, ModelConfig, TrainConfig, load_config
 from pipeline.errors import UserError
+from pipeline.inference.teacher import LibraryTeacher, describe_teacher, load_teacher
 from pipeline.training.folder import check_same_run
-from pipeline.training.teacher import LibraryTeacher, describe_teacher, load_teacher
 from support.ranks import Job, run_forked
 from support.runs import step_rows
 

@@ -12,7 +12,7 @@ import torch
 
 from pipeline.checkpoint import read_weights
 from pipeline.cluster.world import World
-from pipeline.training.profiling import StepProfiler, memory_curve
+from pipeline.logs.profiling import StepProfiler, memory_curve
 from support.ranks import run_forked
 from support.runs import step_rows
 from support.small_run import SMALL_MODEL
