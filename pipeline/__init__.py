@@ -1,8 +1,4 @@
-"""PerViT Pipeline: from a folder of JPEGs to a trained, evaluated peripheral vision transformer.
-
-Imports go down only, from the commands (``train``, ``evaluate``, ``flops``) over ``run``, ``faults`` and ``logs``, ``checkpoint``,
-then ``data``, ``models`` and ``optim``, to ``config`` and ``distributed``; see ARCHITECTURE.md.
-"""
+"""PerViT Pipeline: from a folder of JPEGs to a trained, evaluated peripheral vision transformer. ARCHITECTURE.md has the layers."""
 
 import warnings
 from typing import TYPE_CHECKING

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.checkpoint import latest_step, read_weights, saved_steps
 from pipeline.config import OptimConfig
-from pipeline.optim.learning_rate import learning_rate
+from pipeline.optim.build import learning_rate
 from pipeline.stream.schedule import Schedule
 from support.precisions import RECIPE
 from support.ranks import run_forked

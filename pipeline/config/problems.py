@@ -22,47 +22,37 @@ _LONG = 200  # characters after which pydantic's or the user's text is cut, and 
 _CLOSE = 0.7
 _MOST = 3  # keys that a sentence offers
 
-_BATCH = ("train.global_batch_size", "train.micro_batch_size")
-# What other projects call it, in whichever section; names that are close enough to ours to be found without it are left out.
-ALIASES: dict[str, tuple[str, ...]] = {
-    "architecture": ("model.name",),
-    "arch": ("model.name",),
-    "size": ("model.image_size",),
-    "img_size": ("model.image_size",),
-    "input_size": ("model.image_size",),
-    "resolution": ("model.image_size",),
-    "classes": ("model.num_classes",),
-    "drop_path_rate": ("model.drop_path",),
-    "data_dir": ("data.path",),
-    "dataset": ("data.path",),
-    "workers": ("data.num_threads",),
-    "num_workers": ("data.num_threads",),
-    "random_erasing": ("augment.erasing",),
-    "reprob": ("augment.erasing",),
-    "mixup_alpha": ("augment.mixup",),
-    "cutmix_alpha": ("augment.cutmix",),
-    "batch": _BATCH,
-    "batch_size": _BATCH,
-    "accumulation_steps": ("train.micro_batch_size",),
-    "gradient_accumulation_steps": ("train.micro_batch_size",),
-    "amp": ("train.precision",),
-    "dtype": ("train.precision",),
-    "ema": ("train.ema_decay",),
-    "finetune": ("train.init_from",),
-    "pretrained": ("train.init_from",),
-    "smoothing": ("train.label_smoothing",),
-    "bce_loss": ("train.loss",),
-    "bce_target_thresh": ("train.bce_threshold",),
-    "src": ("data.train_crop",),
-    "learning_rate": ("optim.lr",),
-    "wd": ("optim.weight_decay",),
-    "warmup": ("optim.warmup_epochs",),
-    "clip_grad": ("optim.clip_grad_norm",),
-    "max_grad_norm": ("optim.clip_grad_norm",),
-    "random_seed": ("seed",),
-    "output": ("output_dir",),
-    "save_dir": ("output_dir",),
+# Key -> what other projects call it, in whichever section; names that are close enough to ours to be found without it are left out.
+_NAMES_ELSEWHERE = {
+    "model.name": "architecture arch",
+    "model.image_size": "size img_size input_size resolution",
+    "model.num_classes": "classes",
+    "model.drop_path": "drop_path_rate",
+    "data.path": "data_dir dataset",
+    "data.num_threads": "workers num_workers",
+    "augment.erasing": "random_erasing reprob",
+    "augment.mixup": "mixup_alpha",
+    "augment.cutmix": "cutmix_alpha",
+    "train.global_batch_size": "batch batch_size",
+    "train.micro_batch_size": "batch batch_size accumulation_steps gradient_accumulation_steps",
+    "train.precision": "amp dtype",
+    "train.ema_decay": "ema",
+    "train.init_from": "finetune pretrained",
+    "train.label_smoothing": "smoothing",
+    "train.loss": "bce_loss",
+    "train.bce_threshold": "bce_target_thresh",
+    "data.train_crop": "src",
+    "optim.lr": "learning_rate",
+    "optim.weight_decay": "wd",
+    "optim.warmup_epochs": "warmup",
+    "optim.clip_grad_norm": "clip_grad max_grad_norm",
+    "seed": "random_seed",
+    "output_dir": "output save_dir",
 }
+ALIASES: dict[str, list[str]] = {}
+for _key, _names in _NAMES_ELSEWHERE.items():
+    for _name in _names.split():
+        ALIASES.setdefault(_name, []).append(_key)
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,11 @@ from typing import TYPE_CHECKING
 from pipeline.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from pipeline.models.common.features import as_features as as_features
-    from pipeline.models.registry import create_model as create_model
-    from pipeline.models.registry import list_models as list_models
-    from pipeline.models.registry import model_entry as model_entry
-    from pipeline.models.registry import model_of as model_of
-    from pipeline.models.weights.exported import load_exported as load_exported
-    from pipeline.models.weights.reference_names import load_reference_state_dict as load_reference_state_dict
-    from pipeline.models.weights.reference_names import reference_state_dict as reference_state_dict
-    from pipeline.models.weights.transfer import load_pretrained as load_pretrained
+    from pipeline.models.common.features import as_features
+    from pipeline.models.registry import create_model, list_models, model_entry, model_of
+    from pipeline.models.weights.exported import load_exported
+    from pipeline.models.weights.reference_names import load_reference_state_dict, reference_state_dict
+    from pipeline.models.weights.transfer import load_pretrained
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

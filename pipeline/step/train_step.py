@@ -32,24 +32,18 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """A micro-batch of this rank and its loss."""
-
-    request: BatchRequest
-    loss: Tensor  # ()
-
-
-@dataclass(frozen=True)
 class StepResult:
     """What a step has found.
 
     Attributes:
-        micro_batches: of this rank.
-        batch: the last of them.
+        requests: of this rank's micro-batches.
+        losses: of the same, () each.
+        batch: the last micro-batch.
         grad_norm: over all ranks, before clipping; not finite if the step was skipped.
     """
 
-    micro_batches: list[MicroBatch]
+    requests: list[BatchRequest]
+    losses: list[Tensor]
     batch: Batch
     grad_norm: float | Tensor
 
@@ -61,7 +55,7 @@ class StepResult:
     @property
     def loss(self) -> Tensor:
         """(), the mean of this rank's micro-batches."""
-        return torch.stack([micro_batch.loss for micro_batch in self.micro_batches]).mean()
+        return torch.stack(self.losses).mean()
 
 
 def train_step(
@@ -82,7 +76,8 @@ def train_step(
         before_forward: called with each micro-batch and its noise.
         count: end the step after so many micro-batches; None: after those of the config.
     """
-    engine, seen, grad_norm = state.engine, [], None
+    engine, grad_norm = state.engine, None
+    requests, losses = [], []
     set_learning_rate(engine, lr)
     state.batchnorm.begin()
     for number in micro_batches(engine, count):
@@ -96,9 +91,10 @@ def train_step(
         state.batchnorm.micro_batch(number)
         loss = forward_backward(engine, engine.backward, batch, noise, state.objective)
         grad_norm = optimizer_step(engine)
-        seen.append(MicroBatch(batch.request, loss))
+        requests.append(batch.request)
+        losses.append(loss)
     assert grad_norm is not None  # the last micro-batch completes the step
-    result = StepResult(seen, batch, grad_norm)
+    result = StepResult(requests, losses, batch, grad_norm)
     record("loss", result.loss)
     record("lr", lr, reduce="max")
     record("grad_norm", grad_norm, reduce="max")

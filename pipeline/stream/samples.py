@@ -17,8 +17,6 @@ import numpy as np
 from pipeline.stream.order import Blocks, block_sample_at, blocks_of_window, count_windows, sample_at
 from pipeline.stream.philox import Stream, random_words
 
-Run = tuple[int, int]  # first sample, number of samples
-
 
 @dataclass(frozen=True)
 class Mixture:
@@ -82,7 +80,9 @@ class Mixture:
                 sample[members[own]] = self._of_set(which, shown[own], epoch[members[own]], seed, blocks)
         return sample
 
-    def coming_runs(self, before: Run | None, now: Run, seed: int, blocks: Blocks) -> list[Run]:
+    def coming_runs(
+        self, before: tuple[int, int] | None, now: tuple[int, int], seed: int, blocks: Blocks
+    ) -> list[tuple[int, int]]:
         """The runs of adjacent samples that come up in block order while a run moves from one position to another.
 
         Args:
@@ -92,7 +92,7 @@ class Mixture:
             blocks: of the order.
 
         Returns:
-            Those of the windows after the ones that are being read, which have not been returned before.
+            (first sample, number of samples) of the windows after the ones that are being read, which have not been returned before.
         """
         runs = []
         for which, size in enumerate(self.sizes):

@@ -29,7 +29,7 @@ from pipeline.files import write_error
 from pipeline.hardware import memory_gib
 from pipeline.loader.loader import Batch
 from pipeline.logs.run_files import check_run_files
-from pipeline.optim.learning_rate import learning_rate
+from pipeline.optim.build import learning_rate
 from pipeline.shards.files.cached import cache_of, check_cache
 from pipeline.shards.mixed_set import MixedSet
 from pipeline.shards.shard_set import ShardSet
@@ -38,6 +38,7 @@ from pipeline.training.building import say, training_loader
 from pipeline.training.compiling import OFF
 from pipeline.training.lock import check_lock
 from pipeline.training.precision import refusals_explained
+from pipeline.training.settle import check_alone
 from pipeline.training.start import PreparedRun, Start
 
 _MICRO_BATCHES = 2  # of the step: with the second, gradients and activations are in memory together, as in all that follow
@@ -71,7 +72,7 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
         UserError: what a real start would raise.
     """
     start = Start(config, world, look_only=True)
-    start.check_alone()
+    check_alone(config, world)
     with Heartbeat(world, config.distributed) as heartbeat, refusals_explained():
         data = start.open_data(cached=False)  # the node's cache, which reading would fill
         cache = _check_on_all(lambda: check_cache_room(config.data, (data.train_set, data.val_set)), world)

@@ -18,12 +18,13 @@ from pipeline.inference.evaluation import evaluate
 from pipeline.loader.loader import Batch
 from pipeline.logs import curves, pictures
 from pipeline.metrics import record, recording
-from pipeline.optim.learning_rate import learning_rate
+from pipeline.optim.build import learning_rate
 from pipeline.step.train_step import train_step
 from pipeline.training.building import say
 from pipeline.training.dry_run import dry_run
 from pipeline.training.nonfinite import skip_or_stop
 from pipeline.training.precision import make_deterministic, refusals_explained
+from pipeline.training.settle import check_alone
 from pipeline.training.start import Start
 from pipeline.training.state import Run
 
@@ -62,7 +63,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
     """
     stop = stop or StopSignal()
     start = Start(config, world)
-    start.check_alone()
+    check_alone(config, world)
     with Heartbeat(world, config.distributed, start.folder) as heartbeat, refusals_explained():
         if any(world.gather(stop.received)):  # received while the libraries were loading: build nothing
             say(world, _STOPPED_EARLY)
@@ -130,13 +131,13 @@ def training_step(run: Run) -> Batch:
     with recording() as metrics:
         result = train_step(run.trained, next_batch, lr, run.config.seed, before_forward)
         if not result.taken:
-            skip_or_stop(run, step, result.micro_batches)
+            skip_or_stop(run, step, result)
         record("skipped_steps", run.skipped_steps, reduce="max")
     run.step = step
     run.log.step(step, schedule.epoch(step), schedule.samples(step), metrics, run.loader.bad.take_unreported())
     if run.samples and result.taken:
-        for micro_batch in result.micro_batches:
-            run.samples.add(micro_batch.request)
+        for request in result.requests:
+            run.samples.add(request)
         run.samples.write(step)
     return result.batch
 

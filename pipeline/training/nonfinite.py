@@ -7,33 +7,36 @@ import json
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
+from pipeline.augment import BatchRequest
 from pipeline.checkpoint import Saver
 from pipeline.cluster.agreement import Agreement, do_in_main
 from pipeline.config import config_to_yaml
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few
 from pipeline.files import replace_text, write_error
-from pipeline.step.train_step import MicroBatch
+from pipeline.step.train_step import StepResult
 from pipeline.training.state import Run
 
 FOLDER, REPORT = "nonfinite", "report.json"
 _SHOWN = 8  # losses in a message; the report has all
 
 
-def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
+def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
     """Count a step that was skipped, or stop. Collective.
 
     Args:
         run: in the state before the step, which changed neither weights nor statistics.
         step: the step that was skipped.
-        seen: its micro-batches on this rank.
+        result: of the step on this rank.
 
     Raises:
         UserError: more than ``train.max_skipped_steps``. ``nonfinite/step-...`` in the run folder is then a run folder
             itself: the state before the step, a config that repeats this step alone, a report of every sample and loss.
     """
     run.skipped_steps += 1
-    losses = [loss for part in run.world.gather([micro_batch.loss.item() for micro_batch in seen]) for loss in part]
-    shown = ", ".join(f"{loss:.4g}" for loss in losses[:_SHOWN]) + ", ..." * (len(losses) > _SHOWN)
+    losses = [loss for part in run.world.gather([loss.item() for loss in result.losses]) for loss in part]
+    shown = first_few([f"{loss:.4g}" for loss in losses], _SHOWN)
     if run.skipped_steps <= run.config.train.max_skipped_steps:
         run.log.warn(
             f"step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown}); {run.skipped_steps} of "
@@ -50,7 +53,7 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
     folder = run.folder / FOLDER / f"step-{step:08d}"
     try:
         run.saver.finish()  # a checkpoint in progress is from before this step
-        _write_dump(run, step, folder, seen)
+        _write_dump(run, step, folder, result)
     except UserError as error:
         raise UserError(f"{sentence}; what reproduces the step could not be written: {error}") from None
     raise UserError(
@@ -58,8 +61,10 @@ def skip_or_stop(run: Run, step: int, seen: list[MicroBatch]) -> None:
     )
 
 
-def _write_dump(run: Run, step: int, folder: Path, seen: list[MicroBatch]) -> None:
-    rows = run.world.gather([_describe(run, number, micro_batch) for number, micro_batch in enumerate(seen)])
+def _write_dump(run: Run, step: int, folder: Path, result: StepResult) -> None:
+    rows = run.world.gather(
+        [_describe(run, number, *found) for number, found in enumerate(zip(result.requests, result.losses))]
+    )
     report = {
         "step": step,
         "world_size": run.world.size,
@@ -83,12 +88,11 @@ def _write_dump(run: Run, step: int, folder: Path, seen: list[MicroBatch]) -> No
     saver.finish()
 
 
-def _describe(run: Run, number: int, micro_batch: MicroBatch) -> dict:
-    request = micro_batch.request
+def _describe(run: Run, number: int, request: BatchRequest, loss: Tensor) -> dict:
     return {
         "rank": run.world.rank,
         "micro_batch": number,
-        "loss": repr(micro_batch.loss.item()),  # JSON has no NaN
+        "loss": repr(loss.item()),  # JSON has no NaN
         "keys": [run.train_set.key(sample) for sample in request.index.tolist()],
         "labels": request.label.tolist(),
         "epoch": request.epoch.tolist(),

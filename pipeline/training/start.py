@@ -33,7 +33,7 @@ from pipeline.training.building import Built, build, say, training_loader
 from pipeline.training.compiling import Compilation
 from pipeline.training.folder import check_same_data, check_same_run, open_run_folder
 from pipeline.training.lock import RunLock
-from pipeline.training.settle import Settled, check_alone, settle
+from pipeline.training.settle import Settled, settle
 from pipeline.training.state import Run
 
 
@@ -88,10 +88,6 @@ class Start:
     def __init__(self, config: Config, world: World, look_only: bool = False) -> None:
         self.config, self.world, self.look_only = config, world, look_only
         self.folder = Path(config.output_dir)
-
-    def check_alone(self) -> None:
-        """:func:`~pipeline.training.settle.check_alone`."""
-        check_alone(self.config, self.world)
 
     def open_run(self, stop: StopSignal, heartbeat: Heartbeat, recipe: Recipe | None = None) -> Run | None:
         """Start the run, or resume it from its newest intact checkpoint. Collective.

@@ -24,8 +24,8 @@ from pipeline.errors import UserError
 from pipeline.inference.evaluation import check_classes, check_same_classes
 from pipeline.loader.batches import EvalBatches, TrainBatches
 from pipeline.models import model_entry
+from pipeline.optim.build import learning_rate
 from pipeline.optim.engine import deepspeed_config
-from pipeline.optim.learning_rate import learning_rate
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stream.schedule import make_schedule
 from pipeline.training.folder import config_hash, open_run_folder

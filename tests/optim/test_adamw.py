@@ -9,8 +9,7 @@ import torch
 
 from pipeline.config import OptimConfig, load_config
 from pipeline.models import create_model
-from pipeline.optim.build import build_optimizer
-from pipeline.optim.learning_rate import learning_rate
+from pipeline.optim.build import build_optimizer, learning_rate
 from support.launching import REPOSITORY
 
 # The mean learning rate over all epochs, as timm's CosineLRScheduler gives it (0.3.2 for PerViT, ConViT and DeiT, 0.4.12 for LSAT

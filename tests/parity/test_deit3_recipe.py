@@ -21,8 +21,7 @@ from pipeline.config import TrainConfig, load_config
 from pipeline.models import create_model
 from pipeline.models.weights.reference_names import authors_names, reference_state_dict
 from pipeline.models.weights.transfer import resample_positions
-from pipeline.optim.build import build_optimizer
-from pipeline.optim.learning_rate import learning_rate
+from pipeline.optim.build import build_optimizer, learning_rate
 from pipeline.step.loss import Objective, label_loss
 from support.deit_code import authors_module, authors_source, needs_code
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import Config, load_config
-from pipeline.optim.learning_rate import learning_rate
+from pipeline.optim.build import learning_rate
 from support import parity
 
 CONFIGS = Path(__file__).parents[2] / "configs"
