@@ -15,42 +15,27 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.folder import parse_step
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.files import check_writable, replace_file
+from pipeline.inference.session import SOURCES, add_model_options, open_session, with_options
 from pipeline.stores.place import place_argument
 
 if TYPE_CHECKING:
-    import torch
-
     from pipeline.config import Config
     from pipeline.inference.trained import Trained
-
-SOURCES = "a run folder, one of its checkpoints, an exported file, a folder in timm's layout, or an authors' file"
 
 
 def main() -> None:
     parser = command_parser("pipeline.evaluate", __doc__)
     add = parser.add_argument
     where = "folder or URL with shards, or folder with images: CLASS/*.JPEG or SPLIT/CLASS/*.JPEG"
-    average = "default: ema if the run kept an average, else model; for --step best, those that scored best; a file has one"
-    exact = "default: auto, as in training, but fp32 where bf16 would be emulated"
     switch = "override a switch of the model, such as ConViT's attention masks; repeatable"
     rows = "also write a row for each image, to a .csv, .jsonl or .parquet file in a folder that all processes share"
     add("--checkpoint", required=True, type=Path, metavar="PATH", help=SOURCES)
     add("--data", required=True, type=place_argument, metavar="DIR", help=where)
     add("--split", default="val", help="default: val")
-    add("--step", type=parse_step, help="which checkpoint: a number or best (default: the newest)")
-    add("--weights", choices=("model", "ema"), help=average)
-    add("--precision", choices=("auto", "bf16", "fp32"), default="auto", help=exact)
-    add(
-        "--decode",
-        choices=("auto", "gpu", "cpu"),
-        default="auto",
-        help="where to decode the images (default: auto, a GPU if any)",
-    )
-    add("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
+    add_model_options(parser)
     add("--switch", action="append", default=[], metavar="NAME=VALUE", help=switch)
     add("--json", type=Path, metavar="FILE", help="also write the result to this file")
     add("--predictions", type=Path, metavar="FILE", help=rows)
@@ -70,25 +55,18 @@ def run(args: argparse.Namespace) -> None:
 
         check_file("--predictions", args.predictions)
 
-    from pipeline.cluster.world import disconnect, init_world
-    from pipeline.config import config_from_dict  # imported only now: PyTorch takes seconds, and --help must not wait for it
+    from pipeline.cluster.world import disconnect  # imported only now: PyTorch takes seconds, and --help must not wait for it
     from pipeline.inference.evaluation import check_same_classes, evaluate, evaluation_loader
     from pipeline.inference.prediction import collect_evaluated
     from pipeline.inference.predictions import Names, prediction_dtype, write_rows
     from pipeline.inference.rank_rows import RankRows
     from pipeline.inference.trained import read_trained
-    from pipeline.loader.loader import decoding_device
     from pipeline.logs import console
     from pipeline.shards.image_folder import open_split
-    from pipeline.step.forward import autocast
-    from pipeline.training.precision import choose_evaluation_precision
 
     console.install()
     trained = read_trained(args.checkpoint, args.step, args.weights)
-    config = trained.config
-    if args.batch_size is not None:
-        config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
-    config = with_switches(config, args.switch).with_values({"data.decode": args.decode})
+    config = with_switches(with_options(trained.config, args), args.switch)
     images = open_split(args.data, args.split, trained.classes if trained.named else None)
     if trained.named:
         check_same_classes(images, trained.classes, of=str(args.checkpoint))
@@ -102,19 +80,12 @@ def run(args: argparse.Namespace) -> None:
             f"{args.checkpoint} has other parameters than {config.model.name} with the switches {config.model.switches}",
             "leave out each --switch that adds, removes or reshapes parameters",
         ) from None
-    world = init_world()
-    decoding_device(args.decode, world.device, "--decode")
-    model.to(world.device)
-    precision = choose_evaluation_precision(config.train.precision, args.precision, world)
-
-    def forward(images: torch.Tensor) -> torch.Tensor:
-        with autocast(world.device, precision.name):
-            return model(images)
-
+    session = open_session(model, config.train.precision, args)
+    world, precision = session.world, session.precision
     loader = evaluation_loader(images, config, world)
     dtype = prediction_dtype(min(5, len(images.classes)), labelled=True)
     with RankRows(args.predictions, dtype, loader.batches, world) if args.predictions else nullcontext() as rows:
-        result = evaluate(forward, loader, world, consumer=collect_evaluated(rows) if rows else None)
+        result = evaluate(session.run(model), loader, world, consumer=collect_evaluated(rows) if rows else None)
         assert result is not None  # nothing gives the pass up
         loader.close()
         if "nonfinite" in result:

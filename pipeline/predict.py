@@ -20,17 +20,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.folder import parse_step
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.files import replace_file
+from pipeline.inference.session import SOURCES, add_model_options, open_session, with_options
 
 if TYPE_CHECKING:
     from pipeline.inference.prediction import Tally
     from pipeline.inference.predictions import Merged, Names
     from pipeline.inference.rank_rows import RankRows
 
-SOURCES = "a run folder, one of its checkpoints, an exported file, a folder in timm's layout, or an authors' file"
 SOME_FAILED = 1  # exit code: at least one image has no prediction
 _SHOWN = 50  # rows of the table on a terminal
 
@@ -44,11 +43,7 @@ def main() -> int:
     add("--output", type=Path, metavar="FILE", help="a .csv, .jsonl or .parquet file; with --features .npy or .parquet")
     add("--features", action="store_true", help="write what the classifier sees, (images, width), instead of classes")
     add("--by-folder", action="store_true", help="also the accuracy: an image's folder is named after its class")
-    add("--step", type=parse_step, help="which checkpoint: a number or best (default: the newest)")
-    add("--weights", choices=("model", "ema"), help="default: ema if the run kept an average, else model")
-    add("--precision", choices=("auto", "bf16", "fp32"), default="auto", help="as in pipeline.evaluate")
-    add("--decode", choices=("auto", "gpu", "cpu"), default="auto", help="where to decode the images (default: auto)")
-    add("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
+    add_model_options(parser)
     return run(parser.parse_args())
 
 
@@ -63,52 +58,35 @@ def run(args: argparse.Namespace) -> int:
     """
     check_arguments(args)
 
-    from pipeline.cluster.world import disconnect, init_world
-    from pipeline.config import config_from_dict
+    from pipeline.cluster.world import disconnect
     from pipeline.inference.evaluation import evaluation_loader
     from pipeline.inference.image_list import ImageList, find_images, read_list
-    from pipeline.inference.prediction import compute_features, predict
+    from pipeline.inference.prediction import feature_columns, predict, score_columns
     from pipeline.inference.predictions import Names, features_dtype, prediction_dtype
     from pipeline.inference.rank_rows import RankRows
     from pipeline.inference.trained import read_trained  # imported only now: PyTorch takes seconds, and --help must not wait
-    from pipeline.loader.loader import decoding_device
     from pipeline.logs import console
-    from pipeline.step.forward import autocast
-    from pipeline.training.precision import choose_evaluation_precision
 
     console.install()
     trained = read_trained(args.checkpoint, args.step, args.weights)
     if trained.assumed and console.is_first_process():
         logging.getLogger("pipeline").warning(trained.assumed)
-    tree = {**trained.config.model_dump(), "data": {**trained.config.data.model_dump(), "max_bad_samples": 2**31 - 1}}
-    if args.batch_size is not None:
-        tree["eval"] = {"batch_size": args.batch_size}
-    config = config_from_dict(tree, source="--batch-size").with_values({"data.decode": args.decode})
+    config = with_options(trained.config, args).with_values({"data.max_bad_samples": 2**31 - 1})
     model = trained.build_model()
-    world = init_world()
-    decoding_device(args.decode, world.device, "--decode")
+    session = open_session(model, config.train.precision, args)
+    world = session.world
     lines = read_list(sys.stdin.buffer) if world.is_main and "-" in args.images else iter(())
     if world.size > 1:  # the input is rank 0's; alone, one name is in memory at a time until it is packed
         lines = iter(world.from_main(list(lines)))
     images = ImageList(find_images(args.images, lines), trained.classes, args.by_folder)
-    model.to(world.device)
-    precision = choose_evaluation_precision(config.train.precision, args.precision, world)
     top = min(args.top, len(trained.classes))
-    forward = model.pooled if args.features else model
     width = model.pooled_width if args.features else 0
-
-    def run_model(batch):  # type: ignore[no-untyped-def]  # Tensor -> Tensor; PyTorch is not imported here
-        with autocast(world.device, precision.name):
-            return forward(batch)
-
     loader = evaluation_loader(images, config, world)
     with tempfile.TemporaryDirectory() as scratch:
         beside = args.output or Path(world.from_main(scratch), "predictions")
         with RankRows(beside, features_dtype(width) if args.features else prediction_dtype(top), loader.batches, world) as rows:
-            if args.features:
-                compute_features(run_model, loader, images, rows)
-            else:
-                predict(run_model, loader, images, rows, top)
+            columns = feature_columns(session.run(model.pooled)) if args.features else score_columns(session.run(model), top)
+            predict(columns, loader, images, rows)
             loader.close()
             tally = write(args, rows, Names(images.key, trained.classes, trained.shown), len(images), width)
         failed = world.from_main(tally.errors)

@@ -52,7 +52,7 @@ def measure(context: Context) -> Rows:
     from pipeline.cluster.world import disconnect, init_world
 
     if deterministic and has_key("train.deterministic"):
-        from pipeline.training.precision import make_deterministic
+        from pipeline.step.precision import make_deterministic
 
         make_deterministic()
     world = init_world()

@@ -17,45 +17,40 @@ from pipeline.inference.rank_rows import RankRows
 from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Batch, Loader
 
+Columns = Callable[[Tensor], dict[str, Tensor]]  # images (B, 3, H, W) -> columns of B rows; ``finite`` says which have a result
 
-@torch.no_grad()
-def predict(
-    forward: Callable[[Tensor], Tensor], loader: Loader[EvalBatches], images: ImageList, rows: RankRows, top: int
-) -> None:
-    """Predict the classes of all images. Collective.
 
-    Args:
-        forward: images (B, 3, H, W) -> logits (B, classes).
-        loader: of ``images``.
-        images: the samples of the loader's batches.
-        rows: of :func:`~pipeline.inference.predictions.prediction_dtype`.
-        top: classes to keep per image.
-    """
+def score_columns(forward: Callable[[Tensor], Tensor], top: int) -> Columns:
+    """The ``top`` classes of each image, by a function from images to logits (B, classes)."""
 
-    def columns(batch: Tensor) -> dict[str, Tensor]:
-        scores = forward(batch).float()  # (B, classes)
+    def columns(images: Tensor) -> dict[str, Tensor]:
+        scores = forward(images).float()  # (B, classes)
         probability, best = scores.softmax(dim=1).topk(top, dim=1)  # (B, top) each
         return {"top": best, "probability": probability, "finite": scores.isfinite().all(dim=1)}
 
-    _add_rows(loader, images, rows, columns)
+    return columns
+
+
+def feature_columns(forward: Callable[[Tensor], Tensor]) -> Columns:
+    """The features of each image, by a function from images to (B, D)."""
+
+    def columns(images: Tensor) -> dict[str, Tensor]:
+        features = forward(images).float()  # (B, D)
+        return {"features": features, "finite": features.isfinite().all(dim=1)}
+
+    return columns
 
 
 @torch.no_grad()
-def compute_features(
-    forward: Callable[[Tensor], Tensor], loader: Loader[EvalBatches], images: ImageList, rows: RankRows
-) -> None:
-    """As :func:`predict`, with ``forward`` returning features (B, D)."""
+def predict(columns: Columns, loader: Loader[EvalBatches], images: ImageList, rows: RankRows) -> None:
+    """Add a row for each image. Collective.
 
-    def columns(batch: Tensor) -> dict[str, Tensor]:
-        features = forward(batch).float()  # (B, D)
-        return {"features": features, "finite": features.isfinite().all(dim=1)}
-
-    _add_rows(loader, images, rows, columns)
-
-
-def _add_rows(
-    loader: Loader[EvalBatches], images: ImageList, rows: RankRows, columns: Callable[[Tensor], dict[str, Tensor]]
-) -> None:
+    Args:
+        columns: :func:`score_columns` or :func:`feature_columns`.
+        loader: of ``images``.
+        images: the samples of the loader's batches.
+        rows: of :func:`~pipeline.inference.predictions.prediction_dtype` or ``features_dtype``.
+    """
     silent = None if loader.batches.rank == 0 else True
     for _ in tqdm(range(len(loader.batches)), desc="predicting", unit="batch", leave=False, disable=silent):
         batch = next(loader)

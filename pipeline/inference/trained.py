@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.checkpoint import read_weights
+from pipeline.checkpoint.weights import describe
 from pipeline.config import Config, config_from_dict, load_config, shipped_recipes
 from pipeline.errors import UserError
 from pipeline.models import create_model, list_models
@@ -118,24 +119,12 @@ def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | Non
     check_finite(weights, str(source))
     recipes = [shipped_recipes() / f"{name}{ending}.yaml" for ending in ("", "_cifar10")]
     recipe = next(load_config(path) for path in recipes if path.exists())
-    data = {key: getattr(recipe.data, key) for key in ("mean", "std", "eval_crop")}
-    description = Description(
-        model=name,
-        num_classes=num_classes,
-        image_size=image_size,
-        switches={},
-        classes=[str(i) for i in range(num_classes)],
-        mean=list(data["mean"]),
-        std=list(data["std"]),
-        eval_crop=data["eval_crop"],
-        precision="fp32",
-        step=0,
-        weights="model",
-        names=names,
-    )
+    shape = {"name": name, "num_classes": num_classes, "image_size": image_size, "switches": {}}
+    config = recipe.with_values({"train.precision": "fp32"} | {f"model.{key}": value for key, value in shape.items()})
+    description = describe(config, [str(number) for number in range(num_classes)], 0, "model", names)
     model = build_described(source, weights, description)
     assumed = (
         f"{source} does not say what it is: by its tensors, {name} for {image_size} pixels; images are prepared as in that model's recipe "
-        f"(mean {list(data['mean'])}, std {list(data['std'])}, eval_crop {data['eval_crop']:g}), and its {num_classes} classes have no names"
+        f"(mean {description.mean}, std {description.std}, eval_crop {description.eval_crop:g}), and its {num_classes} classes have no names"
     )
     return replace(_described(source, model, description, None, None, named=False), assumed=assumed)

@@ -33,11 +33,11 @@ from pipeline.optim.build import learning_rate
 from pipeline.shards.files.cached import cache_of, check_cache
 from pipeline.shards.mixed_set import MixedSet
 from pipeline.shards.shard_set import ShardSet
+from pipeline.step.precision import refusals_explained
 from pipeline.step.train_step import train_step
 from pipeline.training.building import say, training_loader
 from pipeline.training.compiling import OFF
 from pipeline.training.lock import check_lock
-from pipeline.training.precision import refusals_explained
 from pipeline.training.settle import check_alone
 from pipeline.training.start import PreparedRun, Start
 

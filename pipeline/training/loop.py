@@ -19,11 +19,11 @@ from pipeline.loader.loader import Batch
 from pipeline.logs import curves, pictures
 from pipeline.metrics import record, recording
 from pipeline.optim.build import learning_rate
+from pipeline.step.precision import make_deterministic, refusals_explained
 from pipeline.step.train_step import train_step
 from pipeline.training.building import say
 from pipeline.training.dry_run import dry_run
 from pipeline.training.nonfinite import skip_or_stop
-from pipeline.training.precision import make_deterministic, refusals_explained
 from pipeline.training.settle import check_alone
 from pipeline.training.start import Start
 from pipeline.training.state import Run

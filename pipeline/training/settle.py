@@ -17,10 +17,10 @@ from pipeline.loader.loader import CPU, GPU, decoding_device
 from pipeline.models import model_of
 from pipeline.optim.build import parameter_groups
 from pipeline.optim.engine import zero_stage
+from pipeline.step.precision import Precision, choose_precision
 from pipeline.training.building import say
 from pipeline.training.compiling import BLOCKS, GRAPHS, OFF
 from pipeline.training.micro_batch import choose_micro_batch
-from pipeline.training.precision import Precision, choose_precision
 
 _HOOKED_STAGE = 3  # the ZeRO stage with hooks on every submodule
 

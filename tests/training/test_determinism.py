@@ -16,7 +16,7 @@ from models.test_families import SIZES
 from pipeline.checkpoint import read_weights
 from pipeline.errors import UserError
 from pipeline.models import create_model
-from pipeline.training.precision import make_deterministic, refusals_explained
+from pipeline.step.precision import make_deterministic, refusals_explained
 from support import launching
 from support.launching import run_module
 from support.ranks import run_forked

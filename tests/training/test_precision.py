@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 NATIVE, WHY = native_bf16(CPU)
 CHOICE = """
 from pipeline.cluster.world import disconnect, init_world
-from pipeline.training.precision import choose_precision
+from pipeline.step.precision import choose_precision
 world = init_world()
 choice = choose_precision(ASKED, None, world)
 print(f"{choice}\\n{choice.warning}", flush=True)

@@ -1,0 +1,79 @@
+"""Hold what ``pipeline.evaluate`` and ``pipeline.predict`` have in common: options, and a trained model on this process's device."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.checkpoint.folder import parse_step
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pipeline.cluster.world import World
+    from pipeline.config import Config
+    from pipeline.step.precision import Precision
+
+SOURCES = "a run folder, one of its checkpoints, an exported file, a folder in timm's layout, or an authors' file"
+_WEIGHTS = "default: ema if the run kept an average, else model; for --step best, those that scored best; a file has one"
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which weights to take, and how to run them."""
+    add, where = parser.add_argument, "where to decode the images (default: auto, a GPU if any)"
+    add("--step", type=parse_step, help="which checkpoint: a number or best (default: the newest)")
+    add("--weights", choices=("model", "ema"), help=_WEIGHTS)
+    exact = "default: auto, as in training, but fp32 where bf16 would be emulated"
+    add("--precision", choices=("auto", "bf16", "fp32"), default="auto", help=exact)
+    add("--decode", choices=("auto", "gpu", "cpu"), default="auto", help=where)
+    add("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
+
+
+def with_options(config: Config, args: argparse.Namespace) -> Config:
+    """The config of a training with the batch size and decoding of :func:`add_model_options`."""
+    from pipeline.config import config_from_dict
+
+    if args.batch_size is not None:
+        config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
+    return config.with_values({"data.decode": args.decode})
+
+
+@dataclass(frozen=True)
+class Session:
+    """The ranks, and the precision in which a model runs on them."""
+
+    world: World
+    precision: Precision
+
+    def run(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The same function of images, in the session's precision."""
+        from pipeline.step.forward import autocast
+
+        def run(images: Tensor) -> Tensor:
+            with autocast(self.world.device, self.precision.name):
+                return forward(images)
+
+        return run
+
+
+def open_session(model: nn.Module, trained_in: str, args: argparse.Namespace) -> Session:
+    """Join the other ranks and move the model to this one's device. Collective.
+
+    Args:
+        model: on the CPU.
+        trained_in: the precision of its training.
+        args: of :func:`add_model_options`.
+
+    Raises:
+        UserError: images cannot be decoded as asked.
+    """
+    from pipeline.cluster.world import init_world
+    from pipeline.loader.loader import decoding_device
+    from pipeline.step.precision import choose_evaluation_precision
+
+    world = init_world()
+    decoding_device(args.decode, world.device, "--decode")
+    model.to(world.device)
+    return Session(world, choose_evaluation_precision(trained_in, args.precision, world))
