@@ -123,11 +123,6 @@ def run(args: argparse.Namespace) -> None:
 def say_assumed(trained: Trained, checkpoint: Path, classes: list[str]) -> None:
     """Warn of what a file or folder does not say, above all the names of its classes.
 
-    Args:
-        trained: what was read.
-        checkpoint: where from.
-        classes: of the images, by index.
-
     Raises:
         UserError: it has another number of classes.
     """
@@ -152,7 +147,6 @@ def with_switches(config: Config, changes: list[str]) -> Config:
     """The config with some of the model's switches replaced.
 
     Args:
-        config: of the training.
         changes: ``name=value`` each, the value in YAML.
 
     Raises:

@@ -26,7 +26,6 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
     Args:
         path: the file; an existing one is replaced, and stays intact if anything fails.
-        write: receives the open file.
 
     Raises:
         OSError: from the system, with ``path`` as its ``filename``.
@@ -113,7 +112,6 @@ def check_space(folder: Path, needed: int) -> None:
     """Check that a write will fit before it begins.
 
     Args:
-        folder: on the file system in question.
         needed: bytes.
 
     Raises:
@@ -130,7 +128,6 @@ def lock_bytes(descriptor: int, path: Path, first: int = 0, length: int = 0, wai
 
     Args:
         descriptor: of the file, open for writing.
-        path: its name, for the message.
         first, length: the range in bytes, which need not exist; a length of 0 extends to infinity.
         wait: block until the lock is free.
 
@@ -169,10 +166,6 @@ class DiskRefuses(UserError):
 
 def write_error(path: Path, error: OSError) -> UserError:
     """The error for a file of a run folder that could not be written.
-
-    Args:
-        path: the file.
-        error: from the system.
 
     Returns:
         A :class:`DiskRefuses` if a retry may help.

@@ -115,11 +115,6 @@ def check_arguments(args: argparse.Namespace) -> None:
 def write(args: argparse.Namespace, rows: RankRows, names: Names, count: int, width: int) -> Tally:
     """Write the file, or print a table, and report what was counted, all on rank 0. Collective.
 
-    Args:
-        names: of images and classes.
-        count: images.
-        width: of features.
-
     Returns:
         Of rank 0's rows; zeros elsewhere.
     """

@@ -88,7 +88,6 @@ def find_step(run_dir: Path, step: int | str | None = None) -> int:
     """The step of an existing checkpoint.
 
     Args:
-        run_dir: a run folder.
         step: None: the newest; ``best``: the one with the best top-1, as the newest readable one records; else this one.
 
     Raises:
@@ -109,10 +108,6 @@ def find_step(run_dir: Path, step: int | str | None = None) -> int:
 
 def find_checkpoint(path: Path, step: int | str | None = None) -> tuple[Path, int]:
     """The checkpoint that a command's path and ``--step`` select: :func:`locate` and :func:`find_step`.
-
-    Args:
-        path: a run folder, or one of its checkpoints.
-        step: as in :func:`find_step`.
 
     Returns:
         The run folder and the step.

@@ -50,8 +50,6 @@ def newest_intact(run_dir: Path, world: World, set_aside_damaged: bool = True) -
     Each rank verifies some of the files. A damaged checkpoint is set aside with a warning, and the one before it is tried.
 
     Args:
-        run_dir: the run folder.
-        world: all ranks.
         set_aside_damaged: the caller must hold the run's lock then; False: the folder is only read.
 
     Raises:
@@ -153,7 +151,6 @@ def load(engine: Engine, verified: Verified, ema: WeightAverage | None, world: W
         engine: new, of the same model and optimizer.
         verified: an intact checkpoint (:func:`newest_intact`).
         ema: averaged weights and buffers; initialized from the weights and buffers if the checkpoint has none.
-        world: all ranks.
 
     Raises:
         UserError: on every rank: the checkpoint is of another model or optimizer, or can no longer be read.

@@ -57,7 +57,6 @@ def write_part(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
     The library's own writer holds the GIL while it copies, and computes no checksum.
 
     Args:
-        path: the file.
         tensors: on the CPU, contiguous.
 
     Raises:
@@ -120,7 +119,6 @@ class SliceReader:
     (:func:`~pipeline.checkpoint.verification.find_damage`).
 
     Args:
-        folder: of the checkpoint.
         headers: of all its files (:func:`read_headers`).
 
     Raises:

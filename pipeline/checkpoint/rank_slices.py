@@ -60,10 +60,6 @@ def rank_slices(engine: Engine, ema: WeightAverage | None) -> Iterator[RankSlice
     """All slices of weights, of the optimizer's state and of averaged weights on this rank.
 
     The optimizer's state exists after its first step, or after :func:`~pipeline.optim.slices.create_state`.
-
-    Args:
-        engine: the DeepSpeed engine, between two steps.
-        ema: the averaged weights, if the run has them.
     """
     stage, state = engine.zero_optimization_stage(), inner_optimizer(engine).state
     for name, parameter in engine.module.named_parameters():

@@ -58,8 +58,6 @@ class Saver:
     A failed write is retried for ``checkpoint.retry_seconds``; then all ranks stop with the reason.
 
     Args:
-        run_dir: the run folder.
-        world: all ranks.
         config: retention, and how long a write is retried.
         agreement: by which the ranks exchange their status.
         waiting: called repeatedly while the training waits for a save, to report that it does not hang.
@@ -115,9 +113,6 @@ class Saver:
 
     def settle(self, agreed: Agreed) -> None:
         """Publish a save that every rank has written, or fail on all ranks. Call once per step. Collective.
-
-        Args:
-            agreed: the status of all ranks.
 
         Raises:
             UserError: a rank cannot write its part.

@@ -36,8 +36,6 @@ def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) ->
     """Compare files with their records in the manifest.
 
     Args:
-        folder: of the checkpoint.
-        files: the records, all or some.
         contents: verify checksums; else only existence and size.
 
     Returns:
@@ -70,8 +68,6 @@ def find_gaps(folder: Path, manifest: CheckpointManifest, headers: Headers | Non
     or for none, and for all buffers of floating point or for none.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
         headers: of its files, where they are known; else they are read.
 
     Returns:

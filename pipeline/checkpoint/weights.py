@@ -123,12 +123,9 @@ def export(run_dir: Path, output: Path, step: int | str | None, kind: Kind | Non
     """Export the weights of a checkpoint to one file.
 
     Args:
-        run_dir: a run folder, or one of its checkpoints.
         output: the file, ``*.safetensors``.
         step: which checkpoint, a number or ``best``; None: the newest.
         kind: ``model`` or ``ema``; None: see :func:`pipeline.checkpoint.read_weights`.
-        names: ``ours`` or ``authors``.
-        force: replace an existing file.
 
     Returns:
         A description of what was written.

@@ -50,7 +50,6 @@ def markdown_table(beginnings: tuple[str, ...] = ("",), root: type[Section] = Co
 
     Args:
         beginnings: prefixes; only keys that start with one of them are listed.
-        root: the config; each of its keys has a default.
     """
     defaults = flatten(root())
     lines = ["| key | default | meaning |", "|---|---|---|"]

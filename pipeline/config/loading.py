@@ -84,9 +84,6 @@ class Recipe:
 def load_recipe(path: str | Path) -> Recipe | None:
     """The shipped config that a file is or begins from (``base:``); the file itself if it begins from none.
 
-    Args:
-        path: as for :func:`load_config`.
-
     Returns:
         None for a file that is valid with overrides only.
     """
@@ -119,7 +116,6 @@ def load_config_as(root: type[AnySection], path: str | Path, overrides: Sequence
 
     Args:
         root: its class; every key has a default.
-        path, overrides: as for :func:`load_config`.
 
     Raises:
         UserError: as for :func:`load_config`.
@@ -143,8 +139,6 @@ def section_from_dict(section: type[AnySection], values: Mapping[str, Any], key:
     """Validate a section outside the :class:`Config` tree, such as a model family's switches.
 
     Args:
-        section: the class.
-        values: name -> value.
         key: the dotted key that holds the values in a config, for error messages.
 
     Raises:

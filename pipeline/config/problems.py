@@ -81,7 +81,6 @@ def describe(error: ValidationError, layers: list[Layer], root: type[Section] = 
     Args:
         error: from validating a complete config.
         layers: all layers; later ones override earlier ones.
-        root: the config's class.
     """
     problem = error.errors(include_url=False)[0]
     loc, found, kind = problem["loc"], problem["input"], problem["type"]

@@ -222,8 +222,6 @@ def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> in
     """Micro-batches per rank and optimizer step: global batch size / (micro-batch size * world size).
 
     Args:
-        train: both batch sizes.
-        world_size: number of processes.
         unit: a micro-batch must be a multiple of this (``config.augment.unit``); the suggested values respect it.
 
     Raises:

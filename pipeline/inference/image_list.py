@@ -115,7 +115,6 @@ def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> NamedIma
         arguments: files, folders (searched at any depth; a shard set's tars are read in place), patterns with ``*``, ``?`` or ``[``,
             ``.tar`` and ``.zip`` files; ``-`` takes the names from ``lines``, ``@FILE`` from a file with a name a line. A file may have any ending, and need not exist: it
             becomes an error of its own row.
-        lines: of standard input.
 
     Raises:
         UserError: a folder, archive or list without an image, a pattern without a match, or a damaged archive.
@@ -224,7 +223,6 @@ class ImageList(CheckedImages):
     its place, and :attr:`errors` has the reason.
 
     Args:
-        images: where they are.
         classes: the model's, in index order.
         by_folder: an image's label is the class that its folder is named after; an image in another folder is an error.
 

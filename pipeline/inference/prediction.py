@@ -47,8 +47,6 @@ def predict(columns: Columns, loader: Loader[EvalBatches], images: ImageList, ro
 
     Args:
         columns: :func:`score_columns` or :func:`feature_columns`.
-        loader: of ``images``.
-        images: the samples of the loader's batches.
         rows: of :func:`~pipeline.inference.predictions.prediction_dtype` or ``features_dtype``.
     """
     silent = None if loader.batches.rank == 0 else True

@@ -57,7 +57,6 @@ def check_file(option: str, path: Path, endings: Sequence[str] = ENDINGS) -> Non
 
     Args:
         option: that names the file, for the message.
-        path: the file.
         endings: that it may have, one without PyArrow first.
 
     Raises:

@@ -31,8 +31,6 @@ class RankRows:
     Args:
         path: of the result: the hidden files are beside it, in a folder that all ranks see.
         dtype: of a row; the field ``valid`` marks those that count.
-        batches: of this rank.
-        world: all ranks.
 
     Raises:
         UserError: on every rank: the hidden files cannot be created.

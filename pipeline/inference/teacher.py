@@ -33,7 +33,6 @@ def load_teacher(config: Config, device: torch.device, classes: list[str] | None
     Args:
         config: of the student; ``train.teacher`` is the other run's folder, one of its checkpoints, an exported file, or a
             library and a name.
-        device: of the teacher.
         classes: the student's class names, in order; None: not compared. Libraries do not name theirs.
 
     Returns:

@@ -27,7 +27,6 @@ class WeightAverage:
     ``ModelEma``, which the papers' code uses, averages all buffers too.
 
     Args:
-        engine: the DeepSpeed engine.
         decay: such as 0.9999; DeiT's is 0.99996.
 
     Attributes:
@@ -88,7 +87,6 @@ class StepStatistics:
 
     Args:
         model: its BatchNorm layers that track running statistics.
-        world: all ranks.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:

@@ -178,9 +178,6 @@ def weights_cast_once(stage: int) -> Iterator[None]:
     It would forget them after every forward pass, although they change with the optimizer's step only. Results are the same to
     the bit: a copy passes its gradients on to the fp32 weight, where they are summed. Not under ZeRO 3, which would then hold
     the whole model, nor in a recomputation on a GPU, which runs in a thread of autograd with a count of its own.
-
-    Args:
-        stage: of ZeRO.
     """
     if stage == 3:
         yield

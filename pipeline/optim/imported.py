@@ -149,8 +149,6 @@ class _Trial:
     """An optimizer of small parameters with given gradients, which steps as a run does.
 
     Args:
-        description: builds it.
-        config: its options.
         flat: hand it a flat tensor for each group instead of its parameters, one group at a time, as ZeRO does.
     """
 

@@ -28,9 +28,6 @@ class Lamb(SliceOptimizer):
 
     Args:
         groups: with ``params``, ``names`` and ``weight_decay``.
-        lr: learning rate.
-        betas: decay rates of the moment estimates.
-        eps: added to the denominator.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:

@@ -36,10 +36,6 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
 
     Args:
         groups: with ``params``, ``names``, ``weight_decay`` and ``matrices``: true for groups of matrices.
-        lr: learning rate of both.
-        momentum: Muon's.
-        betas: AdamW's decay rates of the moment estimates.
-        eps: AdamW's.
     """
 
     def __init__(

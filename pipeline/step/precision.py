@@ -40,7 +40,6 @@ def choose_precision(asked: str, begun_with: str | None, world: World) -> Precis
     """Settle ``train.precision`` for all ranks alike. Collective.
 
     Args:
-        asked: "auto", "bf16" or "fp32".
         begun_with: the precision of the run so far, which "auto" keeps; None for a new run.
         world: all ranks; one without bf16 instructions decides for all.
     """
@@ -65,9 +64,7 @@ def choose_evaluation_precision(trained_in: str, asked: str, world: World) -> Pr
     """The precision to evaluate a trained model in. Collective.
 
     Args:
-        trained_in: "bf16" or "fp32".
         asked: "auto", which keeps the training's unless it would be emulated; "bf16" or "fp32".
-        world: all ranks.
     """
     everywhere, why = native_on_all(world)
     if asked != AUTO:

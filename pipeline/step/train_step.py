@@ -70,8 +70,6 @@ def train_step(
 
     Args:
         state: with its engine in training mode.
-        next_batch: gives this rank's next micro-batch.
-        lr: the learning rate of the step.
         seed: of the run, for :func:`sample_noise`.
         before_forward: called with each micro-batch and its noise.
         count: end the step after so many micro-batches; None: after those of the config.
@@ -116,9 +114,7 @@ def forward_backward(
     Args:
         forward: images (B, 3, H, W) and noise -> scores (B, classes); the engine, or a model under autocast.
         backward: computes the gradients of a loss, ().
-        batch: of this rank.
         noise: what the model takes besides: (B, noise_per_sample), or None.
-        objective: the loss.
 
     Returns:
         (), float32, the loss without its graph.

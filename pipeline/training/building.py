@@ -66,7 +66,6 @@ def build(config: Config, world: World, classes: list[str], verified: Verified |
 
     Args:
         config: settled.
-        world: all ranks.
         classes: of the training set, by index.
         verified: the checkpoint that the run goes on from; None: a new run.
 
@@ -106,7 +105,6 @@ def training_loader(
         shards: the training split.
         config: settled.
         decode: "gpu", "cpu", or "auto": to be measured.
-        world: all ranks.
         first_step: steps done before.
     """
     batches = TrainBatches.of_run(shards, config, world.rank, world.size)
@@ -132,7 +130,6 @@ def keep_faster(world: World, seconds: dict[str, float]) -> str:
     """The way of decoding with which the slowest rank is faster. Collective.
 
     Args:
-        world: all ranks.
         seconds: what a micro-batch of training took on this rank, by ``data.decode``.
     """
     of_ranks = world.gather(seconds)

@@ -70,8 +70,6 @@ class Compilation:
         kind: "off", "blocks", "model" or "graphs".
         precision: "bf16" or "fp32".
         run_folder: of the run, which names the folder where compiled code is kept.
-        world: all ranks.
-        model: the module that trains, inside of its engine.
         objective: gets the compiled loss.
 
     Attributes:
@@ -101,7 +99,6 @@ class Compilation:
 
         Args:
             batch: the first micro-batch of this start, which is then trained on as usual.
-            noise: what the forward pass takes besides.
             accumulates: a step has several micro-batches.
         """
         if not self._pending:

@@ -60,11 +60,6 @@ class _Step:
 def dry_run(config: Config, world: World, stop: StopSignal) -> int:
     """Check everything that a start checks, build everything that it builds, and take a step. Collective.
 
-    Args:
-        config: the run.
-        world: all ranks.
-        stop: tells whether this process has received a signal to stop.
-
     Returns:
         The exit code: 0 if a real start would train, or has nothing left to train; ``PREEMPTED`` after a signal.
 
@@ -155,7 +150,6 @@ def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> s
     """Look at the cache on this node, of which a training only warns, and write nothing.
 
     Args:
-        data: of the config.
         sets: that are read, opened without a cache.
 
     Returns:

@@ -50,7 +50,6 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
     """Check that a config may continue a run. The result is the same on every rank, without communication.
 
     Args:
-        config: of this start.
         begun_with: of the newest checkpoint; None if there is none, when everything may change.
         world: rank 0 logs the accepted changes.
 
@@ -77,7 +76,6 @@ def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict
     """Check that a run continues with its data set. The result is the same on every rank, without communication.
 
     Args:
-        config: of this start.
         begun_with: ``ShardSet.identity()`` from the newest checkpoint; None if there is none.
         now: the same of this start's training set.
         world: rank 0 logs an accepted change.

@@ -35,7 +35,6 @@ def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = 
     """Join the other ranks, then :func:`train`: the command once its config is loaded. Returns the exit code.
 
     Args:
-        config, stop, recipe: as for :func:`train`.
         dry: :func:`~pipeline.training.dry_run.dry_run` instead.
     """
     if config.train.deterministic:
@@ -50,9 +49,6 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
     """Train to the end of the schedule, from the newest intact checkpoint if there is one. Collective.
 
     Args:
-        config: the run.
-        world: all ranks.
-        stop: tells whether this process has received a signal to stop.
         recipe: what the config is made from, for the log; None: unknown.
 
     Returns:

@@ -47,7 +47,6 @@ def choose_micro_batch(config: Config, begun_with: int | None, world: World) -> 
     Args:
         config: of this start, with its precision settled.
         begun_with: the size that the checkpoint has recorded; None: there is no checkpoint.
-        world: all ranks.
 
     Returns:
         The size, images per forward pass and rank; and why, for the log, None if the config states it.
@@ -150,7 +149,6 @@ def try_step(config: Config, world: World, capacity: int) -> str | None:
 
     Args:
         config: with ``train.micro_batch_size`` and ``train.precision`` settled.
-        world: this rank's device.
         capacity: bytes that this process may take besides what it has, on a CPU, where nothing else says so before the system kills it.
 
     Returns:

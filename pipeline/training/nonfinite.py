@@ -27,8 +27,6 @@ def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
 
     Args:
         run: in the state before the step, which changed neither weights nor statistics.
-        step: the step that was skipped.
-        result: of the step on this rank.
 
     Raises:
         UserError: more than ``train.max_skipped_steps``. ``nonfinite/step-...`` in the run folder is then a run folder

@@ -47,8 +47,6 @@ def allow_restart(
     Args:
         run_dir: the run folder; created if the training did not get that far.
         job: restarts of other jobs do not count: whoever submits again may have fixed the cause.
-        number: of this restart.
-        exit_code: of the training.
         newest: the step of a run folder's newest checkpoint; None: there is none.
 
     Raises:
@@ -117,8 +115,6 @@ def answer(
     """The command, for one kind of training; returns the exit code.
 
     Args:
-        program: its module.
-        description: its documentation.
         run_folder: of a training with this config file and these overrides.
         newest: see :func:`allow_restart`.
     """

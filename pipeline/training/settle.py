@@ -54,7 +54,6 @@ def settle(config: Config, before: RunState | None, world: World) -> Settled:
     Args:
         config: of this start, which :func:`check_alone` has accepted.
         before: the checkpoint that it goes on from, which ``auto`` follows; None: a new run.
-        world: all ranks.
 
     Raises:
         UserError: on every rank: images cannot be decoded as asked, or no micro-batch fits.
@@ -96,9 +95,7 @@ def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable
     """Settle ``data.decode`` for training, on all ranks alike without communication.
 
     Args:
-        asked: "auto", "gpu" or "cpu".
         begun_with: that of the run so far, which "auto" keeps; "auto" or None while it is not known.
-        world: rank 0 logs the reason.
         repeatable: the run repeats its pixels whenever it is begun: "auto" then is the GPU, because a measurement may differ.
 
     Returns:

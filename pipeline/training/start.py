@@ -77,8 +77,6 @@ class Start:
     """A start of a run. Its steps that write nothing are methods of their own, which a dry run takes too.
 
     Args:
-        config: the run, as asked for.
-        world: all ranks.
         look_only: leave the run folder as it is, damaged and half written checkpoints too.
 
     Attributes:
@@ -93,8 +91,6 @@ class Start:
         """Start the run, or resume it from its newest intact checkpoint. Collective.
 
         Args:
-            stop: tells whether this process has received a signal to stop.
-            heartbeat: of this process.
             recipe: what the config is made from, to say where they differ; None: unknown.
 
         Returns:
