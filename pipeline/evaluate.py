@@ -144,14 +144,7 @@ def say_assumed(trained: Trained, checkpoint: Path, classes: list[str]) -> None:
 
 
 def with_switches(config: Config, changes: list[str]) -> Config:
-    """The config with some of the model's switches replaced.
-
-    Args:
-        changes: ``name=value`` each, the value in YAML.
-
-    Raises:
-        UserError: a change is not of that form.
-    """
+    """The config with some of the model's switches replaced, by changes ``name=value``."""
     from pipeline.config.values import parse_switches
 
     switches = {**config.model.switches, **parse_switches(changes)}

@@ -111,11 +111,7 @@ def upload(args: argparse.Namespace, place: Place, message: str) -> None:
 
 
 def check_options(args: argparse.Namespace, form: Format) -> str:
-    """The precision, checked with what else only some formats have.
-
-    Raises:
-        UserError: this one has not.
-    """
+    """The precision, checked with what else only some formats have."""
     precision = args.precision or form.precisions[0]
     if precision not in form.precisions:
         having = [each.name for each in FORMATS.values() if precision in each.precisions]
@@ -131,11 +127,7 @@ def check_options(args: argparse.Namespace, form: Format) -> str:
 
 
 def read_subject(source: Path, step: int | str | None = None, weights: str | None = None) -> Subject:
-    """Read a trained model and what is known of its training.
-
-    Raises:
-        UserError: as :func:`pipeline.inference.trained.read_trained`.
-    """
+    """Read a trained model and what is known of its training."""
     from pipeline.checkpoint.weights import describe
     from pipeline.exporting.subject import Subject
     from pipeline.inference.trained import read_trained

@@ -61,11 +61,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading. A pipe or device, which may block or never end, raises an ``OSError`` that names it.
-
-    Returns:
-        The file descriptor.
-    """
+    """Open a regular file for reading; returns the descriptor. A pipe or device, which may block, raises an ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without O_NONBLOCK a pipe waits for a writer
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -109,14 +105,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Check that a write will fit before it begins.
-
-    Args:
-        needed: bytes.
-
-    Raises:
-        OSError: ``ENOSPC``, it does not fit.
-    """
+    """Check that a write of ``needed`` bytes to a folder's file system will fit; an ``OSError`` with ``ENOSPC`` if not."""
     if shutil.disk_usage(folder).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
@@ -150,11 +139,7 @@ def lock_bytes(descriptor: int, path: Path, first: int = 0, length: int = 0, wai
 
 
 def is_locked_by_another(descriptor: int) -> bool:
-    """Whether another process holds a lock of :func:`lock_bytes` on any part of an open file. Takes none, and so never disturbs.
-
-    Args:
-        descriptor: of the file, open for writing.
-    """
+    """Whether another process holds a lock of :func:`lock_bytes` on any part of a file, open for writing. Takes none itself."""
     lock = struct.pack("hhqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock of 64-bit Linux
     kind, *_ = struct.unpack("hhqqixxxx", fcntl.fcntl(descriptor, fcntl.F_GETLK, lock))
     return kind != fcntl.F_UNLCK
@@ -165,11 +150,7 @@ class DiskRefuses(UserError):
 
 
 def write_error(path: Path, error: OSError) -> UserError:
-    """The error for a file of a run folder that could not be written.
-
-    Returns:
-        A :class:`DiskRefuses` if a retry may help.
-    """
+    """The error for a file of a run folder that could not be written; a :class:`DiskRefuses` if a retry may help."""
     go_on = "and start again: the run goes on from its newest checkpoint"
     if error.errno in _FULL:
         return DiskRefuses(
@@ -237,11 +218,7 @@ class GrowingFile:
         self._rows = bytearray()
 
     def close(self) -> None:
-        """Flush and close.
-
-        Raises:
-            UserError: as :meth:`flush`.
-        """
+        """Flush and close."""
         try:
             self.flush()
         finally:

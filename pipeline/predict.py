@@ -48,10 +48,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Collective.
-
-    Returns:
-        The exit code.
+    """Run the command; returns the exit code. Collective.
 
     Raises:
         UserError: there is no such model, an argument names no image, or the output cannot be written.
@@ -95,11 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Check the arguments before anything is loaded.
-
-    Raises:
-        UserError: one is wrong.
-    """
+    """Check the arguments before anything is loaded."""
     if args.top < 1:
         raise UserError(f"--top must be at least 1, got {args.top}", "pass a number of classes")
     if args.features and not args.output:
@@ -113,11 +106,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def write(args: argparse.Namespace, rows: RankRows, names: Names, count: int, width: int) -> Tally:
-    """Write the file, or print a table, and report what was counted, all on rank 0. Collective.
-
-    Returns:
-        Of rank 0's rows; zeros elsewhere.
-    """
+    """Write the file, or print a table, and report what was counted, all on rank 0; elsewhere the tally is of zeros. Collective."""
     from pipeline.inference.prediction import Tally
     from pipeline.inference.predictions import write_features, write_rows
 

@@ -26,11 +26,7 @@ _EXAMPLES = {
 
 
 def inspect(path: Path, step: int | str | None) -> None:
-    """Print a table of all checkpoints, and the contents of one: the one asked for, else the newest that is readable.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Print a table of all checkpoints, and the contents of one: the one asked for, else the newest that is readable."""
     from pipeline.checkpoint import overview
 
     run_dir, chosen = find_checkpoint(path, step)
@@ -47,14 +43,7 @@ def inspect(path: Path, step: int | str | None) -> None:
 
 
 def verify(path: Path, step: int | str | None) -> int:
-    """Check the files of all checkpoints, or of one, against their checksums, and that they cover every parameter.
-
-    Returns:
-        The exit code: 1 if anything is damaged.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
+    """Check the files of all checkpoints, or of one, against their checksums, and what they cover; returns the exit code."""
     run_dir, found = find_checkpoint(path, step)
     everything = step is None and locate(path)[1] is None
     damaged = []
@@ -74,11 +63,7 @@ def verify(path: Path, step: int | str | None) -> int:
 
 
 def verify_one(folder: Path) -> list[str]:
-    """Print a line for each intact file of a checkpoint.
-
-    Returns:
-        A sentence for each defect.
-    """
+    """Print a line for each intact file of a checkpoint; returns a sentence for each defect."""
     from pipeline.checkpoint.overview import size_text
 
     print(folder)

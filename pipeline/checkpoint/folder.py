@@ -54,11 +54,7 @@ def latest_step(run_dir: Path) -> int | None:
 
 
 def parse_step(text: str) -> int | str:
-    """Parse ``--step``, a number or ``best``; a ``type`` for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: it is neither.
-    """
+    """Parse ``--step``, a number or ``best``; a ``type`` for argparse."""
     if text == BEST:
         return BEST
     try:
@@ -107,10 +103,7 @@ def find_step(run_dir: Path, step: int | str | None = None) -> int:
 
 
 def find_checkpoint(path: Path, step: int | str | None = None) -> tuple[Path, int]:
-    """The checkpoint that a command's path and ``--step`` select: :func:`locate` and :func:`find_step`.
-
-    Returns:
-        The run folder and the step.
+    """The run folder and step of the checkpoint that a command's path and ``--step`` select: :func:`locate` and :func:`find_step`.
 
     Raises:
         UserError: there is none, or path and step name different ones.

@@ -189,11 +189,7 @@ class SliceReader:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_buffer(self, name: str) -> Tensor:
-        """Read a buffer in full.
-
-        Raises:
-            KeyError: it is in no file.
-        """
+        """Read a buffer in full; a ``KeyError`` if it is in no file."""
         if (BUFFER, name) not in self._slices:
             raise KeyError(f"the buffer {name}")
         ((_, file, entry),) = self._slices[BUFFER, name]

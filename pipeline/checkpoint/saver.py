@@ -123,11 +123,7 @@ class Saver:
             self._complete()
 
     def finish(self) -> None:
-        """Wait until the last save is published. Collective.
-
-        Raises:
-            UserError: as in :meth:`settle`.
-        """
+        """Wait until the last save is published. Collective."""
         while self._saving:
             self.settle(self._agreement.exchange(save_failed=self.failed, written=self.written))
             self._wait()
@@ -241,14 +237,7 @@ class HostCopies:
         self._copies: dict[str, Tensor] = {}
 
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the tensors; this overwrites the previous copies.
-
-        Args:
-            tensors: on the CPU or one GPU.
-
-        Returns:
-            Contiguous CPU tensors with the same names, shapes and dtypes.
-        """
+        """Contiguous copies of tensors on the CPU or one GPU, with the same names; this overwrites the previous copies."""
         if _layout(self._copies) != _layout(tensors):
             self._copies.clear()  # frees their memory before the new allocation
             self._copies.update(_allocate(tensors))

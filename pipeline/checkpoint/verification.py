@@ -33,13 +33,10 @@ def checksum(path: Path) -> FileRecord:
 
 
 def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) -> list[str]:
-    """Compare files with their records in the manifest.
+    """Compare files with their records in the manifest; a sentence for each that differs.
 
     Args:
         contents: verify checksums; else only existence and size.
-
-    Returns:
-        A sentence for each file that differs.
 
     Raises:
         OSError: a file cannot be read now, which says nothing about its contents.

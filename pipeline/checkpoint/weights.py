@@ -120,15 +120,12 @@ def read_initial_weights(source: Path, key: str = "train.init_from") -> InitialW
 
 
 def export(run_dir: Path, output: Path, step: int | str | None, kind: Kind | None, names: Names, force: bool) -> Description:
-    """Export the weights of a checkpoint to one file.
+    """Export the weights of a checkpoint to one file; returns their description.
 
     Args:
         output: the file, ``*.safetensors``.
         step: which checkpoint, a number or ``best``; None: the newest.
         kind: ``model`` or ``ema``; None: see :func:`pipeline.checkpoint.read_weights`.
-
-    Returns:
-        A description of what was written.
 
     Raises:
         UserError: there is no such checkpoint or average, it is damaged or has non-finite weights, or ``output`` exists or

@@ -36,9 +36,6 @@ def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
         name: a path, or a config's name with or without ``.yaml``: ``pervit_t``, ``ablations/pervit_table5_lrn``. Searched in
             this order: the path itself, ``configs/`` in the current folder, the shipped configs.
         folder: the folder that a path is relative to.
-
-    Raises:
-        UserError: no such config.
     """
     path = folder / name
     if path.is_file():
@@ -82,10 +79,8 @@ class Recipe:
 
 
 def load_recipe(path: str | Path) -> Recipe | None:
-    """The shipped config that a file is or begins from (``base:``); the file itself if it begins from none.
-
-    Returns:
-        None for a file that is valid with overrides only.
+    """The shipped config that a file is or begins from (``base:``); the file itself if it begins from none; None if it is
+    valid with overrides only.
     """
     layers, shipped = _read_with_bases(find_recipe(path), seen=()), shipped_recipes().resolve()
     shipped_layers = [
@@ -112,14 +107,7 @@ def config_from_dict(tree: dict, source: str) -> Config:
 
 
 def load_config_as(root: type[AnySection], path: str | Path, overrides: Sequence[str] = ()) -> AnySection:
-    """:func:`load_config` for the config of another program.
-
-    Args:
-        root: its class; every key has a default.
-
-    Raises:
-        UserError: as for :func:`load_config`.
-    """
+    """:func:`load_config` for the config of another program, of the class ``root``; every key has a default."""
     layers = _read_with_bases(find_recipe(path), seen=())
     layers += [Layer(f"override {shown(override)}", _override(override, root)) for override in overrides]
     return _validate(root, layers)

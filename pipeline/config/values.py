@@ -37,13 +37,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_switches(changes: Sequence[str]) -> dict[str, Any]:
-    """The values of ``--switch``.
-
-    Args:
-        changes: ``name=value`` each, the value in YAML.
-
-    Returns:
-        Name -> value.
+    """The values of ``--switch`` by name, from changes ``name=value``, the value in YAML.
 
     Raises:
         UserError: a change is not of that form.

@@ -101,11 +101,7 @@ def evaluate(
 
 
 def check_classes(config: Config, shards: ShardSet | MixedSet) -> None:
-    """Check that the model has as many outputs as the shards have classes.
-
-    Raises:
-        UserError: it has not.
-    """
+    """Check that the model has as many outputs as the shards have classes."""
     if config.model.num_classes != len(shards.classes):
         raise UserError(
             f"model.num_classes is {config.model.num_classes}, but {shards.folder} has {len(shards.classes)} classes",
@@ -114,10 +110,6 @@ def check_classes(config: Config, shards: ShardSet | MixedSet) -> None:
 
 
 def check_same_classes(shards: ShardSet | ImageFolder, classes: list[str], of: str) -> None:
-    """Check that the shards' classes, in index order, are those of ``of``, so that labels mean the same.
-
-    Raises:
-        UserError: they are not.
-    """
+    """Check that the shards' classes, in index order, are those of ``of``, so that labels mean the same."""
     if others := first_difference(classes, shards.classes):
         raise UserError(f"{shards.folder} and {of} have {others}", "use shards of the same data set")

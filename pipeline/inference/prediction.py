@@ -43,12 +43,7 @@ def feature_columns(forward: Callable[[Tensor], Tensor]) -> Columns:
 
 @torch.no_grad()
 def predict(columns: Columns, loader: Loader[EvalBatches], images: ImageList, rows: RankRows) -> None:
-    """Add a row for each image. Collective.
-
-    Args:
-        columns: :func:`score_columns` or :func:`feature_columns`.
-        rows: of :func:`~pipeline.inference.predictions.prediction_dtype` or ``features_dtype``.
-    """
+    """Add a row of :func:`score_columns` or :func:`feature_columns` for each image. Collective."""
     silent = None if loader.batches.rank == 0 else True
     for _ in tqdm(range(len(loader.batches)), desc="predicting", unit="batch", leave=False, disable=silent):
         batch = next(loader)

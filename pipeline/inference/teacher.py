@@ -109,13 +109,7 @@ class LibraryTeacher(nn.Module):
 
 
 def load_library_teacher(config: Config) -> LibraryTeacher:
-    """The network that ``train.teacher`` names, with the weights of ``train.teacher_weights``.
-
-    Args:
-        config: of the student, whose number of classes and image size the network must have.
-
-    Returns:
-        The teacher in eval mode, on the CPU.
+    """The network that ``train.teacher`` names, with the weights of ``train.teacher_weights``, in eval mode on the CPU.
 
     Raises:
         UserError: the library is missing or does not load, it has no such network, the file cannot be read, its weights are not

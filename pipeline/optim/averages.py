@@ -83,11 +83,7 @@ class WeightAverage:
 
 
 class StepStatistics:
-    """Accumulates the BatchNorm statistics of an optimizer step.
-
-    Args:
-        model: its BatchNorm layers that track running statistics.
-    """
+    """Accumulates the statistics of an optimizer step in a model's BatchNorm layers that track running statistics."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
@@ -109,11 +105,7 @@ class StepStatistics:
 
     @torch.no_grad()
     def end(self, taken: bool) -> None:
-        """Call after the last micro-batch of a step. Collective.
-
-        Args:
-            taken: False if the step was skipped: the statistics are restored.
-        """
+        """Call after the last micro-batch of a step; one that was not ``taken`` restores the statistics. Collective."""
         if not self._norms:
             return
         if taken:

@@ -86,11 +86,7 @@ def deepspeed_config(config: Config, world_size: int) -> dict:
 
 
 def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
-    """Wrap the model for training. Collective.
-
-    Returns:
-        The engine, sharded over the ranks as :func:`zero_stage` says.
-    """
+    """Wrap the model for training, sharded over the ranks as :func:`zero_stage` says. Collective."""
     with quiet_deepspeed():
         import deepspeed
 
@@ -210,11 +206,7 @@ def optimizer_step(engine: Engine) -> float | Tensor | None:
 
 
 def _clip_replicated(engine: Engine) -> Tensor:
-    """Without ZeRO, DeepSpeed reports no norm, but every rank holds all of the averaged gradients; clip them.
-
-    Returns:
-        (), their norm before.
-    """
+    """Without ZeRO, DeepSpeed reports no norm, but every rank holds all of the gradients: clip them. Returns their norm before, ()."""
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     for parameter in parameters:
         if parameter.grad is None:  # unused in this step: its weights decay all the same, as under ZeRO

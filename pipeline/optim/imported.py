@@ -113,11 +113,7 @@ class ImportedOptimizer(OptimizerDescription):
         return found[0]
 
     def _resume(self, trial: _Trial) -> None:
-        """Take a step with the class, and with a new one that was given its weights and state.
-
-        Raises:
-            UserError: the weights differ.
-        """
+        """Refuse a class whose next step differs from that of a new one which was given its weights and state."""
         resumed = _Trial(self, self._config)
         resumed.step(0)
         resumed.take_over(trial, self._names)

@@ -100,11 +100,7 @@ def make_deterministic() -> None:
 
 @contextmanager
 def refusals_explained() -> Iterator[None]:
-    """Turn PyTorch's refusal of an operation without deterministic form into a UserError.
-
-    Raises:
-        UserError: the block met such an operation.
-    """
+    """Turn PyTorch's refusal of an operation without deterministic form into a UserError."""
     try:
         yield
     except RuntimeError as error:

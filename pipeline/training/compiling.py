@@ -232,11 +232,7 @@ def _reason(error: BaseException) -> str:
 
 
 def open_compile_cache(run_folder: Path, rank: int) -> Path:
-    """Point the compilers at this rank's folder, or at a temporary one where the user's cache folder cannot hold it.
-
-    Returns:
-        The folder.
-    """
+    """Point the compilers at this rank's folder, or at a temporary one where the user's cache folder cannot hold it."""
     if chosen := _chosen(INDUCTOR):
         return Path(chosen)
     folder = cache_folder(run_folder, rank)

@@ -32,11 +32,7 @@ _STOPPED_EARLY = "stopped by a signal before the first step of this start: nothi
 
 
 def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = None, dry: bool = False) -> int:
-    """Join the other ranks, then :func:`train`: the command once its config is loaded. Returns the exit code.
-
-    Args:
-        dry: :func:`~pipeline.training.dry_run.dry_run` instead.
-    """
+    """Join the other ranks, then :func:`train`, or :func:`dry_run`: the command once its config is loaded. Returns the exit code."""
     if config.train.deterministic:
         make_deterministic()
     world = init_world(config.distributed.collective_timeout, None if dry else Path(config.output_dir))
@@ -73,10 +69,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
 
 
 def train_to_the_end(run: Run) -> bool:
-    """Take the steps of a run until its schedule ends or a rank has to stop. Collective.
-
-    Returns:
-        Whether it was stopped.
+    """Take the steps of a run until its schedule ends or a rank has to stop; returns whether it was stopped. Collective.
 
     Raises:
         UserError: a gradient is not finite, a rank's data cannot be read, or nothing can be written.
@@ -147,13 +140,10 @@ def write_profile(run: Run) -> None:
 
 
 def complete_step(run: Run, stopping: bool) -> bool:
-    """After a step, evaluate and save a checkpoint if they are due.
+    """After a step, evaluate and save a checkpoint if they are due; returns whether the run stops here.
 
     Args:
         stopping: all ranks have agreed to stop here; an evaluation that is due is left to the next start.
-
-    Returns:
-        Whether the run stops here.
     """
     every, improved = run.config.checkpoint.every_steps, False
     made_up_for = run.evaluation_due and run.step == run.first_step

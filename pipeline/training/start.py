@@ -88,16 +88,10 @@ class Start:
         self.folder = Path(config.output_dir)
 
     def open_run(self, stop: StopSignal, heartbeat: Heartbeat, recipe: Recipe | None = None) -> Run | None:
-        """Start the run, or resume it from its newest intact checkpoint. Collective.
+        """Start the run, or resume it from its newest intact checkpoint; None if nothing is left to train. Collective.
 
         Args:
             recipe: what the config is made from, to say where they differ; None: unknown.
-
-        Returns:
-            None if there is nothing left to train.
-
-        Raises:
-            UserError: config, data and run folder do not fit together.
         """
         data = self.open_data()
         lock = open_run_folder(self.folder, self.world)
@@ -117,10 +111,7 @@ class Start:
         return run
 
     def open_data(self, cached: bool = True) -> RunData:
-        """Open both shard sets.
-
-        Args:
-            cached: read by way of the node's cache, if there is one.
+        """Open both shard sets, by way of the node's cache if there is one and ``cached``.
 
         Raises:
             UserError: they are not whole, or do not fit the config or each other.
@@ -156,11 +147,7 @@ class Start:
         return complete
 
     def prepare(self, data: RunData, verified: Verified | None) -> PreparedRun:
-        """Settle what the config leaves open and build everything that is trained. Collective.
-
-        Raises:
-            UserError: something does not fit.
-        """
+        """Settle what the config leaves open and build everything that is trained. Collective."""
         before = verified.state if verified else None
         say(self.world, f"data: {data.description()}")
         say(self.world, f"resuming {self.folder} from step {before.step}" if before else f"a new run: {self.folder}")
