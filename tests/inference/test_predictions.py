@@ -109,7 +109,7 @@ def test_what_cannot_be_written_is_said_before_the_pass(tmp_path: Path, monkeypa
     with pytest.raises(UserError, match="does not exist or cannot be written"):
         check_file("--predictions", tmp_path / "nowhere" / "x.csv")
     (tmp_path / "x.csv").mkdir()
-    with pytest.raises(UserError, match="is a folder"):
+    with pytest.raises(UserError, match="must be a file, got a folder"):
         check_file("--predictions", tmp_path / "x.csv")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
