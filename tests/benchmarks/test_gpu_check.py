@@ -53,7 +53,7 @@ def test_without_a_gpu_it_says_so() -> None:
     result = run_module("benchmarks.gpu", check=False)
     assert result.returncode == 2 and "finds none: run this where there is one" in result.stderr
     result = run_module("benchmarks.gpu", "--only", "attention,step", check=False)
-    assert result.returncode == 2 and "--only has 'step', names of machine, " in result.stderr
+    assert result.returncode == 2 and "--only must name some of machine, " in result.stderr
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (["--config", "pervit_xxl"], "error: config pervit_xxl does not exist"),
         (
             [*PLAN, "--micro-batch", "96"],
-            "error: train.global_batch_size is 1024, but train.micro_batch_size 96 x 1 process = 96 does not",
+            "error: train.global_batch_size must be a multiple of train.micro_batch_size 96 x 1 process = 96, got 1024",
         ),
         (
             [*PLAN, "--micro-batch", "64", "train.micro_batch_size=32"],
