@@ -20,8 +20,7 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.exporting import onnx_file, safetensors_file, timm_folder, torch_export
-from pipeline.exporting.checking import sample_images
-from pipeline.exporting.subject import Options, Subject, Training
+from pipeline.exporting.subject import Options, Subject, Training, sample_images
 from pipeline.models import create_model, load_exported, model_entry
 from pipeline.models.weights.exported import Description
 

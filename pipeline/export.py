@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     form = find_format(args.format)
     precision = check_options(args, form)
     if args.push_to_hub:
-        from pipeline.exporting.hub import check_hub
+        from pipeline.exporting.placing import check_hub
 
         check_hub(args.push_to_hub)
     place = find_place(args.output, form, args.force)
@@ -100,8 +100,7 @@ def upload(args: argparse.Namespace, place: Place, message: str) -> None:
     Raises:
         UserError: the hub refuses, or is not reached.
     """
-    from pipeline.exporting.hub import push
-    from pipeline.exporting.placing import CARD
+    from pipeline.exporting.placing import CARD, push
 
     if place.folder:
         files = {path.relative_to(place.output).as_posix(): path for path in sorted(place.output.rglob("*")) if path.is_file()}

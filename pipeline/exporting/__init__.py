@@ -1,13 +1,12 @@
 """Exports: a trained model as files that other programs load.
 
 =====================  ================================================================
-``subject.py``         what is exported: the model, its description, what is known of its training
+``subject.py``         what is exported: the model, its description, its training; an export's scores compared with the model's
 ``safetensors_file``   weights with a description, which this project reads
 ``timm_folder``        a folder that timm loads
 ``onnx_file``          an ONNX graph
 ``graph``              PyTorch's ``ExportedProgram``: the model as a graph of operators, which ONNX starts from too
-``checking.py``        its scores compared with the model's
-``placing.py``         files, folders, checksums: complete or invisible
+``placing.py``         files, folders, checksums: complete or invisible; a repository of the Hugging Face hub
 ``card.py``            the model card beside every export
 =====================  ================================================================
 

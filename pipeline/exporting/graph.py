@@ -23,8 +23,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pipeline.errors import UserError, first_line
-from pipeline.exporting.checking import checked, compare, sample_images
-from pipeline.exporting.subject import Facts, Options, Subject
+from pipeline.exporting.subject import Facts, Options, Subject, checked, compare, sample_images
 
 INPUT, OUTPUT = "images", "scores"
 _TRACED_BATCH = 2  # 1 would become a constant

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.exporting.checking import checked, compare
 from pipeline.exporting.graph import INPUT, OUTPUT, graph_snippet, quiet, refusals_explained, trace
-from pipeline.exporting.subject import Facts, Options, Subject
+from pipeline.exporting.subject import Facts, Options, Subject, checked, compare
 
 OPSET = 18  # ONNX 1.13 of 2022: read by every runtime of the last years; 23 has an operator for attention, which few have
 LARGEST = 2**31 - 1  # bytes of a file: a limit of protobuf
@@ -40,7 +39,7 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
     size = model.ByteSize()
     if size > LARGEST:
         raise UserError(
-            f"{subject.description.model} gives an ONNX file of {size / 1e9:.1f} GB, at most {LARGEST / 1e9:.1f} possible",
+            f"an ONNX file must have at most {LARGEST / 1e9:.1f} GB, got {size / 1e9:.1f} for {subject.description.model}",
             "try --precision fp16, or --format torch-export",
         )
     path.write_bytes(model.SerializeToString())

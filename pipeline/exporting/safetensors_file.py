@@ -10,7 +10,8 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.exporting.subject import Facts, Options, Subject, to_json
-from pipeline.models.weights.exported import Names, read_exported, write_exported
+from pipeline.models.weights.exported import read_exported, write_exported
+from pipeline.models.weights.reference_names import Names
 
 
 def export(subject: Subject, path: Path, options: Options) -> Facts:

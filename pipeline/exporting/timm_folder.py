@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.exporting.checking import checked, compare
-from pipeline.exporting.subject import Facts, Options, Subject, to_json
+from pipeline.exporting.subject import Facts, Options, Subject, checked, compare, to_json
 from pipeline.files import replace_text
 from pipeline.models.weights.exported import write_exported
 from pipeline.models.weights.timm_folder import CONFIG, WEIGHTS, read_timm_folder

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from pipeline.errors import UserError
 from pipeline.exporting import graph, onnx_file
-from pipeline.exporting.checking import TOLERANCE, compare
 from pipeline.exporting.graph import fold_constants, trace
-from pipeline.exporting.subject import Options, Subject
+from pipeline.exporting.subject import TOLERANCE, Options, Subject, compare
 from pipeline.models import create_model
 from support import parity
 from support.small_models import build

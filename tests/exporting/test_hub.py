@@ -10,7 +10,7 @@ import pytest
 
 from pipeline import export
 from pipeline.errors import UserError
-from pipeline.exporting.hub import check_hub, push
+from pipeline.exporting.placing import check_hub, push
 from support.fake_hub import FakeHub
 from support.launching import REPOSITORY
 from support.small_model import write_model
