@@ -39,9 +39,9 @@ def damaged(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         ("data.path={no_index}", ["train-000002.idx is missing", "wds2idx"]),
         ("data.path={truncated}", ["train-000002.tar must have", "by manifest.json, got", "shard again"]),
         ("model.num_classes=1000", ["model.num_classes is 1000", "has 10 classes", "set model.num_classes=10"]),
-        ("model.image_size=100", ["model.image_size is 100", "multiple of 16", "set it to 96"]),
+        ("model.image_size=100", ["model.image_size must be a multiple of 16 and at least 32, got 100", "set it to 96"]),
         ("model.switches.conv_stm=false", ["model.switches: unknown switch 'conv_stm'", "did you mean 'conv_stem'?"]),
-        ("model.name=pervit_x", ["model.name is 'pervit_x'", "pervit_m, pervit_s, pervit_t"]),
+        ("model.name=pervit_x", ["model.name must be", "pervit_m, pervit_s, pervit_t, posmlp", "got 'pervit_x': did you mean"]),
         ("output_dir=/proc/nothing", ["output_dir /proc/nothing must be a writable folder", "choose another output_dir"]),
     ],
 )

@@ -16,7 +16,7 @@ from pipeline.errors import UserError
 from pipeline.models import create_model, list_models
 from pipeline.models.common.base import VisionModel
 from pipeline.models.weights.exported import SUFFIX, Description, Kind, build_described, read_pickled, read_tensors
-from pipeline.models.weights.recognise import recognise
+from pipeline.models.weights.reference_names import recognise
 from pipeline.models.weights.timm_folder import is_timm_folder, read_timm_folder
 from pipeline.models.weights.transfer import check_finite
 

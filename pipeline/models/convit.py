@@ -175,11 +175,11 @@ class ConViTSwitches(Switches):
         if self.mask_content_layers and self.mask_position_layers:
             raise ValueError("must not mask content and position at once: set one of the two to 0")
         if masked > self.gpsa_layers:
-            raise ValueError(f"masks {masked} GPSA layers, at most gpsa_layers = {self.gpsa_layers} possible")
+            raise ValueError(f"must mask at most gpsa_layers = {self.gpsa_layers} layers, got {masked}")
         if not self.positional_gating and (masked or not self.train_gating):
             raise ValueError("has positional_gating false, which leaves no gate to mask or to freeze: set it to true")
         if not self.conv_init and self.locality_strength != 1:
-            raise ValueError("has a locality_strength, which needs conv_init true: set one of the two to its default")
+            raise ValueError("has a locality_strength, which requires conv_init=true: set one of the two to its default")
         return self
 
 
@@ -217,9 +217,6 @@ class ConViT(ClassTokenModel):
         self.blocks = ModuleList(_block(layout, switches, layer) for layer in range(layout.depth))
         self.add_classifier(width, settings.num_classes)
         self.mask_attention_at_test(switches.mask_content_layers, switches.mask_position_layers)
-
-    def no_weight_decay(self) -> set[str]:
-        return {"class_token", "position_embedding.weight"}
 
     def mask_attention_at_test(self, content_layers: int = 0, position_layers: int = 0) -> None:
         """Set the switches ``mask_content_layers`` and ``mask_position_layers`` of an existing model.

@@ -79,7 +79,7 @@ class DeiTSwitches(Switches):
         names = ("peripheral_position", "conditional_position", "relative_position")
         given = [name for name in names if getattr(self, name)]
         if len(given) > 1:
-            raise ValueError(f"has {' and '.join(given)}, alternatives of which one at most is possible: leave out the others")
+            raise ValueError(f"must have at most one of {', '.join(names)}, got {' and '.join(given)}: leave out the others")
         if self.conditional_position and self.mask_position_embedding:
             raise ValueError(
                 "has conditional_position, which leaves no position embedding to mask: set mask_position_embedding=false"
@@ -136,7 +136,7 @@ class DeiT(ClassTokenModel, PhiModel):
     def no_weight_decay(self) -> set[str]:
         """Also the generators of CPVT, as in their authors' Twins; iRPE's tables are decayed, as in its authors' code."""
         generators = {f"position_generators.{i}.weight" for i in range(len(self.position_generators))}
-        return super().no_weight_decay() | generators | {"class_token", "position_embedding.weight"}
+        return super().no_weight_decay() | generators
 
     def layer_of(self, name: str) -> int:
         """See the base class. A generator of CPVT belongs to the block that it follows."""

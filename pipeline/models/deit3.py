@@ -95,9 +95,6 @@ class DeiT3(ClassTokenModel):
         self.blocks = ModuleList(block() for _ in range(layout.depth))
         self.add_classifier(width, settings.num_classes)
 
-    def no_weight_decay(self) -> set[str]:
-        return super().no_weight_decay() | {"class_token", "position_embedding.weight"}
-
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
         patches = self.position_embedding(self.patch_embedding(images), patch_grid(*images.shape[-2:]))  # (B, N, width)
         x = torch.cat([self.class_token.expand(len(patches), -1, -1), patches], dim=1)  # (B, N + 1, width)

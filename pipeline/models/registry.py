@@ -46,8 +46,8 @@ def check_name(name: str) -> None:
     known = list_models()
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise UserError(f"model.name is {name!r}{hint}, but it must be timm:NAME or one of: {', '.join(known)}.")
+        remedy = f"did you mean {close[0]!r}?" if close else "choose one of these"
+        raise UserError(f"model.name must be timm:NAME or one of {', '.join(known)}, got {name!r}", remedy)
 
 
 def model_entry(name: str) -> ModelEntry:

@@ -36,7 +36,7 @@ def check_timm_name(name: str) -> None:
             "write timm:NAME, and give local weights to train.init_from",
         )
     if importlib.util.find_spec("timm") is None:
-        raise UserError(f"model.name is {name}, but timm is not installed, which has that model", f"install it: {EXTRA}")
+        raise UserError(f"model.name {name} requires timm, which is not installed", EXTRA)
     known = defined_names()
     plain, dot, tag = architecture.partition(".")
     if dot and plain in known:
@@ -47,7 +47,7 @@ def check_timm_name(name: str) -> None:
     if known and architecture not in known:
         close = difflib.get_close_matches(plain, known, n=1)
         hint = f"did you mean {PREFIX}{close[0]}?" if close else "timm.list_models() has the names"
-        raise UserError(f"model.name is {name}, but timm has no model of that name", hint)
+        raise UserError(f"model.name must be a model of timm's list, got {name}", hint)
 
 
 @cache

@@ -71,12 +71,12 @@ def import_timm() -> ModuleType:
         return importlib.import_module("timm")
     except ModuleNotFoundError as error:
         if error.name == "timm":
-            raise UserError("model.name is a model of timm, which is not installed", f"install it: {EXTRA}") from None
+            raise UserError("models timm:NAME require timm, which is not installed", EXTRA) from None
         reason = str(error)
     except Exception as error:  # torchvision's operators, if it is of another build of PyTorch: RuntimeError or OSError
         reason = first_line(error)
     raise UserError(
-        f"model.name is a model of timm, which does not load beside PyTorch {torch.__version__} ({reason})",
+        f"models timm:NAME require timm, which does not load beside PyTorch {torch.__version__} ({reason})",
         "install PyTorch and torchvision from the same index, PyPI or download.pytorch.org/whl/...",
     )
 
@@ -108,7 +108,7 @@ def build_network(name: str, num_classes: int, image_size: int, drop_path: float
     timm = import_timm()
     architecture = name.removeprefix(PREFIX)
     if not timm.is_model(architecture):
-        raise UserError(f"model.name is {name}, but timm {timm.__version__} has no model of that name", "choose another one")
+        raise UserError(f"model.name must be a model of timm {timm.__version__}, got {name}", "choose another one")
     settings = timm.get_pretrained_cfg(architecture)
     arguments = {"num_classes": num_classes, "drop_path_rate": drop_path, **switches}
     if settings is not None and settings.fixed_input_size:

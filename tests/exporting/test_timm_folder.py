@@ -172,10 +172,10 @@ def edited(folder: Path, new: Path, **changes: object) -> Path:
         ({"num_classes": 7}, "has 5 label_names for 7 classes"),
         ({"num_classes": 7, "label_names": None}, r"head.(weight|bias) has shape \(5,.*, the model needs \(7,"),
         ({"label_names": ["a", "b"]}, "has 2 label_names for 5 classes: write 5 names"),
-        ({"interpolation": "bilinear"}, "has interpolation 'bilinear', but evaluation here needs bicubic"),
-        ({"input_size": [3, 32, 64]}, r"has input_size \[3, 32, 64\], but evaluation here needs a square"),
+        ({"interpolation": "bilinear"}, "interpolation must be bicubic for an evaluation, got 'bilinear'"),
+        ({"input_size": [3, 32, 64]}, r"input_size must be a square of 3 channels for an evaluation, got \[3, 32, 64\]"),
         ({"input_size": [3, 64, 64]}, "position_embedding.weight has shape"),
-        ({"crop_pct": 1.2}, "has crop_pct 1.2, but evaluation here needs a number from 0.1 to 1"),
+        ({"crop_pct": 1.2}, "crop_pct must be from 0.1 to 1 for an evaluation, got 1.2"),
         ({"std": [0, 1, 1]}, "config.json: pretrained_cfg.std.0: Input should be greater"),
         (
             {"model_args": {"embed_dim": 50}},

@@ -92,7 +92,7 @@ def test_sizes() -> None:
     assert [attention.shape for attention in values["attention"]] == [(2, 3, 5, 5)] * 12
     with pytest.raises(UserError, match="an image has 64 x 32 pixels, .* is for 32 x 32 .2 x 2 patches."):
         model(torch.randn(1, 3, 64, 32))
-    with pytest.raises(UserError, match="model.image_size is 40, .* multiple of 16 that is at least 16: set it to 32"):
+    with pytest.raises(UserError, match="model.image_size must be a multiple of 16 and at least 16, got 40: set it to 32"):
         create_model("deit_t", image_size=40)
 
 

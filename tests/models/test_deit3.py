@@ -100,5 +100,5 @@ def test_features_of_any_size() -> None:
 
 def test_a_size_that_no_patches_fit_is_refused() -> None:
     """Guards against a foreign traceback."""
-    with pytest.raises(UserError, match="model.image_size is 200, but patches of 16 pixels need a multiple of 16"):
+    with pytest.raises(UserError, match="model.image_size must be a multiple of 16 and at least 16, got 200"):
         small(200)

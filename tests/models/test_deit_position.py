@@ -84,5 +84,5 @@ def test_it_trains() -> None:
 
 def test_one_patch_has_no_distances() -> None:
     """Guards against a division by zero where the image is a single patch."""
-    with pytest.raises(UserError, match="1 x 1 patches, but Φp needs at least 2 x 2"):
+    with pytest.raises(UserError, match="1 x 1 patches, but Φp requires at least 2 x 2"):
         create_model("deit_t", image_size=16, switches={"peripheral_position": True})

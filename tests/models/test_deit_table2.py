@@ -155,7 +155,7 @@ def test_cpvt_takes_images_of_any_size() -> None:
     assert values["attention"][0].shape == (2, 2, 16, 16)
     with pytest.raises(UserError, match="multiple of 16"):
         model(torch.randn(1, 3, 40, 64))
-    with pytest.raises(UserError, match="model.image_size is 40"):
+    with pytest.raises(UserError, match="model.image_size must be .* got 40"):
         create_model("deit_t", image_size=40, switches=CPVT)
     with pytest.raises(UserError, match="an image has 48 x 80 pixels"):
         small_model(IRPE)(torch.randn(1, 3, 48, 80))
@@ -192,8 +192,8 @@ def test_all_parameters_learn_and_decay_as_the_authors(switches: dict) -> None:
 @pytest.mark.parametrize(
     ("switches", "sentence"),
     [
-        (CPVT | IRPE, "has conditional_position and relative_position, alternatives of which one at most is possible"),
-        (IRPE | {"peripheral_position": True}, "has peripheral_position and relative_position, alternatives"),
+        (CPVT | IRPE, "must have at most one of .*, got conditional_position and relative_position"),
+        (IRPE | {"peripheral_position": True}, "must have at most one of .*, got peripheral_position and relative_position"),
         (CPVT | {"mask_position_embedding": True}, "has conditional_position, which leaves no position embedding to mask"),
         ({"conditional_position": 13}, "model.switches.conditional_position must be at most 12, got 13"),
         ({"conditional_position": -1}, "model.switches.conditional_position must be at least 0, got -1"),

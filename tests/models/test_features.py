@@ -95,15 +95,20 @@ def test_gradients_reach_every_parameter_and_checkpointing_changes_none(name: st
 @pytest.mark.parametrize(
     ("name", "switches", "shape", "message"),
     [
-        ("pervit_t", {}, (72, 64), "is 72, but PerViT's stem needs a multiple of 16"),
+        ("pervit_t", {}, (72, 64), "a side of an image must be a multiple of 16 and at least 32, got 72"),
         ("pervit_t", {"phi_p_distance": "learned"}, (64, 96), "4 x 6 tokens, but model.switches.phi_p_distance=learned"),
-        ("deit_t", {}, (64, 40), "is 40, but patches of 16 pixels"),
-        ("deit_t", {"peripheral_position": True}, (16, 64), "1 x 4 patches, but Φp needs at least 2 x 2: pad or resize"),
-        ("convit_ti", {}, (8, 64), "is 8, but patches of 16 pixels"),
-        ("gmlp_s", {}, (64, 72), "64x72 pixels, but gMLP's patches need sides that are multiples of 16"),
+        ("deit_t", {}, (64, 40), "must be a multiple of 16 and at least 16, got 40"),
+        ("deit_t", {"peripheral_position": True}, (16, 64), "1 x 4 patches, but Φp requires at least 2 x 2: pad or resize"),
+        ("convit_ti", {}, (8, 64), "must be a multiple of 16 and at least 16, got 8"),
+        ("gmlp_s", {}, (64, 72), "a side of an image must be a multiple of 16 and at least 16, got 72"),
         ("lsat_t_224", {}, (56, 57), "a side of an image must be a multiple of 7 and at least 56, got 57"),
-        ("posmlp_t", {}, (62, 64), "62x64 pixels, but PosMLP's features need sides that are multiples of 4"),
-        ("posmlp_t", {"patch_merging": "linear"}, (36, 64), "sides that are multiples of 32"),
+        ("posmlp_t", {}, (62, 64), "a side of an image must be a multiple of 4 and at least 4, got 62"),
+        (
+            "posmlp_t",
+            {"patch_merging": "linear"},
+            (36, 64),
+            "a side of an image must be a multiple of 32 and at least 32, got 36",
+        ),
     ],
 )
 def test_sizes_that_cannot_work_are_one_sentence(name: str, switches: dict, shape: tuple[int, int], message: str) -> None:

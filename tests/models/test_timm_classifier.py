@@ -224,10 +224,13 @@ def test_names_are_known_without_pytorch() -> None:
 def test_a_wrong_name_is_one_sentence() -> None:
     """Guards against a download, a path, or a traceback."""
     for name, sentence in (
-        ("timm:vit_tiny_patch16_22", r"timm has no model of that name: did you mean timm:vit_tiny_patch16_224\?"),
+        (
+            "timm:vit_tiny_patch16_22",
+            r"must be a model of timm's list, got timm:vit_tiny_patch16_22: did you mean timm:vit_tiny_patch16_224\?",
+        ),
         ("timm:vit_tiny_patch16_224.augreg_in21k", "'augreg_in21k' names weights, which are never downloaded"),
         ("timm:hf-hub:timm/resnet18", "must be a name of timm's list, got timm:hf-hub:timm/resnet18, a folder or a repository"),
-        ("timm:", "timm has no model of that name"),
+        ("timm:", "must be a model of timm's list, got timm:"),
     ):
         with pytest.raises(UserError, match=sentence):
             check_name(name)
@@ -237,7 +240,7 @@ def test_without_timm_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     """Guards against an ImportError. This one runs without timm too."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else find(name))
-    with pytest.raises(UserError, match=r"timm is not installed, .*: install it: pip install 'pervit-pipeline\[timm\]'"):
+    with pytest.raises(UserError, match=r"requires timm, which is not installed: pip install 'pervit-pipeline\[timm\]'"):
         check_name("timm:resnet18")
 
 

@@ -18,7 +18,7 @@ from pipeline.analysis.chapters import gated_mlp_figures as figures
 from pipeline.analysis.measures import finite, mean_attention_distance, query_key_distances
 from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
-from pipeline.models.common.windows import relative_index
+from pipeline.models.common.layers import relative_index
 from pipeline.models.gated_mlp.gating import GatingUnit
 from pipeline.models.gated_mlp.gmlp import GMLP, PATCH
 from pipeline.models.gated_mlp.posmlp import PosMLP

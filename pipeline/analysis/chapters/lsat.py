@@ -17,8 +17,8 @@ from pipeline.analysis.chapter import Chapter, Drawn, Example, Findings, Request
 from pipeline.analysis.chapters import lsat_figures as figures
 from pipeline.analysis.measures import query_key_distances
 from pipeline.models.common.base import VisionModel
+from pipeline.models.common.layers import to_windows
 from pipeline.models.common.probe import observed
-from pipeline.models.common.windows import to_windows
 from pipeline.models.lsat.blocks import AnyBlock
 from pipeline.models.lsat.model import LSAT
 from pipeline.models.lsat.shifts import Shift, ShiftEmbedding, grid_side

@@ -3,10 +3,9 @@
 ============  ==========================================================================
 ``base``      :class:`VisionModel`: interface, stochastic depth, activation checkpointing
 ``features``  the feature form, without a classifier; position embeddings on any grid
-``layers``    MLP, dropout, initialization, typed module lists, constant tables
+``layers``    MLP, dropout, initialization, typed module lists, constant tables, windows of a token grid
 ``vit``       patch and position embedding, self-attention and block of a plain ViT
 ``irpe``      self-attention with image relative position encoding
-``windows``   window partition, optionally shifted, and relative positions in a window
 ``probe``     records inner values of a forward pass for analyses
 ============  ==========================================================================
 """

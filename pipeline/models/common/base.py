@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config import Section
+from pipeline.errors import UserError
 from pipeline.models.common.features import FeatureSource
 from pipeline.models.common.layers import drop_path_scales
 
@@ -219,6 +220,28 @@ class VisionModel(FeatureSource):
         if self.activation_checkpointing and self.training:
             return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
         return block(*arguments)
+
+
+def check_sides(sides: Iterable[int], unit: int, least: int | None = None, of_images: bool = False) -> None:
+    """Check an image size.
+
+    Args:
+        sides: in pixels.
+        unit: divides them.
+        least: smallest side; None: ``unit``.
+        of_images: the sides are those of images, not ``model.image_size``.
+
+    Raises:
+        UserError: a side does not fit.
+    """
+    least = least or unit
+    for side in sides:
+        if side % unit or side < least:
+            near = max(least, round(side / unit) * unit)
+            raise UserError(
+                f"{'a side of an image' if of_images else 'model.image_size'} must be a multiple of {unit} and at least {least}, got {side}",
+                f"pad or resize the images, for example to {near}" if of_images else f"set it to {near}",
+            )
 
 
 def scale_branch(branch: Tensor, scales: Tensor | None, column: int) -> Tensor:

@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 from pipeline.kernels import peripheral_attention
 from pipeline.kernels.chunked import attention_in_chunks, suits_chunks
 from pipeline.kernels.peripheral import uses_triton
-from pipeline.models.common.base import VisionModel, scale_branch
+from pipeline.models.common.base import VisionModel, check_sides, scale_branch
 from pipeline.models.common.features import GridEmbedding, resample_grid
 from pipeline.models.common.layers import MLP, init_linear
 from pipeline.models.common.probe import probe
@@ -205,12 +205,7 @@ def patch_grid(height: int, width: int) -> tuple[int, int]:
     Raises:
         UserError: a side is not a positive multiple of the patch size.
     """
-    for size in (height, width):
-        if size % PATCH or size < PATCH:
-            raise UserError(
-                f"model.image_size is {size}, but patches of {PATCH} pixels need a multiple of {PATCH} that is at least {PATCH}",
-                f"set it to {max(1, round(size / PATCH)) * PATCH}",
-            )
+    check_sides((height, width), PATCH)
     return int(height) // PATCH, int(width) // PATCH  # int: under tracing the sizes are tensors, which cannot be cache keys
 
 
@@ -227,6 +222,9 @@ class ClassTokenModel(VisionModel):
         self.head = nn.Linear(width, num_classes)
         nn.init.trunc_normal_(self.class_token, std=0.02)
         init_linear(self.head)
+
+    def no_weight_decay(self) -> set[str]:
+        return super().no_weight_decay() | {"class_token", "position_embedding.weight"}
 
     def tokens(self, images: Tensor, noise: Tensor | None) -> Tensor:
         """(B, 3, H, W) -> (B, N + 1, width) after the last block, class token first."""

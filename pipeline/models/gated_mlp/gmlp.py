@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from pipeline.errors import UserError
-from pipeline.models.common.base import ModelOptions, VisionModel, settle
+from pipeline.models.common.base import ModelOptions, VisionModel, check_sides, settle
 from pipeline.models.common.layers import ModuleList
 from pipeline.models.entry import register
 from pipeline.models.gated_mlp.gating import GMLP_CODE, GROUPED, LAYER_NORM_EPS, GatedBlock, GatingSwitches
@@ -68,16 +68,12 @@ class GMLP(VisionModel):
         settings, switches = settle(options, GMLPSwitches)
         super().__init__([settings.drop_path] * depth, settings.activation_checkpointing, switches)
         image_size = settings.image_size
-        if image_size % PATCH or image_size < PATCH:
-            raise UserError(
-                f"model.image_size is {image_size}, but gMLP's patches need a multiple of {PATCH}",
-                f"set it to {max(1, round(image_size / PATCH)) * PATCH}",
-            )
+        check_sides([image_size], PATCH)
         groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else 1
         channels = ratio * width // 2 if switches.split else ratio * width
         if channels % groups:
             raise UserError(
-                f"model.switches.groups is {groups}, but must divide the {channels} mixed channels", f"set it to {GROUPS}"
+                f"model.switches.groups must divide the {channels} mixed channels, got {groups}", f"set it to {GROUPS}"
             )
         self.image_size = image_size
         self.stem = nn.Conv2d(3, width, PATCH, stride=PATCH)
@@ -144,9 +140,9 @@ class GMLP(VisionModel):
             One map, (B, width, H / 16, W / 16).
 
         Raises:
-            UserError: H or W is no multiple of 16.
+            UserError: H or W is not a multiple of 16.
         """
-        _check_sides(*images.shape[-2:])
+        check_sides(images.shape[-2:], PATCH, of_images=True)
         scales = self.branch_scales(images.shape[0], noise)  # (B, depth) or None
         x = self.stem(images).permute(0, 2, 3, 1)  # (B, rows, columns, width)
         grid, window = (x.shape[1], x.shape[2]), self.image_size // PATCH
@@ -156,15 +152,6 @@ class GMLP(VisionModel):
             tokens = self.run_block(block, layout.split(x), branch_scales, layout.connected(x.device), None, layout.runs)
             x = layout.join(tokens)
         return [self.normed_map(x, 0)]
-
-
-def _check_sides(height: int, width: int) -> None:
-    for size in (height, width):
-        if size % PATCH or size < PATCH:
-            raise UserError(
-                f"an image has {height}x{width} pixels, but gMLP's patches need sides that are multiples of {PATCH}",
-                "pad or resize the images",
-            )
 
 
 register(

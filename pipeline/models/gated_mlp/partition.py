@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.models.common.layers import constant_table
-from pipeline.models.common.windows import connected_tokens, from_windows, to_windows
+from pipeline.models.common.layers import connected_tokens, constant_table, from_windows, to_windows
 
 _PADDING = 2  # label of a token beyond the grid; 0: inside, 1: inside, moved to the other end by the shift
 

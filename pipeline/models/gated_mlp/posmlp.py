@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from pipeline.models.common.base import ModelOptions, VisionModel, linear_drop_path, settle
-from pipeline.models.common.layers import ModuleList, drop_path_scales
-from pipeline.models.common.windows import relative_index
+from pipeline.models.common.base import ModelOptions, VisionModel, check_sides, linear_drop_path, settle
+from pipeline.models.common.layers import ModuleList, drop_path_scales, relative_index
 from pipeline.models.entry import register
 from pipeline.models.gated_mlp.gating import GROUPED, LAYER_NORM_EPS, POSMLP_CODE, GatedBlock
 from pipeline.models.gated_mlp.partition import PaddedTiling, Tiling
@@ -31,8 +30,6 @@ from pipeline.models.gated_mlp.posmlp_layers import (
     LinearStem,
     PosMLPSwitches,
     check_groups,
-    check_sides,
-    check_size,
     check_windows,
 )
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, quadratic_terms
@@ -96,7 +93,7 @@ class PosMLP(VisionModel):
         image_size = settings.image_size
         self.reference_names = (*(_SGU_NAMES if switches.mixing == "sgu" else _POSGU_NAMES), *_NAMES)
         widths = [width * 2**stage for stage in range(len(DEPTHS))]
-        check_size(image_size)
+        check_sides([image_size], STRIDE)
         windows = switches.windows or (image_size // 16,) * 3 + (image_size // 32,)
         check_windows(windows, image_size, image_size)
         groups = (switches.groups or GROUPS) if switches.mixing in GROUPED else (1,) * len(DEPTHS)
@@ -201,7 +198,8 @@ class PosMLP(VisionModel):
             UserError: H or W does not fit.
         """
         height, width = images.shape[-2:]
-        check_sides(height, width, STEM_STRIDE if isinstance(self.stages[1].merging, ConvMerging) else STRIDE)
+        unit = STEM_STRIDE if isinstance(self.stages[1].merging, ConvMerging) else STRIDE
+        check_sides((height, width), unit, of_images=True)
         outputs, _ = self._run_stages(self.stem(images), noise, self.shift_windows or max(height, width) > self.image_size)
         return [self.normed_map(x, stage) for stage, x in enumerate(outputs)]
 

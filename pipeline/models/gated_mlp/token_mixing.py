@@ -13,9 +13,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.common.layers import constant_table
+from pipeline.models.common.layers import constant_table, relative_index
 from pipeline.models.common.probe import probe
-from pipeline.models.common.windows import relative_index
 from pipeline.models.gated_mlp.partition import Runs
 
 Covariance = Literal["isotropic", "free", "semidefinite"]

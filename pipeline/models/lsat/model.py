@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 
 from pipeline.config import PositiveInt
 from pipeline.errors import UserError
-from pipeline.models.common.base import ModelOptions, Switches, VisionModel, settle
+from pipeline.models.common.base import ModelOptions, Switches, VisionModel, check_sides, settle
 from pipeline.models.common.layers import ModuleList, init_linear
 from pipeline.models.entry import register
 from pipeline.models.lsat.blocks import LAYER_NORM_EPS, AnyBlock, Block, Downsampling, Level
@@ -32,7 +32,6 @@ from pipeline.models.lsat.shifts import (
     LSATLayout,
     PositionEmbedding,
     ShiftEmbedding,
-    check_size,
     grid_side,
     layout_32,
     layout_224,
@@ -103,8 +102,9 @@ class LSAT(VisionModel):
         blocks = sum(layout.depths) + (switches.local == "swin_pair")
         super().__init__([settings.drop_path] * 2 * blocks, settings.activation_checkpointing, switches)
         image_size = settings.image_size
-        check_size(image_size, layout, "model.image_size")
-        self.image_size, self.layout, self.stride = image_size, layout, layout.stride
+        self.least_side = layout.stride * 2 ** (len(layout.widths) - 1)  # a token on the coarsest level
+        check_sides([image_size], layout.stride, self.least_side)
+        self.image_size, self.stride = image_size, layout.stride
         self.embedding = _build_embedding(layout, switches)
         variants = len(self.embedding.shift_set.shifts) if isinstance(self.embedding, ShiftEmbedding) else 1
         self.projection = ConvolutionalProjection(layout.widths[0]) if switches.local == "cvt" else None
@@ -160,8 +160,7 @@ class LSAT(VisionModel):
         Raises:
             UserError: H or W does not fit.
         """
-        for size in images.shape[-2:]:
-            check_size(size, self.layout, "a side of an image")
+        check_sides(images.shape[-2:], self.stride, self.least_side, of_images=True)
         maps = self._run_levels(images, noise)
         return [self.normed_map(x.squeeze(2).unflatten(1, self.grid(i, images)), i) for i, x in enumerate(maps)]
 
@@ -214,7 +213,7 @@ def _build_level(layout: LSATLayout, level: int, image_size: int, variants: int,
     width, heads = layout.widths[level], switches.heads or layout.heads[level]
     if width % heads:
         raise UserError(
-            f"model.switches.heads is {heads}, but level {level + 1} is {width} wide and needs a divisor of that",
+            f"model.switches.heads must divide the width of level {level + 1}, {width}, got {heads}",
             f"set it to {max(n for n in range(1, heads) if width % n == 0)}",
         )
     kv_heads = heads if (switches.kv_heads or layout.kv_heads) == "per_head" else 1

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.errors import UserError
 from pipeline.models.common.features import GridEmbedding, resample_grid
 
 Shift = tuple[int, int]  # pixels (down, right) by which the image's content moves
@@ -142,16 +141,6 @@ def layout_224(
 def layout_32(width: int, heads: int, depths: tuple[int, ...]) -> LSATLayout:
     """A layout at 32 pixels: four levels of equal width."""
     return LSATLayout((width,) * 4, (heads,) * 4, depths, 3, 1, 1, SHIFTS_32, kv_heads="shared")
-
-
-def check_size(size: int, layout: LSATLayout, what: str) -> None:
-    """Raise a UserError unless the levels have a token on a side of ``size`` pixels. ``what``: whose side, for the message."""
-    coarsest = 2 ** (len(layout.widths) - 1)
-    if size % layout.stride or size < layout.stride * coarsest:
-        raise UserError(
-            f"{what} must be a multiple of {layout.stride} and at least {layout.stride * coarsest}, got {size}",
-            f"set it to {max(coarsest, round(size / layout.stride)) * layout.stride}",
-        )
 
 
 def grid_side(side: int, halvings: int) -> int:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.models.common.base import scale_branch
-from pipeline.models.common.layers import MLP
+from pipeline.models.common.layers import MLP, connected_tokens, from_windows, relative_index, to_windows
 from pipeline.models.common.probe import probe
-from pipeline.models.common.windows import connected_tokens, from_windows, relative_index, to_windows
 
 MLP_RATIO = 4
 LAYER_NORM_EPS = 1e-5  # of CvT's and of Swin's published code

@@ -7,23 +7,85 @@ weights; each such place says so.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from pipeline.config import PositiveInt
 from pipeline.errors import UserError
-from pipeline.models.common.base import ModelOptions, linear_drop_path, scale_branch, scales_of_block, settle
+from pipeline.models.common.base import (
+    ModelOptions,
+    Switches,
+    check_sides,
+    linear_drop_path,
+    scale_branch,
+    scales_of_block,
+    settle,
+)
 from pipeline.models.common.layers import MLP, ModuleList, init_linear
 from pipeline.models.common.vit import PositionEmbedding
 from pipeline.models.entry import register
 from pipeline.models.pervit.attention import PeripheralAttention, StaticAttention
 from pipeline.models.pervit.phi_model import PhiModel
-from pipeline.models.pervit.position import PeripheralPosition
-from pipeline.models.pervit.switches import PerViTSwitches
+from pipeline.models.pervit.position import PeripheralPosition, PhiDesign
 
 STEM_STRIDE = 16  # pixels per token
+LEAST_SIDE = 2 * STEM_STRIDE  # of an image: Φp needs two tokens along an axis
 LAYER_NORM_EPS = 1e-6
+
+
+class PerViTSwitches(Switches):
+    """Tables 1, 2, 3, 5 and S3 of the paper and its supplement; the defaults are the published model.
+
+    The description of a switch says what replaces a disabled part and, where the paper does not specify it, how we read it.
+    """
+
+    phi_p: bool = True
+    """Position-based attention Φp (Tables 1, 3). false: Φp = 1, which is plain self-attention."""
+    phi_c: bool = True
+    """Content-based attention Φc (Table 1 c). false: Φc = 1, without query and key projections."""
+    conv_stem: bool = True
+    """Convolutional stem (Tables 1, 3). false: DeiT's patch embedding, a 16x16 convolution with stride 16."""
+    cpe: bool = True
+    """Convolutional position encoding before the first norm (Tables 1, 3). false: nothing in its place."""
+    position_embedding: bool = False
+    """Add a learned absolute position embedding, as in DeiT; Table 1 does not say whether its rows have one. Fixes the image size."""
+    widths: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
+    """Channels of the four stages; null: Table S5. Rows c, f, h, i of Table 1 are widened to equal cost; the paper does not give the widths."""
+    phi_p_distance: Literal["euclidean", "learned"] = "euclidean"
+    """Table 5, Euc and Lrn. learned: distances between learned vectors, one per position, shared by the layers. Fixes the image size."""
+    phi_p_neighbours: bool = True
+    """Table 5, with and without N. false: Φp's projections are 1x1 instead of 3x3 over the key's neighbours."""
+    phi_p_layers: Literal[1, 2] = 2
+    """Table 5, with ML (2) and without (1: a single projection to the heads, then the norm)."""
+    phi_p_init: Literal["peripheral", "conv", "random"] = "peripheral"
+    """Table 5, top. conv: every layer is initialized like the first, local one. random: all parameters of Φp are random."""
+    phi_p_frozen: bool = False
+    """Table S3, fixed: the parameters of Φp are frozen at their initial values."""
+
+    @model_validator(mode="after")
+    def _something_weighs_the_values(self) -> PerViTSwitches:
+        if not self.phi_p and not self.phi_c:
+            raise ValueError("must have phi_p or phi_c, without which attention averages the values: set one of them to true")
+        return self
+
+    @model_validator(mode="after")
+    def _phi_p_is_there_to_be_varied(self) -> PerViTSwitches:
+        if not self.phi_p:
+            for name, field in type(self).model_fields.items():
+                if name.startswith("phi_p_") and getattr(self, name) != field.default:
+                    raise ValueError(f"has {name} = {getattr(self, name)!r}, but phi_p = false removes Φp; drop one of the two")
+        return self
+
+    @property
+    def phi_design(self) -> PhiDesign | None:
+        """Architecture and initialization of Φp; None without Φp."""
+        if not self.phi_p:
+            return None
+        return PhiDesign(self.phi_p_distance, self.phi_p_neighbours, self.phi_p_layers, self.phi_p_init)
 
 
 @dataclass(frozen=True)
@@ -154,7 +216,7 @@ class PerViT(PhiModel):
         depth = sum(layout.depths)
         super().__init__(linear_drop_path(settings.drop_path, depth), settings.activation_checkpointing, switches)
         image_size = settings.image_size
-        _check_size(image_size, image_size)
+        check_sides([image_size], STEM_STRIDE, LEAST_SIDE)
         stage_of = [stage for stage, blocks in enumerate(layout.depths) for _ in range(blocks)]
         widths = [layout.widths[stage] for stage in stage_of]
         self.stem = ConvStem(layout.stem_widths) if switches.conv_stem else nn.Conv2d(3, widths[0], STEM_STRIDE, STEM_STRIDE)
@@ -188,7 +250,7 @@ class PerViT(PhiModel):
         Raises:
             UserError: H or W does not fit the stem.
         """
-        _check_size(*images.shape[-2:])
+        check_sides(images.shape[-2:], STEM_STRIDE, LEAST_SIDE, of_images=True)
         # Here, not deeper: `train.compile=model` leaves the stem out, and ends a graph in every function around its call.
         x = self._tokens(self.stem(images), noise)  # (B, N, width)
         return self.head(self.norm(x).mean(dim=1))  # (B, num_classes)
@@ -212,7 +274,7 @@ class PerViT(PhiModel):
         Raises:
             UserError: H or W does not fit the stem, or the switch ``phi_p_distance`` is "learned" and the grid another.
         """
-        _check_size(*images.shape[-2:])
+        check_sides(images.shape[-2:], STEM_STRIDE, LEAST_SIDE, of_images=True)
         x = self._tokens(self.stem(images), noise)  # (B, N, width)
         grid = (images.shape[-2] // STEM_STRIDE, images.shape[-1] // STEM_STRIDE)
         return [self.normed_map(x.unflatten(1, grid), 0)]
@@ -231,16 +293,6 @@ class PerViT(PhiModel):
     def no_weight_decay(self) -> set[str]:
         """Also excludes the absolute position embedding (DeiT's rule)."""
         return super().no_weight_decay() | {"position_embedding.weight"}
-
-
-def _check_size(height: int, width: int) -> None:
-    for size in (height, width):
-        if size % STEM_STRIDE or size < 2 * STEM_STRIDE:
-            raise UserError(
-                f"model.image_size is {size}, but PerViT's stem needs a multiple of {STEM_STRIDE} that is at least "
-                f"{2 * STEM_STRIDE}",
-                f"set it to {max(2, round(size / STEM_STRIDE)) * STEM_STRIDE}",
-            )
 
 
 _TINY = PerViTLayout(4, (128, 192, 224, 280), (48, 64, 96, 128))

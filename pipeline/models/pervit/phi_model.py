@@ -89,7 +89,7 @@ class PhiModel(VisionModel):
             UserError: a single patch, for which the coordinates cannot be normalized.
         """
         if side < 2:
-            raise UserError(f"model.image_size gives {side} x {side} patches, but Φp needs at least 2 x 2", "set it to 32")
+            raise UserError(f"model.image_size gives {side} x {side} patches, but Φp requires at least 2 x 2", "set it to 32")
         self.phi_design = design
         if design.distance == "learned":
             self.position_vectors = LearnedVectors(4 * heads, (side, side), design.border)
@@ -106,7 +106,9 @@ class PhiModel(VisionModel):
         if self.phi_design is None:
             return [None] * len(self.blocks)
         if min(grid) < 2:  # of one patch the coordinates cannot be normalized
-            raise UserError(f"the images give {grid[0]} x {grid[1]} patches, but Φp needs at least 2 x 2", "pad or resize them")
+            raise UserError(
+                f"the images give {grid[0]} x {grid[1]} patches, but Φp requires at least 2 x 2", "pad or resize them"
+            )
         # A graph of torch.export has the maps' own operators, whatever was computed before.
         cacheable = not self.training and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
         if cacheable:

@@ -22,14 +22,13 @@ from pipeline.errors import UserError
 from pipeline.files import open_regular, replace_file
 from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import create_model
-from pipeline.models.weights.reference_names import load_reference_state_dict, reference_state_dict
+from pipeline.models.weights.reference_names import Names, load_reference_state_dict, reference_state_dict
 from pipeline.models.weights.transfer import check_finite
 
 SUFFIX = ".safetensors"
 _DESCRIPTION = "description"  # key in the file's metadata, a JSON string because safetensors allows strings only
 TRAINING = "training"  # another, of exports with a model card: see pipeline.exporting.subject
 Kind = Literal["model", "ema"]  # ema: the averaged weights
-Names = Literal["ours", "authors"]  # authors: those of the published code
 _PER_CHANNEL = Field(min_length=3, max_length=3)
 
 

@@ -143,17 +143,16 @@ def read_timm_folder(folder: Path) -> tuple[VisionModel, Description, bool]:
     name, switches, has_our_names = found
     its = config.preprocessing
     channels, height, width = its.input_size
-    for key, value, needed in (
-        ("input_size", list(its.input_size), channels == 3 and height == width),
-        ("crop_mode", its.crop_mode, its.crop_mode == "center"),
-        ("interpolation", its.interpolation, its.interpolation == "bicubic"),
-        ("crop_pct", its.crop_pct, its.crop_pct is not None and 0.1 <= its.crop_pct <= 1),
-        ("num_classes", config.num_classes, config.num_classes > 0),
+    for key, value, wanted, fits in (
+        ("input_size", list(its.input_size), "a square of 3 channels", channels == 3 and height == width),
+        ("crop_mode", its.crop_mode, "center", its.crop_mode == "center"),
+        ("interpolation", its.interpolation, "bicubic", its.interpolation == "bicubic"),
+        ("crop_pct", its.crop_pct, "from 0.1 to 1", its.crop_pct is not None and 0.1 <= its.crop_pct <= 1),
+        ("num_classes", config.num_classes, "at least 1", config.num_classes > 0),
     ):
-        if not needed:
-            wants = {"input_size": "a square of 3 channels", "crop_mode": "center", "interpolation": "bicubic"}
+        if not fits:
             raise UserError(
-                f"{path} has {key} {value!r}, but evaluation here needs {wants.get(key, 'a number from 0.1 to 1' if key == 'crop_pct' else 'at least 1')}",
+                f"{path}: {key} must be {wanted} for an evaluation, got {value!r}",
                 "change it if the model may be used so, or take the folder as train.init_from, which needs the weights alone",
             )
     weights, training = read_folder_weights(folder)

@@ -146,7 +146,7 @@ def test_any_size_the_patches_divide(size: int) -> None:
 @pytest.mark.parametrize("size", [8, 100])
 def test_a_size_the_patches_do_not_divide_is_refused(size: int) -> None:
     """Guards against a traceback from inside a convolution."""
-    with pytest.raises(UserError, match=f"model.image_size is {size}, .* multiple of 16"):
+    with pytest.raises(UserError, match=f"model.image_size must be a multiple of 16 .* got {size}"):
         create_model("convit_ti", image_size=size)
 
 

@@ -114,9 +114,9 @@ def test_masks_act_at_test_time_only_and_on_the_first_layers() -> None:
     [
         ({"gpsa_layers": 12}, "model.switches.gpsa_layers must be at most 11, got 12"),
         ({"mask_content_layers": 2, "mask_position_layers": 2}, "content and position at once"),
-        ({"gpsa_layers": 4, "mask_content_layers": 5}, "masks 5 GPSA layers, at most gpsa_layers = 4"),
+        ({"gpsa_layers": 4, "mask_content_layers": 5}, "must mask at most gpsa_layers = 4 layers, got 5"),
         ({"positional_gating": False, "train_gating": False}, "no gate to mask or to freeze"),
-        ({"conv_init": False, "locality_strength": 2}, "needs conv_init true"),
+        ({"conv_init": False, "locality_strength": 2}, "requires conv_init=true"),
     ],
 )
 def test_contradictory_switches_are_refused(switches: dict, message: str) -> None:
@@ -129,5 +129,5 @@ def test_masks_on_a_built_model_follow_the_same_rules() -> None:
     """Guards against an analysis that masks gates which do not exist and reports the unmasked accuracy."""
     with pytest.raises(UserError, match="no gate to mask or to freeze"):
         small(switches={"positional_gating": False}).mask_attention_at_test(content_layers=3)
-    with pytest.raises(UserError, match="masks 5 GPSA layers, at most gpsa_layers = 4"):
+    with pytest.raises(UserError, match="must mask at most gpsa_layers = 4 layers, got 5"):
         small(switches={"gpsa_layers": 4}).mask_attention_at_test(position_layers=5)

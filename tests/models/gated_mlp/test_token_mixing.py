@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.models.common.windows import connected_tokens, from_windows, to_windows
+from pipeline.models.common.layers import connected_tokens, from_windows, to_windows
 from pipeline.models.gated_mlp.token_mixing import GaussianMap, LearnedMap, mix_tokens
 
 

@@ -216,7 +216,7 @@ def test_a_size_the_stem_does_not_divide_is_refused(name: str, size: int, needed
 
 def test_switches_that_no_model_can_have_are_refused() -> None:
     """Guards against a traceback from inside a view, and a misspelt ablation that trains the paper's model."""
-    with pytest.raises(UserError, match="model.switches.heads is 5, but level 1 is 24 wide .* set it to 4"):
+    with pytest.raises(UserError, match="model.switches.heads must divide the width of level 1, 24, got 5: set it to 4"):
         small_model({"heads": 5})
     with pytest.raises(UserError, match="model.switches.shifts must be .*, got 'diagonal'"):
         create_model("lsat_t_32", switches={"shifts": "diagonal"})

@@ -114,7 +114,7 @@ def test_the_stem_works_in_channels_last() -> None:
 @pytest.mark.parametrize("size", [16, 100, 0])
 def test_a_size_the_stem_does_not_divide_is_refused(size: int) -> None:
     """Guards against a traceback from inside a convolution."""
-    with pytest.raises(UserError, match=f"model.image_size is {size}, .* multiple of 16"):
+    with pytest.raises(UserError, match=f"model.image_size must be a multiple of 16 .* got {size}"):
         create_model("pervit_t", image_size=size)
 
 

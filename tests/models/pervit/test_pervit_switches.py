@@ -13,9 +13,8 @@ from pipeline.errors import UserError
 from pipeline.models import create_model, flops
 from pipeline.models.common.probe import recorded
 from pipeline.models.pervit.attention import PeripheralAttention, StaticAttention
-from pipeline.models.pervit.model import PerViT, PerViTLayout
+from pipeline.models.pervit.model import PerViT, PerViTLayout, PerViTSwitches
 from pipeline.models.pervit.position import DistanceScales, LearnedVectors, PeripheralPosition, PhiDesign, position_distances
-from pipeline.models.pervit.switches import PerViTSwitches
 from support.two_steps import two_steps
 
 SMALL = PerViTLayout(heads=2, widths=(8, 12, 16, 20), stem_widths=(4, 4, 6, 8), depths=(1, 1, 2, 1), mlp_ratio=2)
@@ -225,7 +224,7 @@ def test_probes_give_both_attentions_and_their_product() -> None:
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
-        ({"phi_p": False, "phi_c": False}, "needs phi_p or phi_c"),
+        ({"phi_p": False, "phi_c": False}, "must have phi_p or phi_c"),
         ({"phi_p": False, "phi_p_init": "conv"}, "phi_p_init = 'conv', but phi_p = false removes Φp"),
         (
             {"phi_p_init": "rand"},
