@@ -13,6 +13,7 @@ from pipeline.analysis.chapters.pervit import PerViTChapter, RegionsChapter
 from pipeline.analysis.chapters.pervit_extremes import ExtremesChapter, as_convolution, as_self_attention, convolved
 from pipeline.analysis.chapters.pervit_maps import ImagesChapter, MapsChapter, initial_maps
 from pipeline.analysis.style import style
+from pipeline.analysis.survey import check_query
 from pipeline.errors import UserError
 from pipeline.models import create_model
 from pipeline.models.common.probe import observed
@@ -109,8 +110,8 @@ def test_without_images_the_figures_of_the_weights_remain() -> None:
 
 def test_a_query_outside_the_grid_is_refused() -> None:
     """Guards against an index error, or another token's maps."""
-    with pytest.raises(UserError, match="--query is row 4, column 0, but the grid has 4 x 4 tokens"):
-        analysed(small_model(), images=0, query=(4, 0))
+    with pytest.raises(UserError, match="--query is 4,0, but the model has 4 x 4 tokens"):
+        check_query(small_model(), 64, (4, 0))
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Self-attention of any family with a square grid of tokens (DeiT, DeiT III, ConViT, PerViT): how far heads look (ConViT, Eq. 8, Fig. 5).
 
-The bars per layer and head are those of other chapters too.
+What other chapters on attention share is here too: measures of each image, maps of a query, and bars per layer and head.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.averages import Collector
-from pipeline.analysis.chapter import Chapter, Drawn, Findings, figure
+from pipeline.analysis.chapter import Chapter, Drawn, Example, Findings, Request, figure
 from pipeline.analysis.measures import mean_attention_distance, query_key_distances
 from pipeline.analysis.style import new_figure
 from pipeline.models.common.base import VisionModel
+from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import patch_grid
 from pipeline.models.convit import ConViT
 from pipeline.models.deit import DeiT
@@ -30,28 +31,110 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class AttentionDistance(Collector):
-    """Mean attention distance of every layer and head, over images. A class token, as query and as key, is left out: it has no
-    place; the rows of the rest are normalized again."""
+class ImageMeasures(Collector):
+    """Sums over images of measures per layer and head, (layers, heads) each by its name.
 
-    def __init__(self, grid: tuple[int, int]) -> None:
-        super().__init__("attention")
+    Args:
+        grid: (rows, columns) of patches.
+        probes: see the base class. A layer offers ``phi_p`` before the last: (heads, N, N), or for each image (B, heads, M, M).
+
+    Attributes:
+        distances: (N, N), see :func:`~pipeline.analysis.measures.query_key_distances`.
+    """
+
+    def __init__(self, grid: tuple[int, int], *probes: str) -> None:
+        super().__init__(*probes)
         self.distances = query_key_distances(*grid)
+        self._phi_p: Tensor | None = None
 
     def see(self, name: str, value: Tensor) -> None:
-        tokens = len(self.distances)
+        if name != self.probes[-1]:
+            self._phi_p = value
+            return
         self.distances = self.distances.to(value.device)
-        patches = value[..., -tokens:, -tokens:]  # (B, heads, N, N) or (1, heads, N, N)
-        per_image = torch.stack([self.distance(image) for image in patches])  # (B, heads): float64 of one image at a time
-        self.add("distance", self.layer, per_image.expand(len(self.valid), -1))
+        phi_p = self._phi_p
+        shared = phi_p.double() if phi_p is not None and phi_p.dim() < value.dim() else None
+        # float64 of one image at a time; value is (B, heads, M, M), or (1, heads, M, M) where it depends on no image
+        images = [
+            self.measures(value[i].double(), shared if phi_p is None or shared is not None else phi_p[i].double())
+            for i in range(len(value))
+        ]
+        for measure in images[0]:
+            per_image = torch.stack([of_image[measure] for of_image in images])  # (B, heads)
+            self.add(measure, self.layer, per_image.expand(len(self.valid), -1))
+        self._phi_p = None
 
-    def distance(self, patches: Tensor) -> Tensor:
-        """(heads, N, N) -> (heads,) float64."""
-        patches = patches.double()
-        return mean_attention_distance(patches / patches.sum(-1, keepdim=True), self.distances)
+    def patches(self, attention: Tensor) -> Tensor:
+        """(heads, M, M) -> (heads, N, N): without a class token, which has no place."""
+        tokens = len(self.distances)
+        return attention[..., -tokens:, -tokens:]
+
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        """Of one image: (heads, M, M) float64 -> name -> (heads,)."""
+        raise NotImplementedError
 
 
-class AttentionChapter(Chapter):
+class AttentionDistance(ImageMeasures):
+    """Mean attention distance, ``distance``. A class token, as query and as key, is left out; the rows of the rest are normalized
+    again."""
+
+    def __init__(self, grid: tuple[int, int]) -> None:
+        super().__init__(grid, "attention")
+
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        patches = self.patches(value)
+        return {"distance": mean_attention_distance(patches / patches.sum(-1, keepdim=True), self.distances)}
+
+
+class QueryMaps(Collector):
+    """Attention of one query to all patches, mean over images: ``mean("maps")`` is (layers, heads, N).
+
+    Args:
+        query: number of the patch, row by row.
+        tokens: N, patches of an image.
+    """
+
+    def __init__(self, query: int, tokens: int) -> None:
+        super().__init__("attention")
+        self.query, self.tokens = query, tokens
+
+    def see(self, name: str, value: Tensor) -> None:
+        self.add("maps", self.layer, patch_row(value, self.query, self.tokens).expand(len(self.valid), -1, -1))
+
+
+def patch_row(attention: Tensor, query: int, tokens: int) -> Tensor:
+    """Attention of a patch to all patches: (..., M, M), M >= N -> (..., N); what comes before the patches is left out."""
+    return attention[..., -tokens:, -tokens:][..., query, :]
+
+
+class GridChapter(Chapter):
+    """Base of the chapters on attention over one grid of patches.
+
+    Attributes:
+        grid: (rows, columns) of patches; tokens: N of them.
+        query: (row, column) of the patch whose maps are shown; query_index: its number, row by row.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.grid = patch_grid(request.image_size, request.image_size)
+        self.tokens = self.grid[0] * self.grid[1]
+        self.query = request.query_on(self.grid)
+        self.query_index = self.query[0] * self.grid[1] + self.query[1]
+
+    def query_row(self, attention: Tensor) -> Tensor:
+        """The query's attention to the patches, (..., M, M) -> (..., rows, columns)."""
+        return patch_row(attention, self.query_index, self.tokens).unflatten(-1, self.grid)
+
+    @torch.no_grad()
+    def attention_on(self, example: Example) -> list[Tensor]:
+        """Attention of each layer, (heads, M, M), on the CPU."""
+        with recorded("attention") as values:
+            self.model(example.image[None])
+        return [value[0].cpu() for value in values["attention"]]
+
+
+class AttentionChapter(GridChapter):
     """Mean attention distance per layer and head."""
 
     @classmethod
@@ -59,7 +142,7 @@ class AttentionChapter(Chapter):
         return isinstance(model, DeiT | DeiT3 | ConViT | PerViT)
 
     def make_collectors(self) -> list[Collector]:
-        self._distance = AttentionDistance(patch_grid(self.request.image_size, self.request.image_size))
+        self._distance = AttentionDistance(self.grid)
         return [self._distance]
 
     @figure(

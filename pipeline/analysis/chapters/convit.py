@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.averages import Collector
-from pipeline.analysis.chapter import Chapter, Drawn, Example, Findings, Request, figure
+from pipeline.analysis.chapter import Drawn, Example, Findings, Request, figure
 from pipeline.analysis.chapters import convit_figures as figures
+from pipeline.analysis.chapters.attention import GridChapter, QueryMaps
 from pipeline.analysis.measures import mean_attention_distance, query_key_distances, rounded
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.probe import recorded
-from pipeline.models.common.vit import ViTLayout, patch_grid
+from pipeline.models.common.vit import ViTLayout
 from pipeline.models.convit import (
     ConViT,
     ConViTSwitches,
@@ -30,32 +31,13 @@ LOCALITY_STRENGTHS = (0.1, 0.3, 1.0, 3.0)  # α of the initial maps that are sho
 _DIGITS = 4  # significant digits of maps in analysis.json
 
 
-class QueryMaps(Collector):
-    """Attention of one query to all patches, mean over images: ``mean("maps")`` is (layers, heads, N).
-
-    Args:
-        query: number of the patch, row by row.
-        tokens: N, patches of an image; tokens before them (class token) are left out.
-    """
-
-    def __init__(self, query: int, tokens: int) -> None:
-        super().__init__("attention")
-        self.query, self.tokens = query, tokens
-
-    def see(self, name: str, value: Tensor) -> None:
-        self.add("maps", self.layer, _row(value, self.query, self.tokens).expand(len(self.valid), -1, -1))
-
-
-class ConViTChapter(Chapter):
+class ConViTChapter(GridChapter):
     """Figures of ConViT, and of its ablations as far as they apply."""
 
     model: ConViT
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self._grid = patch_grid(request.image_size, request.image_size)
-        self._query = request.query_on(self._grid)
-        self._number = self._query[0] * self._grid[1] + self._query[1]
         self._gates = gates(self.model)
 
     @classmethod
@@ -63,7 +45,7 @@ class ConViTChapter(Chapter):
         return isinstance(model, ConViT)
 
     def make_collectors(self) -> list[Collector]:
-        self._maps = QueryMaps(self._number, self._grid[0] * self._grid[1])
+        self._maps = QueryMaps(self.query_index, self.tokens)
         return [self._maps]
 
     def lacks(self, name: str) -> str | None:
@@ -96,42 +78,37 @@ class ConViTChapter(Chapter):
 
     @figure("attention_maps", "Attention on an image", "ConViT, Fig. 7, 16 and 17", needs="examples")
     def _on_images(self, findings: Findings) -> list[Drawn]:
-        maps = [self._maps_of(example) for example in self.request.examples]  # (layers, heads, rows, columns) each
-        unit = _unit("", self._query, "[example][layer][head]")
+        examples = self.request.examples
+        maps = [torch.stack([self.query_row(layer) for layer in self.attention_on(example)]) for example in examples]
+        # (layers, heads, rows, columns) each
+        unit = _unit("", self.query, "[example][layer][head]")
         findings.measure("attention_maps", [rounded(of_image, _DIGITS) for of_image in maps], unit)
         return [
             Drawn(
                 "Attention of the marked patch to all patches, one row per layer, one column per head, on a logarithmic scale. The number "
                 "above a map is its head's gate, from white (content) to red (position); layers without are plain self-attention, whose "
                 "attention to the class token is not shown.",
-                partial(figures.attention_maps, of_image, self._gates, self._query, example.pixels),
+                partial(figures.attention_maps, of_image, self._gates, self.query, example.pixels),
                 title=f"Attention on {example.label} ({example.key})",
             )
-            for example, of_image in zip(self.request.examples, maps)
+            for example, of_image in zip(examples, maps)
         ]
-
-    @torch.no_grad()
-    def _maps_of(self, example: Example) -> Tensor:
-        with recorded("attention") as values:
-            self.model(example.image[None])
-        tokens = self._grid[0] * self._grid[1]
-        return torch.cat([_row(value, self._number, tokens) for value in values["attention"]]).unflatten(-1, self._grid).cpu()
 
     @figure("average_maps", "Attention averaged over images", "ConViT, Fig. 15", needs="images")
     def _average(self, findings: Findings) -> Drawn:
-        maps = self._maps.mean("maps").unflatten(-1, self._grid)  # (layers, heads, rows, columns)
-        findings.measure("average_attention", rounded(maps, _DIGITS), _unit("mean over the images, ", self._query))
+        maps = self._maps.mean("maps").unflatten(-1, self.grid)  # (layers, heads, rows, columns)
+        findings.measure("average_attention", rounded(maps, _DIGITS), _unit("mean over the images, ", self.query))
         return Drawn(
             "Attention of the marked patch to all patches, mean over the images, which leaves what does not depend on their content. One "
             "row per layer, one column per head, on a logarithmic scale; the numbers are gates, from white (content) to red (position).",
-            partial(figures.attention_maps, maps, self._gates, self._query),
+            partial(figures.attention_maps, maps, self._gates, self.query),
             title=f"Attention averaged over {self.count:,} images",
         )
 
     @figure("position_distance", "How far position looks", "ConViT, Fig. 5 and 13, for the positional term")
     def _position_distance(self, findings: Findings) -> Drawn:
-        maps = positions(self.model, self._grid)  # (GPSA layers, heads, N, N)
-        distances = mean_attention_distance(maps, query_key_distances(*self._grid))  # (GPSA layers, heads)
+        maps = positions(self.model, self.grid)  # (GPSA layers, heads, N, N)
+        distances = mean_attention_distance(maps, query_key_distances(*self.grid))  # (GPSA layers, heads)
         found = [*distances.tolist(), *[None] * (len(self.model.blocks) - self.model.gpsa_layers)]
         findings.measure("position_distance", found, "[layer][head], patches; null: a layer without position")
         return Drawn(
@@ -142,36 +119,36 @@ class ConViTChapter(Chapter):
 
     @figure("position_maps", "Where position looks", "ConViT, Fig. 3, after training")
     def _position_maps(self, findings: Findings) -> Drawn:
-        maps = positions(self.model, self._grid)[:, :, self._number].unflatten(-1, self._grid)
-        findings.measure("position_maps", rounded(maps, _DIGITS), _unit("", self._query))
+        maps = positions(self.model, self.grid)[:, :, self.query_index].unflatten(-1, self.grid)
+        findings.measure("position_maps", rounded(maps, _DIGITS), _unit("", self.query))
         return Drawn(
             "The positional term's attention from the marked patch, the same for all images: one row per GPSA layer, one column per head, on "
             "a logarithmic scale. Numbers are gates, from white (the term is not used) to red (nothing else is).",
-            partial(figures.attention_maps, maps, self._gates, self._query),
+            partial(figures.attention_maps, maps, self._gates, self.query),
         )
 
     def _initial_distance(self) -> float | None:
         if not self.model.switches.conv_init:
             return None
         heads = positional_layers(self.model)[0].heads
-        maps = initial_positions(heads, self._grid, self.model.switches.locality_strength)
-        return float(mean_attention_distance(maps, query_key_distances(*self._grid)).mean())
+        maps = initial_positions(heads, self.grid, self.model.switches.locality_strength)
+        return float(mean_attention_distance(maps, query_key_distances(*self.grid)).mean())
 
     @figure("initial_positions", "Initialized as a convolution", "ConViT, Fig. 3")
     def _initialization(self, findings: Findings) -> Drawn:
         heads = positional_layers(self.model)[0].heads
-        maps = {f"α = {strength:g}": initial_positions(heads, self._grid, strength) for strength in LOCALITY_STRENGTHS}
-        shown = {label: of_row[:, self._number].unflatten(-1, self._grid) for label, of_row in maps.items()}
+        maps = {f"α = {strength:g}": initial_positions(heads, self.grid, strength) for strength in LOCALITY_STRENGTHS}
+        shown = {label: of_row[:, self.query_index].unflatten(-1, self.grid) for label, of_row in maps.items()}
         if self.request.examples:
             shown = {"content": self._untrained_content(self.request.examples[0]), **shown}
         kept = {label.replace("α = ", "alpha_"): rounded(of_row, _DIGITS) for label, of_row in shown.items()}
-        unit = _unit("", self._query, "locality strength, or untrained content -> [head]")
+        unit = _unit("", self.query, "locality strength, or untrained content -> [head]")
         findings.measure("initial_positions", kept, unit)
         return Drawn(
             "Positional attention of the marked patch before training (Eq. 5): each head looks at one offset of the kernel, the more "
             "sharply the larger the locality strength α. Each row has a scale of its own, from 0 to its largest value."
             + (" Above, an untrained self-attention layer, which sees the image's content." if "content" in shown else ""),
-            partial(figures.initial_positions, shown, self._query, [example.pixels for example in self.request.examples[:1]]),
+            partial(figures.initial_positions, shown, self.query, [example.pixels for example in self.request.examples[:1]]),
             more_with_images="content" not in shown,
         )
 
@@ -187,7 +164,7 @@ class ConViTChapter(Chapter):
             ).eval()
         with recorded("attention") as values:
             fresh(example.image[None].float().cpu())
-        return _row(values["attention"][0], self._number, self._grid[0] * self._grid[1])[0].unflatten(-1, self._grid)
+        return self.query_row(values["attention"][0])[0]
 
 
 def positional_layers(model: ConViT) -> list[PositionalSelfAttention]:
@@ -217,11 +194,6 @@ def initial_positions(heads: int, grid: tuple[int, int], strength: float) -> Ten
     torch.nn.init.zeros_(attention.position_projection.bias)
     attention.init_convolution(strength)
     return attention.position_scores(relative_positions(*grid, torch.device("cpu"), torch.float64)).softmax(-1)
-
-
-def _row(attention: Tensor, query: int, tokens: int) -> Tensor:
-    """Attention of a patch to all patches: (B, heads, M, M), M >= N -> (B, heads, N); what comes before the patches is left out."""
-    return attention[..., -tokens:, -tokens:][..., query, :]
 
 
 def _unit(what: str, query: tuple[int, int], first: str = "[layer][head]") -> str:

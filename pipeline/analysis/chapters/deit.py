@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.averages import Collector
-from pipeline.analysis.chapter import Chapter, Declared, Drawn, Example, Findings, Request, figure
-from pipeline.analysis.chapters.attention import layer_head_plot, layer_head_plots
-from pipeline.analysis.measures import impact, nonlocality, query_key_distances, rounded
+from pipeline.analysis.chapter import Declared, Drawn, Example, Findings, figure
+from pipeline.analysis.chapters.attention import GridChapter, ImageMeasures, QueryMaps, layer_head_plot, layer_head_plots
+from pipeline.analysis.measures import impact, nonlocality, rounded
 from pipeline.analysis.style import image_grid, map_grid, numbers, overlay
 from pipeline.models.common.base import VisionModel
-from pipeline.models.common.probe import recorded
-from pipeline.models.common.vit import patch_grid
 from pipeline.models.deit import DeiT
 
 if TYPE_CHECKING:
@@ -32,35 +30,16 @@ _DIGITS = 6  # significant, of maps in analysis.json
 _IMPACT = "[layer][head], no unit; null: infinite, both attentions are equal"
 
 
-class DeiTMeasures(Collector):
-    """Sums over images of ``omega``, Ω of Φa (layers, heads), and with iRPE of ``psi_p`` and ``psi_c``."""
+class DeiTMeasures(ImageMeasures):
+    """``omega``, Ω of Φa, and with iRPE ``psi_p`` and ``psi_c``."""
 
     def __init__(self, grid: tuple[int, int], relative_position: bool) -> None:
-        super().__init__(*(["phi_p"] if relative_position else []), "attention")
-        self.distances = query_key_distances(*grid)
-        self._phi_p: Tensor | None = None
+        super().__init__(grid, *(["phi_p"] if relative_position else []), "attention")
 
-    def see(self, name: str, value: Tensor) -> None:
-        if name == "phi_p":  # (B, heads, N + 1, N + 1), before the attention of the same layer
-            self._phi_p = value
-            return
-        self.distances = self.distances.to(value.device)
-        phis = [None] * len(value) if self._phi_p is None else self._phi_p
-        images = [
-            self._measures(attention.double(), phi) for attention, phi in zip(value, phis)
-        ]  # float64 of one image at a time
-        for measure in images[0]:
-            self.add(measure, self.layer, torch.stack([each[measure] for each in images]))  # (B, heads)
-        self._phi_p = None
-
-    def _measures(self, attention: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
-        """Of one image: (heads, N + 1, N + 1) -> name -> (heads,)."""
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
         if phi_p is None:
-            mixed = (attention / attention.amax(-1, keepdim=True))[:, 1:, 1:]  # exp(scores - row maximum)
-            return {"omega": nonlocality(mixed, self.distances)}
-        content = attention / phi_p.double()
-        content = (content / content.amax(-1, keepdim=True))[:, 1:, 1:]  # exp(Q Kᵀ - row maximum)
-        position = phi_p.double()[:, 1:, 1:]
+            return {"omega": nonlocality(self._patches_at_maximum_1(value), self.distances)}
+        content, position = self._patches_at_maximum_1(value / phi_p), self.patches(phi_p)
         mixed = content * position
         return {
             "omega": nonlocality(mixed, self.distances),
@@ -68,34 +47,22 @@ class DeiTMeasures(Collector):
             "psi_c": impact(content, mixed),
         }
 
-
-class AverageMap(Collector):
-    """Sum over images of ``map``, a query's attention to the patches (layers, heads, N)."""
-
-    def __init__(self, query: int) -> None:
-        super().__init__("attention")
-        self.query = query
-
-    def see(self, name: str, value: Tensor) -> None:
-        self.add("map", self.layer, value[:, :, 1 + self.query, 1:])
+    def _patches_at_maximum_1(self, attention: Tensor) -> Tensor:
+        """exp(scores - row maximum) of the patches, from rows that are normalized over all tokens: (heads, M, M) -> (heads, N, N)."""
+        return self.patches(attention / attention.amax(-1, keepdim=True))
 
 
-class DeiTChapter(Chapter):
+class DeiTChapter(GridChapter):
     """DeiT with any of its switches; what Φp adds is in PerViT's chapters."""
 
     model: DeiT
-
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
-        self.grid = patch_grid(request.image_size, request.image_size)
-        self.query = request.query_on(self.grid)
 
     @classmethod
     def applies(cls, model: VisionModel) -> bool:
         return isinstance(model, DeiT)
 
     def make_collectors(self) -> list[Collector]:
-        self._average = AverageMap(self.query[0] * self.grid[1] + self.query[1])
+        self._average = QueryMaps(self.query_index, self.tokens)
         if self.model.phi_design is not None:  # its nonlocality and impact are in PerViT's chapters
             return [self._average]
         self._measures = DeiTMeasures(self.grid, self.model.relative_position)
@@ -138,7 +105,7 @@ class DeiTChapter(Chapter):
 
     @figure("average_maps", "Attention averaged over images", "ConViT, Fig. 15", needs="images")
     def _average_maps(self, findings: Findings) -> Drawn:
-        maps = self._average.mean("map").unflatten(-1, self.grid)  # (layers, heads, rows, columns)
+        maps = self._average.mean("maps").unflatten(-1, self.grid)  # (layers, heads, rows, columns)
         findings.measure("average_attention", rounded(maps, _DIGITS), _MAPS + ", mean over the images")
         return Drawn(
             "Attention of the marked patch to all patches, mean over the images, which leaves what does not depend on their content. "
@@ -179,12 +146,8 @@ class DeiTChapter(Chapter):
 
     def _attention(self, example: Example) -> tuple[Tensor, Tensor]:
         """The query's maps (layers, heads, rows, columns), and the class token's in the last layer (heads, rows, columns)."""
-        with recorded("attention") as values:
-            self.model(example.image[None])
-        place = 1 + self.query[0] * self.grid[1] + self.query[1]
-        layers = [each[0].cpu() for each in values["attention"]]  # (heads, N + 1, N + 1)
-        maps = torch.stack([each[:, place, 1:] for each in layers])
-        return maps.unflatten(-1, self.grid), layers[-1][:, 0, 1:].unflatten(-1, self.grid)
+        layers = self.attention_on(example)  # (heads, N + 1, N + 1) each
+        return torch.stack([self.query_row(layer) for layer in layers]), layers[-1][:, 0, 1:].unflatten(-1, self.grid)
 
 
 def _draw_maps(maps: Tensor, query: tuple[int, int], picture: Tensor | None = None) -> Figure:

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from pipeline.analysis.averages import Collector
 from pipeline.analysis.chapter import NO_IMAGES, Drawn, Findings, figure
-from pipeline.analysis.chapters.attention import layer_head_plots
+from pipeline.analysis.chapters.attention import ImageMeasures, layer_head_plots
 from pipeline.analysis.chapters.pervit_position import NO_PHI_C, NO_PHI_P, PHI, PeripheralChapter
 from pipeline.analysis.measures import REGIONS, finite, impact, nonlocality, query_key_distances, region_radii, region_scores
 from pipeline.analysis.style import legend_beside, new_figure
 from pipeline.page import BLUE, GREEN, ORANGE, PINK
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -34,37 +32,22 @@ _UNIT = "[layer][head], patches"
 _TABLE_1 = {"1111": "a", "0111": "b", "1011": "c", "1101": "d", "1110": "e", "0101": "f", "0110": "g", "1100": "h", "0100": "i"}
 
 
-class PeripheralMeasures(Collector):
-    """Sums of Ωc, Ωa and, with Φp, Ψp, Ψc over images: ``omega_c``, ``omega_a``, ``psi_p``, ``psi_c`` [layer][head].
-
-    A class token, as query and as key, is left out, since it has no place. Without Φp, Φa is Φc.
-    """
+class PeripheralMeasures(ImageMeasures):
+    """``omega_c``, ``omega_a`` and, with Φp, ``psi_p`` and ``psi_c``. Without Φp, Φa is Φc."""
 
     def __init__(self, grid: tuple[int, int], has_phi_p: bool) -> None:
-        super().__init__(*(["phi_p"] if has_phi_p else []), "phi_c")
-        self.distances = query_key_distances(*grid)
-        self._phi_p: Tensor | None = None
+        super().__init__(grid, *(["phi_p"] if has_phi_p else []), "phi_c")
 
-    def see(self, name: str, value: Tensor) -> None:
-        if name == "phi_p":  # (heads, N, N), before phi_c of the same layer
-            self._phi_p = value.double()
-            return
-        self.distances, tokens = self.distances.to(value.device), len(self.distances)
-        images = [self._measures(each[..., -tokens:, -tokens:].double()) for each in value]  # float64 of one image at a time
-        for measure in images[0]:
-            self.add(measure, self.layer, torch.stack([each[measure] for each in images]))  # (B, heads)
-        self._phi_p = None
-
-    def _measures(self, phi_c: Tensor) -> dict[str, Tensor]:
-        """Of one image: phi_c (heads, N, N) -> name -> (heads,)."""
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        phi_c = self.patches(value)
         omega_c = nonlocality(phi_c, self.distances)
-        if self._phi_p is None:
+        if phi_p is None:
             return {"omega_c": omega_c, "omega_a": omega_c}
-        mixed = phi_c * self._phi_p
+        mixed = phi_c * phi_p
         return {
             "omega_c": omega_c,
             "omega_a": nonlocality(mixed, self.distances),
-            "psi_p": impact(self._phi_p, mixed),
+            "psi_p": impact(phi_p, mixed),
             "psi_c": impact(phi_c, mixed),
         }
 

@@ -40,8 +40,6 @@ from pipeline.models.pervit.position import (
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _REDRAWN = "The start was random and is not kept: it is drawn anew here, its heads in the model's order. "
 
@@ -225,14 +223,10 @@ class ImagesChapter(PeripheralChapter):
 
     @torch.no_grad()
     def _maps(self, example: Example) -> _Maps:
-        tokens = self.grid[0] * self.grid[1]
         contents: list[Tensor] = []
 
-        def keep(
-            name: str, value: Tensor
-        ) -> None:  # only the query's row of a layer: (1, heads, N, N), class token first if any
-            rows = value[0, :, -tokens:, -tokens:][:, self.query_index]  # (heads, N)
-            contents.append(rows.float().cpu().unflatten(1, self.grid))
+        def keep(name: str, value: Tensor) -> None:  # (1, heads, M, M), of which only the query's row is kept
+            contents.append(self.query_row(value[0]).float().cpu())
 
         with observed(keep, "phi_c"):
             self.model(example.image[None])

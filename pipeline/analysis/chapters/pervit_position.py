@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipeline.analysis.chapter import Chapter, Request
+from pipeline.analysis.chapter import Request
+from pipeline.analysis.chapters.attention import GridChapter
 from pipeline.analysis.measures import nonlocality, query_key_distances
 from pipeline.analysis.style import MAP_COLORS, draw_mosaic, gap_of, new_figure, numbers
-from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
-from pipeline.models.common.vit import patch_grid
 from pipeline.models.pervit.model import PerViT
 from pipeline.models.pervit.phi_model import PhiModel
 
@@ -30,12 +29,10 @@ NO_PHI_C = (
 )
 
 
-class PeripheralChapter(Chapter):
+class PeripheralChapter(GridChapter):
     """Base of the chapters on PerViT and its ablations, and on DeiT with Φp.
 
     Attributes:
-        grid: (rows, columns) of tokens; N = rows · columns.
-        query: (row, column) of the token whose maps are shown; the centre as in the authors' code, (7, 7) of 14 x 14.
         has_phi_p, has_phi_c: whether the model has this attention; one that it lacks is 1 everywhere.
     """
 
@@ -43,25 +40,12 @@ class PeripheralChapter(Chapter):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.grid = patch_grid(request.image_size, request.image_size)
-        self.query = request.query_on(self.grid)
-        for place, size in zip(self.query, self.grid):
-            if not 0 <= place < size:
-                raise UserError(
-                    f"--query is row {self.query[0]}, column {self.query[1]}, but the grid has {self.grid[0]} x {self.grid[1]} tokens",
-                    f"give a row from 0 to {self.grid[0] - 1} and a column from 0 to {self.grid[1] - 1}",
-                )
         self.has_phi_p = self.model.phi_design is not None
         self.has_phi_c = getattr(self.model.switches, "phi_c", True)
 
     @classmethod
     def applies(cls, model: VisionModel) -> bool:
         return isinstance(model, PerViT) or (isinstance(model, PhiModel) and model.phi_design is not None)
-
-    @property
-    def query_index(self) -> int:
-        """Of the query among the N tokens, row by row."""
-        return self.query[0] * self.grid[1] + self.query[1]
 
     @property
     def query_text(self) -> str:
@@ -86,7 +70,7 @@ class PeripheralChapter(Chapter):
 
     def query_maps(self) -> Tensor:
         """Φp of the query: (layers, heads, rows, columns), on the CPU, in the model's order of heads."""
-        return torch.stack([phi[:, self.query_index].unflatten(1, self.grid) for phi in self.phi_p()]).cpu()
+        return torch.stack([self.query_row(phi) for phi in self.phi_p()]).cpu()
 
 
 def reordered(values: Tensor, order: Tensor) -> Tensor:
