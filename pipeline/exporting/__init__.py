@@ -1,15 +1,5 @@
 """Exports: a trained model as files that other programs load.
 
-=====================  ================================================================
-``subject.py``         what is exported: the model, its description, its training; an export's scores compared with the model's
-``safetensors_file``   weights with a description, which this project reads
-``timm_folder``        a folder that timm loads
-``onnx_file``          an ONNX graph
-``graph``              PyTorch's ``ExportedProgram``: the model as a graph of operators, which ONNX starts from too
-``placing.py``         files, folders, checksums: complete or invisible; a repository of the Hugging Face hub
-``card.py``            the model card beside every export
-=====================  ================================================================
-
 A format is a module with two functions and a line in ``FORMATS``::
 
     def export(subject: Subject, path: Path, options: Options) -> Facts: ...

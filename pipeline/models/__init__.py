@@ -1,20 +1,4 @@
-"""The model families, a registry that builds them by name, and their weights in this project's and the authors' layouts.
-
-==============  ===================================================================
-``registry``    :func:`create_model` and the list of models
-``deit``        DeiT
-``deit3``       DeiT III
-``pervit``      PerViT
-``convit``      ConViT
-``lsat``        LSAT
-``gated_mlp``   gMLP and PosMLP
-``timm_*``      models of timm: names, building, what they draw, the adapter
-``common``      base class and layers that the families share
-``weights``     published weights, transfer to other classes and sizes, exported files
-``flops``       parameter and multiply-accumulate counts
-``__main__``    ``python -m pipeline.models``
-==============  ===================================================================
-"""
+"""The model families, a registry that builds them by name, and their weights in this project's and the authors' layouts."""
 
 from typing import TYPE_CHECKING
 

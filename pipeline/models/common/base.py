@@ -94,7 +94,19 @@ class VisionModel(FeatureSource):
         self._drops = any(rate > 0 for rate in drop_path_rates)
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """(B, 3, H, W) -> (B, num_classes)."""
+        """Class scores.
+
+        Args:
+            images: (B, 3, H, W) of a size that the model takes.
+            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth and dropout; None: drawn from PyTorch's
+                generator. The training loop passes numbers that do not depend on the world size. Unused in eval mode.
+
+        Returns:
+            (B, num_classes).
+
+        Raises:
+            UserError: another size of images.
+        """
         raise NotImplementedError
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Any:  # like the call of any nn.Module

@@ -231,33 +231,14 @@ class ClassTokenModel(VisionModel):
         raise NotImplementedError
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Class scores.
-
-        Args:
-            images: (B, 3, image_size, image_size); (B, 3, H, W), multiples of 16, where no position embedding fixes the size.
-            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; see
-                :meth:`~pipeline.models.common.base.VisionModel.branch_scales`.
-
-        Returns:
-            (B, num_classes).
-
-        Raises:
-            UserError: not the size that the model was built for.
-        """
+        """See the base class. The size is ``image_size``; any multiples of 16 where no position embedding fixes it."""
         return self.head(self.norm(self.tokens(images, noise)[:, 0]))
 
     def feature_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (PATCH,), (self.norm.normalized_shape[0],)
 
     def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
-        """The patches after the last block, normalized; the class token is dropped.
-
-        Args:
-            images: (B, 3, H, W), multiples of 16; a position embedding is resampled to their grid.
-            noise: as in :meth:`class_scores`.
-
-        Returns:
-            One map, (B, width, H / 16, W / 16).
-        """
+        """The patches after the last block, normalized, one map of stride 16; the class token is dropped. H and W are multiples of 16; a
+        position embedding is resampled to their grid."""
         patches = self.tokens(images, noise)[:, 1:]  # (B, N, width)
         return [self.normed_map(patches.unflatten(1, patch_grid(*images.shape[-2:])), 0)]

@@ -97,19 +97,7 @@ class GMLP(VisionModel):
         nn.init.zeros_(self.head.bias)
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Class scores.
-
-        Args:
-            images: (B, 3, image_size, image_size).
-            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; None: drawn from PyTorch's generator.
-                Unused in eval mode.
-
-        Returns:
-            (B, num_classes).
-
-        Raises:
-            UserError: not the size that the model was built for.
-        """
+        """See the base class. The size is ``image_size``."""
         height, width = images.shape[-2:]
         if height != self.image_size or width != self.image_size:
             raise UserError(

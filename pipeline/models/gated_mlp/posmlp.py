@@ -156,19 +156,7 @@ class PosMLP(VisionModel):
         return super().noise_per_sample, blocks, channels
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Class scores.
-
-        Args:
-            images: (B, 3, H, W), multiples of 32 whose tokens the windows tile.
-            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth and dropout; None: drawn from PyTorch's
-                generator. Unused in eval mode.
-
-        Returns:
-            (B, num_classes).
-
-        Raises:
-            UserError: H or W does not fit.
-        """
+        """See the base class. H and W are multiples of 32 whose tokens the windows tile."""
         height, width = images.shape[-2:]
         check_windows([stage.window for stage in self.stages], height, width)
         # The stem here, not deeper: `train.compile=model` leaves it out, and ends a graph in every function around its call.

@@ -122,19 +122,7 @@ class LSAT(VisionModel):
         return 1 if list_name == "projection" else super().layer_of(name)
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Class scores.
-
-        Args:
-            images: (B, 3, image_size, image_size).
-            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; see
-                :meth:`~pipeline.models.common.base.VisionModel.branch_scales`.
-
-        Returns:
-            (B, num_classes).
-
-        Raises:
-            UserError: not the size that the model was built for.
-        """
+        """See the base class. The size is ``image_size``."""
         for size in images.shape[-2:]:
             if size != self.image_size:
                 raise UserError(
@@ -148,17 +136,11 @@ class LSAT(VisionModel):
         return tuple(self.stride * 2**i for i in levels), tuple(level.norm1.normalized_shape[0] for level in self.levels)
 
     def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
-        """The patches of each level after its last block, each normalized.
+        """The patches of each level i after its last block, each normalized: stride ``stride * 2^i``, sides rounded up.
 
         Args:
             images: (B, 3, H, W), sides as ``image_size`` may be, not necessarily equal; the position embeddings are resampled.
             noise: as in :meth:`class_scores`.
-
-        Returns:
-            (B, width of the level, H / (stride * 2^i), W / (stride * 2^i)) for each level i, sides rounded up.
-
-        Raises:
-            UserError: H or W does not fit.
         """
         check_sides(images.shape[-2:], self.stride, self.least_side, of_images=True)
         maps = self._run_levels(images, noise)

@@ -237,19 +237,7 @@ class PerViT(PhiModel):
                 parameter.requires_grad_(False)
 
     def class_scores(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Class scores.
-
-        Args:
-            images: (B, 3, H, W), H and W multiples of 16 and at least 32.
-            noise: (B, noise_per_sample) uniform numbers in [0, 1) for stochastic depth; None: drawn from PyTorch's generator.
-                The training loop passes numbers that do not depend on the world size. Unused in eval mode.
-
-        Returns:
-            (B, num_classes).
-
-        Raises:
-            UserError: H or W does not fit the stem.
-        """
+        """See the base class. H and W are multiples of 16 and at least 32."""
         check_sides(images.shape[-2:], STEM_STRIDE, LEAST_SIDE, of_images=True)
         # Here, not deeper: `train.compile=model` leaves the stem out, and ends a graph in every function around its call.
         x = self._tokens(self.stem(images), noise)  # (B, N, width)
@@ -259,17 +247,10 @@ class PerViT(PhiModel):
         return (STEM_STRIDE,), (self.norm.normalized_shape[0],)
 
     def feature_maps(self, images: Tensor, noise: Tensor | None = None) -> list[Tensor]:
-        """The tokens after the last block, normalized: all four stages have one resolution.
+        """The tokens after the last block, normalized, one map of stride 16: all four stages have one resolution.
 
         Φp is computed for the grid of the images: its coordinates go from -1 to 1 on each axis whatever the number of tokens, so
-        that a head sees the same part of a larger image, not the same number of tokens.
-
-        Args:
-            images: (B, 3, H, W), H and W multiples of 16 and at least 32.
-            noise: as in :meth:`class_scores`.
-
-        Returns:
-            One map, (B, width of the last stage, H / 16, W / 16).
+        that a head sees the same part of a larger image, not the same number of tokens. H and W are multiples of 16 and at least 32.
 
         Raises:
             UserError: H or W does not fit the stem, or the switch ``phi_p_distance`` is "learned" and the grid another.
