@@ -28,7 +28,6 @@ class Gpu:
         fp32_flops: per second, outside of tensor cores or with TF32 off.
         bandwidth: of its memory, bytes per second.
         link: to the other GPUs of its node, bytes per second in each direction.
-        source: of the figures.
     """
 
     name: str
@@ -70,11 +69,7 @@ NETWORK = 25e9  # bytes per second between a node and the others: one port of 20
 
 
 def gpu_named(name: str) -> Gpu:
-    """Look up a kind of GPU.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """Look up a kind of GPU. Raises UserError: an unknown name."""
     if name not in GPUS:
         raise UserError(f"--gpu must be one of {', '.join(GPUS)}, got {name!r}", "choose the one closest in memory")
     return GPUS[name]

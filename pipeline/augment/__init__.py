@@ -141,7 +141,6 @@ class PixelAugmentation(Augmentation):
         """Augment images, (S, S, 3) uint8 with layout HWC on the CPU or the GPU, in a DALI graph with conditionals.
 
         Args:
-            images: of the batch.
             inputs: :meth:`graph_inputs`, on the CPU.
         """
 
@@ -155,14 +154,12 @@ class BatchAugmentation(Augmentation):
 
         Args:
             images: (B, 3, H, W) float32.
-            request: of the batch.
         """
 
     def device_arrays(self, request: BatchRequest, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
         """What :meth:`apply_batch_` needs on the device; it is copied there with the labels, in one piece.
 
         Args:
-            request: of the batch.
             shape: (B, 3, H, W) of the images.
         """
         return ()
@@ -172,7 +169,6 @@ class BatchAugmentation(Augmentation):
 
         Args:
             images: (B, 3, H, W) float32, contiguous, on the device.
-            request: of the batch.
             arrays: :meth:`device_arrays`, on the device.
         """
         self.apply_(images, request)

@@ -174,7 +174,6 @@ def resize_borders(geometry: Geometry, bilinear: np.ndarray | None = None) -> tu
     """:func:`border_weights` of B images: of their rows, B of (2, height), and of their columns, B of (2, width).
 
     Args:
-        geometry: of the images.
         bilinear: (B,) bool, their filters; None: all cubic.
     """
     filters = [False] * len(geometry.shape) if bilinear is None else bilinear.tolist()

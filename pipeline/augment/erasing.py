@@ -98,7 +98,6 @@ def erasing_noise(erasing: Erasing, channels: int) -> Tensor:
 
     Args:
         erasing: rectangles and seeds.
-        channels: of the images.
 
     Returns:
         (n,) float32, N(0, 1): one rectangle (channels, height, width) after the other.
@@ -116,7 +115,6 @@ def erased_rows(erasing: Erasing, shape: tuple[int, ...]) -> tuple[np.ndarray, n
     """Where :meth:`RandomErasing.apply_batch_` puts the noise: the rows of all rectangles, in its order.
 
     Args:
-        erasing: rectangles.
         shape: (B, channels, H, W) of the images.
 
     Returns:

@@ -123,10 +123,6 @@ def mixing_weights(mixing: Mixing, height: int, width: int) -> tuple[np.ndarray,
     The partner's weight at a pixel is the product of that of its row and that of its column: for CutMix 1 inside the box and 0
     outside, for Mixup the same everywhere.
 
-    Args:
-        mixing: of a batch.
-        height, width: of the images.
-
     Returns:
         Each image's partner, (B,) int64, and the partner's weight by row, (B, H), and by column, (B, W), float32.
     """
@@ -151,7 +147,6 @@ def mixed_labels(labels: np.ndarray, mixing: Mixing) -> tuple[np.ndarray, np.nda
 
     Args:
         labels: (B,) int64.
-        mixing: of this batch.
 
     Returns:
         Labels of the partners, (B,) int64, and weights, (B,) float32.

@@ -20,10 +20,6 @@ _RANKS_PER_CALL = 256  # up to which every call of an exchange reaches the other
 def do_in_main(action: Callable[[], Result], world: World) -> Result | None:
     """Run an action, such as writing a file, on rank 0 alone while the others wait. Collective.
 
-    Args:
-        action: runs on rank 0.
-        world: all ranks.
-
     Returns:
         The action's result on rank 0, None elsewhere.
 
@@ -42,10 +38,6 @@ def do_in_main(action: Callable[[], Result], world: World) -> Result | None:
 
 def raise_on_all(error: UserError | None, world: World) -> None:
     """Raise on every rank if any rank has an error. Collective.
-
-    Args:
-        error: this rank's, or None.
-        world: all ranks.
 
     Raises:
         UserError: the message of the lowest rank that has one.

@@ -19,7 +19,6 @@ def gather_json(value: object, size: int, device: torch.device) -> list:
 
     Args:
         value: None, numbers, strings, and lists and dicts of them with strings as keys. Tuples arrive as lists.
-        size: the world size.
         device: where the backend wants its tensors.
 
     Raises:
@@ -48,7 +47,6 @@ def broadcast_json(value: object, rank: int, device: torch.device) -> Any:
 
     Args:
         value: as for :func:`gather_json`; ignored on other ranks.
-        rank: of this process.
         device: where the backend wants its tensors.
 
     Raises:

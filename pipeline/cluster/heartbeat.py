@@ -49,7 +49,6 @@ class Heartbeat:
 
     Args:
         world: all ranks; each creates its Heartbeat right after ``init_world``, and calls :meth:`at` at the same places.
-        config: the timeouts.
         run_folder: gets a record of the last collectives of each rank that ends after a fault.
     """
 
@@ -74,7 +73,6 @@ class Heartbeat:
         """Report progress; every call counts, even with equal arguments. Does no I/O.
 
         Args:
-            step: in progress.
             doing: the phase, as the message names it: "reading data", "training", "evaluating", "saving".
         """
         last_step, _, calls = self._place

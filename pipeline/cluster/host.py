@@ -40,7 +40,6 @@ def bind_near_gpu(index: int, visible: int, local_size: int, proc: Path = _PROC,
 
     Args:
         index: of this rank's GPU among the visible ones.
-        visible: number of visible GPUs.
         local_size: ranks on this node; they have the GPUs 0 to ``local_size - 1``.
         proc, sys: where the NVIDIA driver and Linux describe the hardware.
 
@@ -82,7 +81,6 @@ def share_of(index: int, near_each: Sequence[set[int]], sys: Path = _SYS) -> set
     """A rank's part of the CPUs beside its GPU, divided core by core with the ranks whose GPUs are beside the same ones.
 
     Args:
-        index: of the rank.
         near_each: the CPUs beside the GPU of every rank on this node.
         sys: for the CPUs that are hyper-threads of one core.
 
@@ -134,7 +132,6 @@ def no_gpu_found(supported: int, cuda: str | None, warning: str = "") -> UserErr
     Args:
         supported: see :func:`cuda_of_driver`.
         cuda: the CUDA version that PyTorch was built for, "13.0"; None: the CPU build.
-        warning: of PyTorch.
     """
     name = f"PyTorch {torch.__version__}"
     if not cuda:
@@ -225,10 +222,6 @@ def choose_gloo_interface(store: dist.Store, rank: int, size: int) -> None:
 
     Every rank tells its own address in the store. Ranks on rank 0's node, for which MASTER_ADDR may be loopback too, take the
     interface towards the last rank.
-
-    Args:
-        store: of the rendezvous, which all ranks reach.
-        rank, size: of this process, and the world size.
 
     Raises:
         RuntimeError: the last rank does not come.

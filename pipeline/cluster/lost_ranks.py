@@ -19,7 +19,6 @@ def connection_lost(first: Beat, how: str) -> Verdict:
     """The verdict that rank 0, which hosts the store, is unreachable.
 
     Args:
-        first: its last heartbeat.
         how: how that was noticed; continues a sentence that begins with the rank.
     """
     return Verdict(
@@ -28,11 +27,7 @@ def connection_lost(first: Beat, how: str) -> Verdict:
 
 
 class Judge:
-    """Watches heartbeats and decides which rank is lost.
-
-    Args:
-        config: the timeouts.
-    """
+    """Watches heartbeats and decides which rank is lost."""
 
     def __init__(self, config: DistributedConfig) -> None:
         self._config = config

@@ -40,8 +40,6 @@ def connect(backend: str, rank: int, size: int, device: torch.device, timeout: t
 
     Args:
         backend: "nccl" or "gloo".
-        rank, size: of this process, and the world size.
-        device: of this rank.
         timeout: of the rendezvous, and of every later collective.
 
     Raises:

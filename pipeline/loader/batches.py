@@ -29,10 +29,8 @@ class Batches(ABC):
     """The batches of one rank, as the loader sees them.
 
     Args:
-        shards: the split.
         image_size: side of the output in pixels.
         batch_size: B, images per batch: per forward pass and rank.
-        rank, world_size: of this process.
     """
 
     shards: Samples
@@ -63,7 +61,6 @@ class Batches(ABC):
         """Batch ``i``.
 
         Args:
-            i: number of the batch.
             replacement: bad sample -> its substitute.
         """
 
@@ -77,7 +74,6 @@ class TrainBatches(Batches):
     """The micro-batches of one rank of a training run.
 
     Args:
-        seed: the run's seed.
         global_batch_size: images per optimizer step over all ranks.
         data: order, crop and flip.
         augment: augmentation after the crop.
@@ -136,7 +132,6 @@ class TrainBatches(Batches):
         """The i-th micro-batch of this rank, counted from the start of the run.
 
         Args:
-            i: number of the micro-batch.
             replacement: bad sample -> its substitute, which gets the random numbers of the original position.
         """
         step, slot = self._slots(i)

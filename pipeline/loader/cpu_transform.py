@@ -87,10 +87,8 @@ class Finisher:
     """Resize, crop, flip, augment, normalize.
 
     Args:
-        batch_size: B.
         image_size: S, side of the output.
         mean, std: per RGB channel, of pixels in [0, 1].
-        num_threads: CPU threads.
     """
 
     def __init__(
@@ -159,7 +157,6 @@ class Finisher:
 
         Args:
             pixels: (S, S, 3) uint8.
-            request: of the batch.
             i: index of the image in the batch.
             interleaved: False allows three planes in memory, cheaper to make and to normalize where an augmentation applies.
 

@@ -52,8 +52,6 @@ def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: 
     Args:
         source: called once per batch, ahead of time; returns :func:`window_inputs`, which DALI does not copy: the arrays must
             live, unchanged, until the batch is returned.
-        batch_size: B.
-        num_threads: CPU threads.
         prefetch: depth of DALI's prefetch queue, in batches.
 
     Returns:
@@ -75,7 +73,6 @@ def full_graph(source: Source, batches: Batches, device_id: int | None, num_thre
         source: called once per batch, ahead of time; returns :func:`full_inputs`.
         batches: their sizes, crop, filters and augmentations.
         device_id: CUDA device that decodes and transforms; None: the CPU.
-        num_threads: CPU threads.
         prefetch: depth of DALI's prefetch queue, in batches.
 
     Returns:

@@ -23,8 +23,6 @@ class Decoder:
         reader: source of encoded batches; its ``bad`` records samples that DALI cannot decode.
         config: the prefetch depth.
         whole: run the whole transform, on ``device``; else decode windows, on the CPU.
-        stream: of the batches' device.
-        threads: CPU threads.
     """
 
     def __init__(self, reader: Reader, config: DataConfig, whole: bool, stream: DeviceStream, threads: int) -> None:

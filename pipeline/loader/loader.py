@@ -57,7 +57,6 @@ class Loader(Generic[AnyBatches]):
     Args:
         batches: the samples and augmentation of each.
         config: normalization, threads, prefetch depths, number of bad samples to tolerate.
-        device: of the batches.
         cpu_threads: default for ``config.num_threads``: this rank's share of the node's cores.
         start: number of the first batch, which the others follow; or the endless numbers of all.
         bad: records the samples that cannot be used; by default, a record of the loader's own.
@@ -155,7 +154,6 @@ def augmented(images: Tensor, request: BatchRequest, replaced: int = 0, at_once:
 
     Args:
         images: (B, 3, S, S) float32, normalized, on the device.
-        request: its augmentation.
         replaced: substitutes for bad samples.
         at_once: augment in a few operations on the whole batch, with one copy to the device, as a GPU needs it, instead of image by
             image and group by group, as suits a CPU's caches. The pixels are the same; on a GPU Mixup rounds in its own way. None: on
@@ -183,7 +181,6 @@ def decoding_device(decode: str, device: torch.device, name: str = "data.decode"
 
     Args:
         decode: "auto", "gpu" or "cpu".
-        device: of the batches.
         name: of the setting, for the error.
 
     Raises:

@@ -72,7 +72,6 @@ class BadSamples:
     on the data only, not on the order in which samples are found.
 
     Args:
-        shards: the split.
         limit: bad samples to tolerate; one more is an error.
         left_out: substitutes only fill the batch and do not count (evaluation); for the log.
 
@@ -92,11 +91,7 @@ class BadSamples:
         return len(self.replacement)
 
     def add(self, damage: DamagedSample) -> None:
-        """Record a bad sample.
-
-        Raises:
-            UserError: the limit is exceeded, or no good sample is left.
-        """
+        """Record a bad sample. Raises UserError: the limit is exceeded, or no good sample is left."""
         with self._lock:
             if self._over:  # other threads raise the same error
                 raise self._over
@@ -147,7 +142,6 @@ class Reader:
     """Reads encoded batches.
 
     Args:
-        batches: the samples of each.
         bad: records samples that cannot be read, and provides substitutes.
         start: number of the first batch, which the others follow; or the endless numbers of all.
         depth: batches to read ahead.
@@ -204,7 +198,6 @@ def undecodable(shards: Samples, indices: np.ndarray, images: list[np.ndarray], 
     """Find the images of a batch that DALI failed to decode.
 
     Args:
-        shards: the split.
         indices: (B,) sample numbers.
         images: B encoded images.
         report: DALI's error message. If it does not name a position in the batch, every image is tried with Pillow.

@@ -67,9 +67,7 @@ class TrialLoader:
     """Training batches as a :class:`~pipeline.loader.loader.Loader` yields them, decoded here and there in turns at first.
 
     Args:
-        batches: of the run.
         turns: where to begin, and the length of a turn.
-        bad: records the samples that cannot be used.
         open_loader: from the numbers of its batches and ``data.decode``, "gpu" or "cpu", to a loader.
         choose: from the seconds that a batch took, by ``data.decode``, to the one to keep. Called once, in the same call of
             :meth:`__next__` on every rank, so that it can ask the others.

@@ -29,7 +29,6 @@ class BadSampleReport:
     """The bad samples that any rank has met.
 
     Args:
-        world: all ranks.
         known: sample -> message, from an earlier start's :meth:`state`: these count, but are not reported again.
     """
 

@@ -79,11 +79,7 @@ class EventFile:
         self._file.flush(to_disk)
 
     def close(self) -> None:
-        """Flush and close.
-
-        Raises:
-            UserError: as :meth:`flush`.
-        """
+        """Flush and close. Raises UserError: as :meth:`flush`."""
         self._file.close()
 
     def _add(self, event: Event, step: int) -> None:

@@ -31,7 +31,6 @@ def image_grid(batch: Batch, classes: list[str], mean: tuple[float, ...], std: t
 
     Args:
         batch: images (B, 3, H, W), normalized.
-        classes: their names.
         mean, std: per channel.
 
     Returns:
@@ -138,7 +137,6 @@ def class_bars(classes: Sequence[str], correct: Sequence[int], count: Sequence[i
     """Top-1 accuracy of the classes as bars: of all, or of the 20 worst and the 20 best.
 
     Args:
-        classes: names.
         correct, count: right and all images of each class; a class without images is left out.
 
     Returns:

@@ -21,9 +21,6 @@ class MetricReduction:
     """Reduces what each rank has recorded, with one all-gather for all metrics of all steps since the last time.
 
     Construction is collective.
-
-    Args:
-        world: all ranks.
     """
 
     def __init__(self, world: World) -> None:

@@ -32,10 +32,6 @@ class RunEvents:
     """Appends to ``events.jsonl``; on ranks other than 0 it does nothing.
 
     Every row is one ``write`` to a file that is opened for it, so any thread may add one, and a kill loses none.
-
-    Args:
-        run_dir: the run folder, which exists.
-        world: all ranks.
     """
 
     def __init__(self, run_dir: Path, world: World) -> None:

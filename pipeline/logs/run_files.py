@@ -43,8 +43,6 @@ def write_run_files(
     """Write ``config.yaml`` and append this start to ``environment.json``. Collective.
 
     Args:
-        config: of this start.
-        world: all ranks.
         first_step: of this start, counted from 1.
         precision: the one chosen, and why.
         micro_batch: why the micro-batch has its size, where ``auto`` was asked for.
@@ -98,20 +96,12 @@ def _changed_packages(before: object, now: dict) -> str:
 
 
 def earlier_starts(run_dir: Path) -> list[dict]:
-    """The starts of a run so far, the latest last; none for a new run.
-
-    Raises:
-        UserError: ``environment.json`` is damaged.
-    """
+    """The starts of a run so far, the latest last; none for a new run. Raises UserError: ``environment.json`` is damaged."""
     return _starts(run_dir / ENVIRONMENT)
 
 
 def check_run_files(run_dir: Path) -> None:
-    """Check, without writing, that :func:`write_run_files` could write.
-
-    Raises:
-        UserError: as it would.
-    """
+    """Check, without writing, that :func:`write_run_files` could write. Raises UserError: as it would."""
     earlier_starts(run_dir)
     if run_dir.is_dir() and not os.access(run_dir, os.W_OK | os.X_OK):
         raise write_error(run_dir / CONFIG, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))

@@ -45,8 +45,6 @@ class RunLog:
     """Collects the metrics of steps and writes them every few steps; only rank 0 writes files.
 
     Args:
-        config: the run's config.
-        world: all ranks.
         start_step: the step that this start resumes from; later rows, of a start that was killed, are removed.
         total_steps: the last step of the schedule.
         flops_per_image: of a training step, for the model FLOPs utilization (MFU).
@@ -210,11 +208,7 @@ class RunLog:
             _log.warning(text)
 
     def close(self) -> None:
-        """Flush and close the files.
-
-        Raises:
-            UserError: on rank 0: a file cannot be written or is gone.
-        """
+        """Flush and close the files. Raises UserError: on rank 0: a file cannot be written or is gone."""
         self._bar.close()
         if self._world.is_main:
             self._metrics.close()

@@ -29,8 +29,6 @@ class SampleLog:
     """This rank's record.
 
     Args:
-        run_dir: the run folder.
-        world: all ranks; each has its own file.
         start: the first step of this start, counted from 1.
 
     Raises:
@@ -79,9 +77,6 @@ def augmentation_digests(request: BatchRequest) -> list[str]:
 
     These are the crop and flip, the filters if they are chosen, and what each augmentation drew, of mixing the partner's sample too. For
     equal samples, equal digests mean equal pixels.
-
-    Args:
-        request: of B images.
     """
     rows = np.concatenate([_bytes_of_images(values) for values in request.digested()], axis=1)  # (B, bytes)
     return [xxh3_64_hexdigest(row.tobytes()) for row in rows]

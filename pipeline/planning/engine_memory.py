@@ -28,7 +28,6 @@ class Layout:
     """How a run is divided, and on what: together with its config all that a trace depends on.
 
     Attributes:
-        world_size: number of processes.
         stage: of ZeRO that the run takes, 0 on one process.
         accumulates: a step has several micro-batches.
         on_gpu: the devices are GPUs, else CPUs.
@@ -51,12 +50,6 @@ class EngineMemory:
           micro-batch with 2, of the step with 1
     3     a shard of everything; a model of less than 1e9 parameters keeps what it has gathered until its backward pass is done
     ===== ====================================================================================================================
-
-    Args:
-        trace: in which it allocates.
-        model: with fake parameters.
-        optim: of the config.
-        layout: of the run.
     """
 
     def __init__(self, trace: Trace, model: nn.Module, optim: OptimConfig, layout: Layout) -> None:

@@ -42,7 +42,6 @@ def forms_of(trace: Trace, model: VisionModel, on_gpu: bool, stage: int, kernels
 
     Args:
         trace: gets attention as one operator.
-        model: that runs.
         on_gpu: the device is a GPU, else a CPU.
         stage: of ZeRO; 3 computes Φp layer by layer.
         kernels: whether the Triton kernels run there; else PyTorch's attention, which writes the bias's gradient for every image.

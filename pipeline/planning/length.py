@@ -48,7 +48,6 @@ def count_images(config: Config, data: Place | None) -> Images | None:
     """How many images the run has: by the manifests of its shards, else by the number of classes.
 
     Args:
-        config: of the run.
         data: shard set; None: ``data.path`` if it is there.
 
     Returns:
@@ -106,7 +105,6 @@ class Length:
     """What a run does from its start to its end.
 
     Attributes:
-        steps: optimizer steps.
         epochs: passes over the training set, cooldown included; fewer with ``train.max_steps``.
         evaluations: passes over the validation set, of which each counts twice with a weight average.
         saves: checkpoints, those for the best accuracy left out.
@@ -119,11 +117,7 @@ class Length:
 
 
 def length_of(config: Config, images: Images) -> Length:
-    """What the run's schedule comes to.
-
-    Raises:
-        UserError: the schedule is shorter than a step.
-    """
+    """What the run's schedule comes to. Raises UserError: the schedule is shorter than a step."""
     schedule = make_schedule(config, images.train, images.subset)
     steps, every = schedule.last_step, config.checkpoint.every_steps
     saves = 1 if every is None else math.ceil(steps / every)

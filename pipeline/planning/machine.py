@@ -193,7 +193,6 @@ def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: flo
     Args:
         config: data and augmentation.
         shards: a shard set with a train split, in a folder or a store.
-        threads: that decode.
         seconds: how long to measure; at least two batches.
 
     Raises:

@@ -20,12 +20,9 @@ class Measured:
     """What a run has measured.
 
     Attributes:
-        source: the folder.
-        config: of the run.
         world_size, nodes, stage: its processes, on how many hosts, and its ZeRO stage.
         device: as it calls itself.
         step_seconds: median of its optimizer steps, waiting for data included.
-        steps: how many of them.
         data_wait: share of a step spent waiting for data.
         evaluation_seconds: median of its evaluations; None: none is recorded.
         start_seconds: median from a start to its first step; None: not recorded.
@@ -51,9 +48,6 @@ class Measured:
 
 def read_measured(path: Path) -> Measured:
     """Measure a run's newest start that has enough steps; the first rows of a start, which warm up and compile, are left out.
-
-    Args:
-        path: a run folder.
 
     Raises:
         UserError: it is not a run folder, its config cannot be read, or it has too few steps.

@@ -49,7 +49,6 @@ class Traffic:
     """The collectives of an optimizer step, in seconds.
 
     Attributes:
-        total: all of them.
         exposed: what does not hide behind the backward pass.
         bytes: that each process sends.
     """
@@ -70,8 +69,6 @@ def traffic(links: Links, parameters: int, stage: int, accumulation: int, forwar
     ===== ======================================================================================================
 
     Args:
-        links: between the processes.
-        parameters: of the model.
         stage: that the engine takes, 0 on one process.
         accumulation: micro-batches of a step.
         forward, backward: seconds of a micro-batch, behind which the stages from 1 on hide their collectives.

@@ -119,12 +119,7 @@ class Change:
 
 
 def changes(subject: Subject, memory: Memory) -> list[Change]:
-    """Changes that save memory, the largest saving first.
-
-    Args:
-        subject: the run.
-        memory: its plan.
-    """
+    """Changes that save memory, the largest saving first."""
     found = [
         Change(f"{section}.{key}={str(value).lower()}", cost, after, memory.total - after.total)
         for section, key, value, cost in _candidates(subject, memory)

@@ -69,10 +69,7 @@ class Time:
     """What a run takes.
 
     Attributes:
-        subject: the run.
-        step: by the model.
         ratio: of the measured run's step to the model's; 1 without one.
-        source: of the rates.
         images: sizes of the data set; None: not known, so that there are no hours.
         length: steps and evaluations; None likewise.
         checkpoints: their size and number; None likewise.
@@ -80,7 +77,6 @@ class Time:
         start_seconds: of a job until its first step.
         loader: what the loader takes on the real shards; None: not measured.
         measured: the run whose figures replace the model's; None: the model's.
-        options: of the plan.
     """
 
     subject: Subject
@@ -143,11 +139,6 @@ class Time:
 def time_of(subject: Subject, options: Options, measured: Measured | None = None) -> Time:
     """Plan the time of a run, with what has to be measured here: the CPU's rates for a run on CPUs, the loader with ``options.data``.
 
-    Args:
-        subject: the run.
-        options: of the command line.
-        measured: an earlier run.
-
     Raises:
         UserError: the shards cannot be read, or the run cannot be planned.
     """
@@ -173,10 +164,7 @@ def plan_time(
     """Plan the time of a run.
 
     Args:
-        subject: the run.
-        rates: of a process's device.
         images: from :func:`~pipeline.planning.length.count_images`.
-        options: of the command line.
         loader: from :func:`~pipeline.planning.machine.measure_loader`.
         measured: of an earlier run; its ratio of measured to modelled time scales the whole plan.
 

@@ -76,7 +76,6 @@ def trace_step(config: Config, layout: Layout) -> TracedStep:
 
     Args:
         config: with ``train.precision`` and the micro-batch settled.
-        layout: of the run.
 
     Raises:
         UserError: the model cannot be built, or does not run without values.

@@ -74,8 +74,6 @@ def prepare_image(data: bytes, rules: ImageRules, name: str = "") -> StoredImage
     """Check one encoded image and convert it to the stored form.
 
     Args:
-        data: content of the file.
-        rules: how images are checked and stored.
         name: of the file; one that ends as a JPEG's name does is stored as a JPEG.
 
     Raises:

@@ -93,11 +93,7 @@ class ShardManifest:
 
     @staticmethod
     def read(folder: Path) -> ShardManifest:
-        """Read ``folder/manifest.json``.
-
-        Raises:
-            UserError: missing, damaged, invalid values, or another format version.
-        """
+        """Read ``folder/manifest.json``. Raises UserError: missing, damaged, invalid values, or another format version."""
         path = folder / MANIFEST
         if path.is_file():
             return ShardManifest.parse(path.read_bytes(), path)
@@ -250,7 +246,6 @@ def find_out_of_range(rows: np.ndarray, shard_bytes: list[int], classes: int) ->
     Args:
         rows: (n,) of ``SAMPLE_DTYPE``.
         shard_bytes: size of each tar.
-        classes: their number.
     """
     sizes = np.array(shard_bytes, dtype=np.uint64)
     for first in range(0, len(rows), _ROWS_AT_ONCE):

@@ -68,11 +68,7 @@ class MixedSet:
         return shards.key(own) if shards is self.sets[0] else f"{shards.key(own)} of {shards.folder}"
 
     def read(self, index: int) -> np.ndarray:
-        """The encoded image, (bytes,) uint8. Thread-safe.
-
-        Raises:
-            DamagedSample: it cannot be read.
-        """
+        """The encoded image, (bytes,) uint8. Thread-safe. Raises DamagedSample: it cannot be read."""
         (image,) = self.read_batch([index])
         if isinstance(image, DamagedSample):
             raise image
@@ -136,7 +132,6 @@ def open_training_set(
     """Open the training split of ``data.path``, with those of ``data.mix`` if there are any.
 
     Args:
-        path: of the first set.
         mix: path of each further set -> its weight.
         readers: processes that divide the samples among them.
         cache: of the node, for all of them; None: none.

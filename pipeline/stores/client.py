@@ -105,11 +105,7 @@ class Client:
             ) from None
 
     def read(self, name: str, begin: int, size: int) -> Answer:
-        """``size`` bytes of an object, at least one.
-
-        Raises:
-            Failure: it cannot be had as a whole.
-        """
+        """``size`` bytes of an object, at least one. Raises Failure: it cannot be had as a whole."""
         with _sorted_failures():
             found = self._obstore.get(self._store, name, options={"range": (begin, begin + size)})
             answer = Answer(memoryview(found.bytes()), found.meta["size"], _version(found.meta))
@@ -122,7 +118,6 @@ class Client:
         """Write a whole object: it is there completely, or as it was before.
 
         Args:
-            name: of the object.
             data: its content, or a file with it.
             mark: what :meth:`describe` returns of it.
             replaces: write only if the object is in this state; None: in any. A store that knows no such condition ignores it.
@@ -154,11 +149,7 @@ class Client:
             return found.meta["size"], str(found.attributes.get(_MARK, ""))
 
     def delete(self, names: list[str]) -> None:
-        """Remove objects; those that are not there are no failure.
-
-        Raises:
-            Failure: one is still there.
-        """
+        """Remove objects; those that are not there are no failure. Raises Failure: one is still there."""
         try:
             with _sorted_failures():
                 self._obstore.delete(self._store, names)

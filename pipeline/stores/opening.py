@@ -110,11 +110,7 @@ def _login(host: str) -> str:
 
 
 def check_settings(place: RemotePath) -> None:
-    """Check the address of another store than Amazon's.
-
-    Raises:
-        UserError: it is not an address.
-    """
+    """Check the address of another store than Amazon's. Raises UserError: it is not an address."""
     if place.scheme != "s3":
         return
     for name in ENDPOINTS:

@@ -20,9 +20,6 @@ class RemotePath:
 
     The functions of ``os`` and ``open`` take it for a file that does not exist.
 
-    Args:
-        url: its URL.
-
     Attributes:
         scheme: ``s3``, ``gs``, ``az``, ``https``, or ``http`` of this machine.
         host: bucket, container, or host and port.
@@ -91,11 +88,7 @@ def is_remote(place: str | os.PathLike[str]) -> bool:
 
 
 def parse_place(text: str | os.PathLike[str]) -> Place:
-    """A path or a URL, as the user wrote it.
-
-    Raises:
-        UserError: a URL that is not of a store, or has secrets in it.
-    """
+    """A path or a URL, as the user wrote it. Raises UserError: a URL that is not of a store, or has secrets in it."""
     text = os.fspath(text)
     if is_remote(text):
         return RemotePath(text)

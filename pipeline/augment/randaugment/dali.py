@@ -37,7 +37,6 @@ def augment(
         images: (image_size, image_size, 3) uint8 RGB with layout HWC, on the CPU or the GPU.
         op, amount, matrix: (layers,) int32 of :class:`Op`, (layers,) float32 in its unit, and (layers, 2, 3) float32 of
             :func:`affine_matrices`; on the CPU.
-        layers: operations per image.
         image_size: side in pixels.
         fill: RGB colour outside the image after rotations, shears and translations.
         bilinear: (layers,) float32 on the CPU, 1 where these are bilinear and 0 where they are bicubic; None: all bicubic.
@@ -57,7 +56,6 @@ def recolor(images: DataNode, op: DataNode, amount: DataNode, layers: int) -> Da
     Args:
         images: (S, S, 3) uint8 RGB with layout HWC, on the CPU or the GPU.
         op, amount: (layers,) on the CPU: nothing, solarization, colour, contrast or brightness, and in the unit of the Op.
-        layers: operations per image.
     """
     for layer in range(layers):
         images = _one_of(_RECOLORING, images, op[layer], amount[layer])

@@ -55,9 +55,6 @@ def fetch_shard(
     """Fetch a shard, unless it is there or another process is about it.
 
     Args:
-        cache: of the node.
-        source: has the shard.
-        shard: its entry in the manifest.
         rows: (n,) of ``SAMPLE_DTYPE``, its rows of the sample table.
         go_on: called with the number of bytes after each step, also with those that an earlier process had fetched; False stops.
 

@@ -34,8 +34,6 @@ class CachedFiles(ShardFiles):
     the set that stays serves as many reads as another, and one that changes has to be fetched besides.
 
     Args:
-        source: the files.
-        cache: of the node.
         shards: of the split, from the manifest.
         samples: (n,) of ``SAMPLE_DTYPE``, the split's table.
 

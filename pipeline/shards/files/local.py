@@ -35,19 +35,13 @@ class ShardFiles(ABC):
 
     @abstractmethod
     def manifest(self) -> ShardManifest:
-        """The set's manifest.
-
-        Raises:
-            UserError: as :meth:`ShardManifest.read`.
-        """
+        """The set's manifest. Raises UserError: as :meth:`ShardManifest.read`."""
 
     @abstractmethod
     def expect(self, name: str, size: int, remedy: str) -> None:
         """Check, before anything is read, that a file is there and as large as the manifest says.
 
         Args:
-            name: of the file.
-            size: in bytes.
             remedy: if it is not.
 
         Raises:
@@ -113,11 +107,7 @@ class OpenFile:
         close(self._descriptor)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes at an offset; fewer than asked for if the file ends before.
-
-        Raises:
-            OSError: from the system.
-        """
+        """Bytes at an offset; fewer than asked for if the file ends before. Raises OSError: from the system."""
         return os.pread(self._descriptor, size, offset)
 
     def advise(self, offset: int, size: int) -> None:
@@ -138,9 +128,6 @@ class LocalFiles(ShardFiles):
 
     They are read with ``pread`` and not mapped, so that truncation of a tar under a running job is an error that names the file,
     not a SIGBUS.
-
-    Args:
-        folder: holds the files.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -49,7 +49,6 @@ def join_ranges(wanted: list[Range], gap: int = _GAP, largest: int = _LARGEST) -
     """Put neighbours together.
 
     Args:
-        wanted: the ranges.
         gap: bytes between two that may be read for nothing; never many more than are wanted behind it.
         largest: bytes of a request of several.
 
@@ -126,8 +125,6 @@ class RemoteFiles(ShardFiles):
     """Files below a URL.
 
     Args:
-        place: holds them.
-        store: of the place.
         content: of its manifest.
         readers: processes among which the samples of a block are divided.
     """
