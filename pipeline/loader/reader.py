@@ -122,10 +122,7 @@ class BadSamples:
         found = self.replacement.get(following, following)  # the next sound one after a bad one is its substitute
         if found != sample:
             return found
-        raise UserError(
-            f"none of the {len(self._shards)} samples of {self._shards.folder} can be used",
-            "restore the files",
-        )
+        raise UserError(f"none of the {len(self._shards)} samples of {self._shards.folder} can be used", "restore the files")
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
 
 import torch
 
 from pipeline.cluster.world import World
+from pipeline.shards.shard_set import ShardSet
 
 _log = logging.getLogger(__name__)
 
@@ -53,14 +53,6 @@ class BadSampleReport:
         return dict(self._known)
 
 
-class CountedSet(Protocol):
-    """A shard set."""
-
-    folder: Any
-
-    def take_counts(self) -> dict[str, int] | None: ...
-
-
 class StoreReport:
     """Totals of this start.
 
@@ -97,7 +89,7 @@ class StoreReport:
         _log.warning(f"{self._place}: {failed:,} of {self._totals['requests'] + failed:,} requests failed so far: {kinds}")
 
 
-def store_report(world: World, sets: Sequence[CountedSet]) -> StoreReport | None:
+def store_report(world: World, sets: Sequence[ShardSet]) -> StoreReport | None:
     """The report of a run's shard sets; None if they are not in a store."""
 
     def take() -> dict[str, int]:

@@ -44,14 +44,10 @@ class EventFile:
         self._add(Event(file_version="brain.Event:2", source_metadata=source), step=0)
         self._add(Event(session_log=SessionLog(status=SessionLog.START)), step=purge_step)
 
-    def scalar(self, name: str, value: float, step: int) -> None:
-        """Add a point of a curve."""
-        self._add(Event(summary=summary.scalar(name, value)), step)
-
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Add a point of each of several curves, by name."""
         for name, value in values.items():
-            self.scalar(name, value, step)
+            self._add(Event(summary=summary.scalar(name, value)), step)
 
     def image(self, name: str, image: Tensor, step: int) -> None:
         """Add an image (3, H, W), uint8."""

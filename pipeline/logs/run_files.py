@@ -27,13 +27,8 @@ from pipeline.models.timm_names import is_timm
 from pipeline.runs import CONFIG, ENVIRONMENT
 
 AUTO_REASON = "micro_batch_reason"  # key of a start that had train.micro_batch_size=auto
-_PACKAGES = (
-    "torch",
-    "deepspeed",
-    "nvidia-dali-cuda130",
-    "nvidia-dali-cuda120",
-    "numpy",
-)  # what numbers depend on; one of the DALIs
+# What numbers depend on; one of the DALIs.
+_PACKAGES = ("torch", "deepspeed", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "numpy")
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
 

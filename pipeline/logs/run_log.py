@@ -108,8 +108,8 @@ class RunLog:
             metrics: what :func:`pipeline.metrics.recording` has collected of it.
             bad_samples: new on this rank: sample -> message.
         """
-        where = {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
-        self._pending.append((where, {**metrics, "bad_samples": Metric("sum", [len(bad_samples or {})])}))
+        counted = {**metrics, "bad_samples": Metric("sum", [len(bad_samples or {})])}
+        self._pending.append((_where(step, epoch, samples), counted))
         self._bad_samples.update(bad_samples or {})
         self._pace = self._pace or (step, time.perf_counter())
         self._bar.update()
@@ -167,7 +167,7 @@ class RunLog:
         Raises:
             UserError: on every rank: a file cannot be written or is gone.
         """
-        where = {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
+        where = _where(step, epoch, samples)
         for weights, result in results.items():
             if self._world.is_main:
                 self._add_row({**where, "weights": weights, **result}, "eval", curves.suffix(weights))
@@ -183,10 +183,8 @@ class RunLog:
     def analysis(self, step: int, epoch: float, samples: int, measures: dict[str, Any], curves: dict[str, float]) -> None:
         """Add a row ``analysis`` with measures of the weights, and its curves for TensorBoard, to the next flush."""
         if self._world.is_main:
-            where = {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
-            self._add_row({**where, "analysis": measures}, "analysis")
-            for name, value in curves.items():
-                self._events.scalar(f"weights/{name}", value, step)
+            self._add_row({**_where(step, epoch, samples), "analysis": measures}, "analysis")
+            self._events.scalars({f"weights/{name}": value for name, value in curves.items()}, step)
 
     def image(self, name: str, picture: Tensor, step: int) -> None:
         """Add an image (3, H, W), uint8, to the next flush."""
@@ -253,6 +251,11 @@ class RunLog:
         if not first < step < self._total_steps:
             return ""
         return f", {console.duration((time.perf_counter() - began) / (step - first) * (self._total_steps - step))} left"
+
+
+def _where(step: int, epoch: float, samples: int) -> dict[str, Any]:
+    """What every row begins with."""
+    return {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
 
 
 def drop_rows_after(metrics: Path, step: int) -> None:

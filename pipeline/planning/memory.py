@@ -17,12 +17,8 @@ if TYPE_CHECKING:
     from pipeline.planning.traced_step import TracedStep
 
 MIB = 2**20
-LOADER, CONTEXT, NCCL, FRAGMENTS = (
-    "data loader (estimate)",
-    "CUDA context and libraries (estimate)",
-    "NCCL (estimate)",
-    "allocator's fragments (estimate)",
-)
+LOADER, CONTEXT = "data loader (estimate)", "CUDA context and libraries (estimate)"
+NCCL, FRAGMENTS = "NCCL (estimate)", "allocator's fragments (estimate)"
 # Of a process on a data-centre GPU: the context and its kernels, cuBLAS's and cuDNN's workspaces; and NCCL's channels.
 _CONTEXT, _NCCL = 900 * MIB, 400 * MIB
 _FRAGMENTS = 0.04  # of what PyTorch's caching allocator has given out, that it holds besides
@@ -30,9 +26,8 @@ _OF_TRAINING = ("micro_batch_size", "global_batch_size", "activation_checkpointi
 _CPU_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # The loader, with images of ImageNet: 500 x 375 pixels on average, of which a random crop takes 54 % (crop_scale 0.08 to 1).
 _WINDOW = 0.54 * 500 * 375
-_RESIZE_STAGES = (
-    4  # float32 images that the two resizes of dali_graph have at once: the result, its border corrections, the sum
-)
+# Float32 images that the two resizes of dali_graph have at once: the result, its border corrections, the sum.
+_RESIZE_STAGES = 4
 _NVJPEG = 32 * MIB  # of a decoder thread's buffers on the device
 _DECODER_THREADS = 8  # where data.num_threads leaves it to the node
 
@@ -128,16 +123,14 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
     """
     if micro_batch is not None:
         subject = subject.changed("train", micro_batch_size=micro_batch)
+    from pipeline.planning.traced_step import fake_teacher  # PyTorch takes seconds
+
     config, world = subject.config, subject.world_size
     step, evaluation = traced_step(subject).parts, traced_evaluation(subject).parts
     in_evaluation = sum(evaluation.values()) > sum(step.values())
     traced = evaluation if in_evaluation else step
     parts = Counter(dict(traced))
-    remarks: list[str] = []
-    if config.train.teacher:
-        from pipeline.planning.traced_step import fake_teacher
-
-        remarks += filter(None, [fake_teacher(config)[1]])
+    remarks = [sentence] if (sentence := fake_teacher(config)[1]) else []
     parts[LOADER] = _loader_bytes(config, subject.gpu is not None)
     if subject.gpu:
         parts[CONTEXT] = _CONTEXT
@@ -193,16 +186,15 @@ def settled(subject: Subject) -> Subject:
 
 def traced_step(subject: Subject) -> TracedStep:
     """The trace of the run's step, of which the plan's memory and time are made."""
-    return _step(_traced_config(subject).model_dump_json(), _layout(subject))
+    return _trace(_traced_config(subject).model_dump_json(), _layout(subject), evaluation=False)
 
 
 def traced_evaluation(subject: Subject) -> TracedStep:
     """The trace of the run's evaluation, which does not depend on the training's batches."""
     config = _traced_config(subject)
     train = config.train.model_copy(update={name: getattr(TrainConfig(), name) for name in _OF_TRAINING})
-    return _evaluation(
-        config.model_copy(update={"train": train}).model_dump_json(), replace(_layout(subject), accumulates=False)
-    )
+    layout = replace(_layout(subject), accumulates=False)
+    return _trace(config.model_copy(update={"train": train}).model_dump_json(), layout, evaluation=True)
 
 
 def _traced_config(subject: Subject) -> Config:
@@ -219,18 +211,11 @@ def _layout(subject: Subject) -> Layout:
     return Layout(subject.world_size, subject.stage, subject.accumulation > 1, subject.gpu is not None, kernels)
 
 
-@lru_cache(maxsize=64)
-def _step(config: str, layout: Layout) -> TracedStep:
-    from pipeline.planning.traced_step import trace_step
+@lru_cache(maxsize=128)
+def _trace(config: str, layout: Layout, evaluation: bool) -> TracedStep:
+    from pipeline.planning.traced_step import trace_evaluation, trace_step
 
-    return trace_step(Config.model_validate_json(config), layout)
-
-
-@lru_cache(maxsize=64)
-def _evaluation(config: str, layout: Layout) -> TracedStep:
-    from pipeline.planning.traced_step import trace_evaluation
-
-    return trace_evaluation(Config.model_validate_json(config), layout)
+    return (trace_evaluation if evaluation else trace_step)(Config.model_validate_json(config), layout)
 
 
 def _loader_bytes(config: Config, on_gpu: bool) -> int:

@@ -18,12 +18,8 @@ from pipeline.planning.trace import KINDS
 from pipeline.planning.traced_step import TEACHER, TracedStep
 from pipeline.stores.place import Place
 
-RECOMPUTED, LAUNCHES, OPTIMIZER, NETWORKED = (
-    "recomputation",
-    "starting kernels, engine",
-    "optimizer and averages",
-    "gradients over the network",
-)
+RECOMPUTED, LAUNCHES = "recomputation", "starting kernels, engine"
+OPTIMIZER, NETWORKED = "optimizer and averages", "gradients over the network"
 START_SECONDS = 60.0  # of a job until its first step: libraries, data, NCCL; an assumption
 COMPILE_SECONDS = 90.0  # torch.compile of a model's blocks (one to two minutes on a CPU, benchmarks/RESULTS.md)
 _ENGINE_HOST = 40e-6  # seconds of DeepSpeed's engine for each parameter: 8 to 15 ms of PerViT-T's 264 (benchmarks/RESULTS.md)
@@ -204,12 +200,7 @@ def plan_time(
 
 def step_parts(subject: Subject, rates: Rates, options: Options) -> StepParts:
     """Seconds of an optimizer step by part, from the operators of one micro-batch."""
-    accumulation, step, compiled, on_gpu = (
-        subject.accumulation,
-        traced_step(subject),
-        _compiles(subject),
-        subject.gpu is not None,
-    )
+    accumulation, step, compiled = subject.accumulation, traced_step(subject), _compiles(subject)
     run = fused(step.operators, step.kept) if compiled else step.operators
     teaching = sum(map(rates.seconds, step.teacher))
     busy = seconds_by_kind((operator for operator in run if not operator.recomputed), rates)
@@ -218,7 +209,7 @@ def step_parts(subject: Subject, rates: Rates, options: Options) -> StepParts:
     computing, host = sum(busy.values()) + recomputed + teaching, step.tensors * _ENGINE_HOST
     # A GPU waits for what is longer than its own work; a CPU does one after the other.
     waiting, stretch = host, 1.0
-    if on_gpu:
+    if subject.gpu:
         host += (len(step.operators) * (_COMPILED_STARTS if compiled else 1.0) + len(step.teacher)) * rates.host
         waiting = max(0.0, host - computing)
         stretch = max(1.0, host / computing)  # what the CPU delays, it stretches: collectives have that time too

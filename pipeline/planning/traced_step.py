@@ -28,14 +28,8 @@ from pipeline.step.loss import Objective, label_loss
 from pipeline.step.train_step import forward_backward
 
 TEACHER = "teacher"
-AVERAGE, SWAPPED, IMAGES, ACTIVATIONS, PHI, BACKWARD = (
-    "weight average",
-    "weights kept during an evaluation of the average",
-    "images",
-    "activations",
-    "Φp",
-    "temporaries of the backward pass",
-)
+AVERAGE, SWAPPED = "weight average", "weights kept during an evaluation of the average"
+IMAGES, ACTIVATIONS, PHI, BACKWARD = "images", "activations", "Φp", "temporaries of the backward pass"
 _CPU = torch.device("cpu")
 _EVALUATED_BATCHES = 2  # the second finds what the model keeps from batch to batch
 

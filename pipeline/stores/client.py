@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,21 +176,17 @@ class _NoConditions(Exception):
     """The store does not know conditions on writing."""
 
 
-class _sorted_failures:
-    """Turns obstore's exceptions into :class:`Failure`; ``conditional`` is of a request to write under a condition."""
-
-    def __init__(self, conditional: bool = False) -> None:
-        self._conditional = conditional
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if not isinstance(error, Exception) or isinstance(error, Failure):
-            return
-        if self._conditional and "status code: 501" in str(error):
+@contextmanager
+def _sorted_failures(conditional: bool = False) -> Iterator[None]:
+    """Turn obstore's exceptions into :class:`Failure`; ``conditional`` is of a request to write under a condition."""
+    try:
+        yield
+    except Failure:
+        raise
+    except Exception as error:
+        if conditional and "status code: 501" in str(error):
             raise _NoConditions from None
-        if self._conditional and (type(error).__name__ in _OTHER_STATE or "status code: 409" in str(error)):
+        if conditional and (type(error).__name__ in _OTHER_STATE or "status code: 409" in str(error)):
             raise Failure(Kind.CHANGED, "another process has written it meanwhile") from None
         raise Failure(*_sort(error)) from None
 

@@ -176,12 +176,7 @@ def affine_matrices(ops: Ops, image_size: int) -> np.ndarray:
     """
     matrix = np.zeros((*ops.op.shape, 2, 3))
     matrix[..., 0, 0] = matrix[..., 1, 1] = 1
-    for op, row, column in (
-        (Op.SHEAR_X, 0, 1),
-        (Op.SHEAR_Y, 1, 0),
-        (Op.TRANSLATE_X, 0, 2),
-        (Op.TRANSLATE_Y, 1, 2),
-    ):
+    for op, row, column in ((Op.SHEAR_X, 0, 1), (Op.SHEAR_Y, 1, 0), (Op.TRANSLATE_X, 0, 2), (Op.TRANSLATE_Y, 1, 2)):
         matrix[..., row, column] += np.where(ops.op == op, ops.amount, 0)
     angle = np.deg2rad(np.where(ops.op == Op.ROTATE, ops.amount, 0))
     turn = np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], -1).reshape(*angle.shape, 2, 2)

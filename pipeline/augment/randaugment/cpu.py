@@ -69,31 +69,11 @@ def _equalize(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
     return picture.point(np.concatenate(tables).tolist())
 
 
-def _invert(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return _same_table(picture, 255 - _LEVELS)
-
-
-def _posterize(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return _same_table(picture, _LEVELS & (0xFF00 >> int(amount)))
-
-
-def _solarize(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return _same_table(picture, np.where(_LEVELS < amount, _LEVELS, 255 - _LEVELS))
-
-
-def _solarize_add(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return _same_table(picture, np.where(_LEVELS < 128, np.minimum(_LEVELS + int(amount), 255), _LEVELS))
-
-
 def _contrast(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
     """Extrapolate from, or interpolate towards, the mean brightness."""
     histogram = np.array(picture.convert("L").histogram())
     mean = int((histogram * _LEVELS).sum() / histogram.sum() + 0.5)
     return _blend_with_level(picture, mean, amount)
-
-
-def _brightness(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return _blend_with_level(picture, 0, amount)
 
 
 def _blend_with_level(picture: Image.Image, level: int, factor: float) -> Image.Image:
@@ -109,14 +89,6 @@ def _same_table(picture: Image.Image, table: np.ndarray) -> Image.Image:
 # Colour, across channels or neighbours.
 
 
-def _color(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return Image.blend(picture.convert("L").convert("RGB"), picture, amount)
-
-
-def _sharpness(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return Image.blend(_smooth(picture), picture, amount)
-
-
 def _smooth(picture: Image.Image) -> Image.Image:
     """Pillow's ImageFilter.SMOOTH in integers: weights 5 for the pixel, 1 for its neighbours; border pixels are unchanged."""
     pixels = np.asarray(picture).astype(np.uint16)  # (H, W, 3); 13 * 255 fits
@@ -129,27 +101,8 @@ def _smooth(picture: Image.Image) -> Image.Image:
     return Image.fromarray(smooth)
 
 
-# Geometry: bicubic.
-
-
-def _rotate(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return picture.rotate(amount, Image.Resampling.BICUBIC, fillcolor=fill)
-
-
-def _shear_x(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return _shift_rows(picture, amount * (np.arange(picture.height) + 0.5), fill)
-
-
-def _shear_y(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return _shift_columns(picture, amount * (np.arange(picture.width) + 0.5), fill)
-
-
-def _translate_x(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return Image.fromarray(translate(np.asarray(picture), amount, 1, fill))
-
-
-def _translate_y(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return Image.fromarray(translate(np.asarray(picture), amount, 0, fill))
+# Geometry: bicubic shifts of rows and columns, and bilinear transforms. Of the latter, Pillow sums four pixels per point, which takes
+# about the time of the shifts.
 
 
 def _shift_rows(picture: Image.Image, shift: np.ndarray, fill: Color) -> Image.Image:
@@ -158,13 +111,6 @@ def _shift_rows(picture: Image.Image, shift: np.ndarray, fill: Color) -> Image.I
 
 def _shift_columns(picture: Image.Image, shift: np.ndarray, fill: Color) -> Image.Image:
     return _from_words(shift_rows(np.ascontiguousarray(_to_words(picture).T), shift, _word(fill)).T)
-
-
-# Geometry: bilinear. Pillow sums four pixels per point, which takes about the time of the bicubic shifts.
-
-
-def _rotate_bilinear(picture: Image.Image, amount: float, fill: Color) -> Image.Image:
-    return picture.rotate(amount, Image.Resampling.BILINEAR, fillcolor=fill)
 
 
 def _affine_bilinear(picture: Image.Image, matrix: tuple[float, ...], fill: Color) -> Image.Image:
@@ -187,23 +133,25 @@ def _word(color: Color) -> np.uint32:
 _PICTURE_OPS: dict[Op, Callable[[Image.Image, float, Color], Image.Image]] = {
     Op.AUTO_CONTRAST: _auto_contrast,
     Op.EQUALIZE: _equalize,
-    Op.INVERT: _invert,
-    Op.ROTATE: _rotate,
-    Op.POSTERIZE: _posterize,
-    Op.SOLARIZE: _solarize,
-    Op.SOLARIZE_ADD: _solarize_add,
-    Op.COLOR: _color,
+    Op.INVERT: lambda picture, amount, fill: _same_table(picture, 255 - _LEVELS),
+    Op.ROTATE: lambda picture, amount, fill: picture.rotate(amount, Image.Resampling.BICUBIC, fillcolor=fill),
+    Op.POSTERIZE: lambda picture, amount, fill: _same_table(picture, _LEVELS & (0xFF00 >> int(amount))),
+    Op.SOLARIZE: lambda picture, amount, fill: _same_table(picture, np.where(_LEVELS < amount, _LEVELS, 255 - _LEVELS)),
+    Op.SOLARIZE_ADD: lambda picture, amount, fill: _same_table(
+        picture, np.where(_LEVELS < 128, np.minimum(_LEVELS + int(amount), 255), _LEVELS)
+    ),
+    Op.COLOR: lambda picture, amount, fill: Image.blend(picture.convert("L").convert("RGB"), picture, amount),
     Op.CONTRAST: _contrast,
-    Op.BRIGHTNESS: _brightness,
-    Op.SHARPNESS: _sharpness,
-    Op.SHEAR_X: _shear_x,
-    Op.SHEAR_Y: _shear_y,
-    Op.TRANSLATE_X: _translate_x,
-    Op.TRANSLATE_Y: _translate_y,
+    Op.BRIGHTNESS: lambda picture, amount, fill: _blend_with_level(picture, 0, amount),
+    Op.SHARPNESS: lambda picture, amount, fill: Image.blend(_smooth(picture), picture, amount),
+    Op.SHEAR_X: lambda picture, amount, fill: _shift_rows(picture, amount * (np.arange(picture.height) + 0.5), fill),
+    Op.SHEAR_Y: lambda picture, amount, fill: _shift_columns(picture, amount * (np.arange(picture.width) + 0.5), fill),
+    Op.TRANSLATE_X: lambda picture, amount, fill: Image.fromarray(translate(np.asarray(picture), amount, 1, fill)),
+    Op.TRANSLATE_Y: lambda picture, amount, fill: Image.fromarray(translate(np.asarray(picture), amount, 0, fill)),
 }
 _BILINEAR_OPS = {
     **_PICTURE_OPS,
-    Op.ROTATE: _rotate_bilinear,
+    Op.ROTATE: lambda picture, amount, fill: picture.rotate(amount, Image.Resampling.BILINEAR, fillcolor=fill),
     Op.SHEAR_X: lambda picture, amount, fill: _affine_bilinear(picture, (1, amount, 0, 0, 1, 0), fill),
     Op.SHEAR_Y: lambda picture, amount, fill: _affine_bilinear(picture, (1, 0, 0, amount, 1, 0), fill),
     Op.TRANSLATE_X: lambda picture, amount, fill: _affine_bilinear(picture, (1, 0, amount, 0, 1, 0), fill),
