@@ -32,7 +32,7 @@ from pipeline.errors import UserError
 from pipeline.hardware import GPUS
 from pipeline.planning.machine import measure_cpu
 from pipeline.planning.memory import Subject
-from pipeline.planning.roofline import GpuRates, fused
+from pipeline.planning.rates import GpuRates, fused
 from pipeline.planning.time import Options, step_parts
 from pipeline.planning.traced_step import Layout, trace_evaluation, trace_step
 

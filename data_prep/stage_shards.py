@@ -47,7 +47,8 @@ def main() -> int:
         raise UserError(f"--workers must be 1 to 256, got {args.workers}", "pass the number of shards to fetch at a time")
     from data_prep.staging import stage  # imported late, so that --help is fast
     from data_prep.workers import stop_like_ctrl_c
-    from pipeline.shards.files.cache import GIB, ShardCache
+    from pipeline.hardware import GIB
+    from pipeline.shards.files.cache import ShardCache
     from pipeline.shards.files.cached import check_cache
     from pipeline.shards.shard_set import ShardSet
 

@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=100")
     args = parser.parse_intermixed_args()
 
-    from pipeline.cluster.stop_signal import StopSignal
+    from pipeline.cluster.environment import StopSignal
 
     with StopSignal() as stop:  # from the beginning: starting takes a while
         from pipeline.config import load_config, load_recipe

@@ -127,8 +127,8 @@ def measure_case(context: Context, config: Config, world: World, in_memory: bool
 
     from benchmarks.gpu.in_memory import batches_in_memory
     from benchmarks.gpu.trace import idle, profiled
+    from pipeline.cluster.environment import StopSignal
     from pipeline.cluster.heartbeat import Heartbeat
-    from pipeline.cluster.stop_signal import StopSignal
     from pipeline.training.loop import training_step
     from pipeline.training.start import Start
 

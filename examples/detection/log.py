@@ -130,9 +130,8 @@ class DetectionLog:
             return
         plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
         self._metrics.add(json.dumps(plain).encode() + b"\n")
-        for name, value in row.items():
-            if name not in ("step", "time", "epoch"):
-                self._events.scalar(f"{group}/{name}", value, row["step"])
+        points = {f"{group}/{name}": value for name, value in row.items() if name not in ("step", "time", "epoch")}
+        self._events.scalars(points, row["step"])
 
 
 def was_evaluated(run: Path, step: int) -> bool:

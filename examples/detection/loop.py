@@ -29,8 +29,8 @@ from examples.detection.loader import Batch, batches
 from examples.detection.log import DetectionLog, Step, was_evaluated
 from examples.detection.model import Detector, build_detector
 from pipeline.cluster.agreement import Agreement, do_in_main, raise_on_all
+from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
-from pipeline.cluster.stop_signal import StopSignal
 from pipeline.cluster.world import World, disconnect, init_world
 from pipeline.config import accumulation_steps
 from pipeline.errors import PREEMPTED, UserError

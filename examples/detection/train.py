@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for example train.epochs=36")
     args = parser.parse_args()
 
-    from pipeline.cluster.stop_signal import StopSignal
+    from pipeline.cluster.environment import StopSignal
 
     with StopSignal() as stop:  # from the beginning: starting takes a while
         from pipeline.logs import console

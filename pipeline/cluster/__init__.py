@@ -1,14 +1,13 @@
 """Let the ranks of a job meet, talk to each other and decide together; detect faults.
 
 ================== ===================================================================
-``environment.py`` what the launcher or Slurm says about this process
+``environment.py`` what the launcher or Slurm says about this process; their signals to stop
 ``world.py``       join the others: device, torch.distributed, DeepSpeed
 ``rendezvous.py``  the process group and the key-value store behind it
 ``host.py``        this machine: GPU driver, CPU cores, allocator, network interface
 ``nccl.py``        let NCCL report faults to the heartbeat instead of ending the process
 ``exchange.py``    gather and broadcast plain data as JSON
 ``agreement.py``   collective decisions: raise, stop or publish on all ranks alike
-``stop_signal.py`` cooperative shutdown on SIGTERM, SIGUSR1 and SIGHUP
 ``heartbeat.py``   heartbeats between the ranks; all exit when one is lost
 ``beats.py``       what a heartbeat says, in the job's key-value store
 ``lost_ranks.py``  the failure detector: which rank is lost, and where it was last seen

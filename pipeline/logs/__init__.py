@@ -7,8 +7,7 @@
 ``event_file.py``        TensorBoard scalars and images
 ``curves.py``            their names and groups, and the settings that HParams compares
 ``pictures.py``          those images: training batches, peripheral attention, accuracy by class
-``run_files.py``         ``config.yaml`` and ``environment.json``: how it was started
-``run_events.py``        ``events.jsonl``: starts, evaluations, saves and ends, for reports
+``run_files.py``         ``config.yaml`` and ``environment.json``: how it was started; ``events.jsonl``: what happened to it
 ``sample_log.py``        every sample that each rank trained on (``log.samples``)
 ``data_trouble.py``      bad samples, each reported once; failed requests to a store
 ======================== ====================================================================

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from pipeline.cluster.world import World
+from pipeline.shards.mixed_set import MixedSet
 from pipeline.shards.shard_set import ShardSet
 
 _log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class StoreReport:
         _log.warning(f"{self._place}: {failed:,} of {self._totals['requests'] + failed:,} requests failed so far: {kinds}")
 
 
-def store_report(world: World, sets: Sequence[ShardSet]) -> StoreReport | None:
+def store_report(world: World, sets: Sequence[ShardSet | MixedSet]) -> StoreReport | None:
     """The report of a run's shard sets; None if they are not in a store."""
 
     def take() -> dict[str, int]:

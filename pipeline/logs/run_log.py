@@ -5,7 +5,7 @@
     RUN/config.yaml         the resolved config                                              (run_files.py)
     RUN/environment.json    versions, git commit, hosts, Slurm job; one entry per start      (run_files.py)
     RUN/metrics.jsonl       one JSON object per line, for each step, evaluation and analysis; ``time`` is Unix time in s
-    RUN/events.jsonl        starts, evaluations, saves, ends                                 (run_events.py)
+    RUN/events.jsonl        starts, evaluations, saves, ends                                 (run_files.py)
     RUN/tensorboard/        the same as scalars, and images                                  (event_file.py)
 
 If a file cannot be written, or was removed, the run ends on all ranks with one error: a run without its log is of no use.

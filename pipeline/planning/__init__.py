@@ -6,8 +6,7 @@
 ``trace.py``         records live bytes and operators; ``forms.py`` gives functions the form of the planned device
 ``engine_memory.py`` what DeepSpeed's engine and the optimizer hold
 ``time.py``          seconds of a step's parts, hours, jobs and money
-``roofline.py``      seconds of operators on a GPU; ``machine.py`` measures this CPU and the loader
-``network.py``       collectives by ZeRO stage
+``rates.py``         seconds of operators on a GPU and of collectives; ``machine.py`` measures this CPU and the loader
 ``length.py``        images, steps, evaluations, checkpoints, Slurm jobs
 ``measured.py``      an earlier run instead of the model of time
 ``page.py``          the page with its advice, and the JSON

@@ -12,8 +12,7 @@ from pipeline.planning.length import Checkpoints, Images, Length, count_images, 
 from pipeline.planning.machine import LoaderNeed, measure_cpu, measure_loader
 from pipeline.planning.measured import Measured
 from pipeline.planning.memory import Subject, traced_evaluation, traced_step
-from pipeline.planning.network import CPU_LINK, Links, Traffic, traffic
-from pipeline.planning.roofline import GpuRates, Rates, fused, product_seconds, seconds_by_kind
+from pipeline.planning.rates import CPU_LINK, GpuRates, Links, Rates, Traffic, fused, product_seconds, seconds_by_kind, traffic
 from pipeline.planning.trace import KINDS
 from pipeline.planning.traced_step import TEACHER, TracedStep
 from pipeline.stores.place import Place

@@ -277,13 +277,10 @@ class Store:
 
     def _wait_for_turn(self) -> None:
         """Wait while the store wants fewer requests."""
-        while True:
-            if self._over:
-                raise self._over
-            left = self._quiet_until - time.monotonic()
-            if left <= 0:
-                return
+        while not self._over and (left := self._quiet_until - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))
+        if self._over:
+            raise self._over
 
     def _rest(self, failure: Failure, tries: int) -> None:
         if failure.kind is Kind.THROTTLED:

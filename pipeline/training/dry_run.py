@@ -20,8 +20,8 @@ import torch
 from pipeline.checkpoint.folder import FOLDER
 from pipeline.checkpoint.rank_slices import saved_tensors
 from pipeline.cluster.agreement import do_in_main, raise_on_all
+from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
-from pipeline.cluster.stop_signal import StopSignal
 from pipeline.cluster.world import World
 from pipeline.config import Config, DataConfig
 from pipeline.errors import PREEMPTED, UserError

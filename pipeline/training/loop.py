@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.analysis.during_training import FirstImages, layer_means, nothing_to_follow
+from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
-from pipeline.cluster.stop_signal import StopSignal
 from pipeline.cluster.world import World, disconnect, init_world
 from pipeline.config import Config, Recipe
 from pipeline.errors import PREEMPTED

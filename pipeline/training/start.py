@@ -9,8 +9,8 @@ from pathlib import Path
 from pipeline import checkpoint
 from pipeline.checkpoint import Verified
 from pipeline.cluster.agreement import Agreement, do_in_main
+from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
-from pipeline.cluster.stop_signal import StopSignal
 from pipeline.cluster.world import World
 from pipeline.config import AUTO, Config, Recipe, config_from_dict
 from pipeline.errors import UserError
@@ -18,8 +18,7 @@ from pipeline.inference.evaluation import check_classes, check_same_classes, eva
 from pipeline.logs import pictures
 from pipeline.logs.data_trouble import BadSampleReport, store_report
 from pipeline.logs.profiling import StepProfiler
-from pipeline.logs.run_events import RunEvents
-from pipeline.logs.run_files import write_run_files
+from pipeline.logs.run_files import RunEvents, write_run_files
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
 from pipeline.optim.build import optimizer_description

@@ -11,8 +11,8 @@ from typing import Any
 
 from pipeline import checkpoint
 from pipeline.cluster.agreement import Agreement
+from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
-from pipeline.cluster.stop_signal import StopSignal
 from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.errors import UserError, first_line
@@ -20,7 +20,7 @@ from pipeline.loader.batches import EvalBatches, TrainBatches
 from pipeline.loader.loader import Loader
 from pipeline.loader.trial import TrialLoader
 from pipeline.logs.profiling import StepProfiler
-from pipeline.logs.run_events import RunEvents
+from pipeline.logs.run_files import RunEvents
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
 from pipeline.runs.state import is_complete

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.multiprocess
 TOY = """
 import sys, time
 from pathlib import Path
-from pipeline.cluster.stop_signal import StopSignal
+from pipeline.cluster.environment import StopSignal
 from pipeline.logs import console
 
 folder = Path(sys.argv[1])
@@ -170,8 +170,8 @@ def test_killed_launcher(small_run: Path, tmp_path: Path) -> None:
 def test_alone_and_stuck() -> None:
     """Guards against a rank without a launcher that waits for ever in its save."""
     program = (
-        "import os, signal, threading; from pipeline.cluster import stop_signal; stop_signal.ALONE_SECONDS = 1\n"
-        "with stop_signal.StopSignal():\n os.kill(os.getpid(), signal.SIGTERM)\n threading.Event().wait()"
+        "import os, signal, threading; from pipeline.cluster import environment; environment.ALONE_SECONDS = 1\n"
+        "with environment.StopSignal():\n os.kill(os.getpid(), signal.SIGTERM)\n threading.Event().wait()"
     )
     command = [sys.executable, "-c", program]
     alone = subprocess.run(command, env={**clean_environment(), "PERVIT_LAUNCHER_PID": "1"}, cwd=REPOSITORY, timeout=PATIENCE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.planning.network import Links, traffic
+from pipeline.planning.rates import Links, traffic
 
 NODE = Links(nodes=1, per_node=8, link=300e9, network=25e9)
 TWO = Links(nodes=2, per_node=8, link=300e9, network=25e9)

@@ -11,7 +11,7 @@ import torch
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS
 from pipeline.planning.machine import CpuRates, measure_cpu
-from pipeline.planning.roofline import GpuRates, fused, seconds_by_kind
+from pipeline.planning.rates import GpuRates, fused, seconds_by_kind
 from pipeline.planning.trace import MAP, PRODUCT, Operator
 
 GPU = GPUS["a100-80g"]

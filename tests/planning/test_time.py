@@ -20,7 +20,7 @@ from pipeline.planning.length import HEADER_ENTRY, count_images, plan_checkpoint
 from pipeline.planning.machine import measure_loader
 from pipeline.planning.measured import Measured, difference, read_measured
 from pipeline.planning.memory import Subject, traced_step
-from pipeline.planning.roofline import GpuRates
+from pipeline.planning.rates import GpuRates
 from pipeline.planning.time import NETWORKED, OPTIMIZER, RECOMPUTED, Options, Time, plan_time
 from pipeline.planning.trace import CONVOLUTION, KINDS, NARROW
 from support.ranks import run_forked

@@ -24,15 +24,14 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.shards.files.local import OpenFile
+from pipeline.shards.files.local import OpenFile, is_file_at
 from pipeline.shards.manifest import ShardInfo
 
-GIB = 1 << 30
 KEEP_FREE = 0.05  # of the disk, for its other users, where there is no limit or a larger one
 _DIGITS = 32  # of the SHA-256, in a name: 128 bits
 _WHOLE = re.compile(rf".+-[0-9a-f]{{{_DIGITS}}}\.tar")
@@ -62,19 +61,17 @@ class CachedShard(OpenFile):
 
     def is_at(self, path: Path) -> bool:
         """Whether it is the file of that name; a link is not."""
-        return _is_at(self._descriptor, path)
+        return is_file_at(self._descriptor, path, follow_links=False)
 
 
 class Partial:
     """A shard that this process fetches; see :meth:`ShardCache.claim`. To be closed. ``begun`` bytes are there already."""
 
-    def __init__(
-        self, descriptor: int, path: Path, whole: Path, size: int, alone: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._descriptor, self._path, self._whole, self._alone = descriptor, path, whole, alone
-        if os.fstat(descriptor).st_size > size:
-            os.ftruncate(descriptor, 0)
+    def __init__(self, descriptor: int, path: Path, whole: Path, size: int, cache: ShardCache) -> None:
+        self._descriptor, self._path, self._whole, self._cache = descriptor, path, whole, cache
         self.begun = os.fstat(descriptor).st_size
+        if self.begun > size:
+            self.restart()
 
     def append(self, data: bytes | memoryview) -> None:
         """Write the bytes that follow."""
@@ -95,8 +92,8 @@ class Partial:
     def publish(self) -> None:
         """Give the file its name, when all of it is there and verified."""
         os.fsync(self._descriptor)
-        with self._alone():  # who lists the folder to find room would see the file by neither name
-            if not _is_at(self._descriptor, self._path):
+        with self._cache.alone():  # who lists the folder to find room would see the file by neither name
+            if not is_file_at(self._descriptor, self._path, follow_links=False):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
             if self._whole.exists():  # from another user, whose claim this process was not allowed to see
                 self.discard()
@@ -106,7 +103,7 @@ class Partial:
     def discard(self) -> None:
         """Remove the file."""
         with suppress(OSError):
-            if _is_at(self._descriptor, self._path):
+            if is_file_at(self._descriptor, self._path, follow_links=False):
                 os.unlink(self._path)
 
     def close(self) -> None:
@@ -173,7 +170,7 @@ class ShardCache:
         with suppress(FileExistsError):
             os.mkdir(self.folder)
         whole = self.path(shard)
-        with self._alone():
+        with self.alone():
             if whole.exists():
                 return Unclaimed.CACHED
             own = self.folder / f".{whole.name}.{shard.bytes}.{os.getuid()}.partial"
@@ -188,7 +185,7 @@ class ShardCache:
             try:
                 if not _lock(descriptor, fcntl.LOCK_EX):
                     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(own))
-                return Partial(descriptor, own, whole, shard.bytes, self._alone)
+                return Partial(descriptor, own, whole, shard.bytes, self)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -205,7 +202,7 @@ class ShardCache:
         return disk.f_bavail * disk.f_frsize - int(self.keep_free * disk.f_blocks * disk.f_frsize)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Hold the lock on the folder; an ``OSError`` if another process holds it for long, for example a stopped one."""
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -300,10 +297,3 @@ def _is_written(path: Path) -> bool:
     if held is not None:
         os.close(held)
     return held is None and os.access(path, os.R_OK)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
-    except OSError:
-        return False

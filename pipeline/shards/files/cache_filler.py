@@ -18,7 +18,8 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.files import disk_reason
-from pipeline.shards.files.cache import GIB, CachedShard, Partial, ShardCache, Unclaimed
+from pipeline.hardware import GIB
+from pipeline.shards.files.cache import CachedShard, Partial, ShardCache, Unclaimed
 from pipeline.shards.files.local import ShardFiles
 from pipeline.shards.manifest import ShardInfo, sample_damage
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.shards.files.cache import GIB, ShardCache
+from pipeline.hardware import GIB
+from pipeline.shards.files.cache import ShardCache
 from pipeline.shards.files.cache_filler import Filler
 from pipeline.shards.files.local import Range, ShardFiles
 from pipeline.shards.manifest import ShardInfo, ShardManifest

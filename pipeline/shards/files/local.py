@@ -117,10 +117,15 @@ class OpenFile:
 
     def is_at(self, path: Path) -> bool:
         """Whether it is the file of that name, or that a link of that name leads to."""
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), path.stat())
-        except OSError:
-            return False
+        return is_file_at(self._descriptor, path)
+
+
+def is_file_at(descriptor: int, path: Path, follow_links: bool = True) -> bool:
+    """Whether an open file is the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=follow_links))
+    except OSError:
+        return False
 
 
 class LocalFiles(ShardFiles):
