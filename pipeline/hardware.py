@@ -19,24 +19,16 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU.
-
-    Attributes:
-        driver: what its name for the driver contains.
-        memory: bytes that a process can allocate: the device's total less what the driver keeps.
-        bf16_flops: per second, dense matrix products with fp32 accumulation, 2 per multiply-accumulate; None: no bf16.
-        fp32_flops: per second, outside of tensor cores or with TF32 off.
-        bandwidth: of its memory, bytes per second.
-        link: to the other GPUs of its node, bytes per second in each direction.
-    """
+    """A kind of GPU."""
 
     name: str
-    driver: str
-    memory: int
+    driver: str  # what its name for the driver contains
+    memory: int  # bytes that a process can allocate: the device's total less what the driver keeps
+    # Per second, dense matrix products with fp32 accumulation, 2 per multiply-accumulate; None: no bf16.
     bf16_flops: float | None
-    fp32_flops: float
-    bandwidth: float
-    link: float
+    fp32_flops: float  # per second, outside of tensor cores or with TF32 off
+    bandwidth: float  # of its memory, bytes per second
+    link: float  # to the other GPUs of its node, bytes per second in each direction
     source: str
 
     @property

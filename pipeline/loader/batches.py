@@ -26,16 +26,11 @@ from pipeline.stream.samples import Samples, images_per_epoch
 
 @dataclass(frozen=True, kw_only=True)
 class Batches(ABC):
-    """The batches of one rank, as the loader sees them.
-
-    Args:
-        image_size: side of the output in pixels.
-        batch_size: B, images per batch: per forward pass and rank.
-    """
+    """The batches of one rank, as the loader sees them."""
 
     shards: Samples
-    image_size: int
-    batch_size: int
+    image_size: int  # side of the output in pixels
+    batch_size: int  # B, images per batch: per forward pass and rank
     rank: int = 0
     world_size: int = 1
 
@@ -71,18 +66,12 @@ class Batches(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatches(Batches):
-    """The micro-batches of one rank of a training run.
-
-    Args:
-        global_batch_size: images per optimizer step over all ranks.
-        data: order, crop and flip.
-        augment: augmentation after the crop.
-    """
+    """The micro-batches of one rank of a training run."""
 
     seed: int
-    global_batch_size: int
-    data: DataConfig
-    augment: AugmentConfig
+    global_batch_size: int  # images per optimizer step over all ranks
+    data: DataConfig  # order, crop and flip
+    augment: AugmentConfig  # augmentation after the crop
 
     substitutes_count: ClassVar[bool] = True
 
@@ -213,12 +202,9 @@ class EvalBatches(Batches):
 
     All ranks run the same number of batches of the same size, as ZeRO-3's collectives require; the last ones are padded with
     the last image, marked as not valid.
-
-    Args:
-        eval_crop: see :func:`~pipeline.augment.crop.eval_geometry`.
     """
 
-    eval_crop: float
+    eval_crop: float  # output size / short side, in (0, 1]
 
     def __len__(self) -> int:
         """Batches per rank."""

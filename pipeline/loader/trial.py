@@ -25,17 +25,11 @@ OpenLoader = Callable[[Iterator[int], str, BadSamples], Loader[TrainBatches]]
 
 @dataclass(frozen=True)
 class Turns:
-    """How the batches from ``start`` on are divided: two loaders in turns, at first, and one for the rest.
+    """How the batches from ``start`` on are divided: two loaders in turns, at first, and one for the rest."""
 
-    Attributes:
-        start: number of the first batch.
-        settling: batches at the beginning of a turn that are not measured, because they may have been ready before.
-        measured: those after them.
-    """
-
-    start: int
-    settling: int
-    measured: int = _MEASURED
+    start: int  # number of the first batch
+    settling: int  # batches at the beginning of a turn that are not measured, because they may have been ready before
+    measured: int = _MEASURED  # those after them
 
     @classmethod
     def of_steps(cls, start: int, prefetch: int, batches_per_step: int) -> Turns:

@@ -25,20 +25,13 @@ _PREFETCH = 50_000_000  # elements that ZeRO-3 gathers ahead: DeepSpeed's defaul
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is divided, and on what: together with its config all that a trace depends on.
-
-    Attributes:
-        stage: of ZeRO that the run takes, 0 on one process.
-        accumulates: a step has several micro-batches.
-        on_gpu: the devices are GPUs, else CPUs.
-        kernels: the Triton kernels run there.
-    """
+    """How a run is divided, and on what: together with its config all that a trace depends on."""
 
     world_size: int
-    stage: int
-    accumulates: bool
-    on_gpu: bool
-    kernels: bool
+    stage: int  # of ZeRO that the run takes, 0 on one process
+    accumulates: bool  # a step has several micro-batches
+    on_gpu: bool  # the devices are GPUs, else CPUs
+    kernels: bool  # the Triton kernels run there
 
 
 class EngineMemory:

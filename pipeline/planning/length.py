@@ -102,18 +102,12 @@ def _split_of(place: Place, split: str, classes: int | None = None) -> SplitInfo
 
 @dataclass(frozen=True)
 class Length:
-    """What a run does from its start to its end.
-
-    Attributes:
-        epochs: passes over the training set, cooldown included; fewer with ``train.max_steps``.
-        evaluations: passes over the validation set, of which each counts twice with a weight average.
-        saves: checkpoints, those for the best accuracy left out.
-    """
+    """What a run does from its start to its end."""
 
     steps: int
-    epochs: float
-    evaluations: int
-    saves: int
+    epochs: float  # passes over the training set, cooldown included; fewer with ``train.max_steps``
+    evaluations: int  # passes over the validation set, of which each counts twice with a weight average
+    saves: int  # checkpoints, those for the best accuracy left out
 
 
 def length_of(config: Config, images: Images) -> Length:
@@ -160,21 +154,13 @@ def jobs_within(seconds: float, limit: float, start: float) -> int:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Sizes in bytes.
+    """Sizes in bytes."""
 
-    Attributes:
-        size: of one checkpoint, the parts of all processes together.
-        part: of one process.
-        kept: that lie on the disk at the end, the best one included.
-        regular: written over the whole run by ``checkpoint.every_steps``, and at its end.
-        written: at most: an evaluation that is the best so far adds one.
-    """
-
-    size: int
-    part: int
-    kept: int
-    regular: int
-    written: int
+    size: int  # of one checkpoint, the parts of all processes together
+    part: int  # of one process
+    kept: int  # that lie on the disk at the end, the best one included
+    regular: int  # written over the whole run by ``checkpoint.every_steps``, and at its end
+    written: int  # at most: an evaluation that is the best so far adds one
 
     @property
     def hold_up(self) -> float:

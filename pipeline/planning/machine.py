@@ -35,26 +35,18 @@ _WARM_UP = 2  # batches of the loader
 
 @dataclass(frozen=True)
 class CpuRates:
-    """A CPU with a number of threads, as measured.
+    """A CPU with a number of threads, as measured."""
 
-    Attributes:
-        product, convolution, narrow: floating-point operations per second of a product of two large matrices, of a 3 x 3
-            convolution of 64 channels, of a depthwise one; in the run's precision.
-        single: of a product in float32, in which attention is computed (pipeline.kernels.chunked), and what autocast leaves alone.
-        bandwidth: bytes per second of an addition that moves ``_SIZES`` bytes.
-        elementary: seconds for an element of GELU, and of a softmax over a map that is in a cache, forward and backward.
-        host: seconds to start an operator.
-    """
-
-    product: float
-    single: float
-    convolution: float
-    narrow: float
-    bandwidth: tuple[float, ...]
-    elementary: float
-    score: float
+    # Floating-point operations per second, in the run's precision where nothing else is said.
+    product: float  # of two large matrices
+    single: float  # the same in float32, in which attention is computed, and what autocast leaves alone
+    convolution: float  # 3 x 3, of 64 channels
+    narrow: float  # a depthwise one
+    bandwidth: tuple[float, ...]  # bytes per second of an addition that moves ``_SIZES`` bytes
+    elementary: float  # seconds for an element of GELU
+    score: float  # and for one of a softmax over a map that is in a cache, forward
     score_backward: float
-    host: float
+    host: float  # seconds to start an operator
     threads: int
     load: float = 0.0  # processes that wanted a core each, of all users
 

@@ -17,28 +17,20 @@ _FEWEST = 5  # steps that are measured
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run has measured.
-
-    Attributes:
-        world_size, nodes, stage: its processes, on how many hosts, and its ZeRO stage.
-        device: as it calls itself.
-        step_seconds: median of its optimizer steps, waiting for data included.
-        data_wait: share of a step spent waiting for data.
-        evaluation_seconds: median of its evaluations; None: none is recorded.
-        start_seconds: median from a start to its first step; None: not recorded.
-    """
+    """What a run has measured."""
 
     source: str
     config: Config
+    # Its processes, on how many hosts, and its ZeRO stage.
     world_size: int
     nodes: int
     stage: int
-    device: str
-    step_seconds: float
+    device: str  # as it calls itself
+    step_seconds: float  # median of its optimizer steps, waiting for data included
     steps: int
-    data_wait: float
-    evaluation_seconds: float | None = None
-    start_seconds: float | None = None
+    data_wait: float  # share of a step spent waiting for data
+    evaluation_seconds: float | None = None  # median of its evaluations; None: none is recorded
+    start_seconds: float | None = None  # median from a start to its first step; None: not recorded
 
     def subject(self, planned: Subject) -> Subject:
         """The run itself, on the planned kind of GPU."""

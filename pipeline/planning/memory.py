@@ -34,18 +34,13 @@ _DECODER_THREADS = 8  # where data.num_threads leaves it to the node
 
 @dataclass(frozen=True)
 class Subject:
-    """A run that may be submitted.
+    """A run that may be submitted."""
 
-    Attributes:
-        config: the run; ``train.micro_batch_size`` is a number.
-        nodes, gpus_per_node: one process for each GPU.
-        gpu: the kind of all GPUs; None: processes on CPUs, whose memory is that of PyTorch's allocator.
-    """
-
-    config: Config
+    config: Config  # the run; ``train.micro_batch_size`` is a number
+    # One process for each GPU.
     nodes: int
     gpus_per_node: int
-    gpu: Gpu | None
+    gpu: Gpu | None  # the kind of all GPUs; None: processes on CPUs, whose memory is that of PyTorch's allocator
 
     @property
     def world_size(self) -> int:
@@ -83,19 +78,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Memory:
-    """What one process of a run holds at the moment when it holds most.
+    """What one process of a run holds at the moment when it holds most."""
 
-    Attributes:
-        parts: bytes by name, in the order of the page.
-        capacity: bytes of the GPU that a process can allocate; for processes on CPUs this machine's memory, shared out.
-        in_evaluation: that moment is in an evaluation; else in a training step.
-        remarks: sentences about what the figures leave out.
-    """
-
-    parts: dict[str, int]
-    capacity: int
-    in_evaluation: bool = False
-    remarks: list[str] = field(default_factory=list)
+    parts: dict[str, int]  # bytes by name, in the order of the page
+    capacity: int  # bytes of the GPU that a process can allocate; for processes on CPUs this machine's memory, shared out
+    in_evaluation: bool = False  # that moment is in an evaluation; else in a training step
+    remarks: list[str] = field(default_factory=list)  # sentences about what the figures leave out
 
     @property
     def total(self) -> int:

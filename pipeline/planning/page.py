@@ -103,19 +103,12 @@ def _sizes(subject: Subject) -> Rows:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the config by itself.
+    """A change of the config by itself."""
 
-    Attributes:
-        overrides: as the command line takes them.
-        cost: what it costs, in a few words.
-        memory: with it.
-        saving: bytes, against the plan without it.
-    """
-
-    overrides: str
-    cost: str
-    memory: Memory
-    saving: int
+    overrides: str  # as the command line takes them
+    cost: str  # what it costs, in a few words
+    memory: Memory  # with it
+    saving: int  # bytes, against the plan without it
 
 
 def changes(subject: Subject, memory: Memory) -> list[Change]:

@@ -136,18 +136,12 @@ def product_seconds(flops: float, precision: str, rates: Rates) -> float:
 
 @dataclass(frozen=True)
 class Links:
-    """What connects the processes.
-
-    Attributes:
-        nodes, per_node: processes.
-        link: bytes per second of a GPU to the others of its node, in one direction.
-        network: of a node to the others, all of its ports together.
-    """
+    """What connects the processes."""
 
     nodes: int
-    per_node: int
-    link: float
-    network: float
+    per_node: int  # processes
+    link: float  # bytes per second of a GPU to the others of its node, in one direction
+    network: float  # of a node to the others, all of its ports together
 
     def seconds(self, size: float, passes: int, messages: int = 1) -> float:
         """Of a collective by rings.
@@ -167,16 +161,11 @@ class Links:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of an optimizer step, in seconds.
-
-    Attributes:
-        exposed: what does not hide behind the backward pass.
-        bytes: that each process sends.
-    """
+    """The collectives of an optimizer step, in seconds."""
 
     total: float
-    exposed: float
-    bytes: float
+    exposed: float  # what does not hide behind the backward pass
+    bytes: float  # that each process sends
 
 
 def traffic(links: Links, parameters: int, stage: int, accumulation: int, forward: float, backward: float) -> Traffic:

@@ -27,64 +27,39 @@ _COMPILED_STARTS = 0.3  # operators that are started after compiling, of those b
 
 @dataclass(frozen=True)
 class Options:
-    """What a plan takes from its command line, beside the run itself.
+    """What a plan takes from its command line, beside the run itself."""
 
-    Attributes:
-        time_limit: of a Slurm job, in seconds; None: no number of jobs.
-        price: of an hour of a GPU; None: no sum.
-        network: bytes per second between a node and the others.
-        data: shard set on which the loader is measured; None: it is not.
-    """
-
-    time_limit: float | None = None
-    price: float | None = None
-    network: float = NETWORK
-    data: Place | None = None
+    time_limit: float | None = None  # of a Slurm job, in seconds; None: no number of jobs
+    price: float | None = None  # of an hour of a GPU; None: no sum
+    network: float = NETWORK  # bytes per second between a node and the others
+    data: Place | None = None  # shard set on which the loader is measured; None: it is not
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """An optimizer step by the model of its time.
+    """An optimizer step by the model of its time."""
 
-    Attributes:
-        parts: seconds by part.
-        traffic: collectives.
-        flops: of products, attention and convolutions on one process, without recomputation.
-        compiled: parts of it run through ``torch.compile``.
-    """
-
-    parts: dict[str, float]
-    traffic: Traffic
-    flops: float
-    compiled: bool
+    parts: dict[str, float]  # seconds by part
+    traffic: Traffic  # collectives
+    flops: float  # of products, attention and convolutions on one process, without recomputation
+    compiled: bool  # parts of it run through ``torch.compile``
 
 
 @dataclass(frozen=True)
 class Time:
-    """What a run takes.
-
-    Attributes:
-        ratio: of the measured run's step to the model's; 1 without one.
-        images: sizes of the data set; None: not known, so that there are no hours.
-        length: steps and evaluations; None likewise.
-        checkpoints: their size and number; None likewise.
-        evaluation_seconds: of one pass over the validation set, the average's included.
-        start_seconds: of a job until its first step.
-        loader: what the loader takes on the real shards; None: not measured.
-        measured: the run whose figures replace the model's; None: the model's.
-    """
+    """What a run takes."""
 
     subject: Subject
     step: StepParts
-    ratio: float
+    ratio: float  # of the measured run's step to the model's; 1 without one
     source: str
-    images: Images | None
-    length: Length | None
-    checkpoints: Checkpoints | None
-    evaluation_seconds: float
-    start_seconds: float
-    loader: LoaderNeed | None
-    measured: Measured | None
+    images: Images | None  # sizes of the data set; None: not known, so that there are no hours
+    length: Length | None  # steps and evaluations; None likewise
+    checkpoints: Checkpoints | None  # their size and number; None likewise
+    evaluation_seconds: float  # of one pass over the validation set, the average's included
+    start_seconds: float  # of a job until its first step
+    loader: LoaderNeed | None  # what the loader takes on the real shards; None: not measured
+    measured: Measured | None  # the run whose figures replace the model's; None: the model's
     options: Options
 
     @property

@@ -44,30 +44,19 @@ TRANSCENDENTAL = frozenset(
 
 @dataclass(frozen=True)
 class Operator:
-    """One call of an operator.
+    """One call of an operator."""
 
-    Attributes:
-        name: PyTorch's, without the overload.
-        kind: one of ``KINDS``.
-        flops: 2 per multiply-accumulate of products, attention and convolutions; 0 of all others.
-        reads, writes: (number of the memory, bytes) of each tensor. Views of the same memory have the same number.
-        elements: of the largest tensor that it reads or writes; of attention, its scores.
-        dtype: that it computes in.
-        backward: whether it belongs to the backward pass.
-        recomputed: by activation checkpointing.
-        kernels: that it starts on a GPU.
-    """
-
-    name: str
-    kind: str
-    flops: float
+    name: str  # PyTorch's, without the overload
+    kind: str  # one of ``KINDS``
+    flops: float  # 2 per multiply-accumulate of products, attention and convolutions; 0 of all others
+    # (number of the memory, bytes) of each tensor. Views of the same memory have the same number.
     reads: tuple[tuple[int, int], ...]
     writes: tuple[tuple[int, int], ...]
-    elements: int
-    dtype: torch.dtype
-    backward: bool = False
-    recomputed: bool = False
-    kernels: int = 1
+    elements: int  # of the largest tensor that it reads or writes; of attention, its scores
+    dtype: torch.dtype  # that it computes in
+    backward: bool = False  # whether it belongs to the backward pass
+    recomputed: bool = False  # by activation checkpointing
+    kernels: int = 1  # that it starts on a GPU
 
     @property
     def bytes(self) -> int:

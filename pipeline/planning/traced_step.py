@@ -36,31 +36,18 @@ _EVALUATED_BATCHES = 2  # the second finds what the model keeps from batch to ba
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A trace.
+    """A trace."""
 
-    Attributes:
-        parts: bytes by name at the moment at which their sum is largest.
-        operators: of one micro-batch in order, forward and then backward; of an evaluation those of a batch.
-        teacher: operators of its forward pass.
-        kept: numbers of the memory that is needed after them: gradients and scores.
-        tensors: parameters that learn.
-        elements: numbers in them.
-        state_elements: numbers that the optimizer keeps, over all processes.
-        optimizer_passes: numbers that the optimizer reads and writes for each of the elements.
-        optimizer_flops: of the matrix products in its step.
-        buffers: bytes of the buffers that a checkpoint has.
-    """
-
-    parts: Counter[str]
-    operators: list[Operator]
-    teacher: list[Operator]
-    kept: set[int]
-    tensors: int
-    elements: int
-    state_elements: int
-    optimizer_passes: float
-    optimizer_flops: float
-    buffers: int
+    parts: Counter[str]  # bytes by name at the moment at which their sum is largest
+    operators: list[Operator]  # of one micro-batch in order, forward and then backward; of an evaluation those of a batch
+    teacher: list[Operator]  # operators of its forward pass
+    kept: set[int]  # numbers of the memory that is needed after them: gradients and scores
+    tensors: int  # parameters that learn
+    elements: int  # numbers in them
+    state_elements: int  # numbers that the optimizer keeps, over all processes
+    optimizer_passes: float  # numbers that the optimizer reads and writes for each of the elements
+    optimizer_flops: float  # of the matrix products in its step
+    buffers: int  # bytes of the buffers that a checkpoint has
 
 
 def trace_step(config: Config, layout: Layout) -> TracedStep:

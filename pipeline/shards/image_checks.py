@@ -40,19 +40,12 @@ class Rejected(ValueError):
 
 @dataclass(frozen=True)
 class ImageRules:
-    """How images are checked and stored.
+    """How images are checked and stored."""
 
-    Attributes:
-        decode: decode every image, which finds truncation and damage; False: parse headers only.
-        resize_short_side: resize images whose short side is longer than this, in pixels; None: never.
-        quality: JPEG quality of resized images, 1 to 100.
-        keep_formats: keep PNG, WebP, TIFF and BMP where decoders agree on them; False: store everything as JPEG.
-    """
-
-    decode: bool = True
-    resize_short_side: int | None = None
-    quality: int = 90
-    keep_formats: bool = True
+    decode: bool = True  # decode every image, which finds truncation and damage; False: parse headers only
+    resize_short_side: int | None = None  # resize images whose short side is longer than this, in pixels; None: never
+    quality: int = 90  # JPEG quality of resized images, 1 to 100
+    keep_formats: bool = True  # keep PNG, WebP, TIFF and BMP where decoders agree on them; False: store everything as JPEG
 
     def description(self) -> dict:
         """The settings that determine the stored bytes."""

@@ -75,17 +75,12 @@ class SplitInfo:
 
 @dataclass(frozen=True)
 class ShardManifest:
-    """The content of ``manifest.json``.
+    """The content of ``manifest.json``."""
 
-    Attributes:
-        classes: identifiers of the classes (folder names, wnids), in index order.
-        class_names: what tables and figures call the classes, in index order; None: their identifiers.
-    """
-
-    classes: list[str]
+    classes: list[str]  # identifiers of the classes (folder names, wnids), in index order
     splits: dict[str, SplitInfo] = field(default_factory=dict)
     version: int = FORMAT_VERSION
-    class_names: list[str] | None = None
+    class_names: list[str] | None = None  # what tables and figures call the classes, in index order; None: their identifiers
 
     def write(self, folder: Path) -> None:
         """Replace the folder's manifest atomically."""

@@ -53,15 +53,10 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Version:
-    """One state of an object, for a write that must replace this state alone; by default, that there is none.
+    """One state of an object, for a write that must replace this state alone; by default, that there is none."""
 
-    Attributes:
-        tag: the etag; empty if there is none.
-        number: of the version, where the store counts them.
-    """
-
-    tag: str = ""
-    number: str = ""
+    tag: str = ""  # the etag; empty if there is none
+    number: str = ""  # of the version, where the store counts them
 
 
 @dataclass(frozen=True)

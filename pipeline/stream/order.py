@@ -130,18 +130,12 @@ class Placing:
 
     A mixing group of more than G // R images cannot hold different images only. Views then stand side by side in the stream's
     order.
-
-    Args:
-        global_batch_size: G.
-        repeats: R, views of an image.
-        epoch_length: positions per epoch, :func:`epoch_length`.
-        group: images that are mixed with each other; 1: none.
     """
 
-    global_batch_size: int
-    repeats: int
-    epoch_length: int
-    group: int
+    global_batch_size: int  # G
+    repeats: int  # R, views of an image
+    epoch_length: int  # positions per epoch, :func:`epoch_length`
+    group: int  # images that are mixed with each other; 1: none
 
     @property
     def spreads(self) -> bool:

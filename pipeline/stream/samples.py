@@ -20,15 +20,10 @@ from pipeline.stream.philox import Stream, random_words
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sets of images and their weights; samples are numbered through all sets, one set after another.
+    """Sets of images and their weights; samples are numbered through all sets, one set after another."""
 
-    Args:
-        sizes: images of each set.
-        weights: how often each image of a set is shown in an epoch, on average.
-    """
-
-    sizes: tuple[int, ...]
-    weights: tuple[float, ...]
+    sizes: tuple[int, ...]  # images of each set
+    weights: tuple[float, ...]  # how often each image of a set is shown in an epoch, on average
 
     @cached_property
     def shown(self) -> np.ndarray:
