@@ -27,7 +27,7 @@ from pipeline.errors import UserError
 from pipeline.files import file_sha256
 from pipeline.shards.files.cache import ShardCache
 from pipeline.shards.files.cached import CachedFiles
-from pipeline.shards.files.local import LocalFiles, Range, ShardFiles
+from pipeline.shards.files.local import LocalFiles, Range, ShardFiles, SourceFiles
 from pipeline.shards.manifest import (
     MANIFEST,
     SHARDER,
@@ -68,10 +68,9 @@ class ShardSet:
     def __init__(
         self, folder: str | os.PathLike[str], split: str, readers: int = 1, *, cache: ShardCache | None = None
     ) -> None:
-        self.files: ShardFiles = open_files(folder, split, readers)
-        self.folder = self.files.folder
-        self.split = split
-        manifest = self.files.manifest()
+        source = open_files(folder, split, readers)
+        self.folder, self.split = source.folder, split
+        manifest = source.manifest()
         if split not in manifest.splits:
             raise UserError(
                 f"the split must be one of {sorted(manifest.splits)} of {self.folder / MANIFEST}, got {split!r}",
@@ -81,13 +80,14 @@ class ShardSet:
         self.class_names = manifest.class_names or manifest.classes
         self.info = manifest.splits[split]
         for shard in self.info.shards:
-            self.files.expect(shard.file, shard.bytes, "shard again into an empty folder, or copy the file again")
-            self.files.expect(shard.idx_file, shard.idx_bytes, f"rebuild it with wds2idx {shard.file} {shard.idx_file}")
-        self.samples = self._map_samples()
+            source.expect(shard.file, shard.bytes, "shard again into an empty folder, or copy the file again")
+            source.expect(shard.idx_file, shard.idx_bytes, f"rebuild it with wds2idx {shard.file} {shard.idx_file}")
+        self.samples = self._map_samples(source)
         self._first_of_shard = [0, *accumulate(shard.samples for shard in self.info.shards)]  # sample numbers
-        self.files.will_open(len(self.info.shards))
+        source.will_open(len(self.info.shards))
+        self.files: ShardFiles = source
         if cache is not None:
-            self.files = CachedFiles(self.files, cache, self.info.shards, self.samples)
+            self.files = CachedFiles(source, cache, self.info.shards, self.samples)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -209,11 +209,11 @@ class ShardSet:
         """Name of the tar with a row of the sample table."""
         return self.info.shards[int(sample["shard"])].file
 
-    def _map_samples(self) -> np.ndarray:
+    def _map_samples(self, source: SourceFiles) -> np.ndarray:
         path = self.folder / self.info.samples_file
         remedy = "restore it, or shard again into an empty folder"
         try:
-            local = self.files.whole(self.info.samples_file)
+            local = source.whole(self.info.samples_file)
             if file_sha256(local) != self.info.samples_sha256:  # 41 MB for ImageNet, and every label and crop depends on it
                 raise ValueError("its checksum is not the one in the manifest")
             samples = map_sample_table(local, self.info.samples)
@@ -228,7 +228,7 @@ class ShardSet:
         return samples
 
 
-def open_files(path: str | os.PathLike[str], split: str, readers: int = 1) -> ShardFiles:
+def open_files(path: str | os.PathLike[str], split: str, readers: int = 1) -> SourceFiles:
     """The files of the shard set at ``data.path``.
 
     Args:

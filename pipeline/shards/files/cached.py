@@ -22,7 +22,7 @@ from pipeline.hardware import GIB
 from pipeline.shards.files.cache import ShardCache
 from pipeline.shards.files.cache_filler import Filler
 from pipeline.shards.files.local import Range, ShardFiles
-from pipeline.shards.manifest import ShardInfo, ShardManifest
+from pipeline.shards.manifest import ShardInfo
 
 if TYPE_CHECKING:  # data_prep comes here without a config
     from pipeline.config import DataConfig
@@ -53,25 +53,13 @@ class CachedFiles(ShardFiles):
         self._starting = threading.Lock()
         weakref.finalize(self, self._filler.stop)
 
-    def manifest(self) -> ShardManifest:
-        return self.source.manifest()
-
-    def expect(self, name: str, size: int, remedy: str) -> None:
-        self.source.expect(name, size, remedy)
-
-    def will_open(self, count: int) -> None:
-        self.source.will_open(count)
-
-    def whole(self, name: str) -> Path:
-        return self.source.whole(name)
-
     def read(self, name: str, offset: int, size: int) -> bytes | memoryview:
         data = self._from_cache(name, offset, size)
         return self.source.read(name, offset, size) if data is None else data
 
     def read_many(self, ranges: list[Range]) -> Iterable[bytes | memoryview | OSError]:
-        found = [self._from_cache(*each) for each in ranges]
-        rest = iter(self.source.read_many([each for each, data in zip(ranges, found) if data is None]))
+        found = [self._from_cache(*wanted) for wanted in ranges]
+        rest = iter(self.source.read_many([wanted for wanted, data in zip(ranges, found) if data is None]))
         return (next(rest) if data is None else data for data in found)
 
     def will_need(self, ranges: list[Range]) -> None:

@@ -34,6 +34,43 @@ class ShardFiles(ABC):
     repeats = False
 
     @abstractmethod
+    def read(self, name: str, offset: int, size: int) -> bytes | memoryview:
+        """Bytes of a file; fewer than ``size`` where it ends.
+
+        Raises:
+            OSError: they cannot be read; ``strerror`` is the reason.
+            UserError: none of the files can be read any more.
+        """
+
+    def read_many(self, ranges: list[Range]) -> Iterable[bytes | memoryview | OSError]:
+        """For each range what :meth:`read` returns, or the ``OSError`` that it raises.
+
+        Raises:
+            UserError: none of the files can be read any more.
+        """
+        for wanted in ranges:
+            try:
+                yield self.read(*wanted)
+            except OSError as error:
+                yield error
+
+    @abstractmethod
+    def will_need(self, ranges: list[Range]) -> None:
+        """Announce the ranges of a window, which will be read soon. Returns immediately, and never fails."""
+
+    @abstractmethod
+    def forget_if_replaced(self, name: str) -> None:
+        """If the file is another one than when it was read first, read that from now on."""
+
+    def take_counts(self) -> dict[str, int] | None:
+        """Count the requests since the last call: :meth:`pipeline.stores.store.Store.take_counts`; None without a store."""
+        return None
+
+
+class SourceFiles(ShardFiles):
+    """The files where a set lies as a whole, with its manifest and sample tables."""
+
+    @abstractmethod
     def manifest(self) -> ShardManifest:
         """The set's manifest. Raises UserError: as :meth:`ShardManifest.read`."""
 
@@ -56,41 +93,8 @@ class ShardFiles(ABC):
             OSError: it cannot be had.
         """
 
-    @abstractmethod
-    def read(self, name: str, offset: int, size: int) -> bytes | memoryview:
-        """Bytes of a file; fewer than ``size`` where it ends.
-
-        Raises:
-            OSError: they cannot be read; ``strerror`` is the reason.
-            UserError: none of the files can be read any more.
-        """
-
-    def read_many(self, ranges: list[Range]) -> Iterable[bytes | memoryview | OSError]:
-        """For each range what :meth:`read` returns, or the ``OSError`` that it raises.
-
-        Raises:
-            UserError: none of the files can be read any more.
-        """
-        for each in ranges:
-            try:
-                yield self.read(*each)
-            except OSError as error:
-                yield error
-
     def will_open(self, count: int) -> None:  # noqa: B027 (nothing to prepare by default)
         """Announce that ``count`` tars will be read in turns."""
-
-    @abstractmethod
-    def will_need(self, ranges: list[Range]) -> None:
-        """Announce the ranges of a window, which will be read soon. Returns immediately, and never fails."""
-
-    @abstractmethod
-    def forget_if_replaced(self, name: str) -> None:
-        """If the file is another one than when it was read first, read that from now on."""
-
-    def take_counts(self) -> dict[str, int] | None:
-        """Count the requests since the last call: :meth:`pipeline.stores.store.Store.take_counts`; None without a store."""
-        return None
 
 
 class OpenFile:
@@ -128,7 +132,7 @@ def is_file_at(descriptor: int, path: Path, follow_links: bool = True) -> bool:
         return False
 
 
-class LocalFiles(ShardFiles):
+class LocalFiles(SourceFiles):
     """:class:`ShardFiles` in a folder of a file system. Tars that were read stay open, as many as the system allows: those read last.
 
     They are read with ``pread`` and not mapped, so that truncation of a tar under a running job is an error that names the file,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.files import disk_reason, file_sha256, lock_bytes, replace_file
-from pipeline.shards.files.local import Range, ShardFiles
+from pipeline.shards.files.local import Range, SourceFiles
 from pipeline.shards.manifest import MANIFEST, SHARDER, ShardManifest
 from pipeline.stores.client import Answer, Kind
 from pipeline.stores.place import RemotePath
@@ -121,7 +121,7 @@ class _Blocks:
         return None
 
 
-class RemoteFiles(ShardFiles):
+class RemoteFiles(SourceFiles):
     """Files below a URL.
 
     Args:
@@ -205,7 +205,7 @@ class RemoteFiles(ShardFiles):
 
     def read_many(self, ranges: list[Range]) -> list[bytes | memoryview | OSError]:
         found: list[bytes | memoryview | OSError] = [b""] * len(ranges)
-        coming = {place: read_block for place, each in enumerate(ranges) if (read_block := self._blocks.find(*each))}
+        coming = {place: read_block for place, wanted in enumerate(ranges) if (read_block := self._blocks.find(*wanted))}
         alone = [place for place in range(len(ranges)) if place not in coming]
         pieces = join_ranges([ranges[place] for place in alone])
         answers = self.store.threads.map(lambda piece: self.read(piece.name, piece.begin, piece.size), pieces)
