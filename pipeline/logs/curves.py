@@ -16,12 +16,7 @@ from pipeline.config import Config, flatten
 GLANCE = "at_a_glance"
 _UTILIZATION = ("images_per_second", "mfu", "data_wait", "memory_gib", "peak_memory_gib")
 _TROUBLE = ("replaced", "bad_samples", "skipped_steps")
-_STORE = ("requests", "mib", "throttled", "cut", "errors", "missing", "denied", "changed")  # where data comes from a store
-_GROUPS = {
-    **dict.fromkeys(_UTILIZATION, "utilization"),
-    **dict.fromkeys(_TROUBLE, "trouble"),
-    **{f"store_{name}": "store" for name in _STORE},
-}
+_GROUPS = {**dict.fromkeys(_UTILIZATION, "utilization"), **dict.fromkeys(_TROUBLE, "trouble")}
 _BEGINNINGS = ("seed", "model.", "augment.", "train.", "optim.", "data.path", "data.crop_", "data.flip", "data.train_")
 NO_CURVES = ("step", "time", "epoch", "samples", "correct1", "correct5", "count")  # straight lines, or duplicates
 
@@ -34,7 +29,10 @@ def suffix(weights: str) -> str:
 def of_row(row: Mapping[str, Any], group: str, suffix: str = "") -> dict[str, float]:
     """Name -> value for a row of metrics.jsonl, of ``train`` or ``eval``."""
     numbers = {name: value for name, value in row.items() if isinstance(value, (int, float)) and name not in NO_CURVES}
-    return {f"{_GROUPS.get(name.removesuffix('_rank'), group)}/{name}{suffix}": value for name, value in numbers.items()}
+    groups = {
+        name: "store" if name.startswith("store_") else _GROUPS.get(name.removesuffix("_rank"), group) for name in numbers
+    }
+    return {f"{groups[name]}/{name}{suffix}": value for name, value in numbers.items()}
 
 
 def of_steps(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

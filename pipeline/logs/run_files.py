@@ -77,14 +77,15 @@ def write_run_files(
 
 
 def _write(config: Config, start: dict) -> int:
-    config_file, environment_file = (Path(config.output_dir) / name for name in (CONFIG, ENVIRONMENT))
-    earlier = _starts(environment_file)
+    run_dir = Path(config.output_dir)
+    earlier = earlier_starts(run_dir)
     starts = [*earlier, start]
     contents = {
-        config_file: f"# {start['precision']}\n{config_to_yaml(config)}",
-        environment_file: json.dumps(starts, indent=1) + "\n",
+        CONFIG: f"# {start['precision']}\n{config_to_yaml(config)}",
+        ENVIRONMENT: json.dumps(starts, indent=1) + "\n",
     }
-    for path, content in contents.items():
+    for name, content in contents.items():
+        path = run_dir / name
         try:
             remove_leftovers(path)
             replace_text(path, content)
@@ -108,17 +109,7 @@ def _changed_packages(before: object, now: dict) -> str:
 
 def earlier_starts(run_dir: Path) -> list[dict]:
     """The starts of a run so far, the latest last; none for a new run. Raises UserError: ``environment.json`` is damaged."""
-    return _starts(run_dir / ENVIRONMENT)
-
-
-def check_run_files(run_dir: Path) -> None:
-    """Check, without writing, that :func:`write_run_files` could write. Raises UserError: as it would."""
-    earlier_starts(run_dir)
-    if run_dir.is_dir() and not os.access(run_dir, os.W_OK | os.X_OK):
-        raise write_error(run_dir / CONFIG, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-
-
-def _starts(path: Path) -> list[dict]:
+    path = run_dir / ENVIRONMENT
     try:
         starts = json.loads(path.read_text())
         if not isinstance(starts, list):
@@ -129,6 +120,13 @@ def _starts(path: Path) -> list[dict]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path} is damaged ({reason})", "move it away") from None
     return starts
+
+
+def check_run_files(run_dir: Path) -> None:
+    """Check, without writing, that :func:`write_run_files` could write. Raises UserError: as it would."""
+    earlier_starts(run_dir)
+    if run_dir.is_dir() and not os.access(run_dir, os.W_OK | os.X_OK):
+        raise write_error(run_dir / CONFIG, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 def _environment(config: Config, world: World) -> dict:
