@@ -71,10 +71,7 @@ def gpu_places(proc: Path = _PROC) -> dict[str, str]:
 
 def near(address: str | None, sys: Path = _SYS) -> set[int]:
     """CPUs of the NUMA node that a PCI device is attached to; empty if that is not known."""
-    try:
-        return cpu_list((sys / "bus/pci/devices" / str(address) / "local_cpulist").read_text())
-    except (OSError, ValueError):
-        return set()
+    return _cpus_in(sys / "bus/pci/devices" / str(address) / "local_cpulist")
 
 
 def share_of(index: int, near_each: Sequence[set[int]], sys: Path = _SYS) -> set[int]:
@@ -97,10 +94,15 @@ def share_of(index: int, near_each: Sequence[set[int]], sys: Path = _SYS) -> set
 
 def siblings(cpu: int, sys: Path = _SYS) -> set[int]:
     """The hyper-threads of the core that a CPU belongs to, itself included."""
+    return _cpus_in(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") | {cpu}
+
+
+def _cpus_in(file: Path) -> set[int]:
+    """The CPUs that a file lists; none if it cannot be read."""
     try:
-        return cpu_list((sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()) | {cpu}
+        return cpu_list(file.read_text())
     except (OSError, ValueError):
-        return {cpu}
+        return set()
 
 
 def cpu_list(text: str) -> set[int]:

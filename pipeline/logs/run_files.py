@@ -22,7 +22,7 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -130,7 +130,7 @@ def check_run_files(run_dir: Path) -> None:
 
 
 def _environment(config: Config, world: World) -> dict:
-    on_gpu = world.device.type == "cuda"
+    on_gpu, job = world.device.type == "cuda", job_name(os.environ)
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
@@ -138,7 +138,8 @@ def _environment(config: Config, world: World) -> dict:
         "git_commit": _git_commit(),
         "world_size": world.size,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else platform.processor() or "cpu",
-        "slurm": _slurm(os.environ),
+        # What squeue and scontrol call the job, ARRAY_TASK in a job array; the rest as Slurm has it. Empty outside of a job.
+        "slurm": {**({"job": job} if job else {}), **{name: os.environ[name] for name in _SLURM if name in os.environ}},
     }
 
 
@@ -149,13 +150,6 @@ def _packages(names: Iterable[str]) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """``job`` is what squeue and scontrol call it, ARRAY_TASK in a job array; the rest as Slurm has it. Empty outside of a job."""
-    job = job_name(environment)
-    told = {name: environment[name] for name in _SLURM if name in environment}
-    return {"job": job, **told} if job else told
 
 
 def _git_commit() -> str | None:
