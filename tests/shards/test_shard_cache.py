@@ -99,7 +99,7 @@ def test_a_shard_gets_its_name_while_nobody_counts_the_files(tmp_path: Path) -> 
     assert isinstance(partial, Partial)
     partial.append(bytes(SIZE))
     thread = threading.Thread(target=partial.publish)
-    with cache._alone():
+    with cache.alone():
         thread.start()
         thread.join(0.3)
         assert thread.is_alive() and used_bytes(cache) == SIZE and not cache.path(shard(0)).exists()
