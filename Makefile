@@ -80,7 +80,7 @@ coverage: install   ## how much of the code the tests run, in the processes that
 
 # It prints the tables of benchmarks/RESULTS.md.
 soak: install   ## fault tests with random kills, 40 minutes or more
-	PERVIT_SOAK=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s -m soak tests/faults tests/run
+	PERVIT_SOAK=1 PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -s -m soak tests/faults
 
 # With the Python of .venv, else with $(PYTHON): a machine without network has its own packages. docs/install.md
 GPU_OPTIONS ?= --output gpu-check.jsonl

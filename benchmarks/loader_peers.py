@@ -79,10 +79,10 @@ def check(images: Tensor, batch_size: int) -> None:
     """
     wanted = (batch_size, 3, IMAGE_SIZE, IMAGE_SIZE)
     if tuple(images.shape) != wanted or images.dtype != torch.float32:
-        raise ValueError(f"a batch of {tuple(images.shape)} {images.dtype}, {wanted} torch.float32 needed")
+        raise ValueError(f"a batch must be {wanted} torch.float32, got {tuple(images.shape)} {images.dtype}")
     # Normalized natural images: mean near 0, deviation near 1. Those on [0, 1] deviate by 0.3, those on [0, 255] by 70.
     if not (images.mean().abs() < 1 and 0.6 < images.std() < 1.7):
-        raise ValueError(f"pixels of mean {images.mean():.2f} and deviation {images.std():.2f}, normalized ones needed")
+        raise ValueError(f"pixels must be normalized, got mean {images.mean():.2f} and deviation {images.std():.2f}")
 
 
 def serve(batches: Iterator[Tensor], requests: Iterator[str], answer: Callable[[str], None]) -> None:

@@ -137,7 +137,7 @@ def _servers(shards: Path, stack: ExitStack) -> Iterator[tuple[str, int, str]]:
 
 @contextmanager
 def _delayed(port: int, milliseconds: float) -> Iterator[int]:
-    """A proxy before a server, in a process of its own; gives its port. Without a delay, too: what it costs is no latency."""
+    """A proxy before a server, in a process of its own; gives its port. Without a delay, too: what it costs is not latency."""
     command = [sys.executable, str(ROOT / "tests" / "support" / "http_proxy.py"), str(port), str(milliseconds)]
     proxy = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert proxy.stdout

@@ -22,7 +22,7 @@ from pipeline.shards.image_checks import Rejected, check_decodes
 from pipeline.shards.image_headers import jpeg_header, kept_format
 from pipeline.shards.manifest import KEPT_FORMATS, ShardInfo, sample_key
 
-MEMBERS = ("jpg", "cls", "json")  # or another of IMAGES in place of the first
+MEMBERS = ("jpg", "cls", "json")  # or another of IMAGES instead of the first
 IMAGES = ("jpg", *KEPT_FORMATS)
 _MOST_OF_A_KIND = 5  # findings of one check and shard that are listed individually
 _SIGMAS = 7  # tolerance of the class balance: a random draw exceeds it about once in 10^11 shards
@@ -221,7 +221,7 @@ def _check_image(key: str, suffix: str, data: bytes, findings: Findings, decode:
     except Rejected as error:
         findings.add("decode", f"{key}: {error}", "an image that decodes")
     except ValueError as error:
-        findings.add("image", f"{key}: {error}", "a whole JPEG" if suffix == MEMBERS[0] else f"a whole {suffix}")
+        findings.add("image", f"{key}: {error}", "an intact JPEG" if suffix == MEMBERS[0] else f"an intact {suffix}")
         return ""
     return f"{width}x{height}"
 

@@ -132,7 +132,7 @@ class FinishedShard:
         info: its manifest entry.
         rejected: rejected images, a line of ``rejected.jsonl`` each.
         reencoded: re-encoded images, a line of ``reencoded.jsonl`` each.
-        formats: suffix -> number of its images that are no JPEGs.
+        formats: suffix -> number of its images that are not JPEGs.
     """
 
     rows: np.ndarray
@@ -156,7 +156,7 @@ def write_shard(task: ShardTask) -> list[dict]:
     lines: list[str] = []  # of the index
     rejected: list[dict] = []
     reencoded: list[dict] = []
-    formats: Counter[str] = Counter()  # of the images that are no JPEGs
+    formats: Counter[str] = Counter()  # of the images that are not JPEGs
     digests: list[str] = []
 
     def write_tar(file: BinaryIO) -> None:

@@ -1,7 +1,7 @@
-"""A shard set that is written into a store: each file is finished in a scratch folder, uploaded whole, compared, and removed there.
+"""Write a shard set into a store: finish each file in a scratch folder, upload it in one piece, compare it, remove the local copy.
 
 The store holds what a folder would: tars, indexes, a record of each finished shard, and a marker with the description of the set, until
-the manifest lists the split. So any machine can go on with an interrupted set, and the tasks of a job array see each other's shards.
+the manifest lists the split. So any machine can continue an interrupted set, and the tasks of a job array see each other's shards.
 
 There are no locks in a store. The marker, the lists and the manifest are written under the condition that nobody has written them since
 they were read. Whoever has the same description writes the same bytes; whoever has another one finds the marker and stops.

@@ -46,7 +46,7 @@ def upload(folder: Path, url: Place | str) -> None:
         url: of the store.
 
     Raises:
-        UserError: there is no whole set in the folder, the place holds another one, or it cannot be written.
+        UserError: the folder has no complete set, the place holds another one, or it cannot be written.
     """
     from tqdm import tqdm
 

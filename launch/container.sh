@@ -1,4 +1,4 @@
-# launch/container.sh [words of the job]: sourced by train_job.sh and shard_imagenet.slurm; makes PERVIT_SRUN of PERVIT_CONTAINER.
+# launch/container.sh [words of the job]: sourced by train_job.sh and shard_imagenet.slurm; sets PERVIT_SRUN from PERVIT_CONTAINER.
 #
 #   PERVIT_CONTAINER=/images/pervit.sif    sbatch launch/pervit_t.slurm       Apptainer: a .sif file, a folder, docker://, oras://
 #   PERVIT_CONTAINER=/images/pervit.sqsh   sbatch launch/pervit_t.slurm       pyxis and enroot: a .sqsh file, REGISTRY#IMAGE

@@ -1,6 +1,6 @@
 # launch/plan_job.sh CONFIG [dotted.key=value ...] [options of pipeline.plan]: sourced by train_job.sh, where --plan is among its words.
 #
-# Prints what the job would take, with python -m pipeline.plan, in place of the training:
+# Prints what the job would take, with python -m pipeline.plan, instead of the training:
 #
 #   bash launch/pervit_m.slurm --plan                                  a login node will do
 #   bash launch/train.slurm configs/convit_s.yaml --plan --nodes 2 --gpu a100-80g train.micro_batch_size=64

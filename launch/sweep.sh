@@ -8,8 +8,8 @@
 #
 # The same file goes to a cluster with: bash launch/sweep.slurm FILE
 #
-# The runs are in runs/ and the file's name, a folder each, with the page report.html that compares them. The same command goes on
-# where it was stopped. Ctrl-C lets the runs save what they have trained; a second one ends them at once.
+# The runs are in runs/ and the file's name, a folder each, with the page report.html that compares them. The same command resumes
+# a stopped sweep. Ctrl-C lets the runs save what they have trained; a second one ends them at once.
 # All options: python -m pipeline.sweep --help
 #
 # Python: the active environment, else .venv of this repository; PERVIT_VENV names another.

@@ -178,11 +178,11 @@ see_that_it_may_go_on() {
   shown=$(ask_slurm show job --oneliner "$job") || end "scontrol does not answer. Submit the same command again."
   case $shown in
     *" Requeue=0 "*)
-      end "it was submitted with --no-requeue. Submit the same command again, it goes on from the newest checkpoint." ;;
+      end "it was submitted with --no-requeue. Submit the same command again, it resumes from the newest checkpoint." ;;
     *" JobState=RUNNING "*) past_time_limit=no ;;
     *" Reason=TimeLimit "*) past_time_limit=yes ;;
     *" Restarts=${SLURM_RESTART_COUNT:-0} "*)
-      end "it was cancelled. Submit the same command again, it goes on from the newest checkpoint." ;;
+      end "it was cancelled. Submit the same command again, it resumes from the newest checkpoint." ;;
     *) end "Slurm has done so already, after a failed node or by request." ;;
   esac
 }

@@ -3,8 +3,8 @@
     python -m pipeline.analyze runs/pervit_t --data data/imagenet --output analysis/pervit_t
     python -m pipeline.analyze deit_s --data folder/of/images --images 100 --only attention_distance --output analysis/deit_s
 
-Writes index.html, a page with all figures; the figures as PNG and SVG; and analysis.json with the numbers. Without --data there is
-what the weights alone show. A model's name stands for fresh weights.
+Writes index.html, a page with all figures; the figures as PNG and SVG; and analysis.json with the numbers. Without --data,
+only the figures of the weights are made. A model's name stands for fresh weights.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def main() -> None:
     add("--example", nargs="+", default=[], metavar="KEY", help="images to show with their maps, by their keys")
     add("--examples", type=int, default=4, metavar="N", help="images to show, chosen at random, without --example (default: 4)")
     add("--batch-size", type=int, default=16, help="images per process and forward pass (default: 16); no figure depends on it")
-    add("--seed", type=int, default=0, help="of the choice of images, and of fresh weights (default: 0)")
+    add("--seed", type=int, default=0, help="for the choice of images and for fresh weights (default: 0)")
     add("--step", type=parse_step, help="which checkpoint: a number or best (default: the newest)")
-    add("--output", required=True, type=Path, metavar="DIR", help="folder to write to; a former analysis there is replaced")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder to write to; an earlier analysis there is replaced")
     run(parser.parse_args())
 
 

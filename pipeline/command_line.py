@@ -80,14 +80,14 @@ def run_command(main: Callable[[], int | None], resumes: bool = True) -> NoRetur
 
     Args:
         main: of the command; returns its exit code, or None for 0.
-        resumes: whether the command, given again after Ctrl-C, goes on where it was; what follows Ctrl-C is worded accordingly.
+        resumes: whether the command, given again after Ctrl-C, continues where it stopped; decides what Ctrl-C prints.
     """
     try:
         code = main()
     except UserError as error:
         _fail(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        after = "goes on from what is saved" if resumes else "starts from the beginning"
+        after = "continues from what is saved" if resumes else "starts from the beginning"
         _fail(f"stopped; the same command {after}", 130)
     except ModuleNotFoundError as error:
         if (error.name or "pipeline").partition(".")[0] in ("pipeline", "data_prep"):

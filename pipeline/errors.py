@@ -1,4 +1,4 @@
-"""User errors, each one sentence, and the exit codes of all commands."""
+"""Define errors of the user, one sentence each, and the exit codes of all commands."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def main() -> int:
     add("--output", type=Path, metavar="PATH", help="the file or folder to write")
     add("--step", type=parse_step, metavar="N|best", help="which checkpoint (default: the newest)")
     add("--weights", choices=("model", "ema"), help="default: ema if the run kept an average, else model")
-    add("--precision", metavar="fp32|fp16", help="of the export's numbers; fp16 for onnx (default: fp32)")
+    add("--precision", metavar="fp32|fp16", help="precision of the exported numbers; fp16 only for onnx (default: fp32)")
     add("--names", choices=("ours", "authors"), default="ours", help="tensor names in a safetensors file (default: ours)")
     add("--force", action="store_true", help="replace an existing export")
     add(
@@ -51,8 +51,8 @@ def main() -> int:
         metavar="REPO",
         help="upload the export to this repository of the Hugging Face hub (NAME or OWNER/NAME)",
     )
-    add("--private", action="store_true", help="a repository that --push-to-hub creates is private")
-    add("--verify", type=Path, metavar="PATH", help="compare an export with its checksums, and do nothing else")
+    add("--private", action="store_true", help="make the repository private if --push-to-hub creates it")
+    add("--verify", type=Path, metavar="PATH", help="only compare an export with its checksums")
     return run(parser.parse_args())
 
 

@@ -151,7 +151,7 @@ class DiskRefuses(UserError):
 
 def write_error(path: Path, error: OSError) -> UserError:
     """The error for a file of a run folder that could not be written; a :class:`DiskRefuses` if a retry may help."""
-    go_on = "and start again: the run goes on from its newest checkpoint"
+    go_on = "and start again: the run resumes from its newest checkpoint"
     if error.errno in _FULL:
         return DiskRefuses(
             f"{path} cannot be written: its disk is full ({_free_mb(path)}, {disk_reason(path, error)}): free some space {go_on}."

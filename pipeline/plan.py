@@ -1,4 +1,4 @@
-"""Say before a run is submitted what it will take: memory per GPU, and what to change where it does not fit; time, cost and storage.
+"""Estimate what a run will take before it is submitted: memory per GPU, and what to change if it does not fit; time, cost and storage.
 
   python -m pipeline.plan --config pervit_m --nodes 2 --gpus-per-node 8 --gpu a100-80g --micro-batch 64
   python -m pipeline.plan --config pervit_t train.zero_stage=2 --nodes 1 --gpus-per-node 4 --data SHARD_DIR --json FILE
@@ -96,7 +96,7 @@ def earlier_run(given: Path | None, subject: Subject) -> tuple[Measured | None, 
     why = difference(measured, subject)
     if why and given:
         raise UserError(f"--measured must be a run like this plan, got {path}: {why}", "pass another run, or leave it out")
-    return (None, f"{path} is no measure of this plan: {why}.") if why else (measured, None)
+    return (None, f"{path} does not measure this plan: {why}.") if why else (measured, None)
 
 
 def main() -> int:
@@ -109,21 +109,21 @@ def main() -> int:
     add("--gpus-per-node", type=int, default=1, help="one process for each; default: %(default)s")
     add("--gpu", default=hardware.DEFAULT_GPU, help=f"{', '.join(hardware.GPUS)}, or {CPU}; default: %(default)s")
     add("--micro-batch", type=int, metavar="N", help="images per forward pass and GPU, instead of the config's")
-    add("--data", type=place_argument, metavar="SHARDS", help="shard set, a folder or a URL, on which the loader is measured")
-    add("--time-limit", metavar="TIME", help="of a Slurm job, as sbatch takes it: 24:00:00 or 3-00:00:00")
-    add("--price", type=float, metavar="P", help="of an hour of a GPU, in any currency")
+    add("--data", type=place_argument, metavar="SHARDS", help="measure the loader on this shard set, a folder or a URL")
+    add("--time-limit", metavar="TIME", help="of each Slurm job, as sbatch takes it: 24:00:00 or 3-00:00:00")
+    add("--price", type=float, metavar="P", help="price of one GPU for an hour, in any currency")
     add(
         "--network",
         type=float,
         default=hardware.NETWORK / 1e9,
         metavar="GB/s",
-        help="of a node to the others, all of its ports together; default: %(default)g, a port of 200 Gbit/s",
+        help="bandwidth of a node to the others, all ports together; default: %(default)g, a port of 200 Gbit/s",
     )
     add(
         "--measured",
         type=Path,
         metavar="RUN",
-        help="run folder whose steps replace the model of time; default: output_dir, if a run is there that fits",
+        help="run folder whose measured steps replace the estimate; default: output_dir, if it holds a comparable run",
     )
     add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_intermixed_args()

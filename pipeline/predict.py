@@ -41,8 +41,8 @@ def main() -> int:
     add("images", nargs="+", metavar="IMAGES", help="what to predict; see above")
     add("--top", type=int, default=5, metavar="N", help="classes per image (default: 5)")
     add("--output", type=Path, metavar="FILE", help="a .csv, .jsonl or .parquet file; with --features .npy or .parquet")
-    add("--features", action="store_true", help="write what the classifier sees, (images, width), instead of classes")
-    add("--by-folder", action="store_true", help="also the accuracy: an image's folder is named after its class")
+    add("--features", action="store_true", help="write the input of the classifier, (images, width), instead of classes")
+    add("--by-folder", action="store_true", help="also report the accuracy: each image's folder is named after its class")
     add_model_options(parser)
     return run(parser.parse_args())
 

@@ -1,15 +1,18 @@
-"""One page about a run: its result, curves, speed and story, what it confuses, its config, its checkpoints. Or about several runs,
-or a table of a paper with ours beside it.
+"""Write a page about a run: its result, curves, speed and story, what it confuses, its config and checkpoints. Or compare several
+runs, or put a table of a paper beside our results.
 
     python -m pipeline.report runs/pervit_t
     python -m pipeline.report runs/pervit_t --data data/imagenet --output pervit_t.html
     python -m pipeline.report runs/pervit_t runs/pervit_t_1 runs/deit_t --output comparison.html
     python -m pipeline.report --table pervit_table1 runs --format latex --output table1.tex
 
-The page is one file that opens without a network. The run may be going on, and its folder may be incomplete: the page shows what is
-there and says what is missing. ``python -m pipeline.evaluate --predictions RUN/predictions.parquet`` and
-``python -m pipeline.analyze RUN --output RUN/analysis`` make what the sections about mistakes and about the model's inside show. With
-several runs, or a folder that holds some, the page compares them. ``--table list`` lists the papers' tables.
+The page is one file that opens without a network. The run may still be training, and its folder may be incomplete: the page shows
+what is there and says what is missing. For the sections about mistakes and about the inside of the model, run first:
+
+    python -m pipeline.evaluate --checkpoint RUN --data DATA --predictions RUN/predictions.parquet
+    python -m pipeline.analyze RUN --data DATA --output RUN/analysis
+
+With several runs, or a folder that holds some, the page compares them. --table list lists the papers' tables.
 """
 
 from __future__ import annotations
@@ -28,23 +31,31 @@ def main() -> None:
     add = parser.add_argument
     add("runs", type=Path, nargs="*", metavar="RUN", help="a run's output_dir, or a folder that holds several")
     add(
-        "--output", type=Path, metavar="FILE", help="default: report.html; of --table in another format than html, the terminal"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html; for --table in a format other than html, the terminal",
     )
     add("--table", metavar="TABLE", help="a table of a paper, such as pervit_table1; list: all of them")
-    add("--format", choices=("html", "markdown", "latex", "csv"), default="html", help="of --table (default: html)")
+    add("--format", choices=("html", "markdown", "latex", "csv"), default="html", help="format of --table (default: html)")
     add(
         "--any-data",
         action="store_true",
-        help="of --table: also runs of a row's switches on other data, size or recipe, by themselves",
+        help="with --table: also list, separately, runs of a row's switches on other data, at another size or with another recipe",
     )
-    add("--predictions", type=Path, metavar="FILE", help="of pipeline.evaluate (default: RUN/predictions.parquet or .csv)")
+    add(
+        "--predictions",
+        type=Path,
+        metavar="FILE",
+        help="table from pipeline.evaluate (default: RUN/predictions.parquet or .csv)",
+    )
     add(
         "--data",
         type=place_argument,
         metavar="DIR",
         help="shards or folder that the pictures come from (default: the run's data.path)",
     )
-    add("--analysis", type=Path, metavar="DIR", help="of pipeline.analyze (default: RUN/analysis)")
+    add("--analysis", type=Path, metavar="DIR", help="folder from pipeline.analyze (default: RUN/analysis)")
     args = parser.parse_args()
     if args.table == "list":
         from pipeline.reports.papers import list_tables

@@ -29,4 +29,4 @@ def test_ctrl_c_promises_no_resumption_that_there_is_not(
 def test_ctrl_c_names_the_resumption_that_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run_command(_stop)
-    assert capsys.readouterr().err == "stopped; the same command goes on from what is saved\n"
+    assert capsys.readouterr().err == "stopped; the same command continues from what is saved\n"

@@ -24,7 +24,7 @@ def test_a_command_is_accepted(command: Command) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("python -m pipeline.nothing", "no command of pyproject.toml"),
+        ("python -m pipeline.nothing", "not a command of pyproject.toml"),
         ("python -m pipeline.evaluate --chekpoint runs/x --data d", "--checkpoint"),
         ("pervit-shard --from images --output data", "--source"),
         ("python -m pipeline.train --config pervit_z", "did you mean"),

@@ -21,7 +21,7 @@ from support.runs import write_small_config
 
 PAGE = "docs/finetune.md"
 SMALL = "model.switches={widths: [16, 16, 16, 16]}"
-# What the page's words mean on a laptop: a small model, and steps in place of epochs.
+# What the page's words mean on a laptop: a small model, and steps instead of epochs.
 QUICKER = [SMALL, "model.image_size=32", f"train.precision={FP32}", "train.global_batch_size=16", "train.micro_batch_size=16"]
 QUICKER += ["train.max_steps=60", "optim.lr=2e-3", "optim.warmup_epochs=0.2", "data.num_threads=1", "data.flip=0"]
 

@@ -96,5 +96,5 @@ def test_a_snapshot_waits_for_its_stream_and_not_for_the_device(monkeypatch: pyt
                 tensor.add_(value / 50)
         taken = copies.take(tensors)
         for tensor in tensors.values():
-            tensor.zero_()  # the training goes on
+            tensor.zero_()  # the training continues
         assert all(copy.is_pinned() and torch.allclose(copy, torch.tensor(value)) for copy in taken.values())

@@ -52,7 +52,7 @@ def run_python(*arguments: object) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("module", COMMANDS)
 def test_help_needs_none_of_the_heavy_imports(module: str) -> None:
-    """Guards against eleven seconds of silence before ``--help``; names the modules in place of measuring a busy machine."""
+    """Guards against eleven seconds of silence before ``--help``; names the modules instead of measuring a busy machine."""
     result = run_python("-c", HELP, module)
     assert result.stdout.endswith("IMPORTED [] 0\n"), f"{result.stdout}\n{result.stderr}"
     if module != "pipeline.training.restart":  # the job script's own

@@ -169,7 +169,7 @@ def test_a_finished_run_is_left_alone_and_another_config_is_refused(small_run: P
     )
     assert before == files()
     other = run_forked("pipeline.train", "--config", small_run, f"output_dir={run}", SMALL, "optim.lr=1", check=False)
-    assert other.returncode == 2 and "was begun with optim.lr=0.0005, got 1.0" in other.stderr
+    assert other.returncode == 2 and "was started with optim.lr=0.0005, got 1.0" in other.stderr
     refused = run_forked(
         "pipeline.train", "--config", small_run, f"output_dir={tmp_path / 'new'}", "model.image_size=60", check=False
     )

@@ -28,7 +28,7 @@ from pipeline.errors import UserError
 from pipeline.files import check_writable
 
 _TOO_SHORT = 3.0  # seconds in which no stage even starts
-_PATIENCE = 20.0  # in miniature it is no measurement, and the machine may be slow
+_PATIENCE = 20.0  # in miniature it is not a measurement, and the machine may be slow
 
 
 def arguments() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Read ImageNet-1k's official archives ``ILSVRC2012_img_train.tar`` and ``ILSVRC2012_img_val.tar``, read in place.
+"""Read ImageNet-1k's official archives ``ILSVRC2012_img_train.tar`` and ``ILSVRC2012_img_val.tar`` in place.
 
 The tars are uncompressed, so that an image is a byte range: the headers are read once, then any process reads any image with
 one ``pread``. Images are named as in the usual unpacked tree (``<wnid>/<file>``), so that the tars and that tree give identical

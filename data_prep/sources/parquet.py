@@ -54,7 +54,7 @@ def parquet_parts(files: list[Path], image: str | None = None, label: str | None
         try:
             schema = pq.read_schema(path)
         except Exception as error:  # pyarrow has no one base of its errors
-            raise UserError(f"{path} is not a whole parquet file ({str(error)[:100]})", "download it again") from None
+            raise UserError(f"{path} is not a complete parquet file ({str(error)[:100]})", "download it again") from None
         features = _features(schema.metadata)
         image_column = image or _choose(path, schema.names, features, "Image", _IMAGE, "--image-column")
         label_column = label or _choose(path, schema.names, features, "ClassLabel", _LABEL, "--label-column")

@@ -1,4 +1,4 @@
-"""Checkpoints of a detection run: weights, AdamW's moments and the step, complete or invisible.
+"""Save and load checkpoints of a detection run: weights, AdamW's moments and the step, complete or invisible.
 
 ::
 
@@ -125,12 +125,12 @@ def check_same_run(config: DetectionConfig, data: str, begun: Manifest) -> None:
         first = changed[0]
         more = f" and {len(changed) - 1} more keys" if len(changed) > 1 else ""
         raise UserError(
-            f"{config.output_dir} was begun with {first}={begun.config.get(first)}, got {now[first]}{more}",
+            f"{config.output_dir} was started with {first}={begun.config.get(first)}, got {now[first]}{more}",
             "set it back, or choose another output_dir",
         )
     if begun.data != data:
         raise UserError(
-            f"{config.output_dir} was begun with other annotations than {config.data.train_annotations}",
+            f"{config.output_dir} was started with other annotations than {config.data.train_annotations}",
             "set data.train_annotations back, or choose another output_dir",
         )
 

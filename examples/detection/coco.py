@@ -1,4 +1,4 @@
-"""COCO's JSON (Lin et al., "Microsoft COCO", ECCV 2014), read and checked before anything is built.
+"""Read and check COCO's JSON (Lin et al., "Microsoft COCO", ECCV 2014) before anything is built.
 
 What is wrong with a file is one sentence. What data sets in use do contain has a rule instead, and what a rule leaves out is
 counted in a note:

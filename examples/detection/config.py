@@ -1,4 +1,4 @@
-"""Every key of a detection run; ``python -m examples.detection.config`` prints them as a Markdown table."""
+"""Define every key of a detection run; ``python -m examples.detection.config`` prints them as a Markdown table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Average precision (AP) by COCO's own program, pycocotools, over the images of all ranks."""
+"""Compute average precision (AP) by COCO's own program, pycocotools, over the images of all ranks."""
 
 from __future__ import annotations
 

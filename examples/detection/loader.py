@@ -1,4 +1,4 @@
-"""Image files and annotations to tensors, decoded by threads ahead of the training. Resizing is the model's part, on its device."""
+"""Load image files and annotations as tensors, decoded by threads ahead of the training. Resizing is the model's part, on its device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run records: ``metrics.jsonl``, TensorBoard scalars, the console. Only rank 0 writes."""
+"""Record a run: ``metrics.jsonl``, TensorBoard scalars, the console. Only rank 0 writes."""
 
 from __future__ import annotations
 

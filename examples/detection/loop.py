@@ -1,4 +1,4 @@
-"""The training loop of a detector."""
+"""Train a detector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detectors: a backbone of this project, a feature pyramid, and torchvision's RetinaNet or Mask R-CNN on it.
+"""Build detectors: a backbone of this project, a feature pyramid, and torchvision's RetinaNet or Mask R-CNN on it.
 
 The hyperparameters are those of mmdetection's 1x configs, with which the papers report, where torchvision has another default.
 Everything that is drawn in a forward pass is drawn per image, from the image's place in the stream.

@@ -1,4 +1,4 @@
-"""Which images a step takes and what is drawn for them: pure functions of (seed, place), independent of the processes.
+"""Compute which images a step takes and what is drawn for them: pure functions of (seed, place), independent of the processes.
 
 The images of the run form one sequence: position p of epoch e is sample ``sample_at(p, e)``, the epochs follow each other
 without a gap, and step s takes places s * G to (s + 1) * G - 1, where G is the global batch size.

@@ -1,4 +1,4 @@
-"""One pass over images that adds up inner values of a model, layer by layer, so that memory does not grow with the images.
+"""Pass over images and add up inner values of a model, layer by layer, so that memory does not grow with the images.
 
 A collector says which values it looks at (names of :mod:`pipeline.models.common.probe`) and adds what it makes of them to sums in
 float64. Every image counts once; over several ranks the sums are added at the end, so that their number does not change a figure

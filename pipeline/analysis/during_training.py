@@ -1,4 +1,4 @@
-"""What changes in a model as it trains (``eval.analyses``): with each evaluation, measures of the current weights.
+"""Measure how a model changes as it trains (``eval.analyses``), with each evaluation.
 
 How far heads look (ConViT, Eq. 8; Fig. 5, 10 and 13), ConViT's gates (Fig. 6 and 14), and how far Φp reaches (PerViT, Eq. 13). All
 come from forward passes of the engine, under ZeRO-3 too, over the first images of the validation set, in parts of a few, so that

@@ -1,4 +1,4 @@
-"""The images of an analysis: some of a split, chosen at random, and examples that are shown with their maps."""
+"""Choose the images of an analysis: some of a split, at random, and examples that are shown with their maps."""
 
 from __future__ import annotations
 

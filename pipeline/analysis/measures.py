@@ -1,4 +1,4 @@
-"""Measures of attention maps. Maps are (..., N, N), query before key, on a grid of N = rows · columns tokens, row by row.
+"""Measure attention maps. They are (..., N, N), query before key, on a grid of N = rows · columns tokens, row by row.
 
 Φa is the mixed attention Φc ⊙ Φp as PerViT defines it below its Eq. 5, before its rows are normalized. Φc is exp(τ Q Kᵀ - row
 maximum), as in the authors' code and as Appendix D says ("the input to the exponential function is normalized"): the factor cancels

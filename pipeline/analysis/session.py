@@ -1,4 +1,4 @@
-"""Run one analysis, from a model to the files: what the weights show, a pass over images, examples, writing."""
+"""Run an analysis from a model to the files: figures of the weights, a pass over images, examples, writing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Writes an analysis: ``analysis.json``, the figures as PNG and SVG, and ``index.html``, which has them all inside.
+"""Write an analysis: ``analysis.json``, the figures as PNG and SVG, and ``index.html``, which has them all inside.
 
-Everything is made in a hidden folder first and then renamed, the page last: an analysis that fails leaves the former one as it was.
+Everything is made in a hidden folder first and then renamed, the page last: an analysis that fails leaves the previous one unchanged.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python -m pipeline.checkpoint verify runs/pervit_t/checkpoints/step-00001000
     python -m pipeline.checkpoint export runs/pervit_t --step best --output pervit_t.safetensors
 
-RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. ``COMMAND --help`` lists the options and shows examples.
+RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. COMMAND --help lists the options and shows examples.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def verify(path: Path, step: int | str | None) -> int:
         folder = step_folder(run_dir, number)
         problems = verify_one(folder)
         if problems and not folder.exists():
-            print(f"{folder} was removed meanwhile: the run goes on")
+            print(f"{folder} was removed meanwhile: the run continues")
         elif problems:
             damaged.append(folder)
             print("\n".join(f"  DAMAGED {sentence}" for sentence in problems), flush=True)

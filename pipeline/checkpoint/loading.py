@@ -1,4 +1,4 @@
-"""Resume: find the newest intact checkpoint, and load the slices that each rank holds."""
+"""Resume a run: find the newest intact checkpoint, and load the slices that each rank holds."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def newest_intact(run_dir: Path, world: World, set_aside_damaged: bool = True) -
                     done = "it would be set aside"
                     if set_aside_damaged:
                         done = f"it is now {set_aside(step_folder(run_dir, passed_over)).name}"
-                    _log.warning(f"{sentence}: {done}, the run goes on from step {step}")
+                    _log.warning(f"{sentence}: {done}, the run resumes from step {step}")
             world.barrier()
             return verified
         damaged[step] = "; ".join(problems)

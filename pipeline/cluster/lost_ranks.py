@@ -12,7 +12,7 @@ from pipeline.cluster.beats import Beat, Status, Verdict
 from pipeline.config import DistributedConfig
 
 BROKEN_SILENCE_LIMIT = 5.0  # seconds; the minimum of silence_timeout, which it replaces once a collective has failed
-_AGAIN = "then start the same command again, it goes on from the newest checkpoint."
+_AGAIN = "then start the same command again, it resumes from the newest checkpoint."
 
 
 def connection_lost(first: Beat, how: str) -> Verdict:

@@ -1,4 +1,4 @@
-"""Put NCCL under the heartbeat's rule: its watchdog ends no process, reports what it sees, and records the collectives.
+"""Leave the end of a run to the heartbeat: NCCL's watchdog ends no process, but reports what it sees and records the collectives.
 
 NCCL's operations run on the GPU, so one that fails or waits for ever raises no Python exception: the next read of a result
 hangs. PyTorch's watchdog thread then aborts the process (SIGABRT, exit code 134), at once after an error and after the group's

@@ -1,4 +1,4 @@
-"""Typed configuration from a YAML file and ``dotted.key=value`` overrides.
+"""Read a typed configuration from a YAML file and ``dotted.key=value`` overrides.
 
 A file may name another one as ``base: other.yaml`` (relative to itself) and then states only the differences. An unknown key,
 a wrong type or a value out of range raises ``UserError``.

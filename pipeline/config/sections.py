@@ -187,7 +187,7 @@ def decides_weights(key: str) -> bool:
 
 
 def section_fields(name: str, root: type[Section] = Config) -> dict[str, FieldInfo]:
-    """The keys of a section of ``root``, of its top level for an empty name; none for what is no section."""
+    """The keys of a section of ``root``, of its top level for an empty name; none for what is not a section."""
     if not name:
         return root.model_fields
     annotation = root.model_fields[name].annotation if name in root.model_fields else None

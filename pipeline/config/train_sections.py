@@ -30,7 +30,7 @@ from pipeline.errors import UserError
 
 BUILT_IN_OPTIMIZERS = ("adamw", "lamb", "muon")  # optim.name; others are module:Class
 AUTO = "auto"  # train.micro_batch_size: as many images as fit into memory
-_TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with if it is no run
+_TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with if it is not a run
 
 
 class ModelConfig(Section):

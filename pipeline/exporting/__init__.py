@@ -1,4 +1,4 @@
-"""Exports: a trained model as files that other programs load.
+"""Export a trained model as files that other programs load.
 
 A format is a module with two functions and a line in ``FORMATS``::
 

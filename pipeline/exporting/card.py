@@ -1,4 +1,4 @@
-"""The model card beside every export: what the model is, how good it is, how it was trained, how to load it."""
+"""Write the model card beside an export: what the model is, how good it is, how it was trained, how to load it."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def without_folders(config: dict[str, Any]) -> dict[str, Any]:
     tree.pop("output_dir", None)
     for section, key in _PATHS:
         value = tree.get(section, {}).get(key)
-        if isinstance(value, str) and ":" not in value:  # torchvision:NAME is no path
+        if isinstance(value, str) and ":" not in value:  # torchvision:NAME is not a path
             tree[section][key] = PurePath(value).name
     return tree
 

@@ -1,4 +1,4 @@
-"""The format ``onnx``: a graph that ONNX Runtime, TensorRT, OpenVINO and others load."""
+"""Write the format ``onnx``: a graph that ONNX Runtime, TensorRT, OpenVINO and others load."""
 
 from __future__ import annotations
 

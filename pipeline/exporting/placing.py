@@ -171,7 +171,7 @@ def _entries(sums: Path) -> list[tuple[str, str]]:
     """(checksum, name) of each line.
 
     Raises:
-        UserError: a line is no such pair, or its name leads out of the folder.
+        UserError: a line is not such a pair, or its name leads out of the folder.
     """
     found = []
     for number, line in enumerate(sums.read_text(encoding="utf-8", errors="replace").splitlines(), 1):

@@ -1,4 +1,4 @@
-"""The format ``safetensors``: the weights with a description, which this project reads."""
+"""Write the format ``safetensors``: the weights with a description, which this project reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Format ``timm``: a folder that ``timm.create_model("local-dir:PATH", pretrained=True)`` and ``hf-hub:REPO`` load.
+"""Write the format ``timm``: a folder that ``timm.create_model("local-dir:PATH", pretrained=True)`` and ``hf-hub:REPO`` load.
 
 ``config.json`` names timm's architecture, its arguments, the preprocessing and the classes; ``model.safetensors`` has timm's names.
 What timm does not have keeps this project's name, which one import registers (:mod:`pipeline.models.for_timm`).

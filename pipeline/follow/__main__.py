@@ -1,11 +1,12 @@
-"""Send a run to a tracker while it trains: metrics, events, pictures, the config. Reads its files only, so any machine that sees them will do.
+"""Send a run to a tracker while it trains: metrics, events, pictures, the config. It only reads the run's files, from any machine that
+sees them.
 
     python -m pipeline.follow runs/pervit_t --to wandb
     python -m pipeline.follow runs/pervit_t --to mlflow --project my_experiment
     WANDB_MODE=offline python -m pipeline.follow runs/pervit_t --to wandb --once
 
-Waits for a run that has not begun, and ends when it is finished. It may be stopped or killed at any time: the same command goes on
-where it was. The trackers' own environment variables say where they write and as whom; docs/trackers.md has them.
+Waits for a run that has not started yet, and exits when it is finished. It may be stopped or killed at any time: the same command
+continues where it stopped. The trackers' own environment variables set the destination and the account; docs/trackers.md has them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ def main() -> None:
     parser.add_argument("--to", required=True, metavar="TRACKER", help=" or ".join(TRACKERS))
     parser.add_argument("--project", metavar="NAME", help="project or experiment (default: the tracker's variable, or pervit)")
     parser.add_argument("--name", help="what to call the run there (default: the folder's name)")
-    parser.add_argument("--once", action="store_true", help="send what is there now, and end")
-    parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="between two looks (default: 10)")
+    parser.add_argument("--once", action="store_true", help="send what is there now, and exit")
+    parser.add_argument(
+        "--every", type=float, default=10.0, metavar="SECONDS", help="how often to look for new data (default: 10)"
+    )
     run(parser.parse_args())
 
 

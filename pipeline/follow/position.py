@@ -210,7 +210,7 @@ class Position:
     def _unwritten(self, error: OSError) -> UserError:
         return UserError(
             f"{self.path} cannot be written ({error.strerror}), in which is noted what was sent",
-            "see to its folder and the free space, or name another folder with XDG_STATE_HOME; the same command then goes on",
+            "see to its folder and the free space, or name another folder with XDG_STATE_HOME; the same command then continues",
         )
 
     def release(self) -> None:

@@ -237,7 +237,7 @@ class Follower:
         if once and failures >= _ATTEMPTS:
             raise UserError(
                 f"{self._tracker.target} could not be reached ({_reason(error)})",
-                "the same command goes on with what is left to send",
+                "the same command continues with what is left to send",
             ) from None
         pause = min(self._every * 2 ** (failures - 1), _LONGEST_PAUSE)
         _log.warning(f"{self._tracker.target}: {_reason(error)}; the next attempt is in {pause:g} s")

@@ -1,4 +1,4 @@
-"""Exact evaluation: every image counts once, for any world size and batch size.
+"""Evaluate exactly: every image counts once, for any world size and batch size.
 
 Used by the command ``pipeline.evaluate`` and during training.
 """

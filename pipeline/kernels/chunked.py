@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 # Scores of so many bytes are computed together: they stay in the second-level cache of a core, 1 MiB on servers of these years.
 _CHUNK_BYTES = 2**20
-# Products whose rows are no multiple of this are slow in MKL: 48 columns at 87 GFLOP/s, 45 at 56 (one core of a Xeon or EPYC).
+# Products whose rows are not a multiple of this are slow in MKL: 48 columns at 87 GFLOP/s, 45 at 56 (one core of a Xeon or EPYC).
 _ALIGNMENT = 8
 
 

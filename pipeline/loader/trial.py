@@ -1,4 +1,4 @@
-"""``data.decode=auto`` on a GPU: decode on the GPU and on the CPU in turns, measure what a step takes with each, keep the faster.
+"""Decode on the GPU and on the CPU in turns, measure what a step takes with each, keep the faster (``data.decode=auto`` on a GPU).
 
 What counts is a step of training, not the loader alone: a GPU that decodes trains less meanwhile. A loader is a pure function of
 the number of a batch, so two of them can produce the stream together, turn by turn.

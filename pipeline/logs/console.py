@@ -1,4 +1,4 @@
-"""Handle what the ``pipeline`` logger gets: progress to stdout, warnings to stderr, both above the progress bar.
+"""Handle records of the ``pipeline`` logger: progress to stdout, warnings to stderr, both above the progress bar.
 
 Any module logs to ``logging.getLogger(__name__)``; a command calls :func:`install`. Without it, in a library, Python's defaults
 hold: warnings go to stderr, progress nowhere.

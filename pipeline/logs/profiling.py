@@ -63,7 +63,7 @@ class StepProfiler:
         if self._first > self._end:
             return f"{given}, but the last step of this run is {self._end}: nothing will be profiled"
         if self._last <= self._done:
-            return f"{given}, but this start goes on from step {self._done}: nothing will be profiled"
+            return f"{given}, but this start resumes from step {self._done}: nothing will be profiled"
         begin, end = max(self._first, self._done + 1), min(self._last, self._end)
         if (begin, end) == (self._first, self._last):
             return None
@@ -97,7 +97,7 @@ class StepProfiler:
             self._write(recording, folder / f"rank-{self._world.rank:05d}")
         except (OSError, RuntimeError, ValueError) as error:  # of the disk; of the profiler; of what it has written
             reason = disk_reason(folder, error) if isinstance(error, OSError) else first_line(error)
-            _log.warning(f"the profile {folder} cannot be written ({reason}): the run goes on without it")
+            _log.warning(f"the profile {folder} cannot be written ({reason}): the run continues without it")
             return
         finally:
             self._forget_allocations()

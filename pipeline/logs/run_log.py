@@ -1,4 +1,4 @@
-"""Metrics of a run: ``metrics.jsonl``, TensorBoard scalars and the console; what else lies in the run folder.
+"""Log the metrics of a run to ``metrics.jsonl``, TensorBoard and the console. The run folder:
 
 ::
 

@@ -1,4 +1,4 @@
-"""``model.name: timm:NAME``: any image classifier of timm (Wightman, github.com/huggingface/pytorch-image-models) as a model of ours.
+"""Wrap any image classifier of timm as a model of ours (``timm:NAME``; Wightman, github.com/huggingface/pytorch-image-models).
 
 Its module is the submodule ``net``, so that parameter names are ``net.`` and timm's. ``model.switches`` are further arguments of
 ``timm.create_model``.

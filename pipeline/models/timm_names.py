@@ -1,4 +1,4 @@
-"""``timm:NAME``: the names of timm's models, which are known without PyTorch."""
+"""Check names of timm's models (``timm:NAME``), without PyTorch."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def try_out(name: str, num_classes: int, image_size: int, drop_path: float, swit
     On the meta device, which computes nothing; on the CPU if the network does not work there. PyTorch's generator is left as it was.
 
     Raises:
-        UserError: it cannot be built, takes no such images, or is no classifier.
+        UserError: it cannot be built, takes no such images, or is not a classifier.
     """
     check_switches(name, switches)
     return _try_out(name, num_classes, image_size, drop_path, json.dumps(dict(switches), sort_keys=True))

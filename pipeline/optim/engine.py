@@ -1,4 +1,4 @@
-"""Build DeepSpeed's engine from the run's config, there is no second config file, and step its optimizer."""
+"""Build DeepSpeed's engine from the run's config, without a config file of its own, and step its optimizer."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _split_of(place: Place, split: str, classes: int | None = None) -> SplitInfo
     if split not in manifest.splits:
         raise UserError(
             f"{place / MANIFEST} must have the splits {' and '.join(SPLITS)}, got {', '.join(manifest.splits) or 'none'}",
-            "pass a whole shard set",
+            "pass a complete shard set",
         )
     return manifest.splits[split]
 

@@ -1,4 +1,4 @@
-"""Measure on this machine: the rates of its CPU, by a small operator of each kind, and what the loader takes on the real shards."""
+"""Measure this machine: the rates of its CPU, by a small operator of each kind, and what the loader takes on the real shards."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def read_measured(path: Path) -> Measured:
 
 def difference(measured: Measured, planned: Subject) -> str | None:
     """Why the run's figures say nothing about the plan; None if they do. Another number of processes, batch sizes, ZeRO stage and
-    activation checkpointing are no obstacle: the model of time knows them."""
+    activation checkpointing are not an obstacle: the model of time knows them."""
     ours, theirs = planned.config, measured.config
     for name in ("name", "image_size", "num_classes", "switches"):
         if getattr(ours.model, name) != getattr(theirs.model, name):

@@ -27,7 +27,7 @@ def text(subject: Subject, memory: Memory, time: Time, passed_over: str | None =
     """The page: what is planned, the memory by part, micro-batches, what to change where it does not fit; time, length, storage.
 
     Args:
-        passed_over: a sentence about an earlier run that is no measure of this one.
+        passed_over: a sentence about an earlier run that does not measure this one.
     """
     title = (
         f"Memory per {'GPU' if subject.gpu else 'process'} at its peak{', in an evaluation' if memory.in_evaluation else ''}"

@@ -1,4 +1,4 @@
-"""Curves as plotly figures: long ones thinned, so that a page stays small and no spike is lost."""
+"""Draw curves as plotly figures, long ones thinned, so that a page stays small and no spike is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs belong to which row of a paper's table, and which are comparable with each other.
+"""Find which runs belong to a row of a paper's table, and which are comparable with each other.
 
 A run belongs to a row if its recorded config is the row's in every key that decides the weights (:func:`~pipeline.reports.papers.decides`),
 and its data has the paper's numbers of classes, training images (within 1 %) and validation images. The seed, the precision and the

@@ -1,4 +1,4 @@
-"""Put the page about one run together from its sections; the story of its starts is told here."""
+"""Put the page about one run together from its sections, and tell the story of its starts."""
 
 from __future__ import annotations
 

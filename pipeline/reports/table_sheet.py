@@ -1,4 +1,4 @@
-"""A paper's table with ours beside it, as cells, whatever it is written as."""
+"""Put a paper's table together with our results beside it, as cells, for any format."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def choose_precision(asked: str, begun_with: str | None, world: World) -> Precis
     elif begun_with is None or begun_with == fitting:
         chosen, reason = fitting, f"train.precision=auto, {why}"
     else:
-        chosen, reason = begun_with, f"the run was begun with it; a new one would take {fitting} here ({why})"
+        chosen, reason = begun_with, f"the run was started with it; a new one would take {fitting} here ({why})"
     warning = None
     if chosen == BF16 and not everywhere:
         warning = (

@@ -1,4 +1,4 @@
-"""The command ``pipeline.sweep``: many runs from one file, a line of overrides each, on this machine or as a job array.
+"""Run the command ``pipeline.sweep``: many runs from one file, a line of overrides each, on this machine or as a job array.
 
 ================== ============================================================
 ``lines.py``       the file: its lines, checked, and the folder of each run

@@ -1,11 +1,11 @@
-"""Train many runs from one file, a line of overrides each, and compare them on one page. The same command goes on where it was.
+"""Train many runs from one file, a line of overrides each, and compare them on one page. The same command resumes a stopped sweep.
 
     python -m pipeline.sweep --grid --config demo optim.lr=1e-3,5e-4 seed=0,1 > sweep.txt
     python -m pipeline.sweep --jobs 2 sweep.txt
     python -m pipeline.sweep --list sweep.txt
 
-Words after FILE, --config CONFIG and dotted.key=value, are for all runs; output_dir=DIR is the folder that theirs are in, by default
-runs/ and the file's name. Finished runs are skipped, interrupted ones go on. Ctrl-C lets the runs save and ends.
+Words after FILE, --config CONFIG and dotted.key=value, apply to all runs; output_dir=DIR is the folder that holds theirs, by default
+runs/ and the file's name. Finished runs are skipped, interrupted ones resume. Ctrl-C lets the runs save, then exits.
 On a cluster: bash launch/sweep.slurm [options of sbatch] FILE
 """
 
@@ -34,7 +34,7 @@ def main() -> int:
     add = parser.add_argument
     add("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     add("--processes", type=int, default=1, metavar="N", help="processes of each run, one for each of its GPUs (default: 1)")
-    add("--list", action="store_true", help="check the file, say how far each run is, and end")
+    add("--list", action="store_true", help="check the file, print the progress of each run, and exit")
     add("--grid", nargs=argparse.REMAINDER, metavar="key=value,value", help="print the file for all combinations of values")
     add("--report", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # of a submission, for launch/sweep.slurm
     add("file", type=Path, nargs="?", metavar="FILE", help="a line of overrides for each run")

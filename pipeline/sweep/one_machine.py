@@ -104,7 +104,7 @@ class OneMachine:
     def _end(self) -> int:
         count = len(self.sweep.runs)
         if self._signals:
-            say(f"stopped; {self._through} of {_runs(count)} finished, the same command goes on with the others")
+            say(f"stopped; {self._through} of {_runs(count)} finished, the same command continues with the others")
             return 130 if self._signals[0] == signal.SIGINT else PREEMPTED
         code = make_report([run.folder for run in self.sweep.runs], self.sweep.folder)
         say(f"{self._through} of {_runs(count)} finished; the page that compares them: {self.sweep.folder / REPORT}")
@@ -166,7 +166,7 @@ class OneMachine:
             try:
                 allow_restart(run.folder, f"sweep-{os.getpid()}", number, code)
                 self._restarts[run.number] = number
-                say(f"{self._label(run)} {exit_reason(code)} (exit code {code}); it goes on from its newest checkpoint")
+                say(f"{self._label(run)} {exit_reason(code)} (exit code {code}); it resumes from its newest checkpoint")
                 return True
             except (UserError, OSError) as error:
                 say(f"{self._label(run)} is given up: {error}")

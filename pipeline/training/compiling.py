@@ -122,7 +122,7 @@ class Compilation:
         needed = "Triton and a C compiler" if self._world.device.type == "cuda" else "a C++ compiler"
         if self._world.is_main:
             _log.warning(
-                f"train.compile={self.kind} failed{where} ({why}): the run goes on without compiling, which needs {needed}; train.compile=off does not try"
+                f"train.compile={self.kind} failed{where} ({why}): the run continues without compiling, which needs {needed}; train.compile=off does not try"
             )
         self.kind = OFF
 

@@ -201,7 +201,7 @@ def _summary(prepared: PreparedRun, world: World, step: _Step, checkpoint_bytes:
     settled, data, config = prepared.settled, prepared.data, prepared.settled.config
     processes = f"{world.size} process{'' if world.size == 1 else 'es'}"
     last = f"the last is step {data.schedule.last_step:,}"
-    where = f"goes on from step {prepared.step:,}" if prepared.before else "a new run"
+    where = f"resumes from step {prepared.step:,}" if prepared.before else "a new run"
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     rows = {
         "run": f"{config.output_dir}: {where}; {last}",

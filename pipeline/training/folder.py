@@ -89,11 +89,11 @@ def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict
     differences = ", ".join(f"{key}={_short(begun_with.get(key))} (got {_short(now.get(key))})" for key in keys)
     if _DATA not in config.checkpoint.accept:
         raise UserError(
-            f"{config.output_dir} was begun with another data set than {config.data.path}, one with {differences}",
+            f"{config.output_dir} was started with another data set than {config.data.path}, one with {differences}",
             f"set data.path back, choose another output_dir, or accept the change with checkpoint.accept=[{_DATA}]",
         )
     if world.is_main:
-        _log.info(f"note: this run was begun with a data set with {differences}, which checkpoint.accept allows.")
+        _log.info(f"note: this run was started with a data set with {differences}, which checkpoint.accept allows.")
 
 
 def config_hash(config: Config) -> str:
@@ -135,7 +135,7 @@ def _refusal(run_dir: str, changes: dict[str, tuple[Any, Any]]) -> UserError:
         begun, keys = f"{begun}; and {more} more keys differ", f"{keys},..."
     back, change = ("set it back", "change") if len(changes) == 1 else ("set them back", "changes")
     if never:
-        reason = f"no run can go on with another {' or '.join(never)}, so that cannot be accepted"
-        return UserError(f"{run_dir} was begun {begun}", f"{back}, or choose another output_dir ({reason})")
+        reason = f"no run can continue with another {' or '.join(never)}, so that cannot be accepted"
+        return UserError(f"{run_dir} was started {begun}", f"{back}, or choose another output_dir ({reason})")
     accept = f"accept the {change} with checkpoint.accept=[{keys}]"
-    return UserError(f"{run_dir} was begun {begun}", f"{back}, choose another output_dir, or {accept}")
+    return UserError(f"{run_dir} was started {begun}", f"{back}, choose another output_dir, or {accept}")

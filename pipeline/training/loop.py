@@ -93,7 +93,7 @@ def train_to_the_end(run: Run) -> bool:
     run.saver.finish()
     if stopping:
         run.raise_failure()
-        run.log.say(f"stopped by a signal at step {run.step}: the same command goes on from here")
+        run.log.say(f"stopped by a signal at step {run.step}: the same command resumes from here")
     else:
         run.compilation.drop_cache()
         run.log.say(f"done at step {run.step}; curves, beside those of other runs: tensorboard --logdir {run.folder.parent}")

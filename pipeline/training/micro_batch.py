@@ -84,14 +84,14 @@ def _keep(config: Config, world: World, sizes: list[int], begun: int, device: st
     """The size with which the run was begun, or the next smaller one that this start can have. Collective."""
     fitting = [size for size in sizes if size <= begun] or sizes[:1]
     if fitting[-1] == begun:
-        reason = "auto keeps that with which this run was begun"
+        reason = "auto keeps that with which this run was started"
     else:
-        reason = f"auto; this run was begun with {begun}, by which {world.size} processes cannot share out {config.train.global_batch_size}"
+        reason = f"auto; this run was started with {begun}, by which {world.size} processes cannot share out {config.train.global_batch_size}"
     moved = world.device.type == "cuda" and device != torch.cuda.get_device_name(world.device)
     if not any(world.gather(moved)):
         return fitting[-1], reason
     size, refused = _largest_tried(config, world, fitting)
-    return size, f"auto; this run was begun with {begun}, but {refused}" if refused else reason
+    return size, f"auto; this run was started with {begun}, but {refused}" if refused else reason
 
 
 def _largest(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:

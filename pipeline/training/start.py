@@ -113,7 +113,7 @@ class Start:
         """Open both shard sets, by way of the node's cache if there is one and ``cached``.
 
         Raises:
-            UserError: they are not whole, or do not fit the config or each other.
+            UserError: they are not intact, or do not fit the config or each other.
         """
         data, cache, readers = self.config.data, cache_of(self.config.data) if cached else None, self.world.size
         train_set = open_training_set(data.path, data.mix, readers=readers, cache=cache)

@@ -1,1 +1,1 @@
-"""The command ``pipeline.watch`` (``__main__.py``): show runs in a terminal (``screen.py``), from their files alone."""
+"""Run the command ``pipeline.watch`` (``__main__.py``): show runs in a terminal (``screen.py``), from their files alone."""

@@ -1,10 +1,10 @@
-"""Watch a run in a terminal: progress, loss, speed, evaluations, trouble. Reads its files only, so any machine that sees them will do.
+"""Watch a run in a terminal: progress, loss, speed, evaluations, trouble. It only reads the run's files, from any machine that sees them.
 
     python -m pipeline.watch runs/pervit_t
     python -m pipeline.watch runs/seed_0 runs/seed_1 runs/seed_2
     python -m pipeline.watch runs/pervit_t --once
 
-Waits for a run that has not begun, but not with --once. `q` or Ctrl-C ends it, and leaves the run alone.
+Without --once, it waits for a run that has not started yet. Press q or Ctrl-C to quit; the run is not affected.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _REFRESH = 1.0  # seconds
 
 def main() -> None:
     parser = command_parser("pipeline.watch", __doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's output_dir; of several, each is a line")
-    parser.add_argument("--once", action="store_true", help="print how it stands now, as without a terminal, and end")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run's output_dir; several runs are shown one per line"
+    )
+    parser.add_argument("--once", action="store_true", help="print the current state, as without a terminal, and exit")
     run(parser.parse_args())
 
 

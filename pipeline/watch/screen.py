@@ -180,7 +180,7 @@ _COLOURS = {"finished": "green", "running": "green", "hung": "bold red", "killed
 def _state(run: LiveRun, state: State) -> Text:
     """What the run is doing, as far as its files tell."""
     ago = f"{duration(state.silence)} ago" if state.silence is not None else "none yet"
-    goes_on = "the same command goes on" + (f" from step {state.saved:,}" if state.saved is not None else "")
+    resumes = "the same command resumes it" + (f" from step {state.saved:,}" if state.saved is not None else "")
     if state.name == "waiting" and not state.holder:
         words = f"waits for a run in {run.path}, which has none yet"
         return Text(words if run.path.is_dir() else f"waits for {run.path}, which is not there yet", style="yellow")
@@ -188,8 +188,8 @@ def _state(run: LiveRun, state: State) -> Text:
         "waiting": f"starting, last activity {ago}: {state.holder}",
         "running": f"running, last activity {ago}: {state.holder}",
         "hung": f"hung: no activity for {duration(state.silence or 0)} from {state.holder}",
-        "killed": f"{state}, {ago}, without a word: killed, or its node is down; {goes_on}",
-        "stopped": f"{state}, {ago} ({state.reason or 'no process trains it'}); {goes_on}",
+        "killed": f"{state}, {ago}, without a word: killed, or its node is down; {resumes}",
+        "stopped": f"{state}, {ago} ({state.reason or 'no process trains it'}); {resumes}",
         "finished": f"{state}, {ago}",
     }
     return Text(told[state.name], style=_COLOURS.get(state.name, "yellow"))

@@ -60,7 +60,7 @@ def slow_distance(attention: torch.Tensor, side: int) -> float:
 
 
 def test_gates_are_those_of_equation_7(golden: ConViT) -> None:
-    """Guards against raw λ in place of σ(λ), and against gates of layers that have none."""
+    """Guards against raw λ instead of σ(λ), and against gates of layers that have none."""
     weights = GOLDEN.weights("B")
     expected = [
         [1 / (1 + math.exp(-value)) for value in weights[f"blocks.{layer}.attn.gating_param"].tolist()] for layer in range(10)

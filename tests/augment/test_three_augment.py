@@ -47,7 +47,7 @@ def images(imagenet_samples: Path) -> list[Image.Image]:
 
 
 def cases(count: int) -> ThreeAugment:
-    """What is drawn for ``count`` samples, with the radii of ``RADII`` in place of the first blurs'."""
+    """What is drawn for ``count`` samples, with the radii of ``RADII`` instead of the first blurs'."""
     chosen = drawn(count)
     blurred = np.flatnonzero(chosen.blur)[: len(RADII)]
     chosen.blur[blurred] = RADII[: len(blurred)]

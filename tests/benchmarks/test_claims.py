@@ -33,7 +33,7 @@ def test_a_run_that_is_complete_is_not_repeated(digits_images: Path, tmp_path: P
 
 
 def test_a_stop_reaches_the_runs(digits_images: Path, tmp_path: Path) -> None:
-    """Guards against runs that go on alone, and against one that is lost: the same command goes on from a checkpoint."""
+    """Guards against runs that go on alone, and against one that is lost: the same command resumes from a checkpoint."""
     command = claims(digits_images, tmp_path, epochs=60, variant="no_cpe")
     process = subprocess.Popen(
         [sys.executable, "-m", *map(str, command)], cwd=REPOSITORY, env=clean_environment(), stderr=subprocess.PIPE, text=True

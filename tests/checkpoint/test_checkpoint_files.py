@@ -192,7 +192,7 @@ def test_retention(now: int, keep_last: int, best: int | None, every: int | None
 
 
 def test_publishing_over_an_older_one(tmp_path: Path) -> None:
-    """Guards against the loss of the only whole checkpoint of a step, and of a damaged one that could still be mended."""
+    """Guards against the loss of the only intact checkpoint of a step, and of a damaged one that could still be mended."""
     target = save_small(tmp_path, 4, value=1)
     for number in (1, 2):
         (target / "part-00000.safetensors").write_bytes(b"damaged")

@@ -103,7 +103,7 @@ def test_every_consistent_edit_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_is_no_manifest_at_all_is_damage(tmp_path: Path) -> None:
-    """Guards against JSON that is no object, or so deep that reading it ends in a RecursionError."""
+    """Guards against JSON that is not an object, or so deep that reading it ends in a RecursionError."""
     folder = save_small(tmp_path, 4)
     for text in (
         "[" * 100_000,

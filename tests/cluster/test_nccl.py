@@ -60,7 +60,7 @@ def ours() -> dict[str, str]:
 
 
 def test_the_watchdog_ends_no_process_and_a_user_has_the_last_word(environment: pytest.MonkeyPatch) -> None:
-    """Guards against SIGABRT in place of a name, and against debugging variables that have no effect."""
+    """Guards against SIGABRT instead of a name, and against debugging variables that have no effect."""
     assert ours() == OURS
     for name in OURS:
         environment.delenv(name)

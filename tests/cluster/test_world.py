@@ -67,7 +67,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     ],
 )
 def test_a_malformed_variable_is_named(given: dict[str, str], named: str, environment: pytest.MonkeyPatch) -> None:
-    """Guards against a traceback, or a silent guess, when a variable of the launcher or of Slurm is no number."""
+    """Guards against a traceback, or a silent guess, when a variable of the launcher or of Slurm is not a number."""
     for name, value in given.items():
         environment.setenv(name, value)
     with pytest.raises(UserError, match=named) as error:

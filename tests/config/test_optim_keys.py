@@ -30,7 +30,7 @@ from pipeline.errors import UserError
     ],
 )
 def test_an_optimizer_that_there_is_not_is_one_sentence(keys: dict, sentence: str) -> None:
-    """Guards against a traceback, or a default in place of what was asked for."""
+    """Guards against a traceback, or a default instead of what was asked for."""
     with pytest.raises(UserError) as error:
         config_from_dict({"output_dir": "runs/x", "optim": keys}, "a test")
     assert sentence in str(error.value) and "\n" not in str(error.value)

@@ -109,7 +109,7 @@ def test_junk_everywhere_is_reported_not_raised(copied: Path) -> None:
         ("extra.tar", "foreign tar"),
         (".val-in-progress", "unfinished split"),
     } <= rows.keys()
-    assert ("val-000003.tar", "sha256") not in rows, "a whole shard is no finding"
+    assert ("val-000003.tar", "sha256") not in rows, "a whole shard is not a finding"
 
 
 def test_members_that_are_not_adjacent_missing_or_misnamed(copied: Path) -> None:

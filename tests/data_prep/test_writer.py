@@ -26,7 +26,7 @@ from support.sharding import SHARDER, digests, lines
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    """60 images of 3 classes; two of them are no plain JPEG, three are damaged, one has broken EXIF."""
+    """60 images of 3 classes; two of them are not plain JPEGs, three are damaged, one has broken EXIF."""
     root = tmp_path / "images"
     for label, class_name in enumerate(("n01", "n02", "n03")):
         (root / class_name).mkdir(parents=True)

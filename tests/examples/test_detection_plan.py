@@ -73,7 +73,7 @@ def config(**train: object) -> DetectionConfig:
 
 
 def test_a_step_takes_the_same_images_on_any_number_of_processes() -> None:
-    """Guards against images that are lost or repeated when a run goes on with more processes, and an epoch that is no permutation."""
+    """Guards against images that are lost or repeated when a run goes on with more processes, and an epoch that is not a permutation."""
     its = config()
     images = [
         np.concatenate([request(its, 20, step, part, parts).sample for part in range(parts)])
@@ -147,10 +147,12 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert texts[0] == texts[1]
 
     check_same_run(its.model_copy(update={"log": its.log.model_copy(update={"every_steps": 7})}), "digest", begun)
-    with pytest.raises(UserError, match="was begun with other annotations"):
+    with pytest.raises(UserError, match="was started with other annotations"):
         check_same_run(its, "another", begun)
     changed = its.model_copy(update={"optim": its.optim.model_copy(update={"lr": 1.0})})
-    with pytest.raises(UserError, match="was begun with optim.lr=0.0001, got 1.0: set it back, or choose another output_dir."):
+    with pytest.raises(
+        UserError, match="was started with optim.lr=0.0001, got 1.0: set it back, or choose another output_dir."
+    ):
         check_same_run(changed, "digest", begun)
 
     newest = tmp_path / "checkpoints" / "step-00000003.safetensors"

@@ -1,4 +1,4 @@
-"""A small program in place of the training: ``ring STEPS FAULT RANK FOLDER``, all ranks add up a number, step by step.
+"""A small program instead of the training: ``ring STEPS FAULT RANK FOLDER``, all ranks add up a number, step by step.
 
 FAULT happens to RANK at step 30: "hang" while reading data, "hold the lock" of the interpreter for ever, "err" with a
 UserError, "leave late" after the others' end; "none" leaves it to the caller. Each rank writes its pid and step into FOLDER.

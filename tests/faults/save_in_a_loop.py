@@ -1,6 +1,6 @@
 """A program that saves one checkpoint after the other: ``--config FILE [key=value ...]``, until it is killed.
 
-It begins like the training, from the newest whole checkpoint. Before each save every number of the weights and of their average
+It begins like the training, from the newest intact checkpoint. Before each save every number of the weights and of their average
 becomes the number of the step, so that a checkpoint that mixes two saves, or holds half of one, shows.
 """
 

@@ -1,4 +1,4 @@
-"""A run that goes on with other numbers of processes, ZeRO stages and micro-batches: the same images, the same losses."""
+"""A run that continues with other numbers of processes, ZeRO stages and micro-batches: the same images, the same losses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_chain_of_world_sizes_and_stages(small_run: Path, tmp_path: Path) -> N
 
 
 def test_another_micro_batch(small_run: Path, tmp_path: Path) -> None:
-    """Guards against a stream of samples that depends on how a global batch is divided. A patch embedding in place of the stem:
+    """Guards against a stream of samples that depends on how a global batch is divided. A patch embedding instead of the stem:
     BatchNorm would normalize over other images."""
     options = (*OPTIONS, "model.switches={widths: [16, 16, 16, 16], conv_stem: false}", "train.max_steps=8")
     straight, changed = tmp_path / "straight", tmp_path / "changed"

@@ -141,7 +141,7 @@ def test_all_end_in_time_and_none_is_left(name: str, rings: dict[str, Ring]) -> 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith(("stopped", "killed", "lock"))])
 def test_the_silent_one_is_named(name: str, rings: dict[str, Ring]) -> None:
-    """Guards against an error that names the neighbour, or a connection, in place of the lost rank and its step."""
+    """Guards against an error that names the neighbour, or a connection, instead of the lost rank and its step."""
     ring = rings[name]
     pid, step = ring.at(ring.victim)
     for rank in ring.others:

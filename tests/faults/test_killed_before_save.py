@@ -90,7 +90,9 @@ def test_a_run_killed_before_its_last_save_is_not_finished(digits_shards: Path, 
     said = answers(file, run, tmp_path)
     assert said["sweep"].startswith("1  seed=3  killed at step 6 of 6, saved at step 4, top-1")
     assert said["report"] == "pervit_t, killed at step 6 of 6, saved at step 4"
-    assert "killed at step 6 of 6, saved at step 4" in said["watch"] and "the same command goes on from step 4" in said["watch"]
+    assert (
+        "killed at step 6 of 6, saved at step 4" in said["watch"] and "the same command resumes it from step 4" in said["watch"]
+    )
     assert said["follow"] == "waits"
 
     sweep = run_module("pipeline.sweep", file, OMP_NUM_THREADS="1").stdout

@@ -253,7 +253,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def test_what_is_gathered_is_plain_data(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against data that arrives as something else than was sent, and against a traceback over what is no data."""
+    """Guards against data that arrives as something else than was sent, and against a traceback over what is not data."""
     cpu = torch.device("cpu")
     prove_membership(secrets.token_bytes(32), 0, 1, cpu)
     value = {"a": [1, 2.5, None, True, float("inf")], "Φ\x00\ud800": {"b": "c" * 100_000}}
@@ -271,7 +271,7 @@ def test_what_is_gathered_is_plain_data(alone: None, monkeypatch: pytest.MonkeyP
 
 
 class _Bytes:
-    """What a stranger sends in place of text."""
+    """What a stranger sends instead of text."""
 
     def __init__(self, data: bytes) -> None:
         self.encode = lambda: data

@@ -100,7 +100,7 @@ def test_a_run_keeps_its_class_and_its_options(small_run: Path, tmp_path: Path) 
     run, lion = tmp_path / "run", CASES["lion"].options
     train(1, small_run, run, *OPTIONS, *lion, "train.max_steps=2").succeed()
     other = train(1, small_run, run, *OPTIONS, "optim.lr=1e-4", "optim.name=torch.optim:RAdam", "checkpoint.accept=[optim]")
-    assert other.wait() == [2] and "no run can go on with another optim.name" in other.stderr()
+    assert other.wait() == [2] and "no run can continue with another optim.name" in other.stderr()
     changed = (*OPTIONS, *lion, "optim.options={betas: [0.8, 0.9]}", "train.max_steps=4")
     refused = train(1, small_run, run, *changed)
     assert refused.wait() == [2] and "optim.options" in refused.stderr()

@@ -1,6 +1,6 @@
 """A job that is stopped, killed or cancelled, on a real Slurm of two nodes, and what becomes of the run.
 
-Each scenario runs with a toy in place of the training (quick), and with the real one on the digits (part of the soak).
+Each scenario runs with a toy instead of the training (quick), and with the real one on the digits (part of the soak).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A hundred kills within a save: the next start finds a whole checkpoint each time. Takes ten minutes."""
+"""A hundred kills within a save: the next start finds an intact checkpoint each time. Takes ten minutes."""
 
 from __future__ import annotations
 

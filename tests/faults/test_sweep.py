@@ -1,6 +1,6 @@
 """A sweep as a job array on a real Slurm of two nodes: tasks that are preempted, killed and submitted again, and the report after them.
 
-With a toy in place of the training (quick), and with the real one on the digits (part of the soak).
+With a toy instead of the training (quick), and with the real one on the digits (part of the soak).
 """
 
 from __future__ import annotations

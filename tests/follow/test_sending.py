@@ -251,5 +251,5 @@ def test_once_gives_up_with_a_sentence(tmp_path: Path) -> None:
         raise ConnectionError("no route to host\nmore lines")
 
     store.send = refuse  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="^the store could not be reached .no route to host.: the same command goes on"):
+    with pytest.raises(UserError, match="^the store could not be reached .no route to host.: the same command continues"):
         follower(run, store, tmp_path / "state").follow(once=True)

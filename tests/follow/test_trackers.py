@@ -151,7 +151,7 @@ def test_a_signal_writes_what_the_client_holds(tmp_path: Path) -> None:
     wait_for(process, lambda: rows_noted(tmp_path, segment=1) == 5)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and "the same command goes on" in said, said
+    assert process.returncode == 130 and "the same command continues" in said, said
     rows, _ = of_wandb(tmp_path, noted(tmp_path)["segment"])
     assert rows_back(rows) == run.rows
 
@@ -198,10 +198,10 @@ def test_two_followers_of_one_run(tmp_path: Path) -> None:
     ids=["tracker", "no run", "file", "every", "for ever", "project", "client"],
 )
 def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, tmp_path: Path) -> None:
-    """Guards against a traceback, and a command that waits for ever for what is no run."""
+    """Guards against a traceback, and a command that waits for ever for what is not a run."""
     (tmp_path / "file").touch()
     (tmp_path / "run").mkdir()
-    (tmp_path / "wandb.py").write_text("raise ImportError('of another Python')\n")  # in place of the client
+    (tmp_path / "wandb.py").write_text("raise ImportError('of another Python')\n")  # instead of the client
     variables = {**environment(tmp_path), "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     command = [sys.executable, "-m", "pipeline.follow", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=PATIENCE)

@@ -126,7 +126,7 @@ def test_a_run_keeps_its_teacher() -> None:
     begun = config("torchvision:regnet_y_16gf", Path("a.pth"))
     check_same_run(begun, begun, world)
     for other, key in ((config("timm:regnety_160", Path("a.pth")), "teacher"), (config("torchvision:regnet_y_16gf", Path("b.pth")), "teacher_weights")):  # fmt: skip
-        with pytest.raises(UserError, match=f"was begun with train.{key}="):
+        with pytest.raises(UserError, match=f"was started with train.{key}="):
             check_same_run(other, begun, world)
         accepted = other.model_copy(update={"checkpoint": other.checkpoint.model_copy(update={"accept": [f"train.{key}"]})})
         check_same_run(accepted, begun, world)
@@ -180,7 +180,7 @@ def test_a_student_learns_the_networks_decisions(precision: str, weights: Path, 
     taught = [*arguments, f"output_dir={tmp_path / 'taught'}"]
     run_forked("pipeline.train", *taught, *teacher, "train.max_steps=1")
     refused = run_forked("pipeline.train", *taught, "train.max_steps=2", check=False)
-    assert refused.returncode == 2 and "was begun with train.teacher=torchvision:regnet_y_400mf" in refused.stderr
+    assert refused.returncode == 2 and "was started with train.teacher=torchvision:regnet_y_400mf" in refused.stderr
     run_forked("pipeline.train", *taught, *teacher, "train.max_steps=2")
     run_forked("pipeline.train", *arguments, f"output_dir={tmp_path / 'whole'}", *teacher, "train.max_steps=2")
     losses = {run: [row["loss"] for row in step_rows(tmp_path / run)] for run in ("alone", "taught", "whole")}

@@ -94,7 +94,7 @@ def test_a_folder_of_images_evaluates_as_its_shards(
     for image in ("2/broken.jpg cannot be used: not an image", "5/cut.jpg cannot be used: a JPEG that is cut off"):
         assert done.stderr.count(image) == 1 and "replaces it" not in done.stderr
     assert alone["count"] == 15 and alone["left_out"] == 2 and f"15 of {photos}, 2 left out\n" in done.stdout
-    assert alone["split"] is None, "a plain folder is no split"
+    assert alone["split"] is None, "a plain folder is not a split"
     (tmp_path / "tree").mkdir()
     shutil.copytree(photos, tmp_path / "tree" / "val")
     both, _ = result_of("--checkpoint", run, "--data", tmp_path / "tree", "--batch-size", 3, tmp=tmp_path, processes=2)

@@ -37,7 +37,7 @@ os.execvp(words[start], words[start:])
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A copy of the scripts, a module in place of the training, and images."""
+    """A copy of the scripts, a module instead of the training, and images."""
     root = tmp_path / "a repository"
     shutil.copytree(REPOSITORY / "launch", root / "launch")
     (root / "pipeline").mkdir()

@@ -1,4 +1,4 @@
-"""``launch/local.sh`` with small programs in place of the training."""
+"""``launch/local.sh`` with small programs instead of the training."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_a_task_of_an_array(
 
 
 def test_a_plan_in_place_of_a_training(cluster: Cluster, toy_repository: Path, tmp_path: Path) -> None:
-    """Guards against a job that trains although it was asked what it would take, and a plan of the script's size in place of sbatch's."""
+    """Guards against a job that trains although it was asked what it would take, and a plan of the script's size instead of sbatch's."""
     (toy_repository / "pipeline" / "plan.py").write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     options = ("--nodes=2", "--ntasks-per-node=3", *ON_CPUS)
     job = cluster.job(tmp_path, *options, "launch/pervit_t.slurm", "--plan", "seed=1", cwd=toy_repository)

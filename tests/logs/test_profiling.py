@@ -71,7 +71,7 @@ def test_the_result_is_the_same_and_each_rank_has_its_files(small_run: Path, tmp
         ([5, 10], 0, None),
         ([5, 12], 0, "log.profile_steps is [5, 12], of which this start takes the steps 5 to 10: these will be profiled"),
         ([5, 10], 6, "log.profile_steps is [5, 10], of which this start takes the steps 7 to 10: these will be profiled"),
-        ([5, 9], 9, "log.profile_steps is [5, 9], but this start goes on from step 9: nothing will be profiled"),
+        ([5, 9], 9, "log.profile_steps is [5, 9], but this start resumes from step 9: nothing will be profiled"),
         ([11, 12], 0, "log.profile_steps is [11, 12], but the last step of this run is 10: nothing will be profiled"),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: p
     logging.getLogger("pipeline").propagate = True
     with caplog.at_level(logging.WARNING):
         profiler.close()
-    assert "cannot be written (Not a directory): the run goes on without it" in caplog.text
+    assert "cannot be written (Not a directory): the run continues without it" in caplog.text
     with pytest.raises(ZeroDivisionError), profiler.step(2):
         raise ZeroDivisionError
     profiler.abandon()

@@ -83,7 +83,7 @@ def test_a_bucket_is_a_pair_of_signed_offsets() -> None:
 
 
 def test_irpe_adds_the_product_of_query_and_bucket() -> None:
-    """Guards against scores without the scale, of keys in place of queries, or of another head; on a grid that is not square."""
+    """Guards against scores without the scale, of keys instead of queries, or of another head; on a grid that is not square."""
     torch.manual_seed(0)
     attention = RelativeSelfAttention(12, 2, qkv_bias=True).double()
     nn.init.normal_(attention.relative_position.weight)

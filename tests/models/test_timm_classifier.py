@@ -44,7 +44,7 @@ def pictures(count: int = 4) -> Tensor:
 @pytest.mark.parametrize("name", [VIT, "timm:efficientnet_b0", "timm:convit_tiny"])
 def test_stochastic_depth_is_timms_formula_with_given_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a branch that is scaled otherwise than timm does it, in another order, or not at all. ConViT calls one module
-    for two branches. timm's own network gets the decisions of the same numbers in place of its draws."""
+    for two branches. timm's own network gets the decisions of the same numbers instead of its draws."""
     import timm
 
     model = built(name, drop_path=0.5).train()

@@ -68,7 +68,7 @@ def test_one_process_says_which_stage_it_takes(small_run: Path, tmp_path: Path) 
 
 @pytest.mark.multiprocess
 def test_every_stage_clips_and_decays_like_pytorch() -> None:
-    """Guards against clipping twice or not at all, a norm after it in place of before, and weights that stop decaying because a
+    """Guards against clipping twice or not at all, a norm after it instead of before, and weights that stop decaying because a
     step does not use them."""
     model = Small()
     config = config_from_dict({"optim": {"weight_decay": 0.1}}, source="x")

@@ -67,7 +67,7 @@ def distance(a: dict[tuple[str, str], Tensor], b: dict[tuple[str, str], Tensor])
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_stage_steps_like_one_process(name: str) -> None:
-    """Guards against a trust ratio or an orthogonalization of the slice that a rank holds in place of the whole parameter."""
+    """Guards against a trust ratio or an orthogonalization of the slice that a rank holds instead of the whole parameter."""
     alone = saved(f"{name}-1-0")
     assert {quantity for quantity, _ in alone} == {"weight", *map(optimizer_quantity, MOMENTS[: 3 if name == "muon" else 2])}
     for processes, stage in ALL[1:]:

@@ -13,7 +13,7 @@ FAMILIES = ("pervit", "convit", "deit", "lsat", "posmlp")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_short_sides(family: str) -> None:
-    """Guards against rounding up: 249 pixels in place of 248 for 224 / 0.9."""
+    """Guards against rounding up: 249 pixels instead of 248 for 224 / 0.9."""
     theirs = parity.load(family)["evaluation"]
     for size, short in theirs["short"].items():
         resize = eval_geometry(np.array([700]), np.array([900]), int(size), theirs["crop"]).resize[0]

@@ -84,7 +84,7 @@ def test_one_process_runs_stage_zero() -> None:
 
 
 def test_optimizers_and_the_average_take_what_they_keep() -> None:
-    """LAMB has temporaries beside AdamW's moments, Muon one moment for matrices in place of two, the average one more copy."""
+    """LAMB has temporaries beside AdamW's moments, Muon one moment for matrices instead of two, the average one more copy."""
     plain, lamb, muon, averaged = (
         plan_memory(subject(*more, gpus=1))
         for more in ((), ("optim.name=lamb",), ("optim.name=muon",), ("train.ema_decay=0.99",))

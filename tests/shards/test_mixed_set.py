@@ -141,7 +141,7 @@ def test_a_run_is_killed_and_goes_on_with_another_number_of_processes(small_run:
     parted = ("--config", small_run, *options, f"output_dir={tmp_path / 'parted'}")
     Job(2, *parted, "train.max_steps=2").succeed()
     refused = run_forked("pipeline.train", *parted, f"data.mix={{{few}: 2}}", check=False)
-    assert refused.returncode == 2 and "was begun with another data set" in refused.stderr and "mix=" in refused.stderr
+    assert refused.returncode == 2 and "was started with another data set" in refused.stderr and "mix=" in refused.stderr
     Job(1, *parted).succeed()
 
     def trained_on(name: str) -> dict[int, set]:

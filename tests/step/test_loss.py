@@ -37,7 +37,7 @@ def targets(batch: SimpleNamespace, smoothing: float) -> Tensor:
 
 @pytest.mark.parametrize(("threshold", "smoothing"), [(0.0, 0.0), (None, 0.0), (None, 0.1), (0.2, 0.1), (0.35, 0.0)])
 def test_binary_cross_entropy_is_its_definition(threshold: float | None, smoothing: float) -> None:
-    """Guards against a sum in place of the mean, targets on the wrong side of the threshold, and smoothing that is left out."""
+    """Guards against a sum instead of the mean, targets on the wrong side of the threshold, and smoothing that is left out."""
     batch, scores = mixed_batch(), torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(0), requires_grad=True)
     train = TrainConfig(loss="bce", bce_threshold=threshold, label_smoothing=smoothing)
     loss = Objective(label_loss(train))(scores, batch)

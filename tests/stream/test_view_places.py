@@ -79,7 +79,7 @@ def test_views_are_as_far_apart_as_arithmetic_allows() -> None:
 
 
 def test_different_images_in_the_micro_batches_of_the_papers() -> None:
-    """Guards against a BatchNorm over 43 images in place of 128, and against images mixed with themselves: ImageNet, batch 1,024."""
+    """Guards against a BatchNorm over 43 images instead of 128, and against images mixed with themselves: ImageNet, batch 1,024."""
     length = epoch_length(1_281_167, 3)
     placing = Placing(1024, 3, length, 8)
     for step in (0, 1, 2, 700, 1249, 1250, 1251):  # the first epoch ends with step 1,250

@@ -45,11 +45,11 @@ NEEDS = {
     **dict.fromkeys(("make", "pip", "uv", "source"), "an installation"),
     **dict.fromkeys(("tail", "tensorboard"), "somebody who ends it"),
     **dict.fromkeys(("docker", "apptainer", "enroot"), "itself"),
-    **dict.fromkeys(("wandb", "mlflow", "trackio"), "a tracker's client, which is no part of `make install`"),
+    **dict.fromkeys(("wandb", "mlflow", "trackio"), "a tracker's client, which is not part of `make install`"),
     "train.teacher=torchvision:regnet_y_16gf": "its weights",
     **dict.fromkeys(
         ("model.name=timm:resnet18", "timm_swin_t", "timm:swin_tiny_patch4_window7_224"),
-        "timm, which is no part of `make install`",
+        "timm, which is not part of `make install`",
     ),
 }
 # A run of seconds, whatever the config; a key that the command states keeps its value.
@@ -105,7 +105,7 @@ def check(words: tuple[str, ...]) -> None:
         _check_module(module, rest[2:] if program == "python" else rest)
     elif words[:2] == ("bash", "launch/local.sh"):
         if rest[2] != "--":
-            raise ValueError(f"{rest[2]!r} in place of -- after the number of processes")
+            raise ValueError(f"{rest[2]!r} instead of -- after the number of processes")
         _check_module(rest[3], rest[4:], processes=int(rest[1]))
     elif words[0] == "bash" and rest[0] in SWEEP:
         _check_sweep(rest)
@@ -130,7 +130,7 @@ def check(words: tuple[str, ...]) -> None:
 def _check_module(module: str, arguments: list[str], processes: int = 1) -> None:
     target = {**dict(entry_points().values()), **EXAMPLES}.get(module)
     if target is None:
-        raise ValueError(f"{module} is no command of pyproject.toml")
+        raise ValueError(f"{module} is not a command of pyproject.toml")
     options = _parse(target, arguments)
     if module == "examples.detection.train":
         accumulation_steps(load_config_as(DetectionConfig, options.config, options.overrides).batches, processes)

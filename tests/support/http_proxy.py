@@ -28,7 +28,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Fault:
-    """What the proxy does in place of passing on the answer.
+    """What the proxy does instead of passing on the answer.
 
     Attributes:
         delay: seconds before the answer.

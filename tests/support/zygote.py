@@ -1,4 +1,4 @@
-"""Starts the ranks of a job by forking: PyTorch, DeepSpeed and DALI are imported once, a start takes a second in place of six.
+"""Starts the ranks of a job by forking: PyTorch, DeepSpeed and DALI are imported once, a start takes a second instead of six.
 
 The process that runs this program imports the training and then only waits. A line on its stdin is a request::
 

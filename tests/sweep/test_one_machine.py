@@ -89,7 +89,7 @@ def test_stopped_and_gone_on_with(machine: OneMachine) -> None:
     process.send_signal(signal.SIGINT)
     said, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, said + errors
-    assert "stopped; 0 of 3 runs finished, the same command goes on" in said and errors == ""
+    assert "stopped; 0 of 3 runs finished, the same command continues" in said and errors == ""
     assert machine.trainings() == [] and not machine.runs[2].exists()
     stopped = [latest_step(run) for run in machine.runs[:2]]
     assert stopped == [step_rows(run)[-1]["step"] for run in machine.runs[:2]] and min(stopped) >= 5
@@ -121,7 +121,7 @@ def test_what_is_killed(machine: OneMachine) -> None:
     (sweep,) = _processes(lambda words: "pipeline.sweep" in words and str(machine.file) in words)
     os.kill(sweep, signal.SIGKILL)
     said, _ = process.communicate(timeout=PATIENCE)
-    assert "[1/3] seed=0: a process was ended by SIGKILL (exit code 137); it goes on from its newest checkpoint" in said
+    assert "[1/3] seed=0: a process was ended by SIGKILL (exit code 137); it resumes from its newest checkpoint" in said
     deadline = time.monotonic() + PATIENCE
     while machine.trainings():
         assert time.monotonic() < deadline

@@ -54,7 +54,7 @@ def test_it_says_what_a_start_would_do_and_leaves_every_file(small_run: Path, tm
         '{"pid": 1, "host": "dead", "slurm_job": null, "since": "yesterday"}'
     )  # of a start that was killed
     before = files(run)
-    assert rows(dry(small_run, *overrides).stdout)["run"] == f"{run}: goes on from step 2; the last is step 3"
+    assert rows(dry(small_run, *overrides).stdout)["run"] == f"{run}: resumes from step 2; the last is step 3"
     assert files(run) == before
     assert f"{run} is complete at step 2: nothing to train." in dry(small_run, *overrides, "train.max_steps=2").stdout
 
@@ -62,8 +62,8 @@ def test_it_says_what_a_start_would_do_and_leaves_every_file(small_run: Path, tm
     part.write_bytes(part.read_bytes()[:-1])
     before = files(run)
     result = dry(small_run, *overrides)
-    assert rows(result.stdout)["run"] == f"{run}: goes on from step 1; the last is step 3"
-    assert "it would be set aside, the run goes on from step 1" in result.stderr
+    assert rows(result.stdout)["run"] == f"{run}: resumes from step 1; the last is step 3"
+    assert "it would be set aside, the run resumes from step 1" in result.stderr
     assert files(run) == before
 
 

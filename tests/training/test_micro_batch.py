@@ -53,7 +53,7 @@ def test_a_run_keeps_the_number_that_its_first_start_took(small_run: Path, tmp_p
     )
     assert read_weights(auto).state.config["train"]["micro_batch_size"] == 8
 
-    assert "auto keeps that with which this run was begun" in run(auto, "auto", "train.max_steps=4")
+    assert "auto keeps that with which this run was started" in run(auto, "auto", "train.max_steps=4")
     run(stated, 8, "train.max_steps=4")
     rows = [[(row["step"], row["loss"], row["grad_norm"]) for row in step_rows(each)] for each in (auto, stated)]
     assert rows[0] == rows[1]
@@ -61,9 +61,9 @@ def test_a_run_keeps_the_number_that_its_first_start_took(small_run: Path, tmp_p
     assert all(torch.equal(value, weights[name]) for name, value in read_weights(auto).model.items())
 
     one = run(auto, "auto", "--dry-run", "train.max_steps=5", processes=1)
-    assert "16 = 8 x 1 process x 2; auto keeps that with which this run was begun" in one
+    assert "16 = 8 x 1 process x 2; auto keeps that with which this run was started" in one
     four = run(auto, "auto", "--dry-run", "train.max_steps=5", processes=4)
-    assert "16 = 4 x 4 processes x 1; auto; this run was begun with 8, by which 4 processes cannot share out 16" in four
+    assert "16 = 4 x 4 processes x 1; auto; this run was started with 8, by which 4 processes cannot share out 16" in four
 
     shutil.rmtree(auto / "checkpoints")  # as if the first start had been killed before its first checkpoint
     assert "16 = 8 x 1 process x 2; auto keeps" in run(auto, "auto", "--dry-run", processes=1)

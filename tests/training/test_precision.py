@@ -94,7 +94,7 @@ def test_a_resumed_run_keeps_its_precision(began_with: str, small_run: Path) -> 
     assert (run / "config.yaml").read_text().startswith(f"# precision {began_with}: train.precision=auto, this CPU ")
     assert load_config(run / "config.yaml").train.precision == began_with
     second = train(2, other)
-    assert f"precision {began_with}: the run was begun with it; a new one would take {other} here (this CPU " in second
+    assert f"precision {began_with}: the run was started with it; a new one would take {other} here (this CPU " in second
     assert ("11 to 17 times" in second) == (began_with == "bf16")
     rows = step_rows(run)
     assert [row["step"] for row in rows] == [1, 2]

@@ -61,7 +61,7 @@ def test_a_changed_key_is_refused_with_the_override_that_accepts_it(capsys: pyte
     console.install()
     before, now = changed(), changed(optim={"lr": 1.0})
     assert refusal(now, before) == (
-        "runs/x was begun with optim.lr=0.0005, got 1.0: set it back, choose another output_dir, or accept the change with "
+        "runs/x was started with optim.lr=0.0005, got 1.0: set it back, choose another output_dir, or accept the change with "
         "checkpoint.accept=[optim.lr]."
     )
     check_same_run(now, None, ALONE)  # nothing to continue: a corrected start
@@ -80,7 +80,7 @@ def test_all_changed_keys_are_named_and_many_are_counted() -> None:
     """Guards against one refusal after the other for a config with several changes, and against a screen full of keys."""
     before = changed()
     two = refusal(changed(optim={"lr": 1.0, "eps": 1e-6}, checkpoint={"accept": ["data.flip"]}), before)
-    assert "begun with optim.lr=0.0005, got 1.0; with optim.eps=1e-08, got 1e-06: set them back" in two
+    assert "started with optim.lr=0.0005, got 1.0; with optim.eps=1e-08, got 1e-06: set them back" in two
     assert two.endswith("or accept the changes with checkpoint.accept=[optim.lr,optim.eps].")
     many = {
         "lr": 1.0,
@@ -102,10 +102,10 @@ def test_what_changes_shapes_cannot_be_accepted() -> None:
     before = changed()
     for accept in (["model"], ["model.num_classes"]):
         sentence = refusal(changed(model={"num_classes": 10}, checkpoint={"accept": accept}), before)
-        assert "begun with model.num_classes=1000, got 10: set it back, or choose another output_dir" in sentence
-        assert "no run can go on with another model.num_classes, so that cannot be accepted" in sentence
+        assert "started with model.num_classes=1000, got 10: set it back, or choose another output_dir" in sentence
+        assert "no run can continue with another model.num_classes, so that cannot be accepted" in sentence
     sentence = refusal(changed(train={"global_batch_size": 2048}, checkpoint={"accept": ["train"]}), before)
-    assert "no run can go on with another train.global_batch_size" in sentence  # its place in the stream would jump
+    assert "no run can continue with another train.global_batch_size" in sentence  # its place in the stream would jump
     check_same_run(changed(model={"drop_path": 0.1}, checkpoint={"accept": ["model"]}), before, ALONE)
 
 
@@ -218,7 +218,7 @@ def test_a_refusal_reaches_every_process(tmp_path: Path) -> None:
 def test_no_run_goes_on_with_another_optimizer() -> None:
     """Guards against moments of one optimizer that another takes for its own, and a layer-wise decay that changes in silence."""
     assert refusal(changed(optim={"name": "lamb"}, checkpoint={"accept": ["optim"]}), changed()) == (
-        "runs/x was begun with optim.name=adamw, got lamb: set it back, or choose another output_dir (no run can go on with "
+        "runs/x was started with optim.name=adamw, got lamb: set it back, or choose another output_dir (no run can continue with "
         "another optim.name, so that cannot be accepted)."
     )
-    assert "begun with optim.layer_decay=None, got 0.75" in refusal(changed(optim={"layer_decay": 0.75}), changed())
+    assert "started with optim.layer_decay=None, got 0.75" in refusal(changed(optim={"layer_decay": 0.75}), changed())

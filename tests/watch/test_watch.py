@@ -264,7 +264,7 @@ def test_a_key_ends_the_page(end: bytes, tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
-    """Guards against a page that waits for ever for what is no run."""
+    """Guards against a page that waits for ever for what is not a run."""
     (tmp_path / "file").touch()
     done = run_module("pipeline.watch", tmp_path / "file", check=False)
     assert (

@@ -1,4 +1,4 @@
-"""Share among the chapters on peripheral attention: the models they take, Φp of each layer, the query, the order of heads, and grids of
+"""Share helpers among the chapters on peripheral attention: the models they take, Φp of each layer, the query, the order of heads, and grids of
 maps."""
 
 from __future__ import annotations

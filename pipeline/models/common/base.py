@@ -1,4 +1,4 @@
-"""Base class of all models: the interface that training, evaluation and checkpoints rely on."""
+"""Define the base class of all models: the interface that training, evaluation and checkpoints rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feature maps: a classifier's trunk as the backbone of a detector or segmenter."""
+"""Give feature maps: use a classifier's trunk as the backbone of a detector or segmenter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a token grid is laid out in windows: tiled exactly, or padded for the grids of any image size.
+"""Lay a token grid out in windows: tiled exactly, or padded for the grids of any image size.
 
 A classifier's windows tile its grid. In the feature form a grid may be of any size: it is padded to whole windows, and the tokens
 of the padding are connected to no others (Swin Transformer's code for detection instead mixes them in as zeros, which here would

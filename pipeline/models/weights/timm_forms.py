@@ -1,4 +1,4 @@
-"""Our models as architectures of timm (tested with 1.0.31), and back.
+"""Map our models to architectures of timm (tested with 1.0.31), and back.
 
 timm has ConViT, DeiT and gMLP, under the names and shapes of their authors' code, which its code comes from. Other widths go into
 ``model_args``, timm's keyword arguments. What timm has no argument for, and the other families, keep this project's name:

@@ -1,4 +1,4 @@
-"""Transfer of trained weights: reinitialize the head for other classes, resample position embeddings for another image size."""
+"""Transfer trained weights: reinitialize the head for other classes, resample position embeddings for another image size."""
 
 from __future__ import annotations
 

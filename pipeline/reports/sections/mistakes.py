@@ -1,4 +1,4 @@
-"""What the model confuses: accuracy per class, confusions, and pictures of mistakes and of hits that were close."""
+"""Show what the model confuses: accuracy per class, confusions, pictures of mistakes and of narrow hits."""
 
 from __future__ import annotations
 

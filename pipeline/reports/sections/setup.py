@@ -111,8 +111,8 @@ def _verified(checkpoint: Checkpoint, contents: bool) -> Html:
     except OSError as error:
         return html('<span class="bad">cannot be read ({})</span>', error.strerror)
     if problems and not checkpoint.folder.exists():
-        return html("removed meanwhile, the run goes on")
+        return html("removed meanwhile, the run continues")
     if problems:
         return html('<span class="bad">damaged: {}</span>', "; ".join(problems))
-    whole = html('<span class="good">whole, checksums match</span>')
+    whole = html('<span class="good">intact, checksums match</span>')
     return whole if contents else html("sizes match; checksums not read, they take long")

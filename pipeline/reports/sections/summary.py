@@ -1,4 +1,4 @@
-"""Show what came out, and how it compares with the paper."""
+"""Show the result of a run beside the paper's."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _plots(run: RunFolder, marks: list[Mark], shown: list[tuple[str, list[Curve]
 def marks_of(run: RunFolder, starts: list[Start]) -> list[Mark]:
     """Restarts, evaluations and saves."""
     found = [
-        Mark(start.step, f"start {start.number} goes on from step {start.step:,}", "start")
+        Mark(start.step, f"start {start.number} resumes from step {start.step:,}", "start")
         for start in starts[1:]
         if start.step is not None
     ]

@@ -260,7 +260,7 @@ def test_bad_parquet_and_tars(tree: Path, tmp_path: Path) -> None:
     reading = Reading(tmp_path / "stage")
     (tmp_path / "a").mkdir()
     (tmp_path / "a/train.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(UserError, match="a/train.parquet is not a whole parquet file"):
+    with pytest.raises(UserError, match="a/train.parquet is not a complete parquet file"):
         open_sources(tmp_path / "a", reading=reading)
     pq.write_table(pa.table({"text": ["x"], "number": [1]}), tmp_path / "a/train.parquet")
     with pytest.raises(UserError, match="columns text, number, of which it is not clear which to take: pass --image-column"):

@@ -59,7 +59,7 @@ def test_logits_and_maps_reproduce_the_authors_code(rule: str) -> None:
         ("posmlp_b", {}, 81_976_834),
         ("posmlp_t", {"mixing": "sgu"}, 21_804_004),  # Tables 3 and 10: 21.8 M
         ("posmlp_t", {"mixing": "sgu", "patch_merging": "linear"}, 23_341_540),  # Table 10: 23.3 M
-        # SGU's norms, and per group and layer (2 * 14 - 1)² = 729 or 13² = 169 numbers in place of 6
+        # SGU's norms, and per group and layer (2 * 14 - 1)² = 729 or 13² = 169 numbers instead of 6
         ("posmlp_t", {"mixing": "glrpe"}, 20_925_538 + 33_024 + (2 * 8 + 2 * 16 + 18 * 32) * 723 + 2 * 64 * 163),
     ],
 )
