@@ -1,4 +1,4 @@
-"""Put an export in its place: written in a hidden folder, then renamed, with its checksums; and with ``--push-to-hub REPO`` into a
+"""Place an export: write it in a hidden folder, then rename it, with its checksums; with ``--push-to-hub REPO``, push it to a
 repository of the Hugging Face hub, as one commit.
 
 An output that ends with the format's ending is a file, ``NAME``, and beside it are its card, ``NAME.md``, and its checksum,

@@ -34,7 +34,7 @@ class State:
             command goes on. ``killed``: it ended without a word.
         step: the last one that the folder knows of; 0 before the first.
         last_step: the end of the schedule, as the run has recorded it; None before it has.
-        saved: step of the newest intact checkpoint, from which the same command goes on; None: there is none.
+        saved: step of the newest intact checkpoint, from which the same command resumes; None: there is none.
         reason: why the last start ended, in words; empty where nothing tells it.
         holder: who trains, or ended without releasing the folder.
         silence: seconds since the last activity; None before there is any.

@@ -67,7 +67,7 @@ def build(config: Config, world: World, classes: list[str], verified: Verified |
     Args:
         config: settled.
         classes: of the training set, by index.
-        verified: the checkpoint that the run goes on from; None: a new run.
+        verified: the checkpoint that the run resumes from; None: a new run.
 
     Raises:
         UserError: weights or a teacher cannot be read or do not fit.

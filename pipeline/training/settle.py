@@ -53,7 +53,7 @@ def settle(config: Config, before: RunState | None, world: World) -> Settled:
 
     Args:
         config: of this start, which :func:`check_alone` has accepted.
-        before: the checkpoint that it goes on from, which ``auto`` follows; None: a new run.
+        before: the checkpoint that it resumes from, which ``auto`` follows; None: a new run.
 
     Raises:
         UserError: on every rank: images cannot be decoded as asked, or no micro-batch fits.

@@ -63,7 +63,7 @@ class PreparedRun:
 
     settled: Settled
     data: RunData
-    before: checkpoint.RunState | None  # what it goes on from; None: a new run
+    before: checkpoint.RunState | None  # what it resumes from; None: a new run
     built: Built
 
     @property
@@ -123,7 +123,7 @@ class Start:
         return RunData(train_set, val_set, make_schedule(self.config, images_per_epoch(train_set), train_set.subset))
 
     def find_checkpoint(self, train_set: ShardSet | MixedSet) -> Verified | None:
-        """The checkpoint that the run goes on from, None for a new run. Collective.
+        """The checkpoint that the run resumes from, None for a new run. Collective.
 
         Raises:
             UserError: no checkpoint is intact, or they are of another config or data set.
