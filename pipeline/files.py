@@ -104,9 +104,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def nearest_existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes free on the disk where the path is, or will be."""
+    return shutil.disk_usage(nearest_existing(path)).free
+
+
 def check_space(folder: Path, needed: int) -> None:
     """Check that a write of ``needed`` bytes to a folder's file system will fit; an ``OSError`` with ``ENOSPC`` if not."""
-    if shutil.disk_usage(folder).free < needed:
+    if free_bytes(folder) < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
@@ -234,7 +244,7 @@ def disk_reason(path: Path, error: OSError) -> str:
     """The system's reason for a failed write to ``path``; ENOSPC for lack of inodes, where there is space, is spelled out."""
     reason = error.strerror or str(error)
     try:
-        space = os.statvfs(next(folder for folder in path.absolute().parents if folder.exists()))
+        space = os.statvfs(nearest_existing(path.absolute().parent))
     except OSError:
         return reason
     no_inode = error.errno == errno.ENOSPC and space.f_files > 0 and space.f_favail == 0
@@ -243,6 +253,6 @@ def disk_reason(path: Path, error: OSError) -> str:
 
 def _free_mb(path: Path) -> str:
     try:
-        return f"{shutil.disk_usage(path.parent).free / 1e6:.1f} MB free"
+        return f"{free_bytes(path.parent) / 1e6:.1f} MB free"
     except OSError:
         return "its free space cannot be asked for"

@@ -138,7 +138,7 @@ def measure_case(context: Context, config: Config, world: World, in_memory: bool
     with place, Heartbeat(world, config.distributed) as heartbeat:
         run = Start(config, world).open_run(StopSignal(), heartbeat)
         assert run is not None
-        stage = run.trained.engine.zero_optimization_stage()  # one process may run another than it was asked for
+        stage = run.train_state.engine.zero_optimization_stage()  # one process may run another than it was asked for
 
         def step() -> None:
             training_step(run)

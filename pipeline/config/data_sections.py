@@ -6,16 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.bounds import (
-    MAX_BATCH,
-    Aspect,
-    Count,
-    Deviation,
-    Mean,
-    Section,
-    Share,
-    Text,
-)
+from pipeline.config.bounds import MAX_BATCH, Aspect, Count, Deviation, Mean, Section, Share, Text
 
 
 class DataConfig(Section):

@@ -56,7 +56,7 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
 class Built:
     """What a start has built."""
 
-    trained: TrainState
+    train_state: TrainState
     cost: flops.FlopRow  # of the model
     first_maps: Tensor | None  # peripheral attention before the first step, for the log; rank 0 of a new run only
 
@@ -92,8 +92,8 @@ def build(config: Config, world: World, classes: list[str], verified: Verified |
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if verified:
         checkpoint.load(engine, verified, ema, world)
-    trained = TrainState(engine, StepStatistics(engine.module, world), ema, Objective(label_loss(config.train), teacher))
-    return Built(trained, flops.FlopRow(**counted), first_maps)
+    train_state = TrainState(engine, StepStatistics(engine.module, world), ema, Objective(label_loss(config.train), teacher))
+    return Built(train_state, flops.FlopRow(**counted), first_maps)
 
 
 def training_loader(

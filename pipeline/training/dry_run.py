@@ -6,9 +6,7 @@ out: compiling (``train.compile``), whose cache is files, and evaluation.
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +23,7 @@ from pipeline.cluster.heartbeat import Heartbeat
 from pipeline.cluster.world import World
 from pipeline.config import Config, DataConfig
 from pipeline.errors import PREEMPTED, UserError
-from pipeline.files import write_error
+from pipeline.files import check_space, free_bytes, write_error
 from pipeline.hardware import memory_gib
 from pipeline.loader.loader import Batch
 from pipeline.logs.run_files import check_run_files
@@ -81,10 +79,10 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
             say(world, _STOPPED)
             return PREEMPTED
         heartbeat.at(0, "training")
-        step, trained = _take_step(prepared, world), prepared.built.trained
-        saved = sum(tensor.nbytes for tensor in saved_tensors(trained.engine, trained.ema, world).values())
+        step, train_state = _take_step(prepared, world), prepared.built.train_state
+        saved = sum(tensor.nbytes for tensor in saved_tensors(train_state.engine, train_state.ema, world).values())
         checkpoint_bytes = sum(world.gather(saved))
-        do_in_main(lambda: check_space(start.folder, checkpoint_bytes), world)
+        do_in_main(lambda: _check_space(start.folder, checkpoint_bytes), world)
         heartbeat.still("ending")
         if world.is_main:
             print("\n".join(_summary(prepared, world, step, checkpoint_bytes, cache)), flush=True)
@@ -104,13 +102,13 @@ def _check_on_all(check: Callable[[], str | None], world: World) -> str | None:
 
 def _take_step(prepared: PreparedRun, world: World) -> _Step:
     """One optimizer step, of the first micro-batches only, with the labels and augmentation of the first batch and random pixels."""
-    config, trained, schedule = prepared.settled.config, prepared.built.trained, prepared.data.schedule
+    config, train_state, schedule = prepared.settled.config, prepared.built.train_state, prepared.data.schedule
     batch, read_seconds = _fake_batch(prepared, world)
     lr = learning_rate(prepared.step, schedule.steps_per_epoch, schedule.epochs, schedule.global_batch_size, config.optim)
     count = min(_MICRO_BATCHES, prepared.settled.accumulation)
-    trained.engine.train()
+    train_state.engine.train()
     began = time.perf_counter()
-    result = train_step(trained, lambda: batch, lr, config.seed, count=count)
+    result = train_step(train_state, lambda: batch, lr, config.seed, count=count)
     loss = (world.sum(result.loss) / world.size).item()  # waits for the device
     seconds = time.perf_counter() - began
     peak = max(world.gather(memory_gib(world.device)[1]))
@@ -131,19 +129,12 @@ def _fake_batch(prepared: PreparedRun, world: World) -> tuple[Batch, float]:
         loader.close()
 
 
-def check_space(folder: Path, needed: int) -> None:
-    """Check that a checkpoint of ``needed`` bytes fits.
-
-    Raises:
-        UserError: it does not.
-    """
-    if _free(folder) < needed:
-        raise write_error(folder / FOLDER, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-
-
-def _free(folder: Path) -> int:
-    """Bytes free where the folder is, or will be."""
-    return shutil.disk_usage(next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())).free
+def _check_space(folder: Path, needed: int) -> None:
+    """Check that a checkpoint of ``needed`` bytes fits."""
+    try:
+        check_space(folder, needed)
+    except OSError as error:
+        raise write_error(folder / FOLDER, error) from None
 
 
 def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> str | None:
@@ -211,7 +202,7 @@ def _summary(prepared: PreparedRun, world: World, step: _Step, checkpoint_bytes:
         + (f"; {settled.micro_batch_reason}" if settled.micro_batch_reason else ""),
         "step": f"{step.micro_batches} of {settled.accumulation} micro-batches of random images: loss {step.loss:.4f}, gradient norm "
         f"{step.grad_norm:.3g}, {step.seconds:.1f} s; at most {step.peak_gib:.2f} GiB in a process",
-        "checkpoint": f"{checkpoint_bytes / 1e6:,.1f} MB, up to {kept} at a time; {_free(Path(config.output_dir)) / 1e9:,.1f} GB free",
+        "checkpoint": f"{checkpoint_bytes / 1e6:,.1f} MB, up to {kept} at a time; {free_bytes(Path(config.output_dir)) / 1e9:,.1f} GB free",
     }
     if cache:
         rows["cache"] = cache

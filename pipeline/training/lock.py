@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.cluster.environment import job_name
 from pipeline.errors import UserError
-from pipeline.files import disk_reason, lock_bytes, write_error
+from pipeline.files import disk_reason, lock_bytes, nearest_existing, write_error
 from pipeline.runs import LOCK
 from pipeline.runs.files import Holder, read_holder
 
@@ -92,7 +92,7 @@ def check_lock(run_dir: Path) -> None:
     path = run_dir / LOCK
     try:
         if not path.exists():
-            nearest = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+            nearest = nearest_existing(run_dir)
             if not nearest.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             if not os.access(nearest, os.W_OK | os.X_OK):

@@ -74,7 +74,7 @@ def train_to_the_end(run: Run) -> bool:
     Raises:
         UserError: a gradient is not finite, a rank's data cannot be read, or nothing can be written.
     """
-    if run.config.eval.analyses and (reason := nothing_to_follow(run.trained.engine.module)):
+    if run.config.eval.analyses and (reason := nothing_to_follow(run.train_state.engine.module)):
         run.log.say(f"note: eval.analyses writes nothing for {run.config.model.name}: {reason}")
     if run.agreement.ask(run.stop.received != 0):  # received while the run was built
         run.log.say(_STOPPED_EARLY)
@@ -113,12 +113,12 @@ def training_step(run: Run) -> Batch:
         if run.compilation.pending:
             run.heartbeat.at(step, "compiling")
             with recording():  # the step will record the same
-                run.compilation.prepare(batch, noise, run.trained.engine.gradient_accumulation_steps() > 1)
+                run.compilation.prepare(batch, noise, run.train_state.engine.gradient_accumulation_steps() > 1)
             run.log.restart_clock()
         run.heartbeat.at(step, "training")
 
     with recording() as metrics:
-        result = train_step(run.trained, next_batch, lr, run.config.seed, before_forward)
+        result = train_step(run.train_state, next_batch, lr, run.config.seed, before_forward)
         if not result.taken:
             skip_or_stop(run, step, result)
         record("skipped_steps", run.skipped_steps, reduce="max")
@@ -156,7 +156,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
         if results:
             improved = note_results(run, results)
             run.evaluation_due = False
-        run.trained.engine.train()
+        run.train_state.engine.train()
         stopping = results is None
     reasons = {
         "a signal": stopping,
@@ -169,7 +169,7 @@ def complete_step(run: Run, stopping: bool) -> bool:
         run.heartbeat.at(run.step, "saving")
         run.log.flush(to_disk=True)  # the rows that lead to a checkpoint are there when it is
         began = time.perf_counter()
-        run.saver.save(run.trained.engine, run.trained.ema, run.state())
+        run.saver.save(run.train_state.engine, run.train_state.ema, run.state())
         reason = next(reason for reason, applies in reasons.items() if applies)
         run.events.add("save", run.step, seconds=round(time.perf_counter() - began, 3), reason=reason)
         run.log.restart_clock()
@@ -186,15 +186,15 @@ def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
         run.heartbeat.at(run.step, "evaluating")
         return run.exchange_status()
 
-    run.trained.engine.eval()
-    first = FirstImages.of(run.trained.engine, run.config, run.world)
-    own = evaluate(run.trained.engine, run.val_loader, run.world, stopped, consumer=first)
+    run.train_state.engine.eval()
+    first = FirstImages.of(run.train_state.engine, run.config, run.world)
+    own = evaluate(run.train_state.engine, run.val_loader, run.world, stopped, consumer=first)
     if own is None:
         return None
     results = {"model": own}
-    if run.trained.ema:
-        with run.trained.ema.applied():
-            average = evaluate(run.trained.engine, run.val_loader, run.world, stopped)
+    if run.train_state.ema:
+        with run.train_state.ema.applied():
+            average = evaluate(run.train_state.engine, run.val_loader, run.world, stopped)
         if average is None:
             return None
         results["ema"] = average
@@ -219,7 +219,7 @@ def note_results(run: Run, results: dict[str, dict[str, Any]]) -> bool:
             run.log.warn(f"{weights} scores of {result['nonfinite']} images are not finite: these count as wrong")
         bars = pictures.class_bars(run.train_set.class_names, result["class_correct"], result["class_count"])
         run.log.image(pictures.CLASSES + curves.suffix(weights), bars, run.step)
-    phi = pictures.peripheral_maps(run.trained.engine.module, run.config.model.image_size)
+    phi = pictures.peripheral_maps(run.train_state.engine.module, run.config.model.image_size)
     if phi is not None:
         run.log.image(pictures.PHI, pictures.map_grid(phi), run.step)
     weights, result = max(results.items(), key=lambda item: item[1]["top1"])

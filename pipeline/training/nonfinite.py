@@ -82,7 +82,9 @@ def _write_dump(run: Run, step: int, folder: Path, result: StepResult) -> None:
     do_in_main(write, run.world)
     agreement = Agreement(run.config.distributed.collective_timeout)  # a separate one: the run's counts the run's saves
     saver = Saver(folder, run.world, run.config.checkpoint, agreement, partial(run.heartbeat.still, "saving"))
-    saver.save(run.trained.engine, run.trained.ema, dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1))
+    saver.save(
+        run.train_state.engine, run.train_state.ema, dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1)
+    )
     saver.finish()
 
 

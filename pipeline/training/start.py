@@ -157,7 +157,7 @@ class Start:
 def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Heartbeat, lock: RunLock | None) -> Run:
     """Open the log and the loaders: from here on the run writes. Collective."""
     say(world, "opening the loaders and the log")
-    settled, data, before, trained = prepared.settled, prepared.data, prepared.before, prepared.built.trained
+    settled, data, before, train_state = prepared.settled, prepared.data, prepared.before, prepared.built.train_state
     config, step, last_step = settled.config, prepared.step, data.schedule.last_step
     folder = Path(config.output_dir)
     number = write_run_files(config, world, step + 1, str(settled.precision), settled.micro_batch_reason)
@@ -175,9 +175,9 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         lock=lock,
         schedule=data.schedule,
         train_set=data.train_set,
-        trained=trained,
+        train_state=train_state,
         compilation=Compilation(
-            settled.compile, settled.precision.name, folder, world, trained.engine.module, trained.objective
+            settled.compile, settled.precision.name, folder, world, train_state.engine.module, train_state.objective
         ),
         loader=training_loader(data.train_set, config, settled.decode, world, step),
         val_loader=evaluation_loader(data.val_set, config, world),
@@ -201,7 +201,7 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
 def _introduce(run: Run, prepared: PreparedRun, recipe: Recipe | None) -> None:
     """Log the first lines of a start: precision, batch, schedule, and what is unusual about them."""
     settled, before, cost = prepared.settled, prepared.before, prepared.built.cost
-    config, schedule, model = run.config, run.schedule, run.trained.engine.module
+    config, schedule, model = run.config, run.schedule, run.train_state.engine.module
     run.log.say(str(settled.precision))
     if settled.precision.warning:
         run.log.warn(settled.precision.warning)
@@ -218,10 +218,10 @@ def _introduce(run: Run, prepared: PreparedRun, recipe: Recipe | None) -> None:
             f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"
         )
     micro, normalizes = config.train.micro_batch, f"{config.model.name} has BatchNorm, which normalizes over a micro-batch, so"
-    if run.trained.batchnorm and before and before.config["train"]["micro_batch_size"] != micro:
+    if run.train_state.batchnorm and before and before.config["train"]["micro_batch_size"] != micro:
         was = before.config["train"]["micro_batch_size"]
         run.log.say(f"note: train.micro_batch_size was {was} and is {micro}: {normalizes} the run goes on a little differently")
-    if run.trained.batchnorm and recipe and (stated := recipe.config.train.micro_batch_size) not in (AUTO, micro):
+    if run.train_state.batchnorm and recipe and (stated := recipe.config.train.micro_batch_size) not in (AUTO, micro):
         run.log.say(
             f"note: train.micro_batch_size is {micro}, {stated} in {recipe.name}: {normalizes} this is not quite its recipe"
         )

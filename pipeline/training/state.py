@@ -47,7 +47,7 @@ class Run:
     lock: RunLock | None  # held by rank 0
     schedule: Schedule
     train_set: ShardSet | MixedSet
-    trained: TrainState
+    train_state: TrainState
     compilation: Compilation
     loader: Loader[TrainBatches] | TrialLoader
     val_loader: Loader[EvalBatches]
@@ -101,7 +101,7 @@ class Run:
             class_names=self.train_set.named,
             data=self.train_set.identity(),
             world_size=self.world.size,
-            zero_stage=int(self.trained.engine.zero_optimization_stage()),
+            zero_stage=int(self.train_state.engine.zero_optimization_stage()),
             last_step=self.schedule.last_step,
             bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.state().items()},
             best=self.best,

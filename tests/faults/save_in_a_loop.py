@@ -34,9 +34,9 @@ def main() -> None:
         run.step += 1
         for stretch in _weights(run):
             stretch.values.fill_(run.step)
-        run.saver.save(run.trained.engine, run.trained.ema, run.state())
+        run.saver.save(run.train_state.engine, run.train_state.ema, run.state())
         run.saver.finish()
 
 
 def _weights(run):
-    return (held for held in rank_slices(run.trained.engine, run.trained.ema) if held.quantity in (WEIGHT, EMA))
+    return (held for held in rank_slices(run.train_state.engine, run.train_state.ema) if held.quantity in (WEIGHT, EMA))

@@ -9,16 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.analysis.chapters.attention import layer_head_plot
-from pipeline.analysis.style import (
-    MAP_COLORS,
-    bare,
-    draw_mosaic,
-    gap_of,
-    mark_query,
-    new_figure,
-    numbers,
-    show_image,
-)
+from pipeline.analysis.style import MAP_COLORS, bare, draw_mosaic, gap_of, mark_query, new_figure, numbers, show_image
 from pipeline.page import GREY
 
 if TYPE_CHECKING:

@@ -12,16 +12,7 @@ from torch import Tensor
 from pipeline.analysis.chapter import Example
 from pipeline.analysis.chapters.attention import layer_head_plot
 from pipeline.analysis.chapters.gated_mlp_figures import mark_stages
-from pipeline.analysis.style import (
-    MAP_COLORS,
-    image_grid,
-    legend_beside,
-    map_grid,
-    mark_query,
-    new_figure,
-    numbers,
-    overlay,
-)
+from pipeline.analysis.style import MAP_COLORS, image_grid, legend_beside, map_grid, mark_query, new_figure, numbers, overlay
 from pipeline.page import GREY
 
 if TYPE_CHECKING:
