@@ -95,11 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def upload(args: argparse.Namespace, place: Place, message: str) -> None:
-    """Push what was written, with its card as the repository's README.md.
-
-    Raises:
-        UserError: the hub refuses, or is not reached.
-    """
+    """Push what was written, with its card as the repository's README.md."""
     from pipeline.exporting.placing import CARD, push
 
     if place.folder:

@@ -30,11 +30,7 @@ CPU = "cpu"  # --gpu for processes without one
 
 
 def subject_of(args: argparse.Namespace) -> Subject:
-    """What the command line asks about.
-
-    Raises:
-        UserError: an argument or the config is wrong.
-    """
+    """What the command line asks about."""
     for name in ("nodes", "gpus_per_node"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}", "correct it")
@@ -56,11 +52,7 @@ def subject_of(args: argparse.Namespace) -> Subject:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """The options of time, cost and data.
-
-    Raises:
-        UserError: one of them is out of range.
-    """
+    """The options of time, cost and data."""
     from pipeline.planning.length import parse_time_limit
     from pipeline.planning.time import Options
 

@@ -64,13 +64,10 @@ def parse_step(text: str) -> int | str:
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
-    """Resolve a command's path: a run folder, or one of its checkpoints as ``inspect`` lists them.
+    """Resolve a command's path: a run folder, or one of its checkpoints; the run folder, and the step if it names one.
 
     Args:
         path: ``RUN``, ``RUN/checkpoints`` or ``RUN/checkpoints/step-00000040``; it need not exist.
-
-    Returns:
-        The run folder, and the step if the path names one.
     """
     absolute = path.absolute()
     step = _step_of(absolute.name)

@@ -120,10 +120,7 @@ class CheckpointManifest:
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointManifest:
-        """Read the manifest of a checkpoint.
-
-        Args:
-            folder: of the checkpoint, under its original name.
+        """Read the manifest of a checkpoint's folder, which has its original name.
 
         Raises:
             UserError: it is missing or damaged, or the folder's name is that of another step.

@@ -115,11 +115,8 @@ def read_headers(folder: Path, names: Iterable[str]) -> dict[str, list[Entry]]:
 class SliceReader:
     """Reads slices from the files of a checkpoint, however it was sharded when it was saved.
 
-    A file is opened, and mapped into memory, when something is read from it; it must be intact
-    (:func:`~pipeline.checkpoint.verification.find_damage`).
-
-    Args:
-        headers: of all its files (:func:`read_headers`).
+    ``headers`` are those of all files of the folder (:func:`read_headers`). A file is opened, and mapped into memory, when
+    something is read from it; it must be intact (:func:`~pipeline.checkpoint.verification.find_damage`).
 
     Raises:
         ValueError: a file has a tensor that does not belong in a checkpoint.

@@ -35,8 +35,7 @@ def checksum(path: Path) -> FileRecord:
 def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) -> list[str]:
     """Compare files with their records in the manifest; a sentence for each that differs.
 
-    Args:
-        contents: verify checksums; else only existence and size.
+    Without ``contents``, only existence and size are compared, and no checksum.
 
     Raises:
         OSError: a file cannot be read now, which says nothing about its contents.
@@ -59,13 +58,11 @@ def find_damage(folder: Path, files: list[FileRecord], contents: bool = True) ->
 
 
 def find_gaps(folder: Path, manifest: CheckpointManifest, headers: Headers | None = None) -> list[str]:
-    """Find what is missing, duplicated or unknown in files whose checksums are right, by their headers alone.
+    """Find what is missing, duplicated or unknown in files whose checksums are right, by their headers alone,
+    which are read where they are not given.
 
     Every parameter needs its weight, and what the manifest says that the optimizer keeps for it. An average exists for all parameters
     or for none, and for all buffers of floating point or for none.
-
-    Args:
-        headers: of its files, where they are known; else they are read.
 
     Returns:
         A sentence for each quantity of a parameter or buffer that is not covered exactly once.

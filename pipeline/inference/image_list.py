@@ -31,11 +31,7 @@ _IN_FILE = -1  # place of an image that is a file of its own
 
 
 class PackedNames(Sequence[str]):
-    """A list of strings in one block of bytes: ten million paths take their length and 8 bytes each.
-
-    Args:
-        names: any strings, including file names that are not UTF-8.
-    """
+    """A list of strings, also of file names that are not UTF-8, in one block of bytes: ten million take their length and 8 bytes each."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._block, ends = bytearray(), array("q", [0])

@@ -31,11 +31,7 @@ class EvalTransform:
         self._normalization = Normalization(mean, std)
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Transform a PIL image to (3, S, S) float32. EXIF orientation is ignored, as in training.
-
-        Raises:
-            TypeError: not a PIL image.
-        """
+        """Transform a PIL image to (3, S, S) float32. EXIF orientation is ignored, as in training."""
         if not isinstance(image, Image.Image):
             raise TypeError(f"the transform takes a PIL image, not {type(image).__name__}: open a file with PIL.Image.open.")
         pixels = np.array(image.convert("RGB"))  # (h, w, 3)

@@ -65,9 +65,6 @@ def open_session(model: nn.Module, trained_in: str, args: argparse.Namespace) ->
         model: on the CPU.
         trained_in: the precision of its training.
         args: of :func:`add_model_options`.
-
-    Raises:
-        UserError: images cannot be decoded as asked.
     """
     from pipeline.cluster.world import init_world
     from pipeline.loader.loader import decoding_device

@@ -42,10 +42,7 @@ class Trained:
         return self.class_names or self.classes
 
     def build_model(self, switches: Mapping[str, Any] | None = None) -> VisionModel:
-        """The model with these weights, in eval mode on the CPU.
-
-        Args:
-            switches: replace those of the training; None: keep them.
+        """The model with these weights, in eval mode on the CPU; ``switches`` replace those of the training.
 
         Raises:
             UserError: unknown switches.

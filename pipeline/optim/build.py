@@ -37,9 +37,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     """Build the optimizer ``optim.name`` with the groups of :func:`parameter_groups`.
 
     The learning rate is a placeholder: :func:`learning_rate` gives it before every step.
-
-    Raises:
-        UserError: the optimizer or ``layer_decay`` does not suit the model.
     """
     return optimizer_description(config).build(parameter_groups(model, config), config)
 

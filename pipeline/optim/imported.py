@@ -30,9 +30,6 @@ _REMEDY = "choose another optimizer"
 class ImportedOptimizer(OptimizerDescription):
     """A class from another package, constructed with ``lr`` and ``optim.options``.
 
-    Args:
-        config: with ``name`` as ``module:Class``.
-
     Attributes:
         decays: whether it takes ``weight_decay``.
 

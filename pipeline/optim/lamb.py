@@ -25,9 +25,6 @@ class Lamb(SliceOptimizer):
 
     The norms are those of whole parameters, whichever ranks hold their slices. That is why this is not DeepSpeed's ``FusedLamb``: it
     takes a flat shard of many parameters for one parameter, and exists for GPUs only. PyTorch has no LAMB.
-
-    Args:
-        groups: with ``params``, ``names`` and ``weight_decay``.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:

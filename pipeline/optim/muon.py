@@ -33,9 +33,6 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
     matrices that it holds a part of: with ZeRO 1 and 2 its share and the two at its ends, with ZeRO 0 and 3 all of them.
 
     DeepSpeed's own Muon iterates in other precision at every ZeRO stage but 0, and clips the orthogonalized step, not the gradient.
-
-    Args:
-        groups: with ``params``, ``names``, ``weight_decay`` and ``matrices``: true for groups of matrices.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def label_loss(train: TrainConfig) -> LabelLoss:
 
 
 def cross_entropy(scores: Tensor, labels: Tensor, other_labels: Tensor, weight: Tensor, label_smoothing: float) -> Tensor:
-    """Mean cross entropy of images that are mixtures of two labels.
+    """Mean cross entropy, () float32, of images that are mixtures of two labels.
 
     Cross entropy is linear in the target, so mixing two losses is what mixing the two smoothed one-hot vectors is
     (Mixup's equation for the target).
@@ -56,9 +56,6 @@ def cross_entropy(scores: Tensor, labels: Tensor, other_labels: Tensor, weight: 
         labels, other_labels: (B,) int64.
         weight: (B,) share of ``labels`` in the target.
         label_smoothing: share of each target spread over all classes.
-
-    Returns:
-        (), float32.
     """
     own, other = (
         F.cross_entropy(scores.float(), target, label_smoothing=label_smoothing, reduction="none")  # (B,)
@@ -70,7 +67,9 @@ def cross_entropy(scores: Tensor, labels: Tensor, other_labels: Tensor, weight: 
 def binary_cross_entropy(
     scores: Tensor, labels: Tensor, other_labels: Tensor, weight: Tensor, label_smoothing: float, threshold: float | None
 ) -> Tensor:
-    """Mean over images and classes of the binary cross entropy, each class a question of its own (Wightman et al., "ResNet strikes back", 2021).
+    """Mean over images and classes, () float32, of the binary cross entropy, each class a question of its own.
+
+    Wightman et al., "ResNet strikes back", 2021.
 
     DeiT III (Touvron et al., ECCV 2022) asks whether a class is in the picture at all: threshold 0, so that both labels of a mixed
     image count fully. With None, the shares of the mixture are the targets.
@@ -78,9 +77,6 @@ def binary_cross_entropy(
     Args:
         scores, labels, other_labels, weight, label_smoothing: as for :func:`cross_entropy`.
         threshold: targets above it become 1, the others 0; None: they stay as they are.
-
-    Returns:
-        (), float32.
     """
     spread = label_smoothing / scores.shape[-1]
     classes = torch.arange(scores.shape[-1], device=scores.device)
@@ -92,7 +88,7 @@ def binary_cross_entropy(
 
 
 def hard_distillation_loss(loss: Tensor, scores: Tensor, teacher_scores: Tensor, teacher_share: float = 0.5) -> Tensor:
-    """(1 - share) * loss + share * cross entropy with the teacher's most likely class.
+    """(1 - share) * loss + share * cross entropy with the teacher's most likely class: () float32.
 
     Hard distillation (Touvron et al., "Training data-efficient image transformers", ICML 2021, Eq. 3): the teacher's predicted class
     is a second label for the student. ConViT's Appendix B (Table 4) uses this form: its DeiT figures, 80.9 and 83.0, are those of hard
@@ -103,9 +99,6 @@ def hard_distillation_loss(loss: Tensor, scores: Tensor, teacher_scores: Tensor,
         scores: (B, classes), the student's logits, any floating type.
         teacher_scores: (B, classes), the teacher's logits for the same augmented images, in eval mode, without gradients.
         teacher_share: weight of the teacher's label; one half in DeiT.
-
-    Returns:
-        (), float32.
 
     Raises:
         UserError: student and teacher have different numbers of classes.

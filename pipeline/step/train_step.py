@@ -111,13 +111,12 @@ def forward_backward(
 ) -> Tensor:
     """Run the forward pass of a micro-batch, its loss and its backward pass. Collective with an engine.
 
+    Returns the loss without its graph, () float32.
+
     Args:
         forward: images (B, 3, H, W) and noise -> scores (B, classes); the engine, or a model under autocast.
         backward: computes the gradients of a loss, ().
         noise: what the model takes besides: (B, noise_per_sample), or None.
-
-    Returns:
-        (), float32, the loss without its graph.
     """
     loss = objective(forward(batch.images, noise), batch)
     backward(spread_nonfinite(loss))

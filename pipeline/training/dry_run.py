@@ -138,13 +138,8 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def check_cache_room(data: DataConfig, sets: Iterable[ShardSet | MixedSet]) -> str | None:
-    """Look at the cache on this node, of which a training only warns, and write nothing.
-
-    Args:
-        sets: that are read, opened without a cache.
-
-    Returns:
-        How much of the shards is there and fits; None without a cache.
+    """Look at the cache on this node, of which a training only warns, and write nothing; how much of the
+    shards is there and fits, None without a cache.
 
     Raises:
         UserError: the folder cannot be written on this node, is that of the shards, or has no room for one of them.

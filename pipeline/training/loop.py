@@ -44,9 +44,6 @@ def connect_and_train(config: Config, stop: StopSignal, recipe: Recipe | None = 
 def train(config: Config, world: World, stop: StopSignal | None = None, recipe: Recipe | None = None) -> int:
     """Train to the end of the schedule, from the newest intact checkpoint if there is one. Collective.
 
-    Args:
-        recipe: what the config is made from, for the log; None: unknown.
-
     Returns:
         The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint if a step was taken.
 

@@ -92,14 +92,11 @@ def check_alone(config: Config, world: World) -> None:
 
 
 def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable: bool = False) -> str:
-    """Settle ``data.decode`` for training, on all ranks alike without communication.
+    """Settle ``data.decode`` for training ("gpu", "cpu", or "auto": to be measured), on all ranks alike without communication.
 
     Args:
         begun_with: that of the run so far, which "auto" keeps; "auto" or None while it is not known.
         repeatable: the run repeats its pixels whenever it is begun: "auto" then is the GPU, because a measurement may differ.
-
-    Returns:
-        "gpu", "cpu", or "auto": to be measured.
 
     Raises:
         UserError: it cannot be done here.
