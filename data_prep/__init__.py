@@ -22,8 +22,3 @@
 SPLITS = ("train", "val")
 STAGED = ".staged"  # folder of an output with the images of a source that cannot be read in any order
 MAX_REJECTED = 0.001  # default of --max-rejected, a fraction of the images; more suggests a damaged copy of the data set
-
-
-def counted(number: int, word: str) -> str:
-    """A number with its noun: ``1 shard``, ``2 shards``, ``3 classes``."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('s') else 's'}"

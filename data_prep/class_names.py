@@ -24,10 +24,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep import counted
 from data_prep.output import FolderLock, Output
 from data_prep.sources.devkit import Devkit
-from pipeline.errors import UserError, first_few
+from pipeline.errors import UserError, counted, first_few
 from pipeline.files import open_regular
 from pipeline.shards.manifest import MANIFEST, ShardManifest
 

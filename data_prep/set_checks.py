@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data_prep import counted
 from data_prep.shard_checks import Finding, Findings, ShardCheck, check_shard
 from data_prep.workers import run_tasks
-from pipeline.errors import first_few
+from pipeline.errors import counted, first_few
 from pipeline.files import file_sha256, open_regular
 from pipeline.shards.manifest import (
     MANIFEST,

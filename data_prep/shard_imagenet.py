@@ -32,9 +32,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep import MAX_REJECTED, SPLITS, STAGED, counted
+from data_prep import MAX_REJECTED, SPLITS, STAGED
 from pipeline.command_line import command_parser, run_command
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.stores.place import parse_place
 
 if TYPE_CHECKING:  # imported lazily at run time, so that --help and the workers start fast

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from data_prep import counted
 from data_prep.workers import interrupts_noted
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.shards.files.cache import CachedShard, ShardCache, Unclaimed
 from pipeline.shards.files.cache_filler import CacheFault, SourceFault, WrongContent, allow_open_copies, fetch_shard, rows_of
 from pipeline.shards.shard_set import ShardSet

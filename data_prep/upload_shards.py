@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep import counted
 from pipeline.command_line import command_parser, run_command
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.stores.place import Place, RemotePath, is_remote, parse_place, place_argument
 
 if TYPE_CHECKING:

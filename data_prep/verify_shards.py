@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import os
 
-from data_prep import counted
 from pipeline.command_line import command_parser, run_command
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.stores.place import RemotePath, place_argument
 
 

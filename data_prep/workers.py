@@ -18,8 +18,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from data_prep import counted
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 
 BAR_SECONDS = 0.2  # between two updates of the progress bar
 

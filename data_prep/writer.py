@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data_prep import MAX_REJECTED, counted
+from data_prep import MAX_REJECTED
 from data_prep.job import ShardJob, already_written, begin, describe_job, remove_traces
 from data_prep.output import FolderLock, Output, needed_bytes
 from data_prep.shard_writer import FinishedShard, read_record, record_file, write_shard
 from data_prep.sources import Source
 from data_prep.workers import run_tasks
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.files import file_sha256, remove_leftovers, replace_file, replace_text
 from pipeline.shards.image_checks import ImageRules
 from pipeline.shards.manifest import MANIFEST, REENCODED, REJECTED, ShardManifest, SplitInfo, shard_name

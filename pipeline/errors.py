@@ -55,3 +55,8 @@ def first_line(error: BaseException) -> str:
 def first_few(names: Sequence[str], most: int = 3) -> str:
     """The first of several names, for a message: ``a, b, c, ...``."""
     return ", ".join([*names[:most], *["..."] * (len(names) > most)])
+
+
+def counted(number: int, word: str) -> str:
+    """A number with its noun: ``1 shard``, ``2 shards``, ``3 classes``."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('s') else 's'}"

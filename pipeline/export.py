@@ -16,7 +16,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.folder import CheckpointManifest, find_checkpoint, parse_step, step_folder
+from pipeline.checkpoint.folder import find_checkpoint, parse_step, step_folder
+from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
 from pipeline.exporting import FORMATS, Format, find_format

@@ -18,11 +18,7 @@ import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from pipeline.checkpoint.manifest import (  # noqa: F401 - re-exported
-    CheckpointManifest,
-    RunState,
-    folder_name,
-)
+from pipeline.checkpoint.manifest import CheckpointManifest, folder_name
 from pipeline.checkpoint.verification import find_damage
 from pipeline.errors import UserError
 from pipeline.files import sync_folder

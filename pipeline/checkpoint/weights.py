@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.folder import BEST, CheckpointManifest, RunState, find_checkpoint, saved_steps, step_folder
+from pipeline.checkpoint.folder import BEST, find_checkpoint, saved_steps, step_folder
+from pipeline.checkpoint.manifest import CheckpointManifest, RunState
 from pipeline.checkpoint.parts import BUFFER, EMA, EMA_BUFFER, WEIGHT, SliceReader, read_headers
 from pipeline.checkpoint.verification import find_damage, find_gaps
 from pipeline.config import Config, config_from_dict

@@ -26,7 +26,7 @@ from pipeline.config.bounds import (
     Steps,
     Text,
 )
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 
 BUILT_IN_OPTIMIZERS = ("adamw", "lamb", "muon")  # optim.name; others are module:Class
 AUTO = "auto"  # train.micro_batch_size: as many images as fit into memory
@@ -231,9 +231,8 @@ def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> in
     per_pass = micro * world_size
     steps, rest = divmod(global_batch, per_pass)
     if rest or steps == 0:
-        processes = "process" if world_size == 1 else "processes"
         raise UserError(
-            f"train.global_batch_size must be a multiple of train.micro_batch_size {micro} x {world_size} {processes} = {per_pass}, got "
+            f"train.global_batch_size must be a multiple of train.micro_batch_size {micro} x {counted(world_size, 'process')} = {per_pass}, got "
             f"{global_batch} ({global_batch} / {per_pass} = {global_batch / per_pass:.4g} accumulation steps)",
             _remedy(global_batch, micro, world_size, unit),
         )

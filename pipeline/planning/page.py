@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.errors import counted
 from pipeline.hardware import GIB
 from pipeline.optim.build import optimizer_description
 from pipeline.planning.length import SIGNAL_SECONDS
@@ -73,7 +74,7 @@ def _title(subject: Subject, memory: Memory) -> str:
     return (
         f"{config.model.name}, {config.model.image_size} px, {subject.precision}, ZeRO stage {subject.stage}, activation checkpointing "
         f"{'on' if config.train.activation_checkpointing else 'off'}\n"
-        f"{nodes} {_TIMES} {subject.gpus_per_node} {device} = {world} process{'' if world == 1 else 'es'}; global batch "
+        f"{nodes} {_TIMES} {subject.gpus_per_node} {device} = {counted(world, 'process')}; global batch "
         f"{config.train.global_batch_size} = {config.train.micro_batch} {_TIMES} {world} {_TIMES} {subject.accumulation} "
         f"(micro-batch, processes, accumulation)\n"
         f"{verdict}: {_gib(memory.total)} of {_gib(memory.capacity)}"

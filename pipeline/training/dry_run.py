@@ -22,7 +22,7 @@ from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
 from pipeline.cluster.world import World
 from pipeline.config import Config, DataConfig
-from pipeline.errors import PREEMPTED, UserError
+from pipeline.errors import PREEMPTED, UserError, counted
 from pipeline.files import check_space, free_bytes, write_error
 from pipeline.hardware import memory_gib
 from pipeline.loader.loader import Batch
@@ -185,7 +185,7 @@ def _refusal(folder: Path) -> str:
 def _summary(prepared: PreparedRun, world: World, step: _Step, checkpoint_bytes: int, cache: str | None) -> list[str]:
     """What a person reads: a line, and a table of what was found."""
     settled, data, config = prepared.settled, prepared.data, prepared.settled.config
-    processes = f"{world.size} process{'' if world.size == 1 else 'es'}"
+    processes = counted(world.size, "process")
     last = f"the last is step {data.schedule.last_step:,}"
     where = f"resumes from step {prepared.step:,}" if prepared.before else "a new run"
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1

@@ -13,7 +13,7 @@ from pipeline.cluster.environment import StopSignal
 from pipeline.cluster.heartbeat import Heartbeat
 from pipeline.cluster.world import World
 from pipeline.config import AUTO, Config, Recipe, config_from_dict
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.inference.evaluation import check_classes, check_same_classes, evaluation_loader
 from pipeline.logs import pictures
 from pipeline.logs.data_trouble import BadSampleReport, store_report
@@ -225,7 +225,7 @@ def _introduce(run: Run, prepared: PreparedRun, recipe: Recipe | None) -> None:
         run.log.say(
             f"note: train.micro_batch_size is {micro}, {stated} in {recipe.name}: {normalizes} this is not quite its recipe"
         )
-    processes = f"{run.world.size} process{'' if run.world.size == 1 else 'es'}"
+    processes = counted(run.world.size, "process")
     per_epoch = round(schedule.steps_per_epoch, 1) or schedule.steps_per_epoch
     run.log.say(
         f"{config.model.name} on {run.world.device}: {cost.params:,} parameters, {cost.gmacs:.3f} GMACs per image; batch {batch} = "
