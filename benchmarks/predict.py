@@ -153,7 +153,7 @@ def predict_files(args, trained, config, world, forward) -> None:  # type: ignor
     from pipeline.inference.evaluation import evaluation_loader
     from pipeline.inference.image_list import ImageList, find_images
     from pipeline.inference.prediction import predict, score_columns
-    from pipeline.inference.predictions import Names, prediction_dtype, write_rows
+    from pipeline.inference.prediction_table import Names, prediction_dtype, write_rows
     from pipeline.inference.rank_rows import RankRows
 
     images = ImageList(find_images([str(args.images)]), trained.classes)

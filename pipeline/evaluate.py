@@ -51,14 +51,14 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         check_writable(args.json)
     if args.predictions:
-        from pipeline.inference.predictions import check_file
+        from pipeline.inference.prediction_table import check_file
 
         check_file("--predictions", args.predictions)
 
     from pipeline.cluster.world import disconnect  # imported only now: PyTorch takes seconds, and --help must not wait for it
     from pipeline.inference.evaluation import check_same_classes, evaluate, evaluation_loader
     from pipeline.inference.prediction import collect_evaluated
-    from pipeline.inference.predictions import Names, prediction_dtype, write_rows
+    from pipeline.inference.prediction_table import Names, prediction_dtype, write_rows
     from pipeline.inference.rank_rows import RankRows
     from pipeline.inference.trained import read_trained
     from pipeline.logs import console

@@ -27,7 +27,7 @@ from pipeline.inference.session import SOURCES, add_model_options, open_session,
 
 if TYPE_CHECKING:
     from pipeline.inference.prediction import Tally
-    from pipeline.inference.predictions import Merged, Names
+    from pipeline.inference.prediction_table import Merged, Names
     from pipeline.inference.rank_rows import RankRows
 
 SOME_FAILED = 1  # exit code: at least one image has no prediction
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from pipeline.inference.evaluation import evaluation_loader
     from pipeline.inference.image_list import ImageList, find_images, read_list
     from pipeline.inference.prediction import feature_columns, predict, score_columns
-    from pipeline.inference.predictions import Names, features_dtype, prediction_dtype
+    from pipeline.inference.prediction_table import Names, features_dtype, prediction_dtype
     from pipeline.inference.rank_rows import RankRows
     from pipeline.inference.trained import read_trained  # imported only now: PyTorch takes seconds, and --help must not wait
     from pipeline.logs import console
@@ -100,7 +100,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.features and args.by_folder:
         raise UserError("--features and --by-folder exclude each other: features have no accuracy", "leave one out")
     if args.output:
-        from pipeline.inference.predictions import ENDINGS, FEATURE_ENDINGS, check_file
+        from pipeline.inference.prediction_table import ENDINGS, FEATURE_ENDINGS, check_file
 
         check_file("--output", args.output, FEATURE_ENDINGS if args.features else ENDINGS)
 
@@ -108,7 +108,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 def write(args: argparse.Namespace, rows: RankRows, names: Names, count: int, width: int) -> Tally:
     """Write the file, or print a table, and report what was counted, all on rank 0; elsewhere the tally is of zeros. Collective."""
     from pipeline.inference.prediction import Tally
-    from pipeline.inference.predictions import write_features, write_rows
+    from pipeline.inference.prediction_table import write_features, write_rows
 
     tally = Tally()
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from pipeline.inference.evaluation import Consumer
 from pipeline.inference.image_list import ImageList
-from pipeline.inference.predictions import Merged
+from pipeline.inference.prediction_table import Merged
 from pipeline.inference.rank_rows import RankRows
 from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Batch, Loader
@@ -62,7 +62,7 @@ def predict(columns: Columns, loader: Loader[EvalBatches], images: ImageList, ro
 
 def collect_evaluated(rows: RankRows) -> Consumer:
     """A consumer of :func:`~pipeline.inference.evaluation.evaluate` that adds each batch to ``rows``, of
-    :func:`~pipeline.inference.predictions.prediction_dtype` with labels."""
+    :func:`~pipeline.inference.prediction_table.prediction_dtype` with labels."""
 
     def consume(batch: Batch, scores: Tensor, best: Tensor, losses: Tensor) -> None:
         probabilities = scores.softmax(dim=1)  # (B, classes)

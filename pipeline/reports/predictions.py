@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.inference.predictions import ENDINGS
+from pipeline.inference.prediction_table import ENDINGS
 from pipeline.page import Html, html
 from pipeline.shards.image_folder import ImageFolder, open_split
 from pipeline.shards.manifest import sample_key

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.inference.predictions import check_file
+from pipeline.inference.prediction_table import check_file
 from pipeline.shards.shard_set import ShardSet
 from support.ranks import run_forked
 from support.small_model import write_model
