@@ -145,7 +145,7 @@ class Client:
             return found.meta["size"], str(found.attributes.get(_MARK, ""))
 
     def delete(self, names: list[str]) -> None:
-        """Remove objects; those that are not there are no failure. Raises Failure: one is still there."""
+        """Remove objects; missing ones are not an error. Raises Failure: one is still there."""
         try:
             with _sorted_failures():
                 self._obstore.delete(self._store, names)
