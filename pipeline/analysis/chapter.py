@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from pipeline.analysis.averages import Collector
+from pipeline.analysis.measures import Collector
 from pipeline.models.common.base import VisionModel
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.analysis.averages import Collector, add_over_ranks, look
 from pipeline.analysis.chapters.attention import AttentionChapter, AttentionDistance
-from pipeline.analysis.measures import nonlocality, query_key_distances, rounded
+from pipeline.analysis.measures import Collector, add_over_ranks, look, nonlocality, query_key_distances, rounded
 from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.loader.loader import Batch

@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from pipeline.analysis import images as choosing
 from pipeline.analysis import survey
-from pipeline.analysis.averages import run_pass
 from pipeline.analysis.chapter import Chapter, Example, Findings, Request
 from pipeline.analysis.chapters import chapters_of
+from pipeline.analysis.measures import run_pass
 from pipeline.analysis.survey import Subject
 from pipeline.analysis.writing import ANALYSIS, PAGE, write_analysis
 from pipeline.cluster.world import World, disconnect, init_world

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.analysis.averages import look
 from pipeline.analysis.chapter import Example, Findings, Request
 from pipeline.analysis.chapters import chapters_of
 from pipeline.analysis.chapters.attention import AttentionDistance
 from pipeline.analysis.chapters.convit import ConViTChapter, gates, initial_positions, positions
+from pipeline.analysis.measures import look
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.common.probe import recorded
 from pipeline.models.convit import ConViT

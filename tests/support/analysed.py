@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.analysis.averages import run_pass
 from pipeline.analysis.chapter import Chapter, Example, Findings, Request
+from pipeline.analysis.measures import run_pass
 from pipeline.analysis.style import style
 from pipeline.cluster.world import World
 from pipeline.models.common.base import VisionModel

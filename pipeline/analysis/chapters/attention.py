@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.analysis.averages import Collector
 from pipeline.analysis.chapter import Chapter, Drawn, Example, Findings, Request, figure
-from pipeline.analysis.measures import mean_attention_distance, query_key_distances
+from pipeline.analysis.measures import Collector, mean_attention_distance, query_key_distances
 from pipeline.analysis.style import new_figure
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.probe import recorded

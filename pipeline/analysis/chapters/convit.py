@@ -11,11 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipeline.analysis.averages import Collector
 from pipeline.analysis.chapter import Drawn, Example, Findings, Request, figure
 from pipeline.analysis.chapters import convit_figures as figures
 from pipeline.analysis.chapters.attention import GridChapter, QueryMaps
-from pipeline.analysis.measures import mean_attention_distance, query_key_distances, rounded
+from pipeline.analysis.measures import Collector, mean_attention_distance, query_key_distances, rounded
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.probe import recorded
 from pipeline.models.common.vit import ViTLayout

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipeline.analysis.averages import Collector
 from pipeline.analysis.chapter import Declared, Drawn, Example, Findings, figure
 from pipeline.analysis.chapters.attention import GridChapter, ImageMeasures, QueryMaps, layer_head_plot, layer_head_plots
-from pipeline.analysis.measures import impact, nonlocality, rounded
+from pipeline.analysis.measures import Collector, impact, nonlocality, rounded
 from pipeline.analysis.style import image_grid, map_grid, numbers, overlay
 from pipeline.models.common.base import VisionModel
 from pipeline.models.deit import DeiT

@@ -12,10 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipeline.analysis.averages import Collector
 from pipeline.analysis.chapter import Chapter, Drawn, Example, Findings, Request, figure
 from pipeline.analysis.chapters import lsat_figures as figures
-from pipeline.analysis.measures import query_key_distances
+from pipeline.analysis.measures import Collector, query_key_distances
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import to_windows
 from pipeline.models.common.probe import observed

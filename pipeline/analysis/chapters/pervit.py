@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipeline.analysis.averages import Collector
 from pipeline.analysis.chapter import NO_IMAGES, Drawn, Findings, figure
 from pipeline.analysis.chapters.attention import ImageMeasures, layer_head_plots
 from pipeline.analysis.chapters.pervit_position import NO_PHI_C, NO_PHI_P, PHI, PeripheralChapter
-from pipeline.analysis.measures import REGIONS, finite, impact, nonlocality, query_key_distances, region_radii, region_scores
+from pipeline.analysis.measures import (
+    REGIONS,
+    Collector,
+    finite,
+    impact,
+    nonlocality,
+    query_key_distances,
+    region_radii,
+    region_scores,
+)
 from pipeline.analysis.style import legend_beside, new_figure
 from pipeline.page import BLUE, GREEN, ORANGE, PINK
 
