@@ -89,9 +89,7 @@ def check_has_chapter(model: VisionModel, name: str) -> None:
         UserError: it is of no family that has a chapter: a model of timm.
     """
     if not any(chapter.applies(model) for chapter in chapter_classes()):
-        raise UserError(
-            f"{name} is of no family that pipeline.analyze has figures for", "analyze one of this project's families"
-        )
+        raise UserError(f"pipeline.analyze requires a model of this project's families, got {name}", "analyze one of them")
 
 
 def check_names(only: Sequence[str], findings: Findings, model: str) -> None:

@@ -131,7 +131,7 @@ def _check_is_export(place: Place) -> None:
         name = path.relative_to(place.output).as_posix()
         if not path.is_dir() and name not in known:
             raise UserError(
-                f"{place.output} holds {name}, which is of no export, so that --force does not replace the folder",
+                f"--force must find an export alone in {place.output}, got {name} beside it",
                 "choose another --output, or move the file",
             )
 
@@ -205,7 +205,7 @@ def check_hub(repo: str) -> None:
         repo: ``NAME`` or ``OWNER/NAME``.
 
     Raises:
-        UserError: ``huggingface_hub`` is not installed, there is no token, or ``repo`` is no name of a repository.
+        UserError: ``huggingface_hub`` is not installed, there is no token, or ``repo`` is not a repository's name.
     """
     hub = _imported()
     try:

@@ -179,9 +179,9 @@ def edited(folder: Path, new: Path, **changes: object) -> Path:
         ({"std": [0, 1, 1]}, "config.json: pretrained_cfg.std.0: Input should be greater"),
         (
             {"model_args": {"embed_dim": 50}},
-            "has model_args embed_dim=50, but no model of this project is convit_tiny with them",
+            "model_args of convit_tiny must be those of a model of this project, got embed_dim=50",
         ),
-        ({"model_args": {"norm_layer": "x"}}, "has model_args norm_layer='x'"),
+        ({"model_args": {"norm_layer": "x"}}, "model_args of .* got norm_layer='x'"),
         ({"architecture": "convit_small"}, "does not match its description of the model"),
         ({"architecture": "pervit_t", "model_args": {"switches": {"nonsense": 1}}}, "nonsense"),
     ],

@@ -153,7 +153,7 @@ def recognise(weights: Mapping[str, Tensor], source: str) -> tuple[str, int, int
             closest = min(closest or (off, name), (off, name))
     hint = f"; {closest[1]} comes closest, but for {closest[0]} of them" if closest and closest[0] <= _CLOSEST else ""
     raise UserError(
-        f"{source} has no description of its model, and its {len(weights)} tensors are those of no model here with its paper's switches{hint}",
+        f"{source} must describe its model or have the tensors of a model with its paper's switches, got {len(weights)} others{hint}",
         "start a run from it with train.init_from, model.name and model.switches, or pass a file that export wrote",
     )
 

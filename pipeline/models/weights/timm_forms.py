@@ -167,6 +167,6 @@ def _refuse(source: str, architecture: str, arguments: Mapping[str, Any]) -> Non
     if arguments:
         named = ", ".join(f"{key}={value!r}" for key, value in sorted(arguments.items()))
         raise UserError(
-            f"{source} has model_args {named}, but no model of this project is {architecture} with them",
+            f"{source}: model_args of {architecture} must be those of a model of this project, got {named}",
             "remove them if the weights do not need them, or use the folder with timm",
         )
