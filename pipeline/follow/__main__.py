@@ -11,7 +11,6 @@ continues where it stopped. The trackers' own environment variables set the dest
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import logging
 import signal
@@ -39,15 +38,7 @@ def main() -> None:
     parser.add_argument(
         "--every", type=float, default=10.0, metavar="SECONDS", help="how often to look for new data (default: 10)"
     )
-    run(parser.parse_args())
-
-
-def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        UserError: no such tracker or run, a client that is missing or refuses, or another follower of this run.
-    """
+    args = parser.parse_args()
     if args.to not in TRACKERS:
         raise UserError(f"--to must be one of {', '.join(TRACKERS)}, got {args.to!r}", "choose one")
     if not 0 < args.every <= _LONGEST:

@@ -89,12 +89,14 @@ def results(runs: list[RunFolder], figure: str) -> list[float]:
     return [run.result[figure] for run in runs if run.result and run.result.get(figure) is not None]
 
 
+def mean_and_spread(values: list[float]) -> tuple[float, float | None] | None:
+    """Mean, and the standard deviation over the seeds (n - 1), None with one value; None without any."""
+    return (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None) if values else None
+
+
 def mean_text(values: list[float], digits: int = 2) -> str:
-    """Mean ± standard deviation (n - 1) of what several runs reached; empty without any."""
-    if not values:
-        return ""
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+    """Mean ± spread of what several runs reached; empty without any."""
+    return " ± ".join(f"{value:.{digits}f}" for value in mean_and_spread(values) or () if value is not None)
 
 
 def value_text(value: Any) -> str:

@@ -65,7 +65,7 @@ def comparison_page(paths: list[Path]) -> str:
     data = by_data(groups)
     parts = [(title, make, same) for title, make in (("Results", _results), ("Curves", _curves)) for same in data]
     sections = [Section(title if len(data) == 1 else f"{title}: {same.title}", make(same)) for title, make, same in parts]
-    script = html("<script>{}</script>", Html(_script()))
+    script = html("<script>{}</script>", Html(files("pipeline.reports").joinpath("comparison.js").read_text(encoding="utf-8")))
     sections.append(Section("Differences of the configs", join([_differences(groups), script])))
     seeds = " A row is a group of runs that differ only in their seed." if len(groups) < len(runs) else ""
     several = " Accuracies of different data sets do not compare: each set has its own table." if len(data) > 1 else ""
@@ -162,7 +162,7 @@ def _curves(same: SameData) -> Html:
 
     def of_evaluations(name: str) -> Callable[[RunFolder], Points]:
         def curve(run: RunFolder) -> Points:
-            steps, values = run.evaluation_curve(name, (run.evaluated_weights or ["model"])[-1])
+            steps, values = run.evaluation_curve(name, run.counting_weights)
             return _place(run, steps, along), values
 
         return curve
@@ -228,7 +228,3 @@ def _differences(groups: list[Group]) -> Html:
     rows = [[html("<code>{}</code>", key), *map(value_text, values)] for key, values in differing.items()]
     named = html('<p class="quiet">Empty: the default, or not there for this model. Numbers as in the results.</p>')
     return join([named, table(head, rows, css="keys")])
-
-
-def _script() -> str:
-    return files("pipeline.reports").joinpath("comparison.js").read_text(encoding="utf-8")

@@ -58,6 +58,11 @@ def smoothed(values: np.ndarray, width: int) -> np.ndarray:
     return (sums[end] - sums[begin]) / (end - begin)
 
 
+def weights_name(weights: object) -> str:
+    """What to call the weights that an evaluation is of."""
+    return {"model": "weights", "ema": "averaged weights"}.get(str(weights), str(weights))
+
+
 def with_mean(name: str, steps: np.ndarray, values: np.ndarray, colour: str = COLOURS[0]) -> list[Curve]:
     """A noisy curve: each step, faint, and the mean over about a hundredth of the run."""
     width = max(5, len(steps) // 100)

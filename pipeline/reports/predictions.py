@@ -252,9 +252,7 @@ def data_uri(encoded: bytes, side: int = _SIDE) -> str:
     with Image.open(io.BytesIO(encoded)) as image:
         small = image.convert("RGB")
     small.thumbnail((side, side))
-    file = io.BytesIO()
-    small.save(file, "JPEG", quality=_QUALITY)
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+    return _uri(small, "jpeg", quality=_QUALITY)
 
 
 def file_uri(path: Path, longest: int = 1400) -> str:
@@ -271,6 +269,10 @@ def file_uri(path: Path, longest: int = 1400) -> str:
     if max(shown.size) > longest:
         shown = shown.convert("RGB")
         shown.thumbnail((longest, longest))
+    return _uri(shown, "png", optimize=True)
+
+
+def _uri(image: Any, form: str, **options: Any) -> str:
     file = io.BytesIO()
-    shown.save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    image.save(file, form, **options)
+    return f"data:image/{form};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -11,14 +11,12 @@ With ``any_data`` the model's name and switches decide, without the widths; what
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from pipeline.config import load_config
-from pipeline.reports.comparison import results
 from pipeline.reports.papers import DATA_SETS, PaperRow, PaperTable, decides, recipe_file
 from pipeline.runs.folder import RunFolder, flat_config
 
@@ -100,12 +98,6 @@ def fill(table: PaperTable, runs: list[RunFolder], any_data: bool = False) -> Fi
         for number, members in placed[key].items():
             filled.runs[number, column] = _one_per_seed(members, filled.unused)
     return filled
-
-
-def mean_and_spread(runs: list[RunFolder], figure: str) -> tuple[float, float | None] | None:
-    """Mean of ``top1`` or ``top5`` in percent, and the standard deviation over the seeds (n - 1), None with one; None without runs."""
-    values = results(runs, figure)
-    return (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None) if values else None
 
 
 def differences(run: RunFolder, row: PaperRow) -> dict[str, Any]:

@@ -93,7 +93,8 @@ def latex_text(text: str) -> str:
 def latex(sheet: Sheet) -> str:
     """A ``table`` environment; what else a reader has to know stands above it as comments and in the caption."""
     said = [*sheet.notes, *sheet.footnotes]
-    lines = [f"% {line}" for line in [f"{sheet.paper}, {sheet.title}", *said, *_open_ends(sheet)]]
+    missing = [f"Missing: {row.labels}: {row.command}" for row in sheet.missing]
+    lines = [f"% {line}" for line in [f"{sheet.paper}, {sheet.title}", *said, *missing, *_left_out(sheet)]]
     lines += [
         r"% Needs \usepackage{booktabs} and \usepackage{amssymb}.",
         r"\begin{table}",
@@ -122,7 +123,7 @@ def markdown(sheet: Sheet) -> str:
     cells = [[_markdown_text(title) for title in titles]]
     cells += [[_markdown_text(_text(cell)) for cell in row] for row in sheet.rows]
     padded = _padded(cells, sheet.columns)
-    widths = [max(3, *(_width(row[n]) for row in cells)) for n in range(len(sheet.columns))]
+    widths = map(_width, padded[0])
     rule = ["-" * (width - 1) + ":" if column.numeric else "-" * width for width, column in zip(widths, sheet.columns)]
     lines = [f"## {_markdown_text(sheet.paper)}, {_markdown_text(sheet.title)}", ""]
     lines += [line for note in sheet.notes for line in (_markdown_text(note), "")]
@@ -164,10 +165,6 @@ def _has_spread(column: Column) -> bool:
 def _left_out(sheet: Sheet) -> list[str]:
     """A sentence for each reason why runs are in no row, and for each folder that cannot be read."""
     return [f"Left out: {', '.join(paths)}: {reason}." for reason, paths in sheet.unused.items()] + sheet.problems
-
-
-def _open_ends(sheet: Sheet) -> list[str]:
-    return [f"Missing: {missing.labels}: {missing.command}" for missing in sheet.missing] + _left_out(sheet)
 
 
 def column_groups(columns: list[Column]) -> list[tuple[str, int]]:

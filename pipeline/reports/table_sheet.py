@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from pipeline.config import find_recipe
+from pipeline.reports.comparison import mean_and_spread, results
 from pipeline.reports.papers import FIGURES, PaperRow, PaperTable, recipe_file
-from pipeline.reports.row_runs import Filled, Setting, mean_and_spread, recipe_keys, row_has_own_widths
+from pipeline.reports.row_runs import Filled, Setting, recipe_keys, row_has_own_widths
 from pipeline.runs.folder import RunFolder, flat_config
 
 _COUNTED = " The last evaluation counts, of the averaged weights where the run keeps an average. ± is the standard deviation over the seeds (n − 1)."
@@ -159,7 +160,7 @@ def _details(filled: Filled, names: list[str]) -> list[str]:
 
 def _our_figure(figure: str, row: PaperRow, runs: list[RunFolder], any_data: bool) -> Number | None:
     if figure in ("top1", "top5"):
-        found = mean_and_spread(runs, figure)
+        found = mean_and_spread(results(runs, figure))
         return None if found is None else Number(*found)
     if row.config is None or any_data and not runs:
         return None
@@ -201,7 +202,7 @@ def _paper_difference(table: PaperTable, row: PaperRow) -> Number | None:
 def _our_difference(filled: Filled, runs: list[RunFolder], setting: int) -> Number | None:
     numbers = [number for number, row in enumerate(filled.table.rows) if row.config == filled.table.reference]
     reference = filled.runs.get((numbers[0], setting), [])
-    ours, theirs = mean_and_spread(runs, "top1"), mean_and_spread(reference, "top1")
+    ours, theirs = mean_and_spread(results(runs, "top1")), mean_and_spread(results(reference, "top1"))
     if ours is None or theirs is None or runs == reference:
         return None
     return Number(ours[0] - theirs[0], signed=True)

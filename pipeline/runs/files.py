@@ -148,6 +148,15 @@ class RunFiles:
         """That of the newest checkpoint without damage."""
         return next((found.manifest for found in reversed(self.checkpoints) if not found.problem), None)
 
+    @property
+    def newest_start(self) -> Row:
+        """The newest start's row of ``events.jsonl``; empty without one."""
+        return next((row for row in reversed(self.events) if row.get("event") == "start"), {})
+
+    def seconds_of(self, event: str) -> list[float]:
+        """How long each of a kind of events took, such as ``evaluation`` or ``save``."""
+        return [row["seconds"] for row in self.events if row.get("event") == event and is_number(row.get("seconds"))]
+
     def _file(self, name: str, parse: Callable[[str, list[str]], _Content]) -> _Content | None:
         """A file's content; None if it is not there or cannot be read."""
         return self._unless_changed(self.path / name, lambda problems: _parsed(self.path / name, parse, problems))

@@ -85,15 +85,19 @@ class RunFolder(RunFiles):
         """Which weights were evaluated: ``model`` first, then ``ema``."""
         return sorted({str(row["weights"]) for row in self.metrics.evaluations}, key=lambda name: (name != "model", name))
 
+    @property
+    def counting_weights(self) -> str:
+        """The averaged weights where the run keeps an average."""
+        return (self.evaluated_weights or ["model"])[-1]
+
     def best(self) -> Row | None:
         """The evaluation row with the best top-1; the earliest of equals."""
         return max(self.metrics.evaluations, key=lambda row: row["top1"], default=None)
 
     @property
     def result(self) -> Row | None:
-        """The last evaluation, of the averaged weights where the run keeps an average."""
-        wanted = (self.evaluated_weights or ["model"])[-1]
-        return next((row for row in reversed(self.metrics.evaluations) if row["weights"] == wanted), None)
+        """The last evaluation, of :attr:`counting_weights`."""
+        return next((row for row in reversed(self.metrics.evaluations) if row["weights"] == self.counting_weights), None)
 
     @cached_property
     def images(self) -> int | None:

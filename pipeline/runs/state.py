@@ -11,7 +11,6 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from pipeline.runs import CHECKPOINTS, ENVIRONMENT, LOCK, METRICS
@@ -82,11 +81,6 @@ def is_complete(step: int, evaluation_due: bool, last_step: int) -> bool:
     return step >= last_step and not evaluation_due
 
 
-def read_state(path: Path) -> State:
-    """:func:`state_of` a run folder, which need not exist."""
-    return state_of(RunFiles(path))
-
-
 def state_of(files: RunFiles, now: float | None = None) -> State:
     """How a run stands.
 
@@ -143,7 +137,7 @@ def _last_step(files: RunFiles) -> int | None:
 
 
 def _pace(files: RunFiles, rows: list[Row]) -> float | None:
-    first = next((row["step"] + 1 for row in reversed(files.events) if row.get("event") == "start"), 1)
+    first = files.newest_start["step"] + 1 if files.newest_start else 1
     taken = [row for row in rows if kind_of(row) == "step" and row["step"] >= first and is_number(row.get("time"))]
     if len(taken) < 2 or taken[-1]["step"] == taken[0]["step"]:
         return None
@@ -161,9 +155,8 @@ def _silence(files: RunFiles, rows: list[Row], now: float) -> float | None:
 
 def _patience(files: RunFiles, rows: list[Row], pace: float | None) -> float:
     """Seconds of silence that are usual for a run."""
-    begun = next((row.get("time", 0) for row in reversed(files.events) if row.get("event") == "start"), 0)
+    begun = files.newest_start.get("time", 0)
     if not rows or not is_number(rows[-1].get("time")) or rows[-1]["time"] < begun:
         return max(_STARTING, files.number("distributed.progress_timeout") or 0)
-    evaluations = [row["seconds"] for row in files.events if row.get("event") == "evaluation" and is_number(row.get("seconds"))]
-    usual = max((pace or 0) * (files.number("log.every_steps") or 1), *evaluations, 0)
+    usual = max((pace or 0) * (files.number("log.every_steps") or 1), *files.seconds_of("evaluation"), 0)
     return max(_QUIET, 5 * usual)

@@ -44,15 +44,7 @@ def main() -> int:
         metavar="dotted.key=value",
         help="for all runs, after --config CONFIG where the lines have none",
     )
-    return run(parser.parse_args())
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit code.
-
-    Raises:
-        UserError: a mistake in the file or the options.
-    """
+    args = parser.parse_args()
     if args.grid is not None:
         print(grid(args.grid), end="")
         return 0
@@ -66,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}", "correct it")
     from pipeline.sweep.lines import read_sweep
-    from pipeline.sweep.states import sweep_table
+    from pipeline.sweep.states import table
 
     sweep = read_sweep(args.file, args.words)
     if args.list:
-        print(sweep_table(sweep))
+        print(table([(run.number, run.folder) for run in sweep.runs]))
         return 0
     from pipeline.sweep.one_machine import OneMachine
 

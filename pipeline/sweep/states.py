@@ -50,12 +50,9 @@ def is_finished(run: SweepRun) -> bool:
 
 def state(folder: Path) -> str:
     """How far a run is, in words."""
-    from pipeline.runs.folder import is_run, read_run
-    from pipeline.runs.state import read_state
+    from pipeline.runs.folder import RunFolder
 
-    if not is_run(folder):
-        return str(read_state(folder))
-    run = read_run(folder)
+    run = RunFolder(folder)
     return f"{run.state}" + (f", top-1 {run.result['top1']:.1f} %" if run.result else "")
 
 
@@ -63,11 +60,6 @@ def table(rows: Sequence[tuple[int, Path]]) -> str:
     """A line for each run, given as (number, folder)."""
     width = max(len(folder.name) for _, folder in rows)
     return "\n".join(f"{number:>4}  {folder.name:<{width}}  {state(folder)}" for number, folder in rows)
-
-
-def sweep_table(sweep: Sweep) -> str:
-    """:func:`table` of a sweep."""
-    return table([(run.number, run.folder) for run in sweep.runs])
 
 
 def make_report(folders: Sequence[Path], folder: Path) -> int:

@@ -9,7 +9,6 @@ Without --once, it waits for a run that has not started yet. Press q or Ctrl-C t
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import sys
@@ -38,15 +37,7 @@ def main() -> None:
         "runs", nargs="+", type=Path, metavar="RUN", help="a run's output_dir; several runs are shown one per line"
     )
     parser.add_argument("--once", action="store_true", help="print the current state, as without a terminal, and exit")
-    run(parser.parse_args())
-
-
-def run(args: argparse.Namespace) -> None:
-    """Run the command.
-
-    Raises:
-        UserError: a path is a file, none is there to print, or Rich is missing.
-    """
+    args = parser.parse_args()
     for path in args.runs:
         if path.exists() and not path.is_dir():
             raise UserError(f"{path} must be a run folder, got a file", "pass a run's output_dir")

@@ -13,8 +13,9 @@ import pytest
 
 from pipeline.config import shipped_recipes
 from pipeline.errors import UserError
+from pipeline.reports.comparison import mean_and_spread, results
 from pipeline.reports.papers import find_table, list_tables, paper_tables, recipe_file
-from pipeline.reports.row_runs import Filled, fill, mean_and_spread
+from pipeline.reports.row_runs import Filled, fill
 from pipeline.reports.table_formats import latex_text, paper_table
 from pipeline.runs.folder import find_runs, read_runs
 from support.ranks import run_forked
@@ -91,7 +92,7 @@ def test_a_run_belongs_to_a_row_by_its_config_and_its_data(tmp_path: Path) -> No
         (1, 0): ["anything_0", "anything_1"],
         (0, 0): ["explicit"],
     }
-    assert mean_and_spread(found.runs[1, 0], "top1") == pytest.approx((77.25, 0.3535533906))
+    assert mean_and_spread(results(found.runs[1, 0], "top1")) == pytest.approx((77.25, 0.3535533906))
     reasons = {Path(path).name: reason for reason, paths in found.unused.items() for path in paths}
     assert "train.epochs=100" in reasons["pervit_table1_b_no_phi_p"] and "128,117 training" in reasons["a_part"]
     assert reasons["goes_on"] == "it is not finished"

@@ -6,9 +6,10 @@ from typing import Any
 
 from pipeline.logs.console import duration
 from pipeline.page import Html, clock, html, join, table
+from pipeline.reports.curves import weights_name
 from pipeline.reports.papers import PaperRecipe
 from pipeline.runs.folder import RunFolder, Start
-from pipeline.runs.rows import Row, is_number
+from pipeline.runs.rows import is_number
 
 _KEYS_SHOWN = 6
 
@@ -19,9 +20,15 @@ def summary(run: RunFolder, recipe: PaperRecipe | None, starts: list[Start]) -> 
     final, best, losses, epochs = run.result, run.best(), run.curve("loss")[1], run.curve("epoch")[1]
     if final and best:
         images = f", {final['count']:,} images" if is_number(final.get("count")) else ""
-        tiles.append(("Top-1, last evaluation", f"{final['top1']:.2f} %", f"{_of(final)}, step {final['step']:,}{images}"))
+        tiles.append(
+            (
+                "Top-1, last evaluation",
+                f"{final['top1']:.2f} %",
+                f"{weights_name(final['weights'])}, step {final['step']:,}{images}",
+            )
+        )
         if best is not final:
-            tiles.append(("Top-1, best", f"{best['top1']:.2f} %", f"{_of(best)}, step {best['step']:,}"))
+            tiles.append(("Top-1, best", f"{best['top1']:.2f} %", f"{weights_name(best['weights'])}, step {best['step']:,}"))
         if is_number(final.get("top5")):
             tiles.append(("Top-5", f"{final['top5']:.2f} %", "same evaluation as the first"))
         if is_number(final.get("loss")):
@@ -42,11 +49,6 @@ def summary(run: RunFolder, recipe: PaperRecipe | None, starts: list[Start]) -> 
     nothing = Html("") if final else html("<p>No evaluation yet.</p>")
     shown_tiles = html('<div class="tiles">{}</div>', [html(tile, *told) for told in tiles])
     return join([shown_tiles, nothing, _comparison(run, recipe, final), _evaluations(run)])
-
-
-def _of(row: Row) -> str:
-    """Which weights an evaluation is of."""
-    return {"model": "weights", "ema": "averaged weights"}.get(row["weights"], str(row["weights"]))
 
 
 def _comparison(run: RunFolder, recipe: PaperRecipe | None, final: dict[str, Any] | None) -> Html:
@@ -81,7 +83,7 @@ def _evaluations(run: RunFolder) -> Html:
         (
             f"{row['step']:,}",
             _number(row.get("epoch"), ".2f"),
-            _of(row),
+            weights_name(row["weights"]),
             _number(row.get("top1"), ".2f"),
             _number(row.get("top5"), ".2f"),
             _number(row.get("loss"), ".4f"),

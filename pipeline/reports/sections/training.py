@@ -6,11 +6,9 @@ import numpy as np
 
 from pipeline.logs.console import duration
 from pipeline.page import COLOURS, Html, figure, html, join
-from pipeline.reports.curves import BINS, Curve, Mark, curve_figure, with_mean
+from pipeline.reports.curves import BINS, Curve, Mark, curve_figure, weights_name, with_mean
 from pipeline.runs.folder import RunFolder, Start
 from pipeline.runs.rows import is_number
-
-_NAMES = {"model": "weights", "ema": "averaged weights"}
 
 
 def curves(run: RunFolder, starts: list[Start], paper: float | None) -> Html | None:
@@ -84,7 +82,7 @@ def _evaluated(run: RunFolder, name: str, before: str, dash: str = "") -> list[C
         steps, values = run.evaluation_curve(name, weights)
         if len(steps):
             colour = COLOURS[(1, 2, 3)[number % 3]]
-            found.append(Curve(before + _NAMES.get(weights, weights), steps, values, dots=True, dash=dash, colour=colour))
+            found.append(Curve(before + weights_name(weights), steps, values, dots=True, dash=dash, colour=colour))
     return found
 
 
@@ -92,8 +90,7 @@ def _pauses(run: RunFolder) -> Html:
     """Seconds that evaluations and saves took, over all starts."""
     words = []
     for kind, what in (("evaluation", "evaluations"), ("save", "saves (the part that stalls the training)")):
-        seconds = [row["seconds"] for row in run.events if row.get("event") == kind and is_number(row.get("seconds"))]
-        if seconds:
+        if seconds := run.seconds_of(kind):
             words.append(f"{len(seconds)} {what} took {duration(sum(seconds))} in all")
     return html("<p>{}.</p>", "; ".join(words)) if words else Html("")
 
