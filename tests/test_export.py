@@ -162,7 +162,7 @@ def places(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
         ("{dir}/nan.safetensors --format onnx --output {dir}/a.onnx", r"not finite in 1 of \d+ tensors \(head.bias\)"),
         (
             "{dir}/bare.safetensors --format torch-export --output {dir}/a.pt2",
-            "bare.safetensors has no description of its model",
+            "bare.safetensors must describe its model",
         ),
         ("{run} --step 9 --format torch-export --output {dir}/a.pt2", r"no checkpoint of step 9, but of \[1, 2\]"),
         ("{dir}/good.safetensors --weights ema --format onnx --output {dir}/a", "has --weights model, not ema"),
