@@ -82,7 +82,7 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
         step, train_state = _take_step(prepared, world), prepared.built.train_state
         saved = sum(tensor.nbytes for tensor in saved_tensors(train_state.engine, train_state.ema, world).values())
         checkpoint_bytes = sum(world.gather(saved))
-        do_in_main(lambda: _check_space(start.folder, checkpoint_bytes), world)
+        do_in_main(lambda: check_room(start.folder, checkpoint_bytes), world)
         heartbeat.still("ending")
         if world.is_main:
             print("\n".join(_summary(prepared, world, step, checkpoint_bytes, cache)), flush=True)
@@ -129,7 +129,7 @@ def _fake_batch(prepared: PreparedRun, world: World) -> tuple[Batch, float]:
         loader.close()
 
 
-def _check_space(folder: Path, needed: int) -> None:
+def check_room(folder: Path, needed: int) -> None:
     """Check that a checkpoint of ``needed`` bytes fits."""
     try:
         check_space(folder, needed)

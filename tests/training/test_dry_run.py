@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.training.dry_run import check_space
+from pipeline.training.dry_run import check_room
 from pipeline.training.lock import LOCK, RunLock
 from support.ranks import run_forked
 from support.small_run import SMALL_MODEL
@@ -103,6 +103,6 @@ def test_a_run_that_another_process_trains(small_run: Path, tmp_path: Path) -> N
 
 def test_a_disk_without_room_for_a_checkpoint(tmp_path: Path) -> None:
     """Guards against a run that finds out at its first checkpoint, hours later."""
-    check_space(tmp_path / "not" / "there", 1)
+    check_room(tmp_path / "not" / "there", 1)
     with pytest.raises(UserError, match=r"checkpoints cannot be written: its disk is full .*free some space"):
-        check_space(tmp_path, 10**18)
+        check_room(tmp_path, 10**18)
