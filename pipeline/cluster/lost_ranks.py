@@ -76,7 +76,7 @@ class Judge:
 
     def _ended(self) -> Verdict | None:
         for beat in self._with(Status.ENDED):
-            return Verdict(f"{beat.who} ended at {beat.place}: {beat.message}", beat.exit_code)
+            return Verdict(f"{beat.who} ended at {beat.place}: {beat.message}.", beat.exit_code)
         return None
 
     def silent(self) -> Verdict | None:

@@ -182,7 +182,7 @@ def test_a_forgery_that_is_valid_ends_a_run_but_not_as_if_it_were_done(tmp_path:
         for rank in ranks:
             rank.kill()
     assert ranks[0].returncode == USER_ERROR and ranks[1].returncode in (USER_ERROR, RANK_LOST)
-    assert errors[0] == "error: rank 1 (host stranger, pid 1) ended at step 1, training: all is well ?[2J?]0;owned?\n"
+    assert errors[0] == "error: rank 1 (host stranger, pid 1) ended at step 1, training: all is well ?[2J?]0;owned?.\n"
     assert "\x1b" not in errors[1]
 
 
