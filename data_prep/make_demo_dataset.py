@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 from pipeline.command_line import command_parser, run_command
@@ -67,10 +68,7 @@ def write_digits(folder: Path) -> dict[str, int]:
     return counts
 
 
-def command() -> None:
-    """``python -m data_prep.make_demo_dataset``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -281,10 +282,7 @@ def writing_options(args: argparse.Namespace) -> tuple[ImageRules, Share]:
     return rules, Share(args.task, args.tasks)
 
 
-def command() -> None:
-    """``python -m data_prep.shard_imagenet``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

@@ -17,6 +17,7 @@ Examples:
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from data_prep import SPLITS
@@ -63,10 +64,7 @@ def main() -> int:
     return int(any(result.failed for result in results))
 
 
-def command() -> None:
-    """``python -m data_prep.stage_shards``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

@@ -13,6 +13,7 @@ Examples:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,10 +117,7 @@ def _in_parts(names: list[str], size: int) -> Iterator[list[str]]:
         yield names[first : first + size]
 
 
-def command() -> None:
-    """``python -m data_prep.upload_shards``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

@@ -14,6 +14,7 @@ Examples:
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, counted
@@ -61,10 +62,7 @@ def _subset(source: dict) -> str:
     return f", --subset {source['subset']:g} --subset-rule {source.get('subset_rule', 'random')}"
 
 
-def command() -> None:
-    """``python -m data_prep.verify_shards``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

@@ -10,6 +10,7 @@ only the figures of the weights are made. A model's name stands for fresh weight
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoint.folder import parse_step
@@ -86,10 +87,7 @@ def run(args: argparse.Namespace) -> None:
     analyze(subject, Options(**options))
 
 
-def command() -> None:
-    """``python -m pipeline.analyze``."""
-    run_command(main, resumes=False)
-
+command = partial(run_command, main, resumes=False)
 
 if __name__ == "__main__":
     command()

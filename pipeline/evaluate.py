@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,10 +169,7 @@ def table(row: dict, why_precision: str) -> str:
     return "\n".join(f"{name:<11}{text}" for name, text in lines.items())
 
 
-def command() -> None:
-    """``python -m pipeline.evaluate``."""
-    run_command(main, resumes=False)
-
+command = partial(run_command, main, resumes=False)
 
 if __name__ == "__main__":
     command()

@@ -13,6 +13,7 @@ kept an average of its weights (train.ema_decay), the average is exported unless
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -187,10 +188,7 @@ def export(subject: Subject, form: Format, place: Place, options: Options) -> tu
     return size, facts.get("Checked", "")
 
 
-def command() -> None:
-    """``python -m pipeline.export``."""
-    run_command(main, resumes=False)
-
+command = partial(run_command, main, resumes=False)
 
 if __name__ == "__main__":
     command()

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
@@ -85,10 +86,7 @@ def main() -> None:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-def command() -> NoReturn:
-    """``python -m pipeline.flops``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from pipeline import hardware
 from pipeline.command_line import command_parser, run_command
@@ -141,10 +142,7 @@ def main() -> int:
     return 0 if memory.fits else 1
 
 
-def command() -> NoReturn:
-    """``python -m pipeline.plan``."""
-    run_command(main, resumes=False)
-
+command = partial(run_command, main, resumes=False)
 
 if __name__ == "__main__":
     command()

@@ -17,6 +17,7 @@ import io
 import logging
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -155,10 +156,7 @@ def report(args: argparse.Namespace, tally: Tally) -> None:
     print(f"{tally.count:,} images{where}, {tally.errors:,} with an error", file=sys.stderr)
 
 
-def command() -> None:
-    """``python -m pipeline.predict``."""
-    run_command(main, resumes=False)
-
+command = partial(run_command, main, resumes=False)
 
 if __name__ == "__main__":
     command()

@@ -18,6 +18,7 @@ With several runs, or a folder that holds some, the page compares them. --table 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from pipeline.command_line import command_parser, run_command
@@ -112,10 +113,7 @@ def _refuse_options_of_one_run(args: argparse.Namespace) -> None:
             raise UserError(f"--{name} requires one run, but {found}", "pass one run, or drop it")
 
 
-def command() -> None:
-    """``python -m pipeline.report``."""
-    run_command(main, resumes=False)
-
+command = partial(run_command, main, resumes=False)
 
 if __name__ == "__main__":
     command()

@@ -6,8 +6,8 @@ have trained and exit with code 75. The loop is in ``training/loop.py``.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from pipeline.command_line import command_parser, run_command
 
@@ -55,10 +55,7 @@ def main() -> int:
         return connect_and_train(config, stop, load_recipe(args.config), args.dry_run)
 
 
-def command() -> NoReturn:
-    """``python -m pipeline.train``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

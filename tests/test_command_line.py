@@ -9,7 +9,7 @@ import pytest
 from pipeline.command_line import run_command
 
 
-def _stop() -> None:
+def _stop(*_: object) -> None:
     raise KeyboardInterrupt
 
 
@@ -19,7 +19,7 @@ def test_ctrl_c_promises_no_resumption_that_there_is_not(
 ) -> None:
     """Guards against a user who believes that half of an evaluation is saved."""
     command = importlib.import_module(f"pipeline.{module}")
-    monkeypatch.setattr(command, "main", _stop)
+    monkeypatch.setattr(command, "command_parser", _stop)
     with pytest.raises(SystemExit) as ended:
         command.command()
     assert ended.value.code == 130

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NoReturn
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -182,10 +183,7 @@ def main() -> None:
     print(markdown_table(root=DetectionConfig))
 
 
-def command() -> NoReturn:
-    """``python -m examples.detection.config``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

@@ -8,9 +8,9 @@ The first is one process, the second one per GPU of a machine with 8.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
 
 from examples.detection.config import DetectionConfig
 from pipeline.command_line import command_parser, run_command
@@ -40,10 +40,7 @@ def main() -> int:
         return import_module("examples.detection.loop").connect_and_train(config, stop)  # imports PyTorch
 
 
-def command() -> NoReturn:
-    """``python -m examples.detection.train``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

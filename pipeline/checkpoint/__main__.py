@@ -9,6 +9,7 @@ RUN_DIR is a run's output_dir, or the folder of one of its checkpoints. COMMAND 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoint.folder import find_checkpoint, locate, parse_step, saved_steps, step_folder
@@ -125,10 +126,7 @@ def main() -> int | None:
     return None
 
 
-def command() -> None:
-    """``python -m pipeline.checkpoint``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

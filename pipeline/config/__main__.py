@@ -8,7 +8,7 @@ python -m pipeline.config --recipes       the configs that --config takes by nam
 
 from __future__ import annotations
 
-from typing import NoReturn
+from functools import partial
 
 import yaml
 
@@ -97,10 +97,7 @@ def _section_doc(name: str) -> tuple[bool, str]:
     return True, (vars(annotation).get("__doc__") or "").partition("\n")[0]
 
 
-def command() -> NoReturn:
-    """``python -m pipeline.config``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

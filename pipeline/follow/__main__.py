@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import signal
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -113,10 +114,7 @@ def _say_progress() -> None:
     log.propagate = False
 
 
-def command() -> None:
-    """``python -m pipeline.follow``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

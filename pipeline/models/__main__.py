@@ -10,8 +10,9 @@ Multiply-accumulates: python -m pipeline.flops MODEL [--switch NAME=VALUE].
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
@@ -94,10 +95,7 @@ def main() -> None:
     print(overview() if args.model is None else details(args.model))
 
 
-def command() -> NoReturn:
-    """``python -m pipeline.models``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

@@ -17,8 +17,8 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
@@ -177,10 +177,7 @@ def _values(text: str) -> list[str]:
     return values
 
 
-def command() -> NoReturn:
-    """``python -m pipeline.sweep``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

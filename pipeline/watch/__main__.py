@@ -17,6 +17,7 @@ import time
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,10 +98,7 @@ def _keys() -> Iterator:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-def command() -> None:
-    """``python -m pipeline.watch``."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()
