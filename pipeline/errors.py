@@ -47,6 +47,12 @@ class NotConnected(UserError):
     exit_code = RANK_LOST
 
 
+def missing_extra(user: str, package: str, extra: str, otherwise: str = "", error: ImportError | None = None) -> UserError:
+    """``user``, such as an option, requires a package that an ``extra`` of pyproject.toml installs; ``error``: of its import."""
+    state = f"which cannot be imported ({error})" if error else "which is not installed"
+    return UserError(f"{user} requires {package}, {state}", f"pip install 'pervit-pipeline[{extra}]'{otherwise}")
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, without a full stop, for the middle of a sentence; the error's type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")

@@ -10,7 +10,7 @@ from typing import Any
 
 from data_prep.sources.base import SPLIT_NAMES
 from data_prep.sources.staged import Part
-from pipeline.errors import UserError
+from pipeline.errors import UserError, missing_extra
 
 _IMAGE, _LABEL = ("image", "img", "jpg", "png"), ("label", "labels", "fine_label", "class", "cls", "target")
 _ROWS = 64  # read at once: memory is a few of these images
@@ -45,10 +45,7 @@ def parquet_parts(files: list[Path], image: str | None = None, label: str | None
     try:
         import pyarrow.parquet as pq
     except ModuleNotFoundError:
-        raise UserError(
-            f"{files[0]} is a parquet file, but the package pyarrow, which reads them, is missing",
-            "install it: pip install 'pervit-pipeline[parquet]'",
-        ) from None
+        raise missing_extra(f"reading {files[0]}", "pyarrow", "parquet") from None
     parts, names = [], None
     for path in files:
         try:

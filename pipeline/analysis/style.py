@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.errors import UserError
+from pipeline.errors import missing_extra
 from pipeline.page import RED
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ def style() -> Iterator[None]:
     try:
         import matplotlib
     except ImportError:
-        raise UserError(
-            "figures require matplotlib, which is not installed", "pip install 'pervit-pipeline[insight]'"
-        ) from None
+        raise missing_extra("drawing figures", "matplotlib", "insight") from None
     with matplotlib.rc_context(_RC):
         yield
 

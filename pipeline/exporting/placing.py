@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from pipeline.errors import UserError, first_line
+from pipeline.errors import UserError, first_line, missing_extra
 from pipeline.exporting import FORMATS, Format
 from pipeline.files import check_space, check_writable, file_sha256, sync_folder
 
@@ -278,7 +278,5 @@ def _imported() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "huggingface_hub":
             raise
-        raise UserError(
-            "--push-to-hub requires huggingface_hub, which is not installed", "pip install 'pervit-pipeline[hub]'"
-        ) from None
+        raise missing_extra("--push-to-hub", "huggingface_hub", "hub") from None
     return huggingface_hub

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import command_parser, run_command
-from pipeline.errors import UserError
+from pipeline.errors import UserError, missing_extra
 
 if TYPE_CHECKING:
     from pipeline.follow.tracker import Tracker
@@ -82,9 +82,9 @@ def main() -> None:
 
 
 def _tracker(name: str, project: str | None) -> Tracker:
-    remedy = f"pip install 'pervit-pipeline[{name}]'"
+    needs = f"--to {name}", f"{TRACKERS[name]}'s client", name
     if importlib.util.find_spec(name) is None:
-        raise UserError(f"--to {name} requires {TRACKERS[name]}'s client, which is not installed", remedy)
+        raise missing_extra(*needs)
     try:
         if name == "wandb":
             from pipeline.follow.to_wandb import Wandb
@@ -98,7 +98,7 @@ def _tracker(name: str, project: str | None) -> Tracker:
 
         return Trackio(project)
     except ImportError as error:
-        raise UserError(f"--to {name} requires {TRACKERS[name]}'s client, which cannot be imported ({error})", remedy) from None
+        raise missing_extra(*needs, error=error) from None
 
 
 def _counted(count: int, what: str) -> str:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, missing_extra
 from pipeline.files import check_writable
 
 if TYPE_CHECKING:
@@ -70,10 +70,7 @@ def check_file(option: str, path: Path, endings: Sequence[str] = ENDINGS) -> Non
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            f"{option} {path} requires PyArrow, which cannot be imported ({error})",
-            f"pip install 'pervit-pipeline[insight]', or write a {endings[0]} file",
-        ) from None
+        raise missing_extra(f"{option} {path}", "PyArrow", "insight", f", or write a {endings[0]} file", error) from None
 
 
 def prediction_dtype(top: int, labelled: bool = False) -> np.dtype:

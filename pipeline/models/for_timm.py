@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, missing_extra
 from pipeline.models import as_features, create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import init_linear
@@ -32,9 +32,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "timm":
         raise
-    raise UserError(
-        "pipeline.models.for_timm requires timm, which is not installed", "pip install 'pervit-pipeline[timm]'"
-    ) from None
+    raise missing_extra("pipeline.models.for_timm", "timm", "timm") from None
 
 
 class NoHead(nn.Identity):

@@ -8,10 +8,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, missing_extra
 
 PREFIX = "timm:"
-EXTRA = "pip install 'pervit-pipeline[timm]'"
 _DEFINED = re.compile(r"^@register_model\s*\ndef (\w+)\(", re.MULTILINE)
 
 
@@ -36,7 +35,7 @@ def check_timm_name(name: str) -> None:
             "write timm:NAME, and give local weights to train.init_from",
         )
     if importlib.util.find_spec("timm") is None:
-        raise UserError(f"model.name {name} requires timm, which is not installed", EXTRA)
+        raise missing_extra(f"model.name {name}", "timm", "timm")
     known = defined_names()
     plain, dot, tag = architecture.partition(".")
     if dot and plain in known:

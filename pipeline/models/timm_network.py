@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.errors import UserError, first_line
-from pipeline.models.timm_names import EXTRA, PREFIX
+from pipeline.errors import UserError, first_line, missing_extra
+from pipeline.models.timm_names import PREFIX
 
 # Arguments of timm.create_model that a switch must not set -> what sets them.
 _RESERVED = {
@@ -71,7 +71,7 @@ def import_timm() -> ModuleType:
         return importlib.import_module("timm")
     except ModuleNotFoundError as error:
         if error.name == "timm":
-            raise UserError("models timm:NAME require timm, which is not installed", EXTRA) from None
+            raise missing_extra("a model timm:NAME", "timm", "timm") from None
         reason = str(error)
     except Exception as error:  # torchvision's operators, if it is of another build of PyTorch: RuntimeError or OSError
         reason = first_line(error)

@@ -13,7 +13,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from pipeline.errors import UserError
+from pipeline.errors import missing_extra
 
 BLUE, ORANGE, GREEN, PINK, PURPLE, GREY, SKY, RED = COLOURS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#8A6FD1", "#6E6E6E", "#56B4E9", "#D55E00",
@@ -163,8 +163,7 @@ def plotly_script() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        remedy = "install it with `pip install 'pervit-pipeline[insight]'`"
-        raise UserError("a report requires plotly, which is not installed", remedy) from None
+        raise missing_extra("a report", "plotly", "insight") from None
     return get_plotlyjs()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, missing_extra
 from pipeline.inference.prediction_table import ENDINGS
 from pipeline.page import Html, html
 from pipeline.shards.image_folder import ImageFolder, open_split
@@ -176,10 +176,7 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
         from pyarrow import ArrowException
         from pyarrow.parquet import read_table
     except ImportError:
-        raise UserError(
-            f"reading {path} requires pyarrow, which is not installed",
-            "install it with `pip install 'pervit-pipeline[insight]'`",
-        ) from None
+        raise missing_extra(f"reading {path}", "pyarrow", "insight") from None
     try:
         return read_table(path).to_pydict()
     except (OSError, ArrowException) as error:

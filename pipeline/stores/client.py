@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError, first_line
-from pipeline.stores.opening import EXTRA, open_store
+from pipeline.errors import UserError, first_line, missing_extra
+from pipeline.stores.opening import open_store
 from pipeline.stores.place import RemotePath
 
 _MARK = "sha256"  # metadata of an object
@@ -86,7 +86,7 @@ class Client:
         try:
             import obstore
         except ImportError:
-            raise UserError(f"{place} requires obstore, which is not installed", EXTRA) from None
+            raise missing_extra(str(place), "obstore", "remote") from None
         self._obstore = obstore
         self.place = place
         self._conditions = True

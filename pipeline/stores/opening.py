@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, missing_extra
 from pipeline.stores.place import RemotePath
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # the first that is set counts
-EXTRA = "pip install 'pervit-pipeline[remote]'"
 _CONNECT, _SILENT, _WHOLE = timedelta(seconds=10), timedelta(seconds=20), timedelta(seconds=120)  # of a request
 
 
@@ -80,10 +79,8 @@ def _of_profile(place: RemotePath) -> dict[str, Any]:
     try:
         import boto3
     except ImportError:
-        raise UserError(
-            f"{place} requires boto3 to read AWS's profiles, which is not installed",
-            f"{EXTRA}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        ) from None
+        keys = ", or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        raise missing_extra(str(place), "boto3 to read AWS's profiles", "remote", keys) from None
     session = boto3.Session()
     credentials = session.get_credentials()
     if credentials is None:

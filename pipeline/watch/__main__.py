@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.command_line import command_parser, run_command
-from pipeline.errors import UserError
+from pipeline.errors import UserError, missing_extra
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -46,9 +46,7 @@ def main() -> None:
         from rich.console import Console
         from rich.live import Live
     except ImportError as error:
-        raise UserError(
-            f"pipeline.watch requires Rich, which cannot be imported ({error})", "pip install 'pervit-pipeline[insight]'"
-        ) from None
+        raise missing_extra("pipeline.watch", "Rich", "insight", error=error) from None
     from pipeline.watch.screen import LiveRun
 
     console, runs = Console(), [LiveRun(path) for path in args.runs]
