@@ -138,11 +138,7 @@ class PixelAugmentation(Augmentation):
 
     @abstractmethod
     def in_graph(self, images: DataNode, *inputs: DataNode) -> DataNode:
-        """Augment images, (S, S, 3) uint8 with layout HWC on the CPU or the GPU, in a DALI graph with conditionals.
-
-        Args:
-            inputs: :meth:`graph_inputs`, on the CPU.
-        """
+        """Augment images, (S, S, 3) uint8 with layout HWC on the CPU or the GPU, in a DALI graph with conditionals and CPU inputs."""
 
 
 class BatchAugmentation(Augmentation):
@@ -150,27 +146,14 @@ class BatchAugmentation(Augmentation):
 
     @abstractmethod
     def apply_(self, images: Tensor, request: BatchRequest) -> None:
-        """Augment a batch in place, on a CPU: image by image or group by group, as suits its caches.
-
-        Args:
-            images: (B, 3, H, W) float32.
-        """
+        """Augment a batch, (B, 3, H, W) float32, in place on a CPU: image by image or group by group, as suits its caches."""
 
     def device_arrays(self, request: BatchRequest, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-        """What :meth:`apply_batch_` needs on the device; it is copied there with the labels, in one piece.
-
-        Args:
-            shape: (B, 3, H, W) of the images.
-        """
+        """What :meth:`apply_batch_` needs on the device for images of a shape (B, 3, H, W); copied there with the labels at once."""
         return ()
 
     def apply_batch_(self, images: Tensor, request: BatchRequest, *arrays: Tensor) -> None:
-        """:meth:`apply_` in a few operations on the whole batch, as a GPU needs it: the same pixels.
-
-        Args:
-            images: (B, 3, H, W) float32, contiguous, on the device.
-            arrays: :meth:`device_arrays`, on the device.
-        """
+        """:meth:`apply_` in a few operations on the whole batch, contiguous, with :meth:`device_arrays`, as a GPU needs it: same pixels."""
         self.apply_(images, request)
 
     def mixed_labels(self, request: BatchRequest) -> tuple[np.ndarray, np.ndarray] | None:

@@ -47,23 +47,15 @@ def train_geometry(
     Args:
         height, width: (B,) of the stored images, in pixels.
         uniforms: (B, UNIFORMS_PER_SAMPLE) in [0, 1).
-        image_size: side of the output.
-        scale: range of the crop's fraction of the area.
-        ratio: range of width / height, sampled log-uniformly.
+        scale, ratio: ranges of the crop's fraction of the area, and of width / height, sampled log-uniformly.
         flip: probability of a flip.
     """
     height, width = (np.asarray(side, dtype=np.int64) for side in (height, width))
-    rows = np.arange(len(height))
-    area_draw, ratio_draw = uniforms[:, :CROP_ATTEMPTS], uniforms[:, CROP_ATTEMPTS : 2 * CROP_ATTEMPTS]
     top_draw, left_draw, flip_draw = uniforms[:, 2 * CROP_ATTEMPTS :].T
-
-    area = (height * width)[:, None] * (scale[0] + area_draw * (scale[1] - scale[0]))  # (B, attempts)
-    aspect = np.exp(np.log(ratio[0]) + ratio_draw * (np.log(ratio[1]) - np.log(ratio[0])))
-    crop_w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
-    crop_h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
+    crop_w, crop_h = random_sides((height * width)[:, None], scale, ratio, uniforms[:, : 2 * CROP_ATTEMPTS])
     fits = (crop_w > 0) & (crop_w <= width[:, None]) & (crop_h > 0) & (crop_h <= height[:, None])
-    attempt = fits.argmax(axis=1)  # the first that fits
-    crop_h, crop_w = crop_h[rows, attempt], crop_w[rows, attempt]
+    first = np.arange(len(height)), fits.argmax(axis=1)  # the first attempt that fits
+    crop_h, crop_w = crop_h[first], crop_w[first]
     top = (top_draw * (height - crop_h + 1)).astype(np.int64)
     left = (left_draw * (width - crop_w + 1)).astype(np.int64)
 
@@ -84,53 +76,44 @@ def train_geometry(
     )
 
 
+def random_sides(
+    area: np.ndarray | int, shares: tuple[float, float], ratios: tuple[float, float], uniforms: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sides of random rectangles, (B, attempts) int64 each, of a uniform share of ``area`` and a log-uniform ratio, first / second.
+
+    ``uniforms`` (B, 2 * attempts) has the numbers for the areas, then those for the ratios.
+    """
+    share_draw, ratio_draw = np.split(uniforms, 2, axis=1)
+    part = area * (shares[0] + share_draw * (shares[1] - shares[0]))
+    ratio = np.exp(np.log(ratios[0]) + ratio_draw * (np.log(ratios[1]) - np.log(ratios[0])))
+    return np.rint(np.sqrt(part * ratio)).astype(np.int64), np.rint(np.sqrt(part / ratio)).astype(np.int64)
+
+
 def simple_geometry(height: np.ndarray, width: np.ndarray, uniforms: np.ndarray, image_size: int, flip: float) -> Geometry:
     """Simple random crop (Touvron et al., "DeiT III", ECCV 2022, Sec. 3) and flip.
 
     The short side is resized to the output's side, the image mirrored by 4 pixels at its borders, and a square cropped anywhere in
     it: torchvision's ``Resize`` and ``RandomCrop(padding=4, padding_mode="reflect")``. Of an image with sides in a ratio above
-    ``MAX_RATIO``, the middle is taken.
-
-    Args:
-        height, width: (B,) of the stored images, in pixels.
-        uniforms: (B, UNIFORMS_PER_SAMPLE) in [0, 1), those of :func:`train_geometry`.
-        image_size: side of the output, more than 4.
-        flip: probability of a flip.
+    ``MAX_RATIO``, the middle is taken. Arguments as of :func:`train_geometry`; the output's side is more than 4.
     """
     start, shape, resize = _whole(height, width, image_size)
     top_draw, left_draw, flip_draw = uniforms[:, 2 * CROP_ATTEMPTS :].T
     room = resize + 2 * SIMPLE_CROP_PAD - image_size  # (B, 2), at least 2 * SIMPLE_CROP_PAD
     corner = (np.stack([top_draw, left_draw], axis=1) * (room + 1)).astype(np.int64)
-    return Geometry(
-        start=start,
-        shape=shape,
-        resize=resize.astype(np.float32),
-        crop=(corner / room).astype(np.float32),
-        flip=(flip_draw < flip).astype(np.int32),
-        pad=SIMPLE_CROP_PAD,
-    )
+    flips = (flip_draw < flip).astype(np.int32)
+    return Geometry(start, shape, resize.astype(np.float32), (corner / room).astype(np.float32), flips, SIMPLE_CROP_PAD)
 
 
 def eval_geometry(height: np.ndarray, width: np.ndarray, image_size: int, eval_crop: float) -> Geometry:
     """Evaluation geometry: resize the short side to :func:`eval_short_side` (224 / 0.875 = 256), crop the centre.
 
-    Rounds like timm and torchvision, so that the pixels are those that published accuracies were measured on: both sides down,
-    the corner of the centre crop to nearest (half to even).
-
-    Args:
-        height, width: (B,) of the stored images, in pixels.
-        image_size: side of the output.
-        eval_crop: output size / short side, in (0, 1].
+    Rounds like timm and torchvision, so that the pixels are those that published accuracies were measured on: both sides, (B,) of the
+    stored images in pixels, down, and the corner of the centre crop to nearest (half to even).
     """
     start, shape, resize = _whole(height, width, eval_short_side(image_size, eval_crop))
     margin = resize - image_size
-    return Geometry(
-        start=start,
-        shape=shape,
-        resize=resize.astype(np.float32),
-        crop=(np.rint(margin / 2) / np.maximum(margin, 1)).astype(np.float32),
-        flip=np.zeros(len(height), dtype=np.int32),
-    )
+    crop = (np.rint(margin / 2) / np.maximum(margin, 1)).astype(np.float32)
+    return Geometry(start, shape, resize.astype(np.float32), crop, flip=np.zeros(len(height), dtype=np.int32))
 
 
 def eval_short_side(image_size: int, eval_crop: float) -> int:
@@ -161,7 +144,8 @@ def border_weights(before: int, after: int, bilinear: bool = False) -> np.ndarra
     support = stretch * _SUPPORT[bilinear]
     centre = step * (np.arange(min(after, int(support / step) + 1)) + 0.5)  # of the (k,) pixels near the start
     taps = np.arange(-int(support + 0.5), int(centre[-1] + support) + 1) + 0.5  # pixel centres
-    weight = (_triangle if bilinear else _cubic)((taps - centre[:, None]) / stretch)  # (k, taps)
+    distance = np.abs((taps - centre[:, None]) / stretch)
+    weight = np.maximum(1 - distance, 0.0) if bilinear else _cubic(distance)  # (k, taps)
     beyond_start, beyond_end = weight[:, taps < 0].sum(axis=1), weight[:, taps > before].sum(axis=1)
     factor = beyond_start / (weight.sum(axis=1) - beyond_start - beyond_end)
     factors = np.zeros((2, after), dtype=np.float32)
@@ -184,14 +168,8 @@ def resize_borders(geometry: Geometry, bilinear: np.ndarray | None = None) -> tu
     return rows, columns
 
 
-def _triangle(x: np.ndarray) -> np.ndarray:
-    """Linear interpolation."""
-    return np.maximum(1 - np.abs(x), 0.0)
-
-
 def _cubic(x: np.ndarray) -> np.ndarray:
-    """Keys' kernel with a = -1/2."""
-    x = np.abs(x)
+    """Keys' kernel with a = -1/2, at distances."""
     near = (1.5 * x - 2.5) * x * x + 1
     far = ((-0.5 * x + 2.5) * x - 4) * x + 2
     return np.where(x < 1, near, np.where(x < 2, far, 0.0))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.augment import BatchAugmentation, BatchRequest, Places, register
+from pipeline.augment.crop import random_sides
 from pipeline.config import AugmentConfig, DataConfig
 from pipeline.stream.philox import Stream
 
@@ -48,17 +49,11 @@ class RandomErasing(BatchAugmentation):
 
     def sample(self, uniforms: np.ndarray) -> Erasing:
         """The rectangles that (B, UNIFORMS_PER_SAMPLE) numbers in [0, 1), multiples of 2**-32, make."""
-        rows = np.arange(len(uniforms))
-        area_draw, aspect_draw = uniforms[:, :ATTEMPTS], uniforms[:, ATTEMPTS : 2 * ATTEMPTS]
         whether, top_draw, left_draw, *seed_draws = uniforms[:, 2 * ATTEMPTS :].T
-
-        area = self.image_size**2 * (AREA[0] + area_draw * (AREA[1] - AREA[0]))  # (B, attempts)
-        aspect = np.exp(np.log(ASPECT[0]) + aspect_draw * (np.log(ASPECT[1]) - np.log(ASPECT[0])))
-        height = np.rint(np.sqrt(area * aspect)).astype(np.int64)
-        width = np.rint(np.sqrt(area / aspect)).astype(np.int64)
+        height, width = random_sides(self.image_size**2, AREA, ASPECT, uniforms[:, : 2 * ATTEMPTS])
         fits = (height < self.image_size) & (width < self.image_size)
-        attempt = fits.argmax(axis=1)  # the first that fits
-        height, width = height[rows, attempt], width[rows, attempt]
+        first = np.arange(len(uniforms)), fits.argmax(axis=1)  # the first attempt that fits
+        height, width = height[first], width[first]
         top = (top_draw * (self.image_size - height + 1)).astype(np.int64)
         left = (left_draw * (self.image_size - width + 1)).astype(np.int64)
         erased = fits.any(axis=1) & (whether < self.probability)
@@ -83,24 +78,16 @@ class RandomErasing(BatchAugmentation):
     def apply_batch_(self, images: Tensor, request: BatchRequest, *arrays: Tensor) -> None:
         if arrays:
             noise, offset, width = arrays
-            place = torch.repeat_interleave(
-                offset, width, output_size=len(noise)
-            )  # (n,); with its size given, nothing synchronizes
+            place = torch.repeat_interleave(offset, width, output_size=len(noise))  # (n,); with its size, nothing synchronizes
             place += torch.arange(len(noise), device=noise.device)
             images.view(-1).index_copy_(0, place, noise)  # no place occurs twice
 
 
 def erasing_noise(erasing: Erasing, channels: int) -> Tensor:
-    """The noise of all rectangles of a batch, on the CPU.
+    """The noise of all rectangles of a batch, on the CPU: (n,) float32, one rectangle (channels, height, width) after the other.
 
     PyTorch's generators give other numbers on a GPU. Drawn on the CPU, at 0.03 ms for an image, the noise of an image is a
     function of its seed on any device.
-
-    Args:
-        erasing: rectangles and seeds.
-
-    Returns:
-        (n,) float32, N(0, 1): one rectangle (channels, height, width) after the other.
     """
     counts = channels * erasing.box[:, 2] * erasing.box[:, 3]
     noise = torch.empty(int(counts.sum()))
@@ -112,13 +99,11 @@ def erasing_noise(erasing: Erasing, channels: int) -> Tensor:
 
 
 def erased_rows(erasing: Erasing, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Where :meth:`RandomErasing.apply_batch_` puts the noise: the rows of all rectangles, in its order.
-
-    Args:
-        shape: (B, channels, H, W) of the images.
+    """Where :meth:`RandomErasing.apply_batch_` puts the noise in images of this shape, (B, channels, H, W).
 
     Returns:
-        For each of R rows: its place in the flattened images minus its place in the noise, and its width; (R,) int64 each.
+        For each of the R rows of all rectangles: its place in the flattened images minus its place in the noise, and its width; (R,)
+        int64 each.
     """
     _, channels, height, width = shape
     image = np.flatnonzero(erasing.box[:, 2])

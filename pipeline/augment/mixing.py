@@ -11,7 +11,6 @@ an image stand side by side (:mod:`pipeline.stream.order`), it is large enough t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -56,9 +55,8 @@ class MixupCutmix(BatchAugmentation):
 
     def draw(self, places: Places) -> Mixing:
         group = places.number[:: self.group] // self.group  # its number in the run
-        return self.sample(
-            uniforms(self.stream, places.seed, np.zeros_like(group), group, UNIFORMS_PER_GROUP), places.different
-        )
+        numbers = uniforms(self.stream, places.seed, np.zeros_like(group), group, UNIFORMS_PER_GROUP)
+        return self.sample(numbers, places.different)
 
     def sample(self, numbers: np.ndarray, apart: int) -> Mixing:
         """How groups are mixed.
@@ -89,10 +87,8 @@ class MixupCutmix(BatchAugmentation):
     def digested(self, request: BatchRequest) -> list[np.ndarray]:
         mixing = request.draws[self]
         samples = np.take_along_axis(request.index.reshape(-1, mixing.group), _partners(mixing), axis=1)  # (G, group)
-        return [
-            samples.reshape(-1),
-            *(np.repeat(values, mixing.group, axis=0) for values in (mixing.weight, mixing.box, mixing.blend)),
-        ]
+        of_groups = mixing.weight, mixing.box, mixing.blend
+        return [samples.reshape(-1), *(np.repeat(values, mixing.group, axis=0) for values in of_groups)]
 
     def apply_(self, images: Tensor, request: BatchRequest) -> None:
         mixing = request.draws[self]
@@ -130,27 +126,15 @@ def mixing_weights(mixing: Mixing, height: int, width: int) -> tuple[np.ndarray,
     y, x = np.arange(height), np.arange(width)
     by_row = (y >= top) & (y < top + rows)  # (G, H)
     by_column = ((x >= left) & (x < left + columns)) | mixing.blend[:, None]  # (G, W)
-    shares = np.where(
-        mixing.blend[:, None], 1 - mixing.weight.astype(np.float64)[:, None], by_row
-    )  # rounded once, as in apply_
+    partner_weight = 1 - mixing.weight.astype(np.float64)[:, None]
+    shares = np.where(mixing.blend[:, None], partner_weight, by_row)  # rounded once, as in apply_
     first = mixing.group * np.arange(len(mixing.distance))[:, None]
-    to_images = partial(np.repeat, repeats=mixing.group, axis=0)
-    return (
-        (first + _partners(mixing)).reshape(-1),
-        to_images(shares.astype(np.float32)),
-        to_images(by_column.astype(np.float32)),
-    )
+    by_row, by_column = (np.repeat(each.astype(np.float32), mixing.group, axis=0) for each in (shares, by_column))
+    return (first + _partners(mixing)).reshape(-1), by_row, by_column
 
 
 def mixed_labels(labels: np.ndarray, mixing: Mixing) -> tuple[np.ndarray, np.ndarray]:
-    """The second label of each image and the weight of its own.
-
-    Args:
-        labels: (B,) int64.
-
-    Returns:
-        Labels of the partners, (B,) int64, and weights, (B,) float32.
-    """
+    """The labels of the partners of images with (B,) ``labels``, (B,) int64, and the weights of their own, (B,) float32."""
     other = np.take_along_axis(labels.reshape(-1, mixing.group), _partners(mixing), axis=1)
     return other.reshape(-1), np.repeat(mixing.weight, mixing.group)
 

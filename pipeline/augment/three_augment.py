@@ -84,13 +84,9 @@ class ThreeAugment(PixelAugmentation):
         factors = np.take_along_axis(1 + self.jitter * (2 * np.stack(factor_draws, axis=1) - 1), order, axis=1)
         ops = JITTER[order] if self.jitter else np.full_like(order, Op.NOTHING)
         amounts = np.where(first == Op.SOLARIZE, SOLARIZE_FROM, 0)  # of Op.COLOR, 0 is gray
-        return Recoloring(
-            ops=Ops(
-                op=np.column_stack([first, ops]).astype(np.int32),
-                amount=np.column_stack([amounts, factors if self.jitter else np.zeros_like(factors)]).astype(np.float32),
-            ),
-            blur=blur.astype(np.float32),
-        )
+        factors = factors if self.jitter else np.zeros_like(factors)
+        op, amount = np.column_stack([first, ops]), np.column_stack([amounts, factors])  # (B, LAYERS) each
+        return Recoloring(Ops(op.astype(np.int32), amount.astype(np.float32)), blur.astype(np.float32))
 
     def applies(self, request: BatchRequest, i: int) -> bool:
         draw = request.draws[self]
@@ -123,10 +119,7 @@ def blur_picture(picture: Image.Image, radius: float) -> Image.Image:
 
 
 def box_weights(radius: np.ndarray) -> np.ndarray:
-    """Weights of the box filters that Pillow blurs with.
-
-    Args:
-        radius: (B,) standard deviations of the Gaussians in pixels, 0 to 2.
+    """Weights of the box filters that Pillow blurs with, of (B,) standard deviations of Gaussians in pixels, 0 to 2.
 
     Returns:
         (B, 2, TAPS) float32, whole numbers: the weights in 2**-24, as their two digits to base 2**12, the high one first.
@@ -146,14 +139,9 @@ def box_weights(radius: np.ndarray) -> np.ndarray:
 
 
 def blur_images(images: DataNode, weights: DataNode) -> DataNode:
-    """Blur images in a DALI graph, as Pillow does to the last bit: float32 holds the sums of either digit exactly.
+    """Blur images (H, W, 3) uint8 with layout HWC in a DALI graph, as Pillow does to the last bit.
 
-    Args:
-        images: (H, W, 3) uint8 with layout HWC, on the CPU or the GPU.
-        weights: (2, TAPS) float32 on the CPU, of :func:`box_weights`.
-
-    Returns:
-        uint8, same shape and layout.
+    Float32 holds the sums of either digit of the weights, (2, TAPS) of :func:`box_weights` on the CPU, exactly.
     """
     import nvidia.dali.fn as fn
     import nvidia.dali.math as math

@@ -133,47 +133,23 @@ def fill_color(mean: tuple[float, float, float]) -> tuple[int, int, int]:
 
 
 def _amount_of_each_op(level: np.ndarray, sign: np.ndarray, image_size: int) -> list[np.ndarray]:
-    """The amount for every Op, in the order of Op. The constants are the ends of timm's ranges.
+    """The amount for every Op, (B, layers) each, of magnitudes scaled to [0, 1] and signs 1 or -1, (B, layers) both.
 
-    Args:
-        level: (B, layers) magnitude scaled to [0, 1].
-        sign: (B, layers) 1 or -1, for operations with two directions.
-        image_size: side of the square image in pixels.
-
-    Returns:
-        One (B, layers) array per Op.
+    The constants are the ends of timm's ranges.
     """
-    zero = np.zeros_like(level)
-    enhance = 1 + sign * 0.9 * level
-    shear = sign * 0.3 * level
-    translate = sign * 0.45 * level * image_size
-    amounts = {
-        Op.NOTHING: zero,
-        Op.AUTO_CONTRAST: zero,
-        Op.EQUALIZE: zero,
-        Op.INVERT: zero,
-        Op.ROTATE: sign * 30 * level,
-        Op.POSTERIZE: 4 - np.floor(4 * level),
-        Op.SOLARIZE: 256 - np.floor(256 * level),
-        Op.SOLARIZE_ADD: np.floor(110 * level),
-        Op.COLOR: enhance,
-        Op.CONTRAST: enhance,
-        Op.BRIGHTNESS: enhance,
-        Op.SHARPNESS: enhance,
-        Op.SHEAR_X: shear,
-        Op.SHEAR_Y: shear,
-        Op.TRANSLATE_X: translate,
-        Op.TRANSLATE_Y: translate,
-    }
+    amounts = dict.fromkeys(Op, np.zeros_like(level))
+    amounts |= dict.fromkeys((Op.COLOR, Op.CONTRAST, Op.BRIGHTNESS, Op.SHARPNESS), 1 + sign * 0.9 * level)
+    amounts |= dict.fromkeys((Op.SHEAR_X, Op.SHEAR_Y), sign * 0.3 * level)
+    amounts |= dict.fromkeys((Op.TRANSLATE_X, Op.TRANSLATE_Y), sign * 0.45 * level * image_size)
+    amounts[Op.ROTATE] = sign * 30 * level
+    amounts[Op.POSTERIZE] = 4 - np.floor(4 * level)
+    amounts[Op.SOLARIZE] = 256 - np.floor(256 * level)
+    amounts[Op.SOLARIZE_ADD] = np.floor(110 * level)
     return [amounts[op] for op in Op]
 
 
 def affine_matrices(ops: Ops, image_size: int) -> np.ndarray:
-    """Affine matrices of :class:`Ops` for a DALI graph; the identity for operations without geometry.
-
-    Returns:
-        (B, layers, 2, 3) float32: output (x, y) is input matrix @ (x, y, 1); pixel centres at .5.
-    """
+    """(B, layers, 2, 3) float32 for a DALI graph: output (x, y) is input matrix @ (x, y, 1), with pixel centres at .5."""
     matrix = np.zeros((*ops.op.shape, 2, 3))
     matrix[..., 0, 0] = matrix[..., 1, 1] = 1
     for op, row, column in ((Op.SHEAR_X, 0, 1), (Op.SHEAR_Y, 1, 0), (Op.TRANSLATE_X, 0, 2), (Op.TRANSLATE_Y, 1, 2)):

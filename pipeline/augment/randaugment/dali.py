@@ -44,49 +44,30 @@ def augment(
     Returns:
         uint8, same shape and layout as ``images``; images without an operation are unchanged.
     """
-    for layer in range(layers):
-        linear = None if bilinear is None else bilinear[layer]
-        images = _layer(images, op[layer], amount[layer], matrix[layer], image_size, fill, linear)
+    for k in range(layers):
+        linear = None if bilinear is None else bilinear[k]
+        if op[k] == Op.NOTHING.value:
+            result = images
+        elif (op[k] == Op.ROTATE.value) | (op[k] >= Op.SHEAR_X.value):
+            result = _warp(images, matrix[k], image_size, fill, linear)
+        elif op[k] == Op.SHARPNESS.value:
+            result = _sharpness(images, amount[k], image_size)
+        else:
+            result = _one_of(_COLORS, images, op[k], amount[k])
+        images = result
     return images
 
 
 def recolor(images: DataNode, op: DataNode, amount: DataNode, layers: int) -> DataNode:
-    """:func:`augment` for the operations of 3-Augment and colour jitter only: a graph of a third of the size.
-
-    Args:
-        images: (S, S, 3) uint8 RGB with layout HWC, on the CPU or the GPU.
-        op, amount: (layers,) on the CPU: nothing, solarization, colour, contrast or brightness, and in the unit of the Op.
-    """
+    """:func:`augment` for the operations of 3-Augment and colour jitter (_RECOLORING) only: a graph of a third of the size."""
     for layer in range(layers):
         images = _one_of(_RECOLORING, images, op[layer], amount[layer])
     return images
 
 
-def _layer(
-    images: DataNode,
-    op: DataNode,
-    amount: DataNode,
-    matrix: DataNode,
-    image_size: int,
-    fill: tuple[int, int, int],
-    linear: DataNode | None,
-) -> DataNode:
-    if op == Op.NOTHING.value:
-        result = images
-    elif (op == Op.ROTATE.value) | (op >= Op.SHEAR_X.value):
-        result = _warp(images, matrix, image_size, fill, linear)
-    elif op == Op.SHARPNESS.value:
-        result = _sharpness(images, amount, image_size)
-    else:
-        result = _one_of(_COLORS, images, op, amount)
-    return result
-
-
 def _one_of(ops: tuple[Op, ...], images: DataNode, op: DataNode, amount: DataNode) -> DataNode:
     """The one of the operations ``ops`` that an image got; DALI splits the batch at each condition."""
-    if len(ops) == 1:
-        result = _COLOR[ops[0]](images, amount)
-    elif op == ops[0].value:
+    if len(ops) == 1 or op == ops[0].value:
         result = _COLOR[ops[0]](images, amount)
     else:
         result = _one_of(ops[1:], images, op, amount)
