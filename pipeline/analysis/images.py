@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,11 +39,7 @@ class ChosenImages(Samples):
 
     def __init__(self, split: ShardSet | ImageFolder, indices: np.ndarray) -> None:
         self.folder, self.classes, self.class_names = split.folder, split.classes, split.class_names
-        self._split, self._indices = split, indices
-
-    @property
-    def samples(self) -> Any:
-        return self
+        self.samples, self._split, self._indices = self, split, indices
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
         """(B,) of ``SAMPLE_DTYPE``."""
@@ -59,14 +54,10 @@ class ChosenImages(Samples):
     def damaged(self, index: int, reason: str) -> DamagedSample:
         return DamagedSample(int(index), str(self._split.damaged(int(self._indices[index]), reason)))
 
-    def read(self, index: int) -> np.ndarray:
-        try:
-            return self._split.read(int(self._indices[index]))
-        except DamagedSample as damage:
-            raise DamagedSample(int(index), str(damage)) from None  # its number here
-
-    def will_need(self, runs: list[tuple[int, int]]) -> None:
-        """Does nothing: the samples are not adjacent."""
+    def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
+        images = self._split.read_batch(self._indices[indices].tolist())
+        renumbered = zip(indices, images)  # a damaged sample has its number here
+        return [DamagedSample(index, str(image)) if isinstance(image, DamagedSample) else image for index, image in renumbered]
 
 
 def open_images(data: Place, split: str, subject: Subject) -> ShardSet | ImageFolder:

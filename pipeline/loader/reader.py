@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -27,16 +27,9 @@ Result = TypeVar("Result")
 
 
 class Ahead(Generic[Result]):
-    """Computes ``make(number)`` for numbers in their order, ahead of time in threads, and returns the results in that order.
+    """Computes ``make(number)`` for endless numbers, ``depth`` ahead in threads, and returns the results in the numbers' order.
 
     An exception in ``make`` is raised by the :meth:`next` that would have returned its result.
-
-    Args:
-        make: computes a result; must be thread-safe if ``threads`` > 1.
-        numbers: of the results; endless.
-        depth: results to compute ahead.
-        threads: results computed concurrently.
-        name: prefix of the threads' names.
     """
 
     def __init__(self, make: Callable[[int], Result], numbers: Iterator[int], depth: int, threads: int, name: str) -> None:
@@ -55,14 +48,6 @@ class Ahead(Generic[Result]):
         """Stop the threads and discard results computed ahead."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
-
-
-@runtime_checkable
-class SampleBatches(Protocol):
-    """:class:`Samples` that are read faster many at a time, because each has to be waited for."""
-
-    def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
-        """For each sample what :meth:`Samples.read` returns, or the error that it raises."""
 
 
 class BadSamples:
@@ -136,13 +121,7 @@ class Encoded:
 
 
 class Reader:
-    """Reads encoded batches.
-
-    Args:
-        bad: records samples that cannot be read, and provides substitutes.
-        start: number of the first batch, which the others follow; or the endless numbers of all.
-        depth: batches to read ahead.
-    """
+    """Reads encoded batches, ``depth`` of them ahead; ``start`` is the number of the first, or the endless numbers of all."""
 
     def __init__(self, batches: Batches, bad: BadSamples, start: int | Iterable[int], depth: int) -> None:
         self.batches, self.bad = batches, bad
@@ -154,11 +133,7 @@ class Reader:
         return self._ahead.next()
 
     def read(self, number: int) -> Encoded:
-        """Read batch ``number`` with substitutes for all samples known to be bad. Thread-safe.
-
-        Raises:
-            UserError: more than ``data.max_bad_samples`` samples cannot be used.
-        """
+        """Read batch ``number`` with substitutes for all samples known to be bad. Thread-safe. Raises as :meth:`BadSamples.add`."""
         self.batches.shards.will_need(self.batches.coming_blocks(number))
         asked_for = request = self.batches.request(number)
         while True:
@@ -182,7 +157,7 @@ class Reader:
     def _read_sound(self, indices: np.ndarray) -> list[np.ndarray] | None:
         """The encoded images; None if some were found bad, so that the request must be made again with substitutes."""
         images, sound = [], True
-        for image in _read_batch(self.batches.shards, indices.tolist()):
+        for image in self.batches.shards.read_batch(indices.tolist()):
             if isinstance(image, DamagedSample):
                 self.bad.add(image)
                 sound = False
@@ -191,20 +166,14 @@ class Reader:
         return images if sound else None
 
 
-def undecodable(shards: Samples, indices: np.ndarray, images: list[np.ndarray], report: str) -> list[DamagedSample]:
-    """Find the images of a batch that DALI failed to decode.
-
-    Args:
-        indices: (B,) sample numbers.
-        images: B encoded images.
-        report: DALI's error message. If it does not name a position in the batch, every image is tried with Pillow.
-    """
+def undecodable(shards: Samples, batch: Encoded, report: str) -> list[DamagedSample]:
+    """The images of a batch that DALI failed to decode: the one that its ``report`` names, or all that Pillow cannot decode either."""
     named = re.search(r"decode sample #(\d+)", report)
     if named:
         places = {int(named[1]): "DALI's decoder failed"}
     else:
-        places = {place: reason for place, image in enumerate(images) if (reason := _decoding_error(image))}
-    return [shards.damaged(int(indices[place]), f"cannot be decoded ({reason})") for place, reason in places.items()]
+        places = {place: reason for place, image in enumerate(batch.images) if (reason := _decoding_error(image))}
+    return [shards.damaged(int(batch.request.index[at]), f"cannot be decoded ({reason})") for at, reason in places.items()]
 
 
 def _decoding_error(image: np.ndarray) -> str | None:
@@ -214,16 +183,3 @@ def _decoding_error(image: np.ndarray) -> str | None:
     except Exception as error:  # Pillow's plugins raise nearly any exception
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _read_batch(samples: Samples, indices: list[int]) -> list[np.ndarray | DamagedSample]:
-    """Encoded images, (bytes,) uint8 each; instead of one that cannot be read, the error."""
-    if isinstance(samples, SampleBatches):
-        return samples.read_batch(indices)
-    images: list[np.ndarray | DamagedSample] = []
-    for index in indices:
-        try:
-            images.append(samples.read(index))
-        except DamagedSample as damage:
-            images.append(damage)
-    return images

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,26 +18,20 @@ from pipeline.shards.image_checks import ImageRules, Rejected, StoredImage, is_i
 from pipeline.shards.manifest import MANIFEST, SAMPLE_DTYPE
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import Place, RemotePath
-from pipeline.stream.samples import DamagedSample
+from pipeline.stream.samples import DamagedSample, Samples
 
 
-class CheckedImages(ABC):
+class CheckedImages(Samples):
     """Samples that are not shards: images are checked, and where necessary re-encoded, as when shards are written.
 
     This happens when a batch asks for an image, so that nothing is read twice and each rank reads its own images only. A subclass finds
     an image and its label.
     """
 
-    mixture: None = None  # one set: see pipeline.stream.samples
-
     def __init__(self) -> None:
+        self.samples = self
         self._coming: dict[int, StoredImage | DamagedSample] = {}  # checked by __getitem__, not yet read
         self._lock = threading.Lock()
-
-    @property
-    def samples(self) -> CheckedImages:
-        """``samples[indices]`` is :meth:`__getitem__`."""
-        return self
 
     @abstractmethod
     def look(self, index: int) -> StoredImage | DamagedSample:
@@ -58,38 +52,22 @@ class CheckedImages(ABC):
             row["label"], row["width"], row["height"] = self.label(index), width, height
         return rows
 
-    def read(self, index: int) -> np.ndarray:
-        """The encoded image as it would be stored in a shard. Thread-safe.
-
-        Returns:
-            (bytes,) uint8.
-
-        Raises:
-            DamagedSample: it cannot be read or decoded.
-        """
-        with self._lock:
-            image = self._coming.pop(index, None)
-        image = image or self.look(index)
-        if isinstance(image, DamagedSample):
-            raise image
-        return np.frombuffer(image.data, dtype=np.uint8)
-
-    def will_need(self, runs: list[tuple[int, int]]) -> None:  # noqa: B027 (a subclass need not)
-        """Does nothing: the images are read in their order, which the kernel's readahead detects."""
+    def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
+        images: list[np.ndarray | DamagedSample] = []
+        for index in indices:
+            with self._lock:
+                image = self._coming.pop(index, None)
+            image = image or self.look(index)
+            images.append(image if isinstance(image, DamagedSample) else np.frombuffer(image.data, dtype=np.uint8))
+        return images
 
 
 class ImageFolder(CheckedImages):
-    """:class:`~pipeline.stream.samples.Samples` from a folder of image files.
+    """Samples from a folder of image files (``IMAGE_SUFFIXES``).
 
     Args:
-        folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG`` (also ``.jpg``, ``.png``, ``.webp``, ``.tif``, ``.tiff``, ``.bmp``).
-        split: name of the split's folder, if there is one.
+        folder: holds ``<split>/<class>/*.JPEG`` or ``<class>/*.JPEG``; then :attr:`split` is None.
         classes: class names in index order; a class without a folder has no images. None: the folders, sorted.
-
-    Attributes:
-        split: None if the split has no folder of its own.
-        classes: class names in index order.
-        class_names: the same: what to call the classes is not known here.
 
     Raises:
         UserError: the folder is missing or has no images, or a class folder is not in ``classes``.
@@ -127,11 +105,10 @@ class ImageFolder(CheckedImages):
         return len(self._files)
 
     def key(self, index: int) -> str:
-        """The name of sample ``index``: ``class/file``."""
+        """``class/file``."""
         return self._files[index]
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
-        """An error about a sample, to be raised by the caller."""
         return DamagedSample(int(index), f"{self.folder / self._files[index]} {reason}")
 
     def label(self, index: int) -> int:
@@ -147,16 +124,7 @@ class ImageFolder(CheckedImages):
 
 
 def open_split(path: Place, split: str, classes: Sequence[str] | None) -> ShardSet | ImageFolder:
-    """Open a split: a shard set if there is a manifest, else a folder of images.
-
-    Args:
-        path: the data folder, or that of the split; a URL is one with shards.
-        split: ``train`` or ``val``.
-        classes: class names in index order, for a folder of images; None: its folders, sorted.
-
-    Raises:
-        UserError: neither, or one that is damaged.
-    """
+    """Open a split, of which ``path`` is the folder or that above it: a shard set if there is a manifest, else an :class:`ImageFolder`."""
     if isinstance(path, RemotePath) or any((folder / MANIFEST).exists() for folder in (path, path / split)):
         return ShardSet(path, split)
     return ImageFolder(path, split, classes)

@@ -15,23 +15,19 @@ from pipeline.errors import UserError, first_few
 from pipeline.shards.files.cache import ShardCache
 from pipeline.shards.manifest import SAMPLE_DTYPE
 from pipeline.shards.shard_set import ShardSet
-from pipeline.stream.samples import DamagedSample, Mixture
+from pipeline.stream.samples import DamagedSample, Mixture, Samples
 
 _DIGITS = 32  # of a set's digest in the identity
 
 
-class MixedSet:
-    """:class:`~pipeline.stream.samples.Samples` of several sets, numbered one set after another.
+class MixedSet(Samples):
+    """Samples of several sets, numbered one set after another; an epoch may show more of them or fewer.
 
     A class of a further set is the class of the first set with the same identifier or, failing that, the same readable name.
 
     Args:
         first: its classes are those of the model; its images have weight 1.
         further: set -> weight: how often an epoch shows each of its images, on average.
-
-    Attributes:
-        sets: the first one and the others.
-        samples: ``samples[indices]`` gives rows with the labels of the first set.
 
     Raises:
         UserError: a set has a class that the first one lacks.
@@ -41,13 +37,12 @@ class MixedSet:
         self.sets = [first, *further]
         self.folder, self.split = first.folder, first.split
         self.classes, self.named, self.class_names = first.classes, first.named, first.class_names
-        self.mixture: Mixture | None = Mixture(tuple(map(len, self.sets)), (1.0, *further.values()))
+        self.mixture = Mixture(tuple(map(len, self.sets)), (1.0, *further.values()))
         self.weights = self.mixture.weights
         self._starts = self.mixture.first_sample
         self.samples = _Rows(self.sets, [_labels(shards, first) for shards in self.sets], self._starts)
 
     def __len__(self) -> int:
-        """Images of all sets; an epoch may show more or fewer."""
         return int(self._starts[-1])
 
     @property
@@ -63,19 +58,12 @@ class MixedSet:
         return {**self.sets[0].identity(), "samples": self.mixture.images, "mix": mix}
 
     def key(self, index: int) -> str:
-        """The WebDataset key of a sample, and its folder if it is of a further set."""
+        """The WebDataset key, and the folder of a further set."""
         shards, own = self._find(index)
         return shards.key(own) if shards is self.sets[0] else f"{shards.key(own)} of {shards.folder}"
 
-    def read(self, index: int) -> np.ndarray:
-        """The encoded image, (bytes,) uint8. Thread-safe. Raises DamagedSample: it cannot be read."""
-        (image,) = self.read_batch([index])
-        if isinstance(image, DamagedSample):
-            raise image
-        return image
-
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
-        """As :meth:`ShardSet.read_batch`; a store that one of the sets is in is asked for its samples at the same time."""
+        """Each set's store is asked for its samples at the same time."""
         images: list[np.ndarray | DamagedSample] = [np.empty(0, np.uint8)] * len(indices)
         places: dict[ShardSet, list[int]] = {}
         for place, index in enumerate(indices):
@@ -86,7 +74,7 @@ class MixedSet:
         return images
 
     def will_need(self, runs: list[tuple[int, int]]) -> None:
-        """Announce runs, (first sample, number of samples) each; none spans two sets."""
+        """No run spans two sets."""
         runs_of: dict[ShardSet, list[tuple[int, int]]] = {}
         for first, count in runs:
             shards, begin = self._find(first)
@@ -100,7 +88,6 @@ class MixedSet:
         return dict(sum(map(Counter, counts), Counter[str]())) if counts else None
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
-        """An error about a sample, to be raised by the caller."""
         shards, own = self._find(index)
         return DamagedSample(int(index), str(shards.damaged(own, reason)))
 

@@ -39,31 +39,22 @@ from pipeline.shards.manifest import (
     sample_key,
 )
 from pipeline.stores.place import Place, RemotePath, parse_place
-from pipeline.stream.samples import DamagedSample
+from pipeline.stream.samples import DamagedSample, Samples
 
 _BLOCK = 512  # bytes: headers and data in a tar are aligned to it
 
 
-class ShardSet:
-    """One split of a shard set, opened for reading.
+class ShardSet(Samples):
+    """One split of a shard set, opened for reading; ``samples`` is a memory-mapped array (n,) of ``SAMPLE_DTYPE``.
 
     Args:
-        folder: a folder, or a URL of a store; holds ``manifest.json``, directly or in a subfolder named ``split``.
-        split: ``train`` or ``val``.
-        readers: processes that divide the samples among them.
+        folder, split, readers: as of :func:`open_files`.
         cache: of the node; None: none.
-
-    Attributes:
-        samples: (n,) memory-mapped array of ``SAMPLE_DTYPE``.
-        classes: class names in index order, which identify the classes.
-        class_names: what to call them; the same where the set has no other names.
 
     Raises:
         UserError: folder, manifest, split, tar or index missing, file sizes other than in the manifest, or a damaged sample
             table.
     """
-
-    mixture: None = None  # one set: see pipeline.stream.samples
 
     def __init__(
         self, folder: str | os.PathLike[str], split: str, readers: int = 1, *, cache: ShardCache | None = None
@@ -110,32 +101,15 @@ class ShardSet:
         return self.info.source.get("subset", 1.0)
 
     def key(self, index: int) -> str:
-        """The WebDataset key of sample ``index``."""
+        """The WebDataset key."""
         shard = int(self.samples["shard"][index])
         return sample_key(shard, int(index) - self._first_of_shard[shard])
 
-    def read(self, index: int) -> np.ndarray:
-        """The encoded image of one sample, verified by its checksum. Thread-safe.
-
-        A failed read is retried once, from the new file if the tar was replaced in the meantime.
-
-        Returns:
-            (bytes,) uint8.
-
-        Raises:
-            DamagedSample: the tar is missing, truncated, unreadable or does not match the checksum.
-            UserError: the limit on open files is reached.
-        """
-        (image,) = self.read_batch([index])
-        if isinstance(image, DamagedSample):
-            raise image
-        return image
-
     def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
-        """:meth:`read` for each of several samples, in a store at the same time; for a damaged image, the error.
+        """Each image is verified by its checksum. A failed read is retried once, from the new file if the tar was replaced meanwhile.
 
         Raises:
-            UserError: none of the samples can be read any more.
+            UserError: the store is away, or the limit on open files is reached.
         """
         ranges = [self._range(index) for index in indices]
         images = []
@@ -150,11 +124,7 @@ class ShardSet:
         return images
 
     def will_need(self, runs: list[tuple[int, int]]) -> None:
-        """Announce runs of adjacent samples that will be read soon. Returns immediately.
-
-        Args:
-            runs: (first sample, number of samples) each; clipped to the end of the set.
-        """
+        """Runs are clipped to the end of the set."""
         ranges = []
         for first, count in runs:
             samples = self.samples[first : first + count]
@@ -170,7 +140,6 @@ class ShardSet:
         return self.files.take_counts()
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
-        """An error about a sample, to be raised by the caller."""
         return self._damaged(index, reason, self._original(index))
 
     def _damaged(self, index: int, reason: str, original: str) -> DamagedSample:

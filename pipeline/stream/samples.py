@@ -8,9 +8,10 @@ the position and nothing is stored.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,12 +33,11 @@ class Mixture:
 
     @cached_property
     def images(self) -> int:
-        """Images of an epoch."""
         return int(self.shown.sum())
 
     @property
     def shares(self) -> list[float]:
-        """The fraction of an epoch that each set has."""
+        """Each set's fraction of an epoch."""
         return (self.shown / self.images).tolist()
 
     @cached_property
@@ -46,17 +46,7 @@ class Mixture:
         return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
 
     def sample_at(self, position: np.ndarray, epoch: np.ndarray, seed: int, blocks: Blocks | None = None) -> np.ndarray:
-        """The sample at each position of an epoch.
-
-        Args:
-            position: (n,) integers in [0, images).
-            epoch: (n,) integers.
-            seed: the run's.
-            blocks: block order within each set; None: full.
-
-        Returns:
-            (n,) int64 in [0, first_sample[-1]).
-        """
+        """The sample, (n,) int64, at each position of an epoch, (n,) integers in [0, images); ``blocks``: within each set."""
         position = np.asarray(position, dtype=np.int64)
         epoch = np.broadcast_to(np.asarray(epoch, dtype=np.int64), position.shape)
         part = self._part_of(position, blocks)
@@ -78,16 +68,10 @@ class Mixture:
     def coming_runs(
         self, before: tuple[int, int] | None, now: tuple[int, int], seed: int, blocks: Blocks
     ) -> list[tuple[int, int]]:
-        """The runs of adjacent samples that come up in block order while a run moves from one position to another.
+        """The runs of adjacent samples that come up in block order while a run moves from one (epoch, position) to another.
 
-        Args:
-            before: (epoch, position) that was reached; None: the run begins.
-            now: (epoch, position) that is reached.
-            seed: the run's.
-            blocks: of the order.
-
-        Returns:
-            (first sample, number of samples) of the windows after the ones that are being read, which have not been returned before.
+        These are (first sample, number of samples) of the windows after the ones that are being read, which have not been returned
+        before; ``before`` is None when the run begins.
         """
         runs = []
         for which, size in enumerate(self.sizes):
@@ -153,44 +137,43 @@ class DamagedSample(Exception):
         self.index = index
 
 
-class Samples(Protocol):
-    """One split: a :class:`~pipeline.shards.shard_set.ShardSet`, an :class:`~pipeline.shards.image_folder.ImageFolder`, or several shard
-    sets as a :class:`~pipeline.shards.mixed_set.MixedSet`.
-
-    Attributes:
-        folder: its folder, a path or a URL.
-        samples: ``samples[indices]`` gives (B,) of ``SAMPLE_DTYPE`` for B sample numbers.
-        classes: class names in index order.
-        mixture: how several sets are interleaved; None: one set.
-    """
+class Samples(ABC):
+    """One split of a data set, whose samples have numbers. Reading is thread-safe."""
 
     folder: Any  # Place
-    classes: list[str]
+    classes: list[str]  # names in index order, which identify the classes
+    class_names: list[str]  # what to call them; the same where the set has no other names
+    samples: Any  # samples[indices] gives (B,) of SAMPLE_DTYPE for B sample numbers
+    mixture: Mixture | None = None  # how several sets are interleaved; None: one set
 
-    @property
-    def mixture(self) -> Mixture | None:
-        return None
-
-    @property
-    def samples(self) -> Any: ...
-
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def key(self, index: int) -> str:
         """The name of a sample, for messages."""
 
+    @abstractmethod
     def damaged(self, index: int, reason: str) -> DamagedSample:
         """An error about a sample, to be raised by the caller."""
 
-    def read(self, index: int) -> np.ndarray:
-        """The encoded image, (bytes,) uint8. Thread-safe.
+    @abstractmethod
+    def read_batch(self, indices: list[int]) -> list[np.ndarray | DamagedSample]:
+        """The encoded images, (bytes,) uint8 each; instead of one that cannot be read, the error.
 
         Raises:
-            DamagedSample: it cannot be read.
+            UserError: none of the samples can be read any more.
         """
 
-    def will_need(self, runs: list[tuple[int, int]]) -> None:
-        """Announce runs, (first sample, number of samples) each, that will be read soon."""
+    def read(self, index: int) -> np.ndarray:
+        """The encoded image of one sample, (bytes,) uint8. Raises DamagedSample, or as :meth:`read_batch`."""
+        (image,) = self.read_batch([index])
+        if isinstance(image, DamagedSample):
+            raise image
+        return image
+
+    def will_need(self, runs: list[tuple[int, int]]) -> None:  # noqa: B027 (most need no announcement)
+        """Announce runs of adjacent samples, (first, number) each, that will be read soon. Returns immediately."""
 
 
 def images_per_epoch(shards: Samples) -> int:
