@@ -213,7 +213,7 @@ def _check_image(key: str, suffix: str, data: bytes, findings: Findings, decode:
             _, _, width, height, _ = jpeg_header(data)
         else:
             found = kept_format(data)
-            if found is None or found.suffix != suffix:
+            if found is None or found[0] != suffix:
                 raise ValueError(f"not a {suffix} that shards keep")
             _, width, height = found
         if decode:

@@ -20,12 +20,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace a file atomically: write a temporary file beside it, sync it, rename it.
+    """Replace a file atomically: write a temporary file beside it, sync it, rename it. If anything fails, the old one stays intact.
 
     The temporary name contains the process id: a process whose parent was killed may briefly live on beside its successor.
-
-    Args:
-        path: the file; an existing one is replaced, and stays intact if anything fails.
 
     Raises:
         OSError: from the system, with ``path`` as its ``filename``.
@@ -38,14 +35,11 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except OSError as error:
-        _remove(temporary)
-        # The error of a failed write has no file name.
-        if error.filename is None or str(error.filename) in (str(temporary), str(path.parent)):
-            error.filename = str(path)
-        raise
-    except BaseException:
-        _remove(temporary)
+    except BaseException as error:
+        with suppress(OSError):  # on a file system that became read-only: the first error is the one to report
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and str(error.filename or temporary) in (str(temporary), str(path.parent)):
+            error.filename = str(path)  # the error of a failed write has none
         raise
 
 
@@ -79,17 +73,12 @@ def file_sha256(path: Path) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Check, before the work begins, that its result can be written to ``path``.
-
-    Raises:
-        UserError: it is a folder, or its folder does not exist or cannot be written.
-    """
+    """Check, before the work begins, that its result can be written to the file ``path``; if not, a ``UserError``."""
     if path.is_dir():
         raise UserError(f"{path} must be a file, got a folder", "add a file name")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(
-            f"{path}: the folder {path.absolute().parent} does not exist or cannot be written", "create it or choose another"
-        )
+    folder = path.absolute().parent
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{path}: the folder {folder} does not exist or cannot be written", "create it or choose another")
 
 
 def sync_folder(folder: Path) -> None:
@@ -121,17 +110,13 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def lock_bytes(descriptor: int, path: Path, first: int = 0, length: int = 0, wait: bool = False) -> bool:
-    """Lock a byte range of an open file with a POSIX record lock, which network file systems support.
+    """Lock a byte range of a file open for writing with a POSIX record lock, which network file systems support.
 
-    The kernel releases it when the process ends. Beware: closing *any* descriptor of the file releases it too.
-
-    Args:
-        descriptor: of the file, open for writing.
-        first, length: the range in bytes, which need not exist; a length of 0 extends to infinity.
-        wait: block until the lock is free.
+    The kernel releases it when the process ends. Beware: closing *any* descriptor of the file releases it too. The range need not
+    exist; a length of 0 extends to infinity.
 
     Returns:
-        True if this process holds the lock, False if another one does.
+        True if this process holds the lock, False if another one does and ``wait`` is false.
 
     Raises:
         UserError: the file system does not support these locks.
@@ -179,11 +164,8 @@ class GrowingFile:
     Rows are buffered until :meth:`flush`, which writes all of them or none: after a partial write, on a full disk, the file is
     truncated again and the rows are kept for the next attempt.
 
-    Args:
-        path: created, in an existing folder, or continued.
-
     Raises:
-        UserError: it cannot be opened.
+        UserError: it cannot be opened, or created in an existing folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -200,10 +182,7 @@ class GrowingFile:
         self._rows += row
 
     def flush(self, to_disk: bool = False) -> None:
-        """Write the buffered rows.
-
-        Args:
-            to_disk: also sync them, so that they survive a power failure.
+        """Write the buffered rows; ``to_disk`` also syncs them, so that they survive a power failure.
 
         Raises:
             DiskRefuses: the file cannot be written now.
@@ -233,11 +212,6 @@ class GrowingFile:
             self.flush()
         finally:
             os.close(self._descriptor)
-
-
-def _remove(temporary: Path) -> None:
-    with suppress(OSError):  # on a file system that became read-only: the first error is the one to report
-        temporary.unlink(missing_ok=True)
 
 
 def disk_reason(path: Path, error: OSError) -> str:

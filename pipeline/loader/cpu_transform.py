@@ -34,13 +34,9 @@ class Normalization:
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}  # scale and shift on each device
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Normalize images. Asynchronous on a GPU: one kernel, on the current stream.
+        """Normalize (B, 3, H, W) uint8 in any memory format: contiguous float32.
 
-        Args:
-            pixels: (B, 3, H, W) uint8 in any memory format; channels_last is what :class:`Finisher` makes.
-
-        Returns:
-            (B, 3, H, W) float32, contiguous. On a GPU, the product may be rounded together with the sum, in one step.
+        On a GPU it is one asynchronous kernel on the current stream, which may round the product together with the sum.
         """
         out = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
         if pixels.device.type == "cpu":
@@ -84,21 +80,9 @@ class _TensorPool:
 
 
 class Finisher:
-    """Resize, crop, flip, augment, normalize.
+    """Resize, crop, flip, augment, normalize, in threads; ``mean`` and ``std`` as of :class:`Normalization`."""
 
-    Args:
-        image_size: S, side of the output.
-        mean, std: per RGB channel, of pixels in [0, 1].
-    """
-
-    def __init__(
-        self,
-        batch_size: int,
-        image_size: int,
-        mean: tuple[float, float, float],
-        std: tuple[float, float, float],
-        num_threads: int,
-    ) -> None:
+    def __init__(self, batch_size: int, image_size: int, mean: Sequence[float], std: Sequence[float], num_threads: int) -> None:
         self._batch_size, self._size = batch_size, image_size
         self._normalization = Normalization(mean, std)
         self._memory = _TensorPool((batch_size, 3, image_size, image_size))
@@ -106,29 +90,16 @@ class Finisher:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="finish")
 
     def finish(self, crops: list[Tensor], request: BatchRequest) -> Tensor:
-        """Transform a batch.
-
-        Args:
-            crops: B decoded windows, (h, w, 3) uint8 each.
-            request: their geometry and operations.
-
-        Returns:
-            (B, 3, S, S) float32, normalized.
-        """
+        """Transform B decoded windows, (h, w, 3) uint8 each: (B, 3, S, S) float32, normalized."""
         images = self._memory.take()
         output = images.numpy()
         self._for_each(len(crops), lambda i: self._normalization.write(self._pixels(crops[i], request, i, False), output[i]))
         return images
 
     def finish_pixels(self, crops: list[Tensor], request: BatchRequest, pin_memory: bool = False) -> Tensor:
-        """:meth:`finish` without the normalization, for batches that are copied to a GPU and normalized there.
+        """:meth:`finish` without the normalization, for batches that are normalized on a GPU: (B, 3, S, S) uint8, channels_last.
 
-        Args:
-            crops, request: as for :meth:`finish`.
-            pin_memory: page-locked memory: a copy to the GPU is asynchronous, and PyTorch reuses it when that is done.
-
-        Returns:
-            (B, 3, S, S) uint8, channels_last.
+        From page-locked memory, the copy to the GPU is asynchronous, and PyTorch reuses the memory when that is done.
         """
         images = torch.empty((self._batch_size, self._size, self._size, 3), dtype=torch.uint8, pin_memory=pin_memory)
         output = images.numpy()
@@ -153,15 +124,11 @@ class Finisher:
         list(self._pool.map(share, range(self._threads)))
 
     def flip_and_augment(self, pixels: np.ndarray, request: BatchRequest, i: int, interleaved: bool = True) -> np.ndarray:
-        """Flip image i of a batch and augment it.
-
-        Args:
-            pixels: (S, S, 3) uint8.
-            i: index of the image in the batch.
-            interleaved: False allows three planes in memory, cheaper to make and to normalize where an augmentation applies.
+        """Flip image i of a batch, (S, S, 3) uint8, and augment it.
 
         Returns:
-            (S, S, 3) uint8; ``pixels`` or a view of it where no augmentation applies and, if flipped, ``interleaved`` is false.
+            (S, S, 3) uint8; ``pixels`` or a view of it where no augmentation applies and, if flipped, ``interleaved`` is false, which
+            allows three planes in memory: they are cheaper to make and to normalize.
         """
         flip = bool(request.geometry.flip[i])
         chosen = [augmentation for augmentation in request.of_pixels if augmentation.applies(request, i)]
@@ -188,18 +155,7 @@ def _planes(picture: Image.Image) -> np.ndarray:
 
 
 def resize_and_crop(window: Tensor, geometry: Geometry, i: int, image_size: int, bilinear: bool = False) -> np.ndarray:
-    """Resize and crop one image.
-
-    Args:
-        window: (h, w, 3) uint8, the decoded window.
-        geometry: of the batch.
-        i: index of the image in the batch.
-        image_size: S.
-        bilinear: resize with the bilinear filter instead of the bicubic one.
-
-    Returns:
-        (S, S, 3) uint8.
-    """
+    """Resize and crop the decoded window (h, w, 3) uint8 of image i of a batch: (S, S, 3) uint8."""
     height, width = geometry.resize[i].astype(int).tolist()
     # (1, 3, h, w) in the memory layout of PyTorch's fast uint8 kernel. The batch's dimension comes first: after permute(),
     # its stride would make PyTorch take the tensor for a contiguous one, and spend a third of the time on planes as output.

@@ -47,15 +47,9 @@ def full_inputs(images: list, request: BatchRequest) -> tuple:
 
 
 def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: int) -> Pipeline:
-    """Decode windows on the CPU.
+    """Decode windows on the CPU: a built pipeline with one output, B RGB images, (h, w, 3) uint8 each.
 
-    Args:
-        source: called once per batch, ahead of time; returns :func:`window_inputs`, which DALI does not copy: the arrays must
-            live, unchanged, until the batch is returned.
-        prefetch: depth of DALI's prefetch queue, in batches.
-
-    Returns:
-        A built pipeline with one output: B RGB images, (h, w, 3) uint8 each.
+    ``source`` is called once per batch, ahead of time, and returns :func:`window_inputs`.
     """
 
     @pipeline_def(batch_size=batch_size, num_threads=num_threads, device_id=None, prefetch_queue_depth=prefetch)
@@ -63,20 +57,15 @@ def decoding_graph(source: Source, batch_size: int, num_threads: int, prefetch: 
         jpegs, start, shape = _inputs(source, _WINDOW)
         return _decode_window(jpegs, start, shape, device="cpu")
 
-    return _built(graph())
+    pipeline = graph()
+    pipeline.build()
+    return pipeline
 
 
 def full_graph(source: Source, batches: Batches, device_id: int | None, num_threads: int, prefetch: int) -> Pipeline:
-    """Decode, resize, crop, flip, augment.
+    """Decode, resize, crop, flip, augment: a built pipeline with one output, (B, S, S, 3) uint8 on a CUDA device, or the CPU.
 
-    Args:
-        source: called once per batch, ahead of time; returns :func:`full_inputs`.
-        batches: their sizes, crop, filters and augmentations.
-        device_id: CUDA device that decodes and transforms; None: the CPU.
-        prefetch: depth of DALI's prefetch queue, in batches.
-
-    Returns:
-        A built pipeline with one output: (B, S, S, 3) uint8 on the device.
+    ``source`` is called once per batch, ahead of time, and returns :func:`full_inputs`.
     """
     size, pad = batches.image_size, batches.crop_pad
     filters = _FILTER if batches.chosen_filters else ()
@@ -108,11 +97,12 @@ def full_graph(source: Source, batches: Batches, device_id: int | None, num_thre
             images = augmentation.in_graph(images, *inputs)
         return images
 
-    return _built(graph())
+    pipeline = graph()
+    pipeline.build()
+    return pipeline
 
 
 def _inputs(source: Source, kinds: tuple[tuple[type, int], ...]) -> Sequence[DataNode]:
-    """The arrays of a source, of these types and dimensions."""
     dtypes, dims = zip(*kinds)
     types_ = [_TYPES[dtype] for dtype in dtypes]
     return fn.external_source(source=source, num_outputs=len(kinds), batch=True, no_copy=True, dtype=types_, ndim=list(dims))
@@ -121,26 +111,19 @@ def _inputs(source: Source, kinds: tuple[tuple[type, int], ...]) -> Sequence[Dat
 def _mirror_borders(images: DataNode, pad: int, axis: int) -> DataNode:
     """Images (h, w, 3) with ``pad`` more pixels at both ends of an axis, mirrored at the border, whose own are not repeated."""
     if axis == 0:
-        before, after = (
-            fn.flip(images[1 : 1 + pad], horizontal=0, vertical=1),
-            fn.flip(images[-1 - pad : -1], horizontal=0, vertical=1),
-        )
+        before, after = images[1 : 1 + pad], images[-1 - pad : -1]
     else:
-        before, after = fn.flip(images[:, 1 : 1 + pad]), fn.flip(images[:, -1 - pad : -1])
+        before, after = images[:, 1 : 1 + pad], images[:, -1 - pad : -1]
+    before, after = (fn.flip(part, horizontal=axis, vertical=1 - axis) for part in (before, after))
     return fn.cat(before, images, after, axis=axis)
 
 
 def _resize_axis(
     images: DataNode, size: DataNode, borders: DataNode, filter_: DataNode | types.DALIInterpType, axis: int
 ) -> DataNode:
-    """Resize images (h, w, 3) uint8 along one axis by an antialiased filter, rounded to uint8.
+    """Resize images (h, w, 3) uint8 to ``size`` (rows, columns) along one axis by an antialiased filter, rounded to uint8.
 
-    Args:
-        images: on the CPU or the GPU.
-        size: (2,) rows and columns of the result, as many as now along the other axis.
-        borders: :func:`~pipeline.augment.crop.border_weights` along the axis.
-        filter_: cubic or linear, of all images or of each.
-        axis: 0 rows, 1 columns.
+    ``borders`` are the :func:`~pipeline.augment.crop.border_weights` along the axis.
     """
     resized = fn.resize(images, size=size, interp_type=filter_, antialias=True, dtype=types.FLOAT)
     first, last = (images[0:1], images[-1:]) if axis == 0 else (images[:, 0:1], images[:, -1:])
@@ -164,8 +147,3 @@ def _decode_window(jpegs: DataNode, start: DataNode, shape: DataNode, device: st
         adjust_orientation=False,
         jpeg_fancy_upsampling=True,  # on a GPU too, colour is interpolated: nearly all JPEGs store a quarter of its pixels
     )
-
-
-def _built(pipeline: Pipeline) -> Pipeline:
-    pipeline.build()
-    return pipeline

@@ -10,7 +10,6 @@ from nvidia.dali.backend import ReleaseUnusedMemory, TensorListCPU, TensorListGP
 from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray
 from torch import Tensor
 
-from pipeline.config import DataConfig
 from pipeline.loader import dali_graph
 from pipeline.loader.device_stream import DeviceStream
 from pipeline.loader.reader import Encoded, Reader, undecodable
@@ -20,14 +19,13 @@ class Decoder:
     """Decodes the reader's batches in order, with one of the two graphs of :mod:`pipeline.loader.dali_graph`.
 
     Args:
-        reader: source of encoded batches; its ``bad`` records samples that DALI cannot decode.
-        config: the prefetch depth.
-        whole: run the whole transform, on ``device``; else decode windows, on the CPU.
+        reader: its ``bad`` records samples that DALI cannot decode.
+        whole: run the whole transform, on the stream's device; else decode windows, on the CPU.
+        prefetch: depth of DALI's queue, in batches.
     """
 
-    def __init__(self, reader: Reader, config: DataConfig, whole: bool, stream: DeviceStream, threads: int) -> None:
-        self._reader, self._batches, self._config, self._threads = reader, reader.batches, config, threads
-        self._whole, self._stream = whole, stream
+    def __init__(self, reader: Reader, whole: bool, stream: DeviceStream, threads: int, prefetch: int) -> None:
+        self._reader, self._whole, self._stream, self._threads, self._prefetch = reader, whole, stream, threads, prefetch
         self._reader_error: BaseException | None = None
         self._in_dali: deque[Encoded] = deque()  # fed but not returned; DALI preserves their order
         self._repeat: deque[Encoded] = deque()  # to be fed to the next pipeline after a failure
@@ -69,18 +67,12 @@ class Decoder:
             except RuntimeError as error:
                 if self._reader_error:
                     raise self._reader_error from None
-                damages = self._damages(str(error))
+                damages = undecodable(self._reader.batches.shards, self._in_dali[0], str(error)) if self._in_dali else []
                 if not damages:
                     raise
                 for damage in damages:
                     self._reader.bad.add(damage)
                 self._start_anew()
-
-    def _damages(self, report: str) -> list:
-        if not self._in_dali:
-            return []
-        failed = self._in_dali[0]
-        return undecodable(self._batches.shards, failed.request.index, failed.images, report)
 
     def _start_anew(self) -> None:
         """Build a new pipeline and feed it the batches of the failed one, which DALI cannot reuse."""
@@ -91,10 +83,10 @@ class Decoder:
         self._pipeline = self._build()
 
     def _build(self) -> Pipeline:
-        batches, config = self._batches, self._config
+        batches = self._reader.batches
         if not self._whole:
-            return dali_graph.decoding_graph(self._feed, batches.batch_size, self._threads, config.prefetch)
-        return dali_graph.full_graph(self._feed, batches, self._stream.device.index, self._threads, config.prefetch)
+            return dali_graph.decoding_graph(self._feed, batches.batch_size, self._threads, self._prefetch)
+        return dali_graph.full_graph(self._feed, batches, self._stream.device.index, self._threads, self._prefetch)
 
     def _feed(self) -> tuple:
         """DALI's external-source callback: the inputs of the next batch."""
@@ -104,6 +96,5 @@ class Decoder:
             self._reader_error = error
             raise
         self._in_dali.append(encoded)
-        if not self._whole:
-            return dali_graph.window_inputs(encoded.images, encoded.request)
-        return dali_graph.full_inputs(encoded.images, encoded.request)
+        inputs = dali_graph.full_inputs if self._whole else dali_graph.window_inputs
+        return inputs(encoded.images, encoded.request)

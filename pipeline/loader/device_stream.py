@@ -22,12 +22,7 @@ class DeviceStream:
     2. ``record_stream``: the memory belongs to the loader's stream, in whose order PyTorch's allocator would give it out again
        as soon as the batch is garbage. So told, the allocator also waits for what training's stream was given until then.
 
-    Args:
-        device: of the batches; ``cuda`` without an index is the current GPU of the calling thread.
-
-    Attributes:
-        device: with its index.
-        cuda: the stream; None on a CPU.
+    ``cuda`` without an index is the current GPU of the calling thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,12 +40,7 @@ class DeviceStream:
         return self.cuda.record_event() if self.cuda else None
 
     def receive(self, tensors: Iterable[Tensor], done: torch.cuda.Event | None) -> None:
-        """Let the caller's current stream use tensors that were made on this one.
-
-        Args:
-            tensors: one of each storage is enough.
-            done: recorded after they were made.
-        """
+        """Let the caller's current stream use tensors, one of each storage, that were made on this one before ``done`` was recorded."""
         if done:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(done)

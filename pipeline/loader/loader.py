@@ -62,12 +62,8 @@ class Loader(Generic[AnyBatches]):
         bad: records the samples that cannot be used; by default, a record of the loader's own.
         decode: where to decode, instead of ``config.decode``.
 
-    Attributes:
-        bad: the samples found bad so far.
-        decode: where to decode, as it was given.
-
     Raises:
-        UserError: it is to decode on a GPU, and the device is none.
+        UserError: as :func:`decoding_device`.
     """
 
     def __init__(
@@ -88,7 +84,7 @@ class Loader(Generic[AnyBatches]):
         threads = config.num_threads or cpu_threads
         self._stream = DeviceStream(device)
         self._reader = Reader(batches, self.bad, start, config.read_ahead)
-        self._decoder = Decoder(self._reader, config, whole, self._stream, threads)
+        self._decoder = Decoder(self._reader, whole, self._stream, threads, config.prefetch)
         self._normalization = Normalization(config.mean, config.std)
         self._finisher: Finisher | None = None
         if not whole:
@@ -150,14 +146,10 @@ class Loader(Generic[AnyBatches]):
 
 
 def augmented(images: Tensor, request: BatchRequest, replaced: int = 0, at_once: bool | None = None) -> Batch:
-    """Apply what follows normalization, in place, and add the labels.
+    """Apply what follows normalization to images (B, 3, S, S) float32 on the device, in place, and add the labels.
 
-    Args:
-        images: (B, 3, S, S) float32, normalized, on the device.
-        replaced: substitutes for bad samples.
-        at_once: augment in a few operations on the whole batch, with one copy to the device, as a GPU needs it, instead of image by
-            image and group by group, as suits a CPU's caches. The pixels are the same; on a GPU Mixup rounds in its own way. None: on
-            a GPU.
+    With ``at_once``, the default on a GPU, in a few operations on the whole batch and with one copy to the device; otherwise image by
+    image and group by group, as suits a CPU's caches. The pixels are the same; on a GPU Mixup rounds in its own way.
     """
     at_once = images.device.type != "cpu" if at_once is None else at_once
     other_labels, weight = request.label, np.ones(len(request.label), dtype=np.float32)
@@ -177,14 +169,10 @@ def augmented(images: Tensor, request: BatchRequest, replaced: int = 0, at_once:
 
 
 def decoding_device(decode: str, device: torch.device, name: str = "data.decode") -> str:
-    """Where to decode: "gpu" or "cpu". ``auto`` is the device; :mod:`pipeline.loader.trial` measures instead.
-
-    Args:
-        decode: "auto", "gpu" or "cpu".
-        name: of the setting, for the error.
+    """Where to decode, "gpu" or "cpu": ``auto`` is the device; :mod:`pipeline.loader.trial` measures instead.
 
     Raises:
-        UserError: there is no GPU to decode on.
+        UserError: there is no GPU to decode on; ``name`` is the setting's.
     """
     here = CPU if device.type == "cpu" else GPU
     if decode == GPU and here == CPU:

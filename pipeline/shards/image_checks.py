@@ -47,6 +47,9 @@ class ImageRules:
     quality: int = 90  # JPEG quality of resized images, 1 to 100
     keep_formats: bool = True  # keep PNG, WebP, TIFF and BMP where decoders agree on them; False: store everything as JPEG
 
+    def resizes(self, width: int, height: int) -> bool:
+        return self.resize_short_side is not None and min(width, height) > self.resize_short_side
+
     def description(self) -> dict:
         """The settings that determine the stored bytes."""
         return {**asdict(self), "quality": self.quality if self.resize_short_side else None}
@@ -64,56 +67,47 @@ class StoredImage:
 
 
 def prepare_image(data: bytes, rules: ImageRules, name: str = "") -> StoredImage:
-    """Check one encoded image and convert it to the stored form.
-
-    Args:
-        name: of the file; one that ends as a JPEG's name does is stored as a JPEG.
+    """Check one encoded image and convert it to the stored form. A file whose name is that of a JPEG is stored as one.
 
     Raises:
         Rejected: empty, truncated, too many scans, or Pillow cannot decode it.
     """
     if not data:
         raise Rejected("an empty file")
-    if rules.keep_formats and not name.lower().endswith((".jpeg", ".jpg")) and (kept := _keep(data, rules)):
-        return kept
     try:
+        if rules.keep_formats and not name.lower().endswith((".jpeg", ".jpg")) and (kept := _keep(data, rules)):
+            return kept
         frame = jpeg_header(data)
         reason = _why_reencode(frame)
+    except Rejected:
+        raise
     except (CutOff, TooManyScans) as error:
         raise Rejected(str(error)) from None
     except ValueError as error:
-        frame, reason = None, str(error)
-    too_large = rules.resize_short_side is not None and (
-        frame is None or min(frame.width, frame.height) > rules.resize_short_side
-    )
-    if frame is not None and reason is None and not too_large:
-        if rules.decode:
-            check_decodes(data)
-        return StoredImage(data, frame.width, frame.height)
-    return _encode_anew(data, rules, reason)
+        return _encode_anew(data, rules, str(error))
+    if reason or rules.resizes(frame.width, frame.height):
+        return _encode_anew(data, rules, reason)
+    if rules.decode:
+        check_decodes(data)
+    return StoredImage(data, frame.width, frame.height)
 
 
 def _keep(data: bytes, rules: ImageRules) -> StoredImage | None:
     """A non-JPEG image that can be kept, decoded to its end whatever the rules say: no header bounds its damage."""
-    try:
-        found = kept_format(data)
-    except CutOff as error:
-        raise Rejected(str(error)) from None
-    if found is None or rules.resize_short_side is not None and min(found.width, found.height) > rules.resize_short_side:
+    found = kept_format(data)
+    if found is None or rules.resizes(*found[1:]):
         return None
+    suffix, width, height = found
     image = _open(data)
-    same = image.size == (found.width, found.height) and image.mode in _KEPT_MODES
-    return StoredImage(data, found.width, found.height, suffix=found.suffix) if same else None
+    same = image.size == (width, height) and image.mode in _KEPT_MODES
+    return StoredImage(data, width, height, suffix=suffix) if same else None
 
 
 def check_decodes(data: bytes) -> None:
-    """Check that an image decodes completely.
+    """Check that an image decodes to its end; if not, it is :class:`Rejected`.
 
     A JPEG is decoded at an eighth of its size, which reads all of its entropy-coded data but saves a third of the time (in the
     inverse DCT). Damage that leaves valid codes is not found, just as in a full decode.
-
-    Raises:
-        Rejected: it cannot be decoded to the end.
     """
     _open(data, eighth=True)
 
@@ -135,10 +129,9 @@ def _encode_anew(data: bytes, rules: ImageRules, reason: str | None) -> StoredIm
         reason = f"{image.format}, not a JPEG"
     image = _to_gray_or_rgb(image)
     quality, subsampling = REENCODED_QUALITY, "4:4:4"
-    target = rules.resize_short_side
-    if target is not None and min(image.size) > target:
+    if rules.resize_short_side and rules.resizes(*image.size):
         quality, subsampling = rules.quality, "4:2:0"
-        scale = target / min(image.size)
+        scale = rules.resize_short_side / min(image.size)
         width, height = (max(1, round(side * scale)) for side in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)  # antialiased
     if max(image.size) > LONGEST_SIDE:

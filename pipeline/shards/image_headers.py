@@ -62,9 +62,7 @@ def jpeg_header(data: bytes) -> FrameHeader:
     """Parse the frame header of a complete JPEG (ITU-T T.81, Annex B), more strictly than decoders do.
 
     Raises:
-        ValueError: not a JPEG, or a damaged header.
-        CutOff: the end is missing.
-        TooManyScans: more than ``MAX_SCANS`` scans.
+        ValueError: not a JPEG, or a damaged header; a CutOff or TooManyScans.
     """
     if data[:2] != _SOI:
         raise ValueError("not a JPEG")
@@ -95,9 +93,6 @@ def _check_scans(data: bytes) -> None:
     """Count the scans of a progressive JPEG the way libjpeg finds them, skipping bytes between segments.
 
     Other codings store bits for every block in every scan, so that their size bounds their decoding time.
-
-    Raises:
-        TooManyScans: more than ``MAX_SCANS``.
     """
     scans, place = 0, 2
     while marker := _MARKER.search(data, place):
@@ -112,19 +107,10 @@ def _check_scans(data: bytes) -> None:
             place += int.from_bytes(data[place : place + 2], "big")
 
 
-class KeptFormat(NamedTuple):
-    """A non-JPEG image that shards keep."""
+def kept_format(data: bytes) -> tuple[str, int, int] | None:
+    """The suffix in shards, the width and the height of an encoded image that is in the table above; None: another one.
 
-    suffix: str  # of its member in a shard
-    width: int  # pixels
-    height: int
-
-
-def kept_format(data: bytes) -> KeptFormat | None:
-    """Recognise an encoded image that is in the table above, by its header and the list of its parts; None: another one.
-
-    Raises:
-        CutOff: the end is missing.
+    It is recognised by its header and the list of its parts. Raises CutOff: the end is missing.
     """
     try:
         image = Image.open(io.BytesIO(data), formats=list(_CHECKS))
@@ -134,7 +120,7 @@ def kept_format(data: bytes) -> KeptFormat | None:
         raise
     except Exception:  # Pillow and the checks raise nearly anything on damaged headers; decoding says what is wrong
         return None
-    return KeptFormat(suffix, *image.size) if kept else None
+    return (suffix, *image.size) if kept else None
 
 
 def _is_kept_png(data: bytes, image: Image.Image) -> bool:

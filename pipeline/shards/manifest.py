@@ -88,7 +88,7 @@ class ShardManifest:
 
     @staticmethod
     def read(folder: Path) -> ShardManifest:
-        """Read ``folder/manifest.json``. Raises UserError: missing, damaged, invalid values, or another format version."""
+        """Read ``folder/manifest.json``. Raises UserError: missing, or as :meth:`parse`."""
         path = folder / MANIFEST
         if path.is_file():
             return ShardManifest.parse(path.read_bytes(), path)
@@ -101,11 +101,7 @@ class ShardManifest:
 
     @staticmethod
     def parse(content: bytes, path: Place) -> ShardManifest:
-        """Parse and validate the content of the manifest at a path or URL.
-
-        Raises:
-            UserError: damaged, invalid values, or another format version.
-        """
+        """Parse and validate the manifest at a path or URL. Raises UserError: damaged, invalid values, or another format version."""
         try:
             tree = json.loads(content)
             if tree["version"] != FORMAT_VERSION:
@@ -192,11 +188,7 @@ _SOURCE_VALUES: dict[str, _Rule] = {
 
 
 def _check_values(where: str, values: object, rules: dict[str, _Rule]) -> None:
-    """Check attributes, or the keys of a dict, against their rules.
-
-    Raises:
-        _Invalid: a rule is violated; the message names the value, prefixed with ``where``.
-    """
+    """Check attributes, or the keys of a dict, against their rules."""
     for name, (fits, words) in rules.items():
         value = values.get(name) if isinstance(values, dict) else getattr(values, name)
         if not fits(value):
@@ -208,7 +200,7 @@ def map_sample_table(path: Path, samples: int) -> np.ndarray:
 
     Raises:
         ValueError: not a sample table, or the wrong number of rows; the message says what was found.
-        OSError: the file cannot be opened.
+        OSError
     """
     os.close(open_regular(path))
     try:
@@ -236,12 +228,7 @@ def forget_pages(rows: np.ndarray) -> None:
 
 
 def find_out_of_range(rows: np.ndarray, shard_bytes: list[int], classes: int) -> str | None:
-    """Describe the first row with an out-of-range value; None if there is none.
-
-    Args:
-        rows: (n,) of ``SAMPLE_DTYPE``.
-        shard_bytes: size of each tar.
-    """
+    """Describe the first of (n,) rows of ``SAMPLE_DTYPE`` with an out-of-range value; None if there is none."""
     sizes = np.array(shard_bytes, dtype=np.uint64)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         part = rows[first : first + _ROWS_AT_ONCE]
@@ -267,10 +254,9 @@ def sample_damage(data: bytes | memoryview, row: np.void) -> str:
     size, checksum = int(row["bytes"]), int(row["checksum"])
     if len(data) != size:
         return f"is cut off: {len(data)} of its {size} bytes are there, at offset {row['offset']}"
-    found = xxh3_64_intdigest(data)
-    return (
-        "" if found == checksum else f"was changed after it was written: its checksum must be {checksum:016x}, got {found:016x}"
-    )
+    if (found := xxh3_64_intdigest(data)) != checksum:
+        return f"was changed after it was written: its checksum must be {checksum:016x}, got {found:016x}"
+    return ""
 
 
 def in_progress_file(folder: Path, split: str) -> Path:

@@ -73,10 +73,7 @@ class Answer:
 
 
 class Client:
-    """A store. Thread-safe.
-
-    Args:
-        place: what names are relative to.
+    """A store, in which names are relative to a place. Thread-safe.
 
     Raises:
         UserError: obstore is not installed, or a setting in the environment is wrong.
@@ -121,25 +118,20 @@ class Client:
         Raises:
             Failure: it was not written; of the kind ``CHANGED``, because it is in another state.
         """
-        attributes = {_MARK: mark} if mark else None
+        mode: Any = None
         if replaces is not None and self._conditions:
-            mode = "create" if replaces == Version() else {"e_tag": replaces.tag, "version": replaces.number}
-            if isinstance(mode, dict):
-                mode = {key: value for key, value in mode.items() if value}
-            try:
-                with _sorted_failures(conditional=True):
-                    return _version(self._obstore.put(self._store, name, data, attributes=attributes, mode=mode))
-            except _NoConditions:
-                self._conditions = False
-        with _sorted_failures():
-            return _version(self._obstore.put(self._store, name, data, attributes=attributes))
+            state = {"e_tag": replaces.tag, "version": replaces.number}
+            mode = {key: value for key, value in state.items() if value} or "create"
+        try:
+            with _sorted_failures(conditional=mode is not None):
+                attributes = {_MARK: mark} if mark else None
+                return _version(self._obstore.put(self._store, name, data, attributes=attributes, mode=mode))
+        except _NoConditions:
+            self._conditions = False
+            return self.put(name, data, mark)
 
     def describe(self, name: str) -> tuple[int, str]:
-        """Bytes of an object that has at least one, and what it was marked with; empty if it was not.
-
-        Raises:
-            Failure: it cannot be asked.
-        """
+        """Bytes of an object that has at least one, and its mark; empty if there is none. Raises Failure: it cannot be asked."""
         with _sorted_failures():
             found = self._obstore.get(self._store, name, options={"range": (0, 1)})
             return found.meta["size"], str(found.attributes.get(_MARK, ""))
@@ -156,11 +148,7 @@ class Client:
                 self.delete([name])
 
     def objects(self) -> Iterator[tuple[str, int, str]]:
-        """Name, bytes and etag of all objects of the place. A web server has no such list.
-
-        Raises:
-            Failure: they cannot be listed.
-        """
+        """Name, bytes and etag of all objects of the place. Raises Failure: they cannot be listed, as those of a web server."""
         with _sorted_failures():
             for part in self._obstore.list(self._store):
                 for found in part:

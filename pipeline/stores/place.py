@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,19 +16,19 @@ _ALLOWED = "a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
+@dataclass(init=False, repr=False, unsafe_hash=True)
 class RemotePath:
     """A place in a store. ``path / name`` and ``str(path)`` are as of a :class:`~pathlib.Path`; it holds no secrets.
 
     The functions of ``os`` and ``open`` take it for a file that does not exist.
 
-    Attributes:
-        scheme: ``s3``, ``gs``, ``az``, ``https``, or ``http`` of this machine.
-        host: bucket, container, or host and port.
-        prefix: the rest, without slashes at its ends; may be empty.
-
     Raises:
         UserError: another scheme, no bucket, or a URL with a password or a signature.
     """
+
+    scheme: str  # s3, gs, az, https, or http of this machine
+    host: str  # bucket, container, or host and port
+    prefix: str  # the rest, without slashes at its ends; may be empty
 
     def __init__(self, url: str) -> None:
         shown = _without_secrets(url)
@@ -66,12 +67,6 @@ class RemotePath:
 
     def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:
         return RemotePath(f"{self}/{name}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and str(other) == str(self)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
 
     @property
     def name(self) -> str:

@@ -98,14 +98,10 @@ class Threads:
 
 
 class Store:
-    """Reads and writes objects of one place. Thread-safe.
+    """Reads and writes objects of one place, to which names are relative. Thread-safe.
 
-    Args:
-        place: what names are relative to.
-        probe: an object that is there, to tell a store that is away from an object that is damaged.
-
-    Attributes:
-        threads: for many requests at a time.
+    ``probe`` is an object that is there, to tell a store that is away from an object that is damaged; ``threads`` are for many requests
+    at a time.
     """
 
     def __init__(self, place: RemotePath, probe: str) -> None:
@@ -204,6 +200,7 @@ class Store:
 
     def _judge(self, name: str, failure: Failure, tries: int, began: float, about_all: bool) -> None:
         """Raise if another try cannot help."""
+        one_of_many = not about_all and name != self._probe
         if failure.kind is Kind.NO_BUCKET or (failure.kind is Kind.MISSING and not name):  # a list, of no object
             self._end(
                 NoBucket,
@@ -216,7 +213,7 @@ class Store:
             raise FileExistsError(errno.EEXIST, str(failure), str(self.place / name))
         if failure.kind is Kind.DENIED:
             # A store says so of an object that is not there, too, where it does not let a user list.
-            if not about_all and name != self._probe and self._answers_others():
+            if one_of_many and self._answers_others():
                 raise PermissionError(errno.EACCES, str(failure), str(self.place / name))
             self._end(
                 StoreFails,
@@ -230,15 +227,11 @@ class Store:
                 "let it, as nginx and Apache do by default, or copy the set into a bucket or a folder",
             )
         now = time.monotonic()
-        if (
-            not about_all
-            and (tries >= _TRIES or now - began > self._patience)
-            and name != self._probe
-            and self._answers_others()
-        ):
+        if one_of_many and (tries >= _TRIES or now - began > self._patience) and self._answers_others():
             raise OSError(errno.EIO, f"{failure}, for {now - began:.0f} s", str(self.place / name))
         silent = now - max(self._answered, began)
-        if silent > self._patience_now:
+        patience = self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)
+        if silent > patience:
             self._end(
                 StoreAway,
                 f"{self.place} has not answered for {silent:.0f} s ({failure})",
@@ -247,13 +240,8 @@ class Store:
         if silent > _WARN_AFTER and not self._warned:
             self._warned = True
             _log.warning(
-                f"{self.place} has not answered for {silent:.0f} s ({failure}); it is tried again, for {self._patience_now:.0f} s"
+                f"{self.place} has not answered for {silent:.0f} s ({failure}); it is tried again, for {patience:.0f} s"
             )
-
-    @property
-    def _patience_now(self) -> float:
-        """Seconds: shorter before the first answer."""
-        return self._patience if self._ever else min(_FIRST_PATIENCE, self._patience)
 
     def _answers_others(self) -> bool:
         """Whether the store answers a request for another object now."""

@@ -32,7 +32,6 @@ class Blocks:
 
     @property
     def window_samples(self) -> int:
-        """Samples per window."""
         return self.size * self.window
 
 
@@ -44,18 +43,9 @@ def sample_at(
     stream: Stream = Stream.SAMPLE_ORDER,
     salt: np.ndarray | int = 0,
 ) -> np.ndarray:
-    """The sample at each position of an epoch.
+    """The sample at each position of an epoch of ``size`` samples, all (n,) integers: over one epoch, a permutation of [0, size).
 
-    Args:
-        position: (n,) integers in [0, size).
-        epoch: (n,) integers; each epoch has its own permutation.
-        size: number of samples.
-        seed: the run's seed.
-        stream: separates uses of the same seed.
-        salt: (n,) integers below 2**28; each salt has its own permutation.
-
-    Returns:
-        (n,) int64 in [0, size), a permutation of it over all positions of one epoch.
+    Each epoch, seed, stream and salt (below 2**28) has its own permutation.
     """
     bits = max(2, (size - 1).bit_length())
     low_bits = bits // 2
@@ -139,7 +129,6 @@ class Placing:
 
     @property
     def spreads(self) -> bool:
-        """Whether the views of an image are spread over the global batch."""
         return self.repeats > 1 and self.group <= self.global_batch_size // self.repeats
 
     @property
@@ -148,14 +137,9 @@ class Placing:
         return 1 if self.spreads else self.repeats
 
     def positions(self, step: int, slot: np.ndarray) -> np.ndarray:
-        """The positions in the stream that stand at slots of a global batch.
+        """The positions in the stream that stand at slots, (n,) int64 in [0, G), of a step's global batch.
 
-        Args:
-            step: number of the step, from 0.
-            slot: (n,) integers in [0, G).
-
-        Returns:
-            (n,) int64; over all slots, the positions from ``step * G`` to ``(step + 1) * G - 1``.
+        Over all slots they are those from ``step * G`` to ``(step + 1) * G - 1``.
         """
         size, views, length = self.global_batch_size, self.repeats, self.epoch_length
         first = step * size

@@ -41,15 +41,7 @@ class Stream(IntEnum):
 
 
 def philox4x32(counter: np.ndarray, seed: int) -> np.ndarray:
-    """The Philox4x32-10 bijection.
-
-    Args:
-        counter: (..., 4) unsigned integers below 2**32.
-        seed: 64-bit key; its low word is the first key word.
-
-    Returns:
-        (..., 4) random words below 2**32, as uint64.
-    """
+    """The Philox4x32-10 bijection of (..., 4) words below 2**32, with a 64-bit key whose low word comes first: (..., 4) uint64."""
     c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
     key0, key1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     for _ in range(_ROUNDS):
@@ -65,17 +57,13 @@ def philox4x32(counter: np.ndarray, seed: int) -> np.ndarray:
 
 
 def random_words(stream: int, seed: int, epoch: np.ndarray, position: np.ndarray, count: int) -> np.ndarray:
-    """``count`` random 32-bit words for each (epoch, position).
+    """``count`` random 32-bit words for each (epoch, position): (n, count) uint64.
 
     Args:
         stream: what the words are for: a :class:`Stream`, or another number below 65,536.
-        seed: the run's seed, 0 to 2**64 - 1.
+        seed: the run's, 0 to 2**64 - 1.
         epoch: (n,) integers below 2**32.
         position: (n,) integers below 2**64: position in the epoch, or another index.
-        count: words per position.
-
-    Returns:
-        (n, count) uint64 below 2**32.
     """
     position = np.asarray(position, dtype=np.uint64)
     blocks = -(-count // 4)

@@ -59,7 +59,6 @@ def make_schedule(config: Config, images: int, subset: float) -> Schedule:
     """The run's schedule.
 
     Args:
-        config: of the run.
         images: that an epoch takes without repeated augmentation (:func:`~pipeline.stream.samples.images_per_epoch`).
         subset: share of the source's images that ``--subset`` kept; with ``train.scale_epochs``, training on it takes as many steps as
             on the full set.

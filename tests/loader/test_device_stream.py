@@ -81,7 +81,7 @@ def test_a_batch_of_the_whole_graph_outlives_later_ones(augment: AugmentConfig, 
 
     def start() -> tuple[Reader, Decoder]:
         reader = Reader(batches, BadSamples(batches.shards, 0), 0, config.read_ahead)
-        return reader, Decoder(reader, config, True, DeviceStream(torch.device("cpu")), 1)
+        return reader, Decoder(reader, True, DeviceStream(torch.device("cpu")), 1, config.prefetch)
 
     (reader, decoder), (other_reader, other) = start(), start()
     kept = [decoder.pixels()[1] for _ in range(8)]

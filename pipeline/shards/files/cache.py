@@ -25,7 +25,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,10 +59,6 @@ class CachedShard(OpenFile):
         """Whether its name was removed, so that its space is free once it is closed."""
         return os.fstat(self._descriptor).st_nlink == 0
 
-    def is_at(self, path: Path) -> bool:
-        """Whether it is the file of that name; a link is not."""
-        return is_file_at(self._descriptor, path, follow_links=False)
-
 
 class Partial:
     """A shard that this process fetches; see :meth:`ShardCache.claim`. To be closed. ``begun`` bytes are there already."""
@@ -93,7 +89,7 @@ class Partial:
         """Give the file its name, when all of it is there and verified."""
         os.fsync(self._descriptor)
         with self._cache.alone():  # who lists the folder to find room would see the file by neither name
-            if not is_file_at(self._descriptor, self._path, follow_links=False):
+            if not self._is_there():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
             if self._whole.exists():  # from another user, whose claim this process was not allowed to see
                 self.discard()
@@ -103,8 +99,11 @@ class Partial:
     def discard(self) -> None:
         """Remove the file."""
         with suppress(OSError):
-            if is_file_at(self._descriptor, self._path, follow_links=False):
+            if self._is_there():
                 os.unlink(self._path)
+
+    def _is_there(self) -> bool:
+        return is_file_at(self._descriptor, self._path, follow_links=False)
 
     def close(self) -> None:
         """Release the claim. What was written and not discarded is left for the next process that claims the shard."""
@@ -159,7 +158,7 @@ class ShardCache:
         """Remove a damaged shard, but not a whole one that has replaced it; False if another user's file is protected."""
         path = self.path(shard)
         try:
-            if copy.is_at(path):
+            if copy.is_at(path, follow_links=False):
                 os.unlink(path)
         except OSError:
             return False
@@ -232,34 +231,26 @@ class ShardCache:
         return files
 
     def _make_room(self, size: int, to_write: int, others: list[_File]) -> bool:
-        """Remove the least recently used of the other files, if that makes room for a shard; else none.
-
-        Args:
-            size: bytes of the shard, of which ``to_write`` are not on the disk yet.
-        """
+        """Remove the least recently used of the others, if that makes room for a shard of which ``to_write`` bytes are missing; else none."""
         over = to_write - (self._free() - sum(file.missing for file in others))
         if self.limit is not None:
             over = max(over, size + sum(file.bytes for file in others) - self.limit)
         folder = os.stat(self.folder)
         sticky = folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid)  # as /tmp is
-        held: list[tuple[int, _File]] = []
-        try:
+        with ExitStack() as held:
+            to_remove = []
             for file in sorted(others, key=lambda file: file.used):
                 if over <= 0:
                     break
                 descriptor = None if sticky and file.owner != os.geteuid() else _hold(file.path, fcntl.LOCK_EX)
                 if descriptor is not None:
-                    held.append((descriptor, file))
+                    held.callback(os.close, descriptor)
+                    to_remove.append(file.path)
                     over -= file.bytes
-            if over > 0:
-                return False
-            for _, file in held:
-                with suppress(FileNotFoundError):
-                    os.unlink(file.path)
-            return True
-        finally:
-            for descriptor, _ in held:
-                os.close(descriptor)
+            if over <= 0:
+                for path in to_remove:
+                    path.unlink(missing_ok=True)
+        return over <= 0
 
 
 def _lock(descriptor: int, kind: int) -> bool:

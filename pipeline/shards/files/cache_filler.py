@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import resource
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from pipeline.errors import UserError
 from pipeline.files import disk_reason
 from pipeline.hardware import GIB
 from pipeline.shards.files.cache import CachedShard, Partial, ShardCache, Unclaimed
-from pipeline.shards.files.local import ShardFiles
+from pipeline.shards.files.local import ShardFiles, allow_open_files
 from pipeline.shards.manifest import ShardInfo, sample_damage
 
 CHUNK = 8 << 20  # bytes of a request to the source: 50 ms of latency cost a third of the time at 100 MB/s
@@ -31,19 +30,18 @@ _ELSEWHERE_SECONDS = 1.0  # until the next look for shards that other processes 
 _FAULT_SECONDS = 60.0  # until the next try after a fault, or where there was no room
 _TRIES = 2  # of a shard whose copy is found damaged, or cannot be opened, again and again
 _SHOWN = 3  # warnings of one kind
-_OTHER_FILES = 256  # for everything else: libraries, sockets, logs, checkpoints
 
 
 class CacheFault(Exception):
-    """The cache cannot be written or locked; the message is the reason, as of the next two."""
+    """The cache cannot be written or locked; the message is the reason."""
 
 
 class SourceFault(Exception):
-    """The source cannot give a shard now."""
+    """The source cannot give a shard now; the message is the reason."""
 
 
 class WrongContent(Exception):
-    """The source's shard is not what the sample table says."""
+    """The source's shard is not what the sample table says; the message is the damage."""
 
 
 class Stopped(Exception):
@@ -63,7 +61,7 @@ def fetch_shard(
         None if the shard was fetched, else why it was not.
 
     Raises:
-        CacheFault, SourceFault, WrongContent, Stopped: see there.
+        CacheFault, SourceFault, WrongContent, Stopped
     """
     try:
         partial = cache.claim(shard)
@@ -98,11 +96,7 @@ def rows_of(shards: list[ShardInfo]) -> dict[str, slice]:
 
 
 def find_damage(read: Callable[[int, int], bytes], rows: np.ndarray) -> str:
-    """Compare a shard with its (n,) rows of the sample table; ``read`` gives its bytes by offset and size.
-
-    Returns:
-        What is wrong with the first damaged sample; empty if all are as they were written.
-    """
+    """What is wrong with the first damaged sample of (n,) rows of the sample table; ``read`` gives bytes by offset and size."""
     for place, row in enumerate(rows):
         if damage := sample_damage(read(int(row["offset"]), int(row["bytes"])), row):
             return f"sample {place} of it {damage}"
@@ -148,7 +142,7 @@ class Filler:
         self._warned: Counter[str] = Counter()
         self._stop, self._wake = threading.Event(), threading.Event()
         self._swept = time.monotonic()
-        self._most = allow_open_copies(len(shards))
+        self._most = allow_open_copies(len(shards))  # of copies
         for name in self._shards:
             if not self._is_out_of_files():
                 self._open(name)
@@ -222,9 +216,8 @@ class Filler:
         try:
             copy = self._cache.open(self._shards[name])
         except OSError as error:
-            self._warn(
-                "open", f"has a shard that cannot be opened ({error.filename}: {error.strerror}); it is read from its source"
-            )
+            reason = f"{error.filename}: {error.strerror}"
+            self._warn("open", f"has a shard that cannot be opened ({reason}); it is read from its source")
             self._failures[name] += 1
             return False
         if copy is None:
@@ -248,9 +241,8 @@ class Filler:
             removed = self._cache.remove(self._shards[name], copy)
             what = "removed" if removed else "left alone, as it cannot be removed"
             path = self._cache.path(self._shards[name]).name
-            self._warn(
-                "damage", f"has a damaged shard, {path} ({damage}): it is {what} and read from {self._source.folder}", _SHOWN
-            )
+            told = f"has a damaged shard, {path} ({damage}): it is {what} and read from {self._source.folder}"
+            self._warn("damage", told, _SHOWN)
         if time.monotonic() - self._swept < _SWEEP_SECONDS:
             return
         self._swept, used = time.monotonic(), self.used.copy()
@@ -264,10 +256,8 @@ class Filler:
     def _is_out_of_files(self) -> bool:
         if len(self.copies) < self._most:
             return False
-        self._warn(
-            "files",
-            f"is used for {self._most} of {len(self._shards)} shards, as the system allows no more open files (ulimit -Hn)",
-        )
+        share = f"{self._most} of {len(self._shards)} shards"
+        self._warn("files", f"is used for {share}, as the system allows no more open files (ulimit -Hn)")
         return True
 
     def _no_room(self) -> str:
@@ -287,8 +277,5 @@ class Filler:
 
 
 def allow_open_copies(shards: int) -> int:
-    """Raise the soft limit on open files as far as it goes; returns how many copies may be open beside everything else."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft = soft + shards if hard == resource.RLIM_INFINITY else min(soft + shards, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(0, soft - _OTHER_FILES - shards - len(os.listdir("/proc/self/fd")))
+    """Raise the soft limit on open files as far as it goes; returns how many copies may be open beside the source's shards."""
+    return max(0, allow_open_files(shards) - shards - len(os.listdir("/proc/self/fd")))

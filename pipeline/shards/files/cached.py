@@ -121,15 +121,7 @@ def cache_of(config: DataConfig) -> ShardCache | None:
 
 
 def check_cache(cache: ShardCache, source: ShardFiles, name: str) -> None:
-    """Check that a cache is not the place that it is before.
-
-    Args:
-        cache, source: as for :class:`CachedFiles`.
-        name: of the setting, for the error.
-
-    Raises:
-        UserError: it is.
-    """
+    """Check that a cache is not its source's own folder; if it is, a ``UserError`` that names the setting."""
     with suppress(OSError):
         if os.path.samefile(cache.folder, source.folder):
             raise UserError(

@@ -23,15 +23,10 @@ Range = tuple[str, int, int]  # of a file: its name, the offset of the first byt
 
 
 class ShardFiles(ABC):
-    """The files of one shard set, by their plain names in the manifest. All methods are thread-safe.
+    """The files of one shard set, by their plain names in the manifest. All methods are thread-safe."""
 
-    Attributes:
-        folder: where they are, for messages: ``folder / name`` is what a message calls a file.
-        repeats: whether a read has been repeated many times when it fails, so that another one is no use.
-    """
-
-    folder: Place
-    repeats = False
+    folder: Place  # where they are: a message calls a file ``folder / name``
+    repeats = False  # whether a read has been repeated many times when it fails, so that another one is no use
 
     @abstractmethod
     def read(self, name: str, offset: int, size: int) -> bytes | memoryview:
@@ -43,11 +38,7 @@ class ShardFiles(ABC):
         """
 
     def read_many(self, ranges: list[Range]) -> Iterable[bytes | memoryview | OSError]:
-        """For each range what :meth:`read` returns, or the ``OSError`` that it raises.
-
-        Raises:
-            UserError: none of the files can be read any more.
-        """
+        """For each range what :meth:`read` returns, or the ``OSError`` that it raises. Raises UserError as :meth:`read`."""
         for wanted in ranges:
             try:
                 yield self.read(*wanted)
@@ -72,26 +63,15 @@ class SourceFiles(ShardFiles):
 
     @abstractmethod
     def manifest(self) -> ShardManifest:
-        """The set's manifest. Raises UserError: as :meth:`ShardManifest.read`."""
+        """The set's manifest. Raises as :meth:`ShardManifest.read`."""
 
     @abstractmethod
     def expect(self, name: str, size: int, remedy: str) -> None:
-        """Check, before anything is read, that a file is there and as large as the manifest says.
-
-        Args:
-            remedy: if it is not.
-
-        Raises:
-            UserError: missing, not a regular file, or of another size.
-        """
+        """Check, before anything is read, that a file is there and as large as the manifest says; if not, a ``UserError``."""
 
     @abstractmethod
     def whole(self, name: str) -> Path:
-        """A path on this machine with a file's whole content, to be mapped into memory. It may not exist.
-
-        Raises:
-            OSError: it cannot be had.
-        """
+        """A path on this machine with a file's whole content, to be mapped into memory; it may not exist. Raises OSError, UserError."""
 
     def will_open(self, count: int) -> None:  # noqa: B027 (nothing to prepare by default)
         """Announce that ``count`` tars will be read in turns."""
@@ -119,17 +99,26 @@ class OpenFile:
         with suppress(OSError):
             os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
-    def is_at(self, path: Path) -> bool:
-        """Whether it is the file of that name, or that a link of that name leads to."""
-        return is_file_at(self._descriptor, path)
+    def is_at(self, path: Path, follow_links: bool = True) -> bool:
+        """Whether it is the file of that name."""
+        return is_file_at(self._descriptor, path, follow_links)
 
 
-def is_file_at(descriptor: int, path: Path, follow_links: bool = True) -> bool:
+def is_file_at(descriptor: int, path: Path, follow_links: bool) -> bool:
     """Whether an open file is the one of that name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=follow_links))
     except OSError:
         return False
+
+
+def allow_open_files(count: int) -> int:
+    """Raise the soft limit for ``count`` more open files as far as it goes; returns how many may be open beside everything else."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + count + _OTHERS
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft - _OTHERS
 
 
 class LocalFiles(SourceFiles):
@@ -160,12 +149,7 @@ class LocalFiles(SourceFiles):
             raise UserError(f"{path} must have {size} bytes by {MANIFEST}, got {found.st_size}", remedy)
 
     def will_open(self, count: int) -> None:
-        """Raise the soft limit on open files, up to the hard limit. If that is less, not all stay open."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        endless = hard == resource.RLIM_INFINITY
-        self._most = count if endless else max(1, min(count, hard - _OTHERS))
-        wanted = soft + self._most
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if endless else min(wanted, hard), hard))
+        self._most = max(1, min(count, allow_open_files(count)))
 
     def whole(self, name: str) -> Path:
         return self.folder / name

@@ -46,14 +46,9 @@ class Piece:
 
 
 def join_ranges(wanted: list[Range], gap: int = _GAP, largest: int = _LARGEST) -> list[Piece]:
-    """Put neighbours together.
+    """Put neighbours together, in requests of at most ``largest`` bytes.
 
-    Args:
-        gap: bytes between two that may be read for nothing; never many more than are wanted behind it.
-        largest: bytes of a request of several.
-
-    Returns:
-        Pieces that cover all of them, each exactly once.
+    Between two, ``gap`` bytes may be read for nothing, but never many more than are wanted behind them.
     """
     pieces: list[Piece] = []
     for place in sorted(range(len(wanted)), key=lambda place: wanted[place][:2]):
@@ -81,11 +76,7 @@ class _Block:
 
 
 class _Blocks:
-    """The blocks that were announced last.
-
-    Args:
-        read: reads a range of a file.
-    """
+    """The blocks that were announced last."""
 
     def __init__(self, read: Callable[[str, int, int], memoryview]) -> None:
         self._read, self._threads = read, Threads(_BLOCK_REQUESTS)
@@ -122,12 +113,7 @@ class _Blocks:
 
 
 class RemoteFiles(SourceFiles):
-    """Files below a URL.
-
-    Args:
-        content: of its manifest.
-        readers: processes among which the samples of a block are divided.
-    """
+    """Files below a URL; ``readers`` processes divide the samples of a block among them."""
 
     repeats = True
 
@@ -142,11 +128,7 @@ class RemoteFiles(SourceFiles):
 
     @classmethod
     def find(cls, place: RemotePath, split: str, readers: int = 1) -> RemoteFiles:
-        """The set at a place, or in its subfolder named ``split``.
-
-        Raises:
-            UserError: there is no manifest, or the store does not answer.
-        """
+        """The set at a place, or in its subfolder named ``split``. Raises UserError: no manifest, or the store does not answer."""
         for folder in (place, place / split):
             store = Store(folder, probe=MANIFEST)
             try:
@@ -235,11 +217,7 @@ class RemoteFiles(SourceFiles):
         return self.store.take_counts()
 
     def _checked(self, name: str, answer: Answer) -> memoryview:
-        """Compare the file that an answer is from with the manifest and with earlier answers.
-
-        Raises:
-            OSError: it is another file.
-        """
+        """The bytes of an answer; an ``OSError`` if its file is not that of the manifest, or of earlier answers."""
         with self._lock:
             before = self._tags.setdefault(name, answer.tag)
         expected = self._bytes.get(name, answer.size)
