@@ -11,6 +11,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from pipeline.config import decides_weights, find_recipe, load_config, shipped_r
 from pipeline.errors import UserError
 from pipeline.runs.folder import RunFolder, flat_config
 
-_TOP1 = re.compile(r"Paper: (\d+(?:\.\d+)?) % top-1")
 # No figure of a paper is about these, beside the keys that do not decide the weights.
 _OF_THE_RUN = ("seed", "train.precision", "train.teacher_weights", "data.order", "data.block_size", "data.window_blocks")
 
@@ -30,7 +30,7 @@ class PaperRecipe:
     """The shipped config that is nearest to a run's."""
 
     file: str  # relative to the folder of configs
-    heading: str  # the comment line of the file that names paper and table
+    heading: str  # the comment line of the file that names paper and table; empty if there is none
     top1: float | None  # in percent, from the file's comment ``Paper: ... % top-1``; None if the paper has none
     changed: dict[str, tuple[Any, Any]]  # keys in which the run differs: the recipe's value and the run's
 
@@ -50,6 +50,11 @@ def decides(key: str) -> bool:
     return decides_weights(key) and key not in _OF_THE_RUN
 
 
+def changes(recipe: dict[str, Any], ours: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> the recipe's value and ours, where these differ."""
+    return {key: (recipe.get(key), ours.get(key)) for key in {**recipe, **ours} if recipe.get(key) != ours.get(key)}
+
+
 def paper_recipe(run: RunFolder) -> PaperRecipe | None:
     """The shipped config of the same model that differs in the fewest switches, then keys; None if there is none."""
     try:
@@ -57,21 +62,20 @@ def paper_recipe(run: RunFolder) -> PaperRecipe | None:
     except UserError:
         return None
     found: list[tuple[int, str, PaperRecipe]] = []
-    folder = shipped_recipes()
-    for path in sorted(folder.rglob("*.yaml")):
-        text = path.read_text(encoding="utf-8")
-        if path.parent.name == "base" or not _may_be_of(text, str(values["model.name"]), folder, path):
+    for path in sorted(shipped_recipes().rglob("*.yaml")):
+        if path.parent.name == "base" or not _may_be_of(path, values["model.name"]):
             continue
         try:
-            recipe_keys = flat_config(load_config(path))
+            changed = changes(flat_config(load_config(path)), values)
         except UserError:
             continue
-        keys = [key for key in {**recipe_keys, **values} if key != "output_dir"]
-        changed = {key: (recipe_keys.get(key), values.get(key)) for key in keys if recipe_keys.get(key) != values.get(key)}
+        changed.pop("output_dir", None)
         if "model.name" in changed:
             continue
-        name = path.relative_to(folder).as_posix()
-        recipe = PaperRecipe(name, _heading(text), _top1(text), changed)
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(shipped_recipes()).as_posix()
+        top1 = re.search(r"Paper: (\d+(?:\.\d+)?) % top-1", text)
+        headings = re.findall(r"^# (?!\s*Paper:)(.*(?:et al\.|Table|Fig|Sec\.|recipe of).*)", text, re.MULTILINE)
+        recipe = PaperRecipe(name, headings[0].strip() if headings else "", float(top1[1]) if top1 else None, changed)
         switches = sum(key.startswith("model.switches.") for key in changed)
         weight = 10 * switches + len(recipe.decisive) + 0.01 * len(changed)
         weight += 0.005 * name.startswith("ablations/")  # of two equal ones the plain config
@@ -79,34 +83,19 @@ def paper_recipe(run: RunFolder) -> PaperRecipe | None:
     return min(found, key=lambda candidate: candidate[:2])[2] if found else None
 
 
-def _may_be_of(text: str, model: str, folder: Path, path: Path) -> bool:
-    """Whether a config, or what it begins from, names a model: reading all configs in full would take seconds."""
-    named = re.search(r"^  name: (\S+)", text, re.MULTILINE)
-    if named:
-        return named[1] == model
-    base = re.search(r"^base: (\S+)", text, re.MULTILINE)
-    if not base:
-        return model == "pervit_t"  # the default
-    try:
-        below = (path.parent / base[1]).resolve()
-        return _may_be_of(below.read_text(encoding="utf-8"), model, folder, below)
-    except (OSError, RecursionError):
-        return False
+def _may_be_of(path: Path, model: str) -> bool:
+    """Whether a shipped config, or what it begins from, names a model: reading all configs in full would take seconds."""
+    named = re.search(r"^  name: (\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    base = base_of(path)
+    return named[1] == model if named else _may_be_of(base, model) if base else model == "pervit_t"  # the default
 
 
-def _heading(text: str) -> str:
-    """The comment line of a config that names paper and table; empty if there is none."""
-    lines = [line[2:].strip() for line in text.splitlines() if line.startswith("# ")]
-    named = [line for line in lines if re.search(r"et al\.|Table|Fig|Sec\.|recipe of", line) and not line.startswith("Paper:")]
-    return named[0] if named else ""
+def base_of(path: Path) -> Path | None:
+    """The file that a config begins from."""
+    base = re.search(r"^base: (\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return find_recipe(base[1], path.parent) if base else None
 
 
-def _top1(text: str) -> float | None:
-    found = _TOP1.search(text)
-    return float(found[1]) if found else None
-
-
-_FOLDER = Path(__file__).parent / "tables"
 FIGURES = {"params_m": "Parameters (M)", "gmacs": "GMACs", "top1": "Top-1 (%)", "top5": "Top-5 (%)"}
 
 
@@ -152,20 +141,34 @@ class PaperTable:
     either: tuple[str, ...]  # config keys of which a run has to have a value where the row's config has one, whatever it is
     rows: tuple[PaperRow, ...]
 
-    @property
-    def subsets(self) -> set[float]:
-        """The fractions of the training images that its rows were trained on."""
-        return {row.subset for row in self.rows if row.config}
-
 
 @cache
 def paper_tables() -> dict[str, PaperTable]:
     """All tables by name, in the order of the files."""
     found = {}
-    for path in sorted(_FOLDER.glob("*.yml")):
+    for path in sorted((Path(__file__).parent / "tables").glob("*.yml")):
         page = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # BaseLoader: 77.40 stays 77.40
-        found.update({name: _table(name, tree, page) for name, tree in page["tables"].items()})
+        found.update({name: _table(name, {**page, **tree}) for name, tree in page["tables"].items()})
     return found
+
+
+def _table(name: str, tree: dict[str, Any]) -> PaperTable:
+    def row(cells: dict[str, Any]) -> PaperRow:
+        figures = {key: cells[key] for key in FIGURES if key in cells}
+        return PaperRow(tuple(cells["labels"]), cells.get("config"), figures, float(cells.get("subset", tree.get("subset", 1))))
+
+    return PaperTable(
+        name=name,
+        paper=tree["paper"],
+        title=tree["title"],
+        note=tree.get("note", ""),
+        columns=tuple(tree["columns"]),
+        figures=tuple(tree["figures"]),
+        data=DATA_SETS[tree.get("data", "imagenet")],
+        reference=tree.get("reference"),
+        either=tuple(tree.get("either", ())),
+        rows=tuple(map(row, tree["rows"])),
+    )
 
 
 def find_table(name: str) -> PaperTable:
@@ -183,40 +186,19 @@ def find_table(name: str) -> PaperTable:
 
 
 def list_tables() -> str:
-    """A line for each table."""
-    widest = max(map(len, paper_tables()))
-    lines, paper = [], ""
-    for table in paper_tables().values():
-        if table.paper != paper:
-            lines += ["", table.paper] if paper else [table.paper]
-            paper = table.paper
-        rows = sum(row.config is not None for row in table.rows)
-        lines.append(f"  {table.name:<{widest}}  {table.title} ({rows} rows to train)")
-    return "\n".join(lines)
+    """A line for each table, below its paper."""
+    widest, papers = max(map(len, paper_tables())), []
+    for paper, tables in groupby(paper_tables().values(), key=lambda table: table.paper):
+        lines = [f"  {table.name:<{widest}}  {table.title} ({_to_train(table)} rows to train)" for table in tables]
+        papers.append("\n".join([paper, *lines]))
+    return "\n\n".join(papers)
+
+
+def _to_train(table: PaperTable) -> int:
+    return sum(row.config is not None for row in table.rows)
 
 
 def recipe_file(config: str) -> Path:
     """The file of a row's config."""
     ablation = shipped_recipes() / "ablations" / f"{config}.yaml"
     return ablation if ablation.is_file() else find_recipe(config)
-
-
-def _table(name: str, tree: dict[str, Any], page: dict[str, Any]) -> PaperTable:
-    subset = tree.get("subset", page.get("subset", "1"))
-    return PaperTable(
-        name=name,
-        paper=page["paper"],
-        title=tree["title"],
-        note=tree.get("note", ""),
-        columns=tuple(tree["columns"]),
-        figures=tuple(tree["figures"]),
-        data=DATA_SETS[tree.get("data", page.get("data", "imagenet"))],
-        reference=tree.get("reference"),
-        either=tuple(tree.get("either", ())),
-        rows=tuple(_row(row, subset) for row in tree["rows"]),
-    )
-
-
-def _row(row: dict[str, Any], subset: str) -> PaperRow:
-    figures = {key: row[key] for key in FIGURES if key in row}
-    return PaperRow(tuple(row["labels"]), row.get("config"), figures, float(row.get("subset", subset)))

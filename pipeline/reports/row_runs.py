@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from pipeline.config import load_config
-from pipeline.reports.papers import DATA_SETS, PaperRow, PaperTable, decides, recipe_file
+from pipeline.reports.papers import DATA_SETS, PaperRow, PaperTable, changes, decides, recipe_file
 from pipeline.runs.folder import RunFolder, flat_config
 
-_WIDTHS = "model.switches.widths"  # the one switch that is a size
+WIDTHS = "model.switches.widths"  # the one switch that is a size
 _TOLERANCE = 0.01  # of the number of images: repeated augmentation rounds an epoch, a subset its classes
 
 
@@ -32,6 +32,11 @@ class Setting:
     classes: int
     images: int  # of the training set, before a row takes a part of them
     val_images: int
+
+    @property
+    def key(self) -> str:
+        """Equal for equal settings."""
+        return str((sorted(self.changes.items()), self.classes, self.images, self.val_images))
 
     @property
     def data(self) -> str:
@@ -65,46 +70,35 @@ class Filled:
                 rows.setdefault(row.config, row)
         return list(rows.values())
 
+    def leave_out(self, run: RunFolder, reason: str) -> None:
+        """Note why a run is in no row; once, though its config may have two rows."""
+        paths = self.unused.setdefault(reason, [])
+        if str(run.path) not in paths:
+            paths.append(str(run.path))
+
 
 def fill(table: PaperTable, runs: list[RunFolder], any_data: bool = False) -> Filled:
-    """Sort runs into the rows of a table.
-
-    Args:
-        table: the table.
-        runs: all runs that are there, also those of other tables.
-        any_data: whether a run of a row's switches counts that differs in data, size or recipe.
-    """
+    """Sort runs, also those of other tables, into the rows of a table; with ``any_data`` also those that differ in data, size or recipe."""
     filled = Filled(table, any_data)
-    placed: dict[tuple[str, ...], dict[int, list[RunFolder]]] = defaultdict(lambda: defaultdict(list))
-    settings: dict[tuple[str, ...], Setting] = {}
+    settings: dict[str, Setting] = {}
+    placed: dict[str, dict[int, list[RunFolder]]] = defaultdict(lambda: defaultdict(list))  # key of a setting -> row -> runs
     for run in runs:
-        reasons = []
-        for number, row in enumerate(table.rows):
-            found = _setting(run, row, table, any_data)
-            if isinstance(found, Setting):
-                place = (str(sorted(found.changes.items())), str(found.classes), str(found.images), str(found.val_images))
-                settings.setdefault(place, found)
-                placed[place][number].append(run)
-            elif found:
-                reasons.append(found)
-        if not any(run in members for rows in placed.values() for members in rows.values()):
-            reason = min(reasons, key=len, default="its model or its switches are those of no row of this table")
-            filled.unused.setdefault(reason, []).append(str(run.path))
+        found = [_setting(run, row, table, any_data) for row in table.rows]
+        for number, setting in enumerate(found):
+            if isinstance(setting, Setting):
+                settings.setdefault(setting.key, setting)
+                placed[setting.key][number].append(run)
+        if not any(isinstance(setting, Setting) for setting in found):
+            reasons = [reason for reason in found if isinstance(reason, str)]
+            other = "its model or its switches are those of no row of this table"
+            filled.leave_out(run, min(reasons, key=len, default=other))
     if any_data:
-        _join_widened_rows(placed, settings, table, filled.unused)
-    order = sorted(placed, key=lambda key: -sum(map(len, placed[key].values())))
-    for column, key in enumerate(order):
+        _join_widened_rows(placed, settings, filled)
+    for column, key in enumerate(sorted(placed, key=lambda key: -sum(map(len, placed[key].values())))):
         filled.settings.append(settings[key])
         for number, members in placed[key].items():
-            filled.runs[number, column] = _one_per_seed(members, filled.unused)
+            filled.runs[number, column] = _one_per_seed(members, filled)
     return filled
-
-
-def differences(run: RunFolder, row: PaperRow) -> dict[str, Any]:
-    """Config key -> the run's value, for the keys that decide the weights and differ from the row's recipe."""
-    ours, recipe = run.flat, recipe_keys(str(row.config))
-    keys = [key for key in {**recipe, **ours} if decides(key)]
-    return {key: ours.get(key) for key in keys if not _same(ours.get(key), recipe.get(key))}
 
 
 @cache
@@ -118,98 +112,80 @@ def _setting(run: RunFolder, row: PaperRow, table: PaperTable, any_data: bool) -
     if row.config is None:
         return None
     recipe = recipe_keys(row.config)
-    changes = differences(run, row)
+    changed = {key: value for key, (_, value) in changes(recipe, run.flat).items() if decides(key)}
     for key in table.either:
-        if key in changes and (changes[key] is None) == (recipe.get(key) is None):
-            del changes[key]
-    switches = [key for key in changes if key.startswith("model.switches.") and key != _WIDTHS]
-    if switches or "model.name" in changes:
+        if key in changed and (changed[key] is None) == (recipe.get(key) is None):
+            del changed[key]
+    if any(key == "model.name" or key.startswith("model.switches.") and key != WIDTHS for key in changed):
         return None
     if not run.state.finished:
         return "it is not finished"
     if run.images is None or run.val_images is None:
         return "its log does not tell how many images it was trained and evaluated on"
+    data = table.data
     if not any_data:
-        if changes:
-            return f"its data or recipe is not that of its row ({_named(changes)}); --any-data shows it"
-        if not _close(run.images, table.data.images * row.subset) or run.val_images != table.data.val_images:
+        if changed:
+            return f"its data or recipe is not that of its row ({_named(changed)}); --any-data shows it"
+        if not _close(run.images, data.images * row.subset) or run.val_images != data.val_images:
             part = "" if row.subset == 1 else f"{100 * row.subset:g} % of "
-            return (
-                f"its data must be {part}{table.data.title}, got {run.images:,} training and {run.val_images:,} validation images; "
-                f"--any-data shows it"
-            )
-        return Setting({}, table.data.classes, table.data.images, table.data.val_images)
+            found = f"{run.images:,} training and {run.val_images:,} validation images"
+            return f"its data must be {part}{data.title}, got {found}; --any-data shows it"
+        return Setting({}, data.classes, data.images, data.val_images)
     images = run.images
-    if len(table.subsets) > 1:
+    if len({other.subset for other in table.rows if other.config}) > 1:
         if run.subset is None:
             return f"its shards {run.settings.data.path} are not there to tell which part of the images they are"
         if not math.isclose(run.subset, row.subset):
             return None
         images = round(run.images / row.subset)
     if row_has_own_widths(row):
-        changes.pop(_WIDTHS, None)
-    return Setting(changes, run.settings.model.num_classes, images, run.val_images)
+        changed.pop(WIDTHS, None)
+    return Setting(changed, run.settings.model.num_classes, images, run.val_images)
 
 
 def row_has_own_widths(row: PaperRow) -> bool:
     """Whether a row's recipe widens the model to equal cost, so that at another size its widths are others."""
-    return row.config is not None and _WIDTHS in recipe_keys(row.config)
+    return row.config is not None and WIDTHS in recipe_keys(row.config)
 
 
-def _join_widened_rows(
-    placed: dict[tuple[str, ...], dict[int, list[RunFolder]]],
-    settings: dict[tuple[str, ...], Setting],
-    table: PaperTable,
-    unused: dict[str, list[str]],
-) -> None:
+def _join_widened_rows(placed: dict[str, dict[int, list[RunFolder]]], settings: dict[str, Setting], filled: Filled) -> None:
     """Put the runs of rows with widths of their own beside the rows that are otherwise of the same setting."""
     for key in list(placed):
-        if not all(row_has_own_widths(table.rows[number]) for number in placed[key]):
+        if not all(row_has_own_widths(filled.table.rows[number]) for number in placed[key]):
             continue
-        alone = settings[key]
-        beside = [other for other in placed if other != key and _without_widths(settings[other]) == alone]
         for members in placed[key].values():
-            common = Counter(str(run.flat.get(_WIDTHS)) for run in members).most_common(1)[0][0]
-            for run in [run for run in members if str(run.flat.get(_WIDTHS)) != common]:
-                unused.setdefault(f"other runs of its row have the widths {common}", []).append(str(run.path))
+            common = Counter(str(run.flat.get(WIDTHS)) for run in members).most_common(1)[0][0]
+            for run in [run for run in members if str(run.flat.get(WIDTHS)) != common]:
+                filled.leave_out(run, f"other runs of its row have the widths {common}")
                 members.remove(run)
-        if len(beside) == 1:
-            for number, members in placed.pop(key).items():
+        beside = [other for other in placed if other != key and _without_widths(settings[other]).key == key]
+        if not beside:
+            continue
+        for number, members in placed.pop(key).items():
+            if len(beside) == 1:
                 placed[beside[0]][number] += members
-        elif beside:
-            names = [str(run.path) for members in placed.pop(key).values() for run in members]
-            unused.setdefault(f"there are runs of {len(beside)} sizes, and to which one it belongs is not recorded", []).extend(
-                names
-            )
+            for run in members if len(beside) > 1 else ():
+                filled.leave_out(run, f"there are runs of {len(beside)} sizes, and to which one it belongs is not recorded")
 
 
 def _without_widths(setting: Setting) -> Setting:
-    changes = {key: value for key, value in setting.changes.items() if key != _WIDTHS}
-    return Setting(changes, setting.classes, setting.images, setting.val_images)
+    return replace(setting, changes={key: value for key, value in setting.changes.items() if key != WIDTHS})
 
 
-def _one_per_seed(runs: list[RunFolder], unused: dict[str, list[str]]) -> list[RunFolder]:
+def _one_per_seed(runs: list[RunFolder], filled: Filled) -> list[RunFolder]:
+    """The latest run of each seed, by seed."""
     kept: dict[int, RunFolder] = {}
     for run in sorted(runs, key=lambda run: run.result.get("time", 0) if run.result else 0):
-        if run.settings.seed in kept:
-            older = unused.setdefault("a later run of its row has the same seed", [])
-            if str(kept[run.settings.seed].path) not in older:  # a config may have two rows
-                older.append(str(kept[run.settings.seed].path))
+        if (older := kept.get(run.settings.seed)) is not None:
+            filled.leave_out(older, "a later run of its row has the same seed")
         kept[run.settings.seed] = run
     return [kept[seed] for seed in sorted(kept)]
 
 
-def _named(changes: dict[str, Any], most: int = 3) -> str:
-    named = ", ".join(f"{key}={value}" for key, value in list(changes.items())[:most])
-    more = len(changes) - most
+def _named(changed: dict[str, Any], most: int = 3) -> str:
+    named = ", ".join(f"{key}={value}" for key, value in list(changed.items())[:most])
+    more = len(changed) - most
     return f"{named} and {more} more key{'s' * (more > 1)}" if more > 0 else named
-
-
-def _same(ours: Any, theirs: Any) -> bool:
-    """Equal values; a list and a tuple, an int and a float are."""
-    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
-        return list(ours) == list(theirs)
-    return bool(ours == theirs)
 
 
 def _close(images: float, wanted: float) -> bool:

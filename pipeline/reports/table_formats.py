@@ -7,7 +7,7 @@ import io
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -39,14 +39,10 @@ def paper_table(name: str, paths: list[Path], form: str, any_data: bool = False)
     folders, missing = find_runs(paths)
     runs, damaged = read_runs(folders)
     sheet = make_sheet(fill(table, runs, any_data), [*missing, *damaged])
-    if form == "csv":  # has no place for them
-        for problem in sheet.problems:
-            print(problem, file=sys.stderr)
-    return {"html": table_page, "markdown": markdown, "latex": latex, "csv": comma_separated}[form](sheet)
+    return {"html": _page, "markdown": _markdown, "latex": _latex, "csv": _comma_separated}[form](sheet)
 
 
-def table_page(sheet: Sheet) -> str:
-    """The page of a table."""
+def _page(sheet: Sheet) -> str:
     footnotes = [html('<p class="quiet">{}</p>', note) for note in sheet.footnotes]
     sections = [Section("Table", html("{}{}{}", Html(_STYLE), _table(sheet), footnotes))]
     if sheet.missing:
@@ -64,11 +60,11 @@ def table_page(sheet: Sheet) -> str:
 
 def _table(sheet: Sheet) -> Html:
     def cells(tag: str, row: Iterable[object]) -> list[Html]:
-        kinds = ["n" * column.numeric + " ours" * column.group.startswith("Ours") for column in sheet.columns]
+        kinds = ["n" * column.numeric + " ours" * column.is_ours for column in sheet.columns]
         return [html('<{0} class="{1}">{2}</{0}>', tag, kind, "" if cell is None else cell) for kind, cell in zip(kinds, row)]
 
     group_of = '<th class="group{}" colspan="{}">{}</th>'
-    groups = [html(group_of, " ours" * name.startswith("Ours"), count, name) for name, count in column_groups(sheet.columns)]
+    groups = [html(group_of, " ours" * name.startswith("Ours"), count, name) for name, count in _groups(sheet)]
     titles = cells("th", (column.title for column in sheet.columns))
     rows = [html("<tr>{}</tr>", cells("td", row)) for row in sheet.rows]
     whole = '<div class="wide"><table class="paper-table"><thead><tr>{}</tr><tr>{}</tr></thead><tbody>{}</tbody></table></div>'
@@ -90,44 +86,45 @@ def latex_text(text: str) -> str:
     return _LATEX_TOKEN.sub(lambda found: _LATEX[found[0]], text)
 
 
-def latex(sheet: Sheet) -> str:
+def _latex(sheet: Sheet) -> str:
     """A ``table`` environment; what else a reader has to know stands above it as comments and in the caption."""
-    said = [*sheet.notes, *sheet.footnotes]
+    title = f"{sheet.paper}, {sheet.title}"
     missing = [f"Missing: {row.labels}: {row.command}" for row in sheet.missing]
-    lines = [f"% {line}" for line in [f"{sheet.paper}, {sheet.title}", *said, *missing, *_left_out(sheet)]]
-    lines += [
-        r"% Needs \usepackage{booktabs} and \usepackage{amssymb}.",
-        r"\begin{table}",
-        r"  \centering",
-        rf"  \caption{{{latex_text(sheet.paper + ', ' + sheet.title + '. ' + ' '.join(sheet.notes)).strip()}}}",
-        rf"  \label{{tab:{sheet.name.replace('_', '-')}}}",
-        rf"  \begin{{tabular}}{{{''.join('r' if column.numeric else 'l' for column in sheet.columns)}}}",
-        r"    \toprule",
-    ]
     spans, rules, first = [], [], 1
-    for group, count in column_groups(sheet.columns):
+    for group, count in _groups(sheet):
         spans.append(rf"\multicolumn{{{count}}}{{c}}{{{latex_text(group)}}}")
         rules += [rf"\cmidrule(lr){{{first}-{first + count - 1}}}"] * bool(group)
         first += count
-    lines += [f"    {' & '.join(spans)} \\\\", f"    {' '.join(rules)}"]
-    cells = [[latex_text(column.title) for column in sheet.columns]]
-    cells += [[latex_text(_text(cell)) for cell in row] for row in sheet.rows]
-    aligned = [" & ".join(row) + r" \\" for row in _padded(cells, sheet.columns)]
-    lines += [f"    {aligned[0]}", r"    \midrule", *(f"    {row}" for row in aligned[1:])]
-    return "\n".join([*lines, r"    \bottomrule", r"  \end{tabular}", r"\end{table}"]) + "\n"
+    head, *rows = _padded(sheet, [column.title for column in sheet.columns], latex_text)
+    lines = [
+        *(f"% {line}" for line in [title, *sheet.notes, *sheet.footnotes, *missing, *_left_out(sheet)]),
+        r"% Needs \usepackage{booktabs} and \usepackage{amssymb}.",
+        r"\begin{table}",
+        r"  \centering",
+        rf"  \caption{{{latex_text(title + '. ' + ' '.join(sheet.notes)).strip()}}}",
+        rf"  \label{{tab:{sheet.name.replace('_', '-')}}}",
+        rf"  \begin{{tabular}}{{{''.join('r' if column.numeric else 'l' for column in sheet.columns)}}}",
+        r"    \toprule",
+        rf"    {' & '.join(spans)} \\",
+        f"    {' '.join(rules)}",
+        rf"    {' & '.join(head)} \\",
+        r"    \midrule",
+        *(rf"    {' & '.join(row)} \\" for row in rows),
+        r"    \bottomrule",
+        r"  \end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
-def markdown(sheet: Sheet) -> str:
-    """A Markdown section: notes, the table, footnotes, what is missing."""
-    titles = [f"{column.group} {column.title}".strip() for column in sheet.columns]
-    cells = [[_markdown_text(title) for title in titles]]
-    cells += [[_markdown_text(_text(cell)) for cell in row] for row in sheet.rows]
-    padded = _padded(cells, sheet.columns)
-    widths = map(_width, padded[0])
+def _markdown(sheet: Sheet) -> str:
+    """A section: notes, the table, footnotes, what is missing."""
+    head, *rows = _padded(sheet, [f"{column.group} {column.title}".strip() for column in sheet.columns], _markdown_text)
+    widths = map(_width, head)
     rule = ["-" * (width - 1) + ":" if column.numeric else "-" * width for width, column in zip(widths, sheet.columns)]
     lines = [f"## {_markdown_text(sheet.paper)}, {_markdown_text(sheet.title)}", ""]
     lines += [line for note in sheet.notes for line in (_markdown_text(note), "")]
-    lines += ["| " + " | ".join(row) + " |" for row in (padded[0], rule, *padded[1:])]
+    lines += ["| " + " | ".join(row) + " |" for row in (head, rule, *rows)]
     lines += ["", *(line for note in sheet.footnotes for line in (_markdown_text(note), ""))]
     if sheet.missing:
         lines += ["Rows without a run, and the commands that make one:", "", "```bash"]
@@ -138,28 +135,22 @@ def markdown(sheet: Sheet) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def comma_separated(sheet: Sheet) -> str:
-    """CSV: means and spreads in columns of their own, and in the last one what ours are of."""
+def _comma_separated(sheet: Sheet) -> str:
+    """Means and spreads in columns of their own, and in the last one what ours are of."""
+    for problem in sheet.problems:  # the file has no place for them
+        print(problem, file=sys.stderr)
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    ours = " ".join(sheet.notes)
-    head: list[str] = []
-    for column in sheet.columns:
-        head += [column.key, f"{column.key}_std"] if _has_spread(column) else [column.key]
+    head = [key for column in sheet.columns for key in [column.key, f"{column.key}_std"][: 1 + column.has_spread]]
     writer.writerow([*head, "note"])
     for row in sheet.rows:
         cells: list[str] = []
         for column, cell in zip(sheet.columns, row):
-            cells.append(f"{cell.value:.4f}" if isinstance(cell, Number) else cell or "")
-            if _has_spread(column):
-                spread = cell.spread if isinstance(cell, Number) else None
-                cells.append("" if spread is None else f"{spread:.4f}")
-        writer.writerow([*cells, ours])
+            value, spread = (cell.value, cell.spread) if isinstance(cell, Number) else (cell or "", None)
+            both = [f"{number:.4f}" if isinstance(number, float) else number or "" for number in (value, spread)]
+            cells += both[: 1 + column.has_spread]
+        writer.writerow([*cells, " ".join(sheet.notes)])
     return file.getvalue()
-
-
-def _has_spread(column: Column) -> bool:
-    return column.key.startswith("ours") and column.key.endswith(("top1", "top5"))
 
 
 def _left_out(sheet: Sheet) -> list[str]:
@@ -167,27 +158,25 @@ def _left_out(sheet: Sheet) -> list[str]:
     return [f"Left out: {', '.join(paths)}: {reason}." for reason, paths in sheet.unused.items()] + sheet.problems
 
 
-def column_groups(columns: list[Column]) -> list[tuple[str, int]]:
-    return [(group, len(list(members))) for group, members in groupby(columns, key=lambda column: column.group)]
-
-
-def _text(cell: str | Number | None) -> str:
-    return "" if cell is None else str(cell)
+def _groups(sheet: Sheet) -> list[tuple[str, int]]:
+    """Title of each group of columns, and their number."""
+    return [(group, len(list(members))) for group, members in groupby(sheet.columns, key=lambda column: column.group)]
 
 
 def _markdown_text(text: str) -> str:
     return re.sub(r"([\\|_*<`\[\]])", r"\\\1", text)
 
 
-def _padded(rows: list[list[str]], columns: list[Column]) -> list[list[str]]:
-    """Cells of equal width, so that the source is a table too."""
-    widths = [max(3, *(_width(row[number]) for row in rows)) for number in range(len(columns))]
+def _padded(sheet: Sheet, head: list[str], form: Callable[[str], str]) -> list[list[str]]:
+    """The head and the rows as text of equal width, so that the source is a table too."""
+    rows = [[form("" if cell is None else str(cell)) for cell in row] for row in (head, *sheet.rows)]
+    widths = [max(3, *map(_width, column)) for column in zip(*rows)]
 
     def padded(cell: str, width: int, column: Column) -> str:
         space = " " * (width - _width(cell))
         return space + cell if column.numeric else cell + space
 
-    return [list(map(padded, row, widths, columns)) for row in rows]
+    return [list(map(padded, row, widths, sheet.columns)) for row in rows]
 
 
 def _width(text: str) -> int:
