@@ -31,31 +31,18 @@ def main() -> None:
     parser = command_parser("pipeline.report", __doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="*", metavar="RUN", help="a run's output_dir, or a folder that holds several")
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="default: report.html; for --table in a format other than html, the terminal",
-    )
+    output = "default: report.html; for --table in a format other than html, the terminal"
+    add("--output", type=Path, metavar="FILE", help=output)
     add("--table", metavar="TABLE", help="a table of a paper, such as pervit_table1; list: all of them")
     add("--format", choices=("html", "markdown", "latex", "csv"), default="html", help="format of --table (default: html)")
-    add(
-        "--any-data",
-        action="store_true",
-        help="with --table: also list, separately, runs of a row's switches on other data, at another size or with another recipe",
+    any_data = (
+        "with --table: also list, separately, runs of a row's switches on other data, at another size or with another recipe"
     )
-    add(
-        "--predictions",
-        type=Path,
-        metavar="FILE",
-        help="table from pipeline.evaluate (default: RUN/predictions.parquet or .csv)",
-    )
-    add(
-        "--data",
-        type=place_argument,
-        metavar="DIR",
-        help="shards or folder that the pictures come from (default: the run's data.path)",
-    )
+    add("--any-data", action="store_true", help=any_data)
+    predictions = "table from pipeline.evaluate (default: RUN/predictions.parquet or .csv)"
+    add("--predictions", type=Path, metavar="FILE", help=predictions)
+    data = "shards or folder that the pictures come from (default: the run's data.path)"
+    add("--data", type=place_argument, metavar="DIR", help=data)
     add("--analysis", type=Path, metavar="DIR", help="folder from pipeline.analyze (default: RUN/analysis)")
     args = parser.parse_args()
     if args.table == "list":
@@ -67,17 +54,16 @@ def main() -> None:
         raise UserError("a report requires at least one run, got none", "pass the output_dir of a run, or --table")
     if args.table is None and (args.format != "html" or args.any_data):
         raise UserError("--format and --any-data require --table, got none", "pass --table, or drop them")
-    if args.table is not None or len(args.runs) > 1:
-        _refuse_options_of_one_run(args)
-    output = args.output
-    if output is None and (args.table is None or args.format == "html"):
-        output = Path("report.html")
-    if output is not None:
-        check_writable(output)
-    text = _text(args)
+    if args.table is not None:
+        _refuse_options_of_one_run(args, "--table is given")
+    elif len(args.runs) > 1:
+        _refuse_options_of_one_run(args, f"{len(args.runs)} paths are given")
+    output = args.output or (Path("report.html") if args.table is None or args.format == "html" else None)
     if output is None:
-        print(text, end="")
+        print(_text(args), end="")
         return
+    check_writable(output)
+    text = _text(args)
     replace_text(output, text)
     size = len(text.encode())
     print(f"{output}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{output}: {size / 1e3:.1f} kB")
@@ -88,28 +74,22 @@ def _text(args: argparse.Namespace) -> str:
         from pipeline.reports.table_formats import paper_table
 
         return paper_table(args.table, args.runs, args.format, args.any_data)
-    if len(args.runs) == 1:
-        from pipeline.runs.folder import find_runs, is_run
+    from pipeline.runs.folder import find_runs, is_run, read_run
 
-        run = args.runs[0]
-        if is_run(run) or not find_runs([run])[0]:  # a folder without runs has a sentence of its own
-            from pipeline.reports.run_page import Sources, run_page
-            from pipeline.runs.folder import read_run
+    run = args.runs[0]
+    if len(args.runs) == 1 and (is_run(run) or not find_runs([run])[0]):  # a folder without runs has a sentence of its own
+        from pipeline.reports.run_page import Sources, run_page
 
-            return run_page(read_run(run), Sources(args.predictions, args.data, args.analysis))
-    _refuse_options_of_one_run(args)
+        return run_page(read_run(run), Sources(args.predictions, args.data, args.analysis))
+    _refuse_options_of_one_run(args, f"{run} holds several")
     from pipeline.reports.comparison_page import comparison_page
 
     return comparison_page(args.runs)
 
 
-def _refuse_options_of_one_run(args: argparse.Namespace) -> None:
+def _refuse_options_of_one_run(args: argparse.Namespace, found: str) -> None:
     for name in ("predictions", "data", "analysis"):
         if getattr(args, name) is not None:
-            if args.table is not None:
-                found = "--table is given"
-            else:
-                found = f"{len(args.runs)} paths are given" if len(args.runs) > 1 else f"{args.runs[0]} holds several"
             raise UserError(f"--{name} requires one run, but {found}", "pass one run, or drop it")
 
 

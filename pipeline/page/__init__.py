@@ -5,12 +5,15 @@ Whatever comes from a file (names of classes, keys, messages) goes through :func
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import missing_extra
@@ -146,6 +149,43 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
     )
 
 
+def jpeg_uri(encoded: bytes, side: int = 160) -> str:
+    """An image as the address of itself, its longer side at most ``side`` pixels.
+
+    Raises:
+        OSError, ValueError: it cannot be decoded.
+    """
+    from PIL import Image
+
+    with Image.open(io.BytesIO(encoded)) as image:
+        small = image.convert("RGB")
+    small.thumbnail((side, side))
+    return _uri(small, "jpeg", quality=82)
+
+
+def png_uri(path: Path, longest: int = 1400) -> str:
+    """A PNG file as the address of itself, made smaller where a side is longer than ``longest`` pixels.
+
+    Raises:
+        OSError, ValueError: it cannot be decoded.
+    """
+    from PIL import Image
+
+    with Image.open(path) as image:
+        image.load()
+        shown = image if image.mode in ("RGB", "RGBA", "L", "P") else image.convert("RGB")
+    if max(shown.size) > longest:
+        shown = shown.convert("RGB")
+        shown.thumbnail((longest, longest))
+    return _uri(shown, "png", optimize=True)
+
+
+def _uri(image: Any, form: str, **options: Any) -> str:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return f"data:image/{form};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 def clock(moment: float | None) -> str:
     """A time of day with its date, where this runs."""
     try:
@@ -155,11 +195,7 @@ def clock(moment: float | None) -> str:
 
 
 def plotly_script() -> str:
-    """plotly.js, 4.8 MB: the Python package has no smaller build.
-
-    Raises:
-        UserError: plotly is not installed.
-    """
+    """plotly.js, 4.8 MB: the Python package has no smaller build."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

@@ -2,8 +2,8 @@
 
 ==================== ==========================================================================
 ``curves.py``        curves as plotly figures, thinned where they are long
-``run_page.py``      the page about one run, put together from ``sections/``
-``predictions.py``   per-image results of ``pipeline.evaluate``, and their images
+``run_page.py``      the page about one run: result and story; ``training.py``, ``inside.py``, ``setup.py``: further sections
+``predictions.py``   per-image results of ``pipeline.evaluate``; ``mistakes.py``: their section, with images
 ``comparison.py``    which runs differ only in their seed, in what the others differ; ``comparison_page.py``: their page
 ``papers.py``        the recipe that a config comes from; the papers' tables, ``tables/*.yml``
 ``row_runs.py``      which runs belong to a row of such a table

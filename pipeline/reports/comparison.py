@@ -11,6 +11,7 @@ import numpy as np
 import yaml
 
 from pipeline.config import decides_weights
+from pipeline.reports.curves import Points
 from pipeline.runs.folder import RunFolder
 
 _NOT_COMPARED = ("seed", "output_dir", "train.init_from")
@@ -72,7 +73,7 @@ def differing_keys(groups: list[Group]) -> dict[str, list[Any]]:
     return {key: values for key, values in columns.items() if len({str(value) for value in values}) > 1}
 
 
-def mean_curve(curves: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray] | None:
+def mean_curve(curves: list[Points]) -> Points | None:
     """The mean of several curves where all of them are, at the places of the first: x and y, (n,) each; None if they do not meet."""
     curves = [(x, y) for x, y in curves if len(x)]
     if len(curves) < 2:
@@ -123,8 +124,8 @@ def _names(keys: list[dict[str, Any]], members: list[list[RunFolder]]) -> list[s
         key=lambda key: (key != "model.name", not key.startswith("model."), key != IMAGES, key == "model.num_classes"),
     )
     values = {key: Counter(str(of_group.get(key)) for of_group in keys) for key in every}
-    begun = {IMAGES: {"None"}}  # a run without a step does not know its images yet
-    differing = [key for key in every if len(values[key].keys() - begun.get(key, set())) > 1]
+    # A run without a step does not know its images yet.
+    differing = [key for key in every if len(values[key].keys() - ({"None"} if key == IMAGES else set())) > 1]
     names = []
     for of_group in keys:
         if len(differing) <= _NAMED:
@@ -136,8 +137,7 @@ def _names(keys: list[dict[str, Any]], members: list[list[RunFolder]]) -> list[s
         parts = [_part(key, of_group.get(key)) for key in named[:_NAMED]]
         parts += [f"and {len(named) - _NAMED} more"] * (len(differing) > _NAMED and len(named) > _NAMED)
         names.append(", ".join(parts) or str(of_group["model.name"]))
-    twice = {name for name, count in Counter(names).items() if count > 1}
-    return [f"{name} ({runs[0].name})" if name in twice else name for name, runs in zip(names, members)]
+    return [f"{name} ({runs[0].name})" if names.count(name) > 1 else name for name, runs in zip(names, members)]
 
 
 def _part(key: str, value: Any) -> str:

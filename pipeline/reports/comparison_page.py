@@ -10,26 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.page import COLOURS, Figure, Html, Section, figure, html, join, page, table
-from pipeline.reports.comparison import (
-    Group,
-    SameData,
-    by_data,
-    differing_keys,
-    group_runs,
-    mean_curve,
-    mean_text,
-    results,
-    value_text,
-)
-from pipeline.reports.curves import numbers, plot_title, smoothed
+from pipeline.reports import comparison
+from pipeline.reports.comparison import Group, SameData, mean_text, results, value_text
+from pipeline.reports.curves import Points, numbers, plot_title, smoothed, spread
 from pipeline.runs.folder import RunFolder, find_runs, read_runs
 
-_DASHES = ("solid", "dash", "dot", "dashdot")
+_DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}  # plotly's name -> that of a border
 _POINTS = 30_000  # of all curves of a figure: a page with a hundred runs stays small
 _MOST = 400  # of one curve
-Points = tuple[np.ndarray, np.ndarray]
 
 _STYLE = """<style>
 .chips { display: flex; flex-wrap: wrap; gap: 6px 8px; margin: 10px 0; }
@@ -54,51 +44,46 @@ def comparison_page(paths: list[Path]) -> str:
     """
     folders, missing = find_runs(paths)
     runs, damaged = read_runs(folders)
-    if not runs:
-        raise UserError(
-            f"{', '.join(map(str, paths))}: no run that can be read ({' '.join([*missing, *damaged])})",
-            "pass the output_dir of runs",
-        )
-    groups = group_runs(runs)
     notes = [*missing, *damaged]
+    if not runs:
+        problem = f"{', '.join(map(str, paths))}: no run that can be read ({' '.join(notes)})"
+        raise UserError(problem, "pass the output_dir of runs")
     notes += [f"{run.path}: {problem}" for run in runs for problem in run.problems]
-    data = by_data(groups)
-    parts = [(title, make, same) for title, make in (("Results", _results), ("Curves", _curves)) for same in data]
-    sections = [Section(title if len(data) == 1 else f"{title}: {same.title}", make(same)) for title, make, same in parts]
+    groups = comparison.group_runs(runs)
+    data = comparison.by_data(groups)
+    sections = []
+    for title, make in (("Results", _results), ("Curves", _curves)):
+        sections += [Section(title + f": {same.title}" * (len(data) > 1), make(same)) for same in data]
     script = html("<script>{}</script>", Html(files("pipeline.reports").joinpath("comparison.js").read_text(encoding="utf-8")))
     sections.append(Section("Differences of the configs", join([_differences(groups), script])))
-    seeds = " A row is a group of runs that differ only in their seed." if len(groups) < len(runs) else ""
-    several = " Accuracies of different data sets do not compare: each set has its own table." if len(data) > 1 else ""
-    title = f"{len(runs)} runs" if len(runs) != 1 else "1 run"
     models = {str(group.keys["model.name"]) for group in groups}
-    configs = f"{len(groups)} different config{'s' * (len(groups) != 1)}{f' of {min(models)}' * (len(models) == 1)}"
-    return page(title, f"{configs}.{seeds}{several}", sections, notes)
+    about = counted(len(groups), "different config") + f" of {min(models)}" * (len(models) == 1) + "."
+    about += " A row is a group of runs that differ only in their seed." * (len(groups) < len(runs))
+    about += " Accuracies of different data sets do not compare: each set has its own table." * (len(data) > 1)
+    return page(counted(len(runs), "run"), about, sections, notes)
 
 
 def _results(same: SameData) -> Html:
     titles = ["#", "Config", "Top-1 (%)", "Best top-1", "Top-5 (%)", "Val. loss", "Epochs", "Images/s", "Runs"]
     head = [html('<th class="{}" tabindex="0">{}</th>', "n" if n > 1 else "", title) for n, title in enumerate(titles)]
     fold = html('<button class="fold" type="button" aria-expanded="false" aria-label="Show the runs">▸</button>')
+    row = '<tr{}><td>{}</td><td class="name">{}</td>{}</tr>'
     bodies = []
     for group in same.groups:
         finished, count = sum(run.state.finished for run in group.runs), len(group.runs)
         state = f"{count}" if finished == count else f"{count}, {finished} finished"
         name = html("{}{}{}", fold, _swatch(group), group.name)
-        rows = [html('<tr><td>{}</td><td class="name">{}</td>{}</tr>', group.number, name, _cells(group.runs, state))]
+        rows = [html(row, "", group.number, name, _cells(group.runs, state))]
         for run in group.runs:
             label = html("seed {} <code>{}</code>", run.settings.seed, run.path)
-            cells = _cells([run], run.state.name)
-            rows.append(html('<tr class="seed" hidden><td></td><td class="name">{}</td>{}</tr>', label, cells))
+            rows.append(html(row, Html(' class="seed" hidden'), "", label, _cells([run], run.state.name)))
         bodies.append(html("<tbody>{}</tbody>", rows))
     several = any(len(group.runs) > 1 for group in same.groups)
     told = "The last evaluation, of averaged weights where a run keeps them. A click on a title sorts, one on ▸ shows the runs."
-    spread = " Mean ± standard deviation over the seeds (n − 1)." if several else ""
-    parts = [
-        Html(_STYLE),
-        html('<div class="wide"><table class="runs"><thead><tr>{}</tr></thead>{}</table></div>', head, bodies),
-    ]
-    parts.append(html('<p class="quiet">{}{}</p>', told, spread))
-    return join([*parts, figure(_dots(same)) if any(results(group.runs, "top1") for group in same.groups) else ""])
+    told += " Mean ± standard deviation over the seeds (n − 1)." * several
+    whole = html('<div class="wide"><table class="runs"><thead><tr>{}</tr></thead>{}</table></div>', head, bodies)
+    evaluated = [group for group in same.groups if results(group.runs, "top1")]
+    return join([Html(_STYLE), whole, html('<p class="quiet">{}</p>', told), figure(_dots(evaluated)) if evaluated else ""])
 
 
 def _cells(runs: list[RunFolder], state: str) -> list[Html]:
@@ -106,12 +91,8 @@ def _cells(runs: list[RunFolder], state: str) -> list[Html]:
     epochs = [values[-1] for run in runs if len(values := run.curve("epoch")[1])]
     speeds = [np.median(values) for run in runs if len(values := run.curve("images_per_second")[1])]
     best = [row["top1"] for run in runs if (row := run.best()) is not None]
-    cells = [
-        mean_text(results(runs, "top1")),
-        mean_text(best),
-        mean_text(results(runs, "top5")),
-        mean_text(results(runs, "loss"), 3),
-    ]
+    top1, top5, losses = (results(runs, figure) for figure in ("top1", "top5", "loss"))
+    cells = [mean_text(top1), mean_text(best), mean_text(top5), mean_text(losses, 3)]
     cells += [f"{max(epochs):.1f}" if epochs else "", f"{np.mean(speeds):,.0f}" if speeds else "", state]
     return [html('<td class="n">{}</td>', cell) for cell in cells]
 
@@ -121,19 +102,18 @@ def _colour(group: Group) -> str:
 
 
 def _dash(group: Group) -> str:
-    return _DASHES[(group.number - 1) // len(COLOURS) % len(_DASHES)]
+    return list(_DASHES)[(group.number - 1) // len(COLOURS) % len(_DASHES)]
 
 
 def _swatch(group: Group) -> Html:
-    style = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}[_dash(group)]
-    return html('<span class="swatch" style="border-top-style:{};border-top-color:{}"></span>', style, _colour(group))
+    style = '<span class="swatch" style="border-top-style:{};border-top-color:{}"></span>'
+    return html(style, _DASHES[_dash(group)], _colour(group))
 
 
-def _dots(same: SameData) -> Figure:
+def _dots(groups: list[Group]) -> Figure:
     """The last top-1 of every run, and the mean of each group."""
-    shown = [group for group in same.groups if results(group.runs, "top1")]
     traces: list[dict[str, Any]] = []
-    for group in shown:
+    for group in groups:
         values, place = results(group.runs, "top1"), f"{group.number} "  # a space: plotly would take numbers for a linear axis
         seeds = [f"seed {run.settings.seed}" for run in group.runs if run.result]
         traces.append({"type": "scatter", "mode": "markers", "x": values, "y": [place] * len(values), "text": seeds, "name": escape(group.name),
@@ -144,46 +124,50 @@ def _dots(same: SameData) -> Figure:
     layout = {
         "title": plot_title("Top-1 (%), by #; |: mean"),
         "showlegend": False, "hovermode": "closest", "margin": {"l": 30, "t": 34},
-        "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": [f"{group.number} " for group in reversed(shown)]},
+        "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": [f"{group.number} " for group in reversed(groups)]},
     }  # fmt: skip
-    return Figure(traces, layout, 90 + 26 * len(shown), "Top-1 of each run")
+    return Figure(traces, layout, 90 + 26 * len(groups), "Top-1 of each run")
 
 
 def _curves(same: SameData) -> Html:
-    images = {run.images for group in same.groups for run in group.runs if run.images}
-    along = "epoch" if len(images) < 2 else "millions of images seen"
+    along = (
+        "epoch"
+        if len({run.images for group in same.groups for run in group.runs if run.images}) < 2
+        else "millions of images seen"
+    )
 
-    def of_column(name: str, smooth: bool) -> Callable[[RunFolder], Points]:
+    def column(name: str, smooth: bool = False) -> Callable[[RunFolder], Points]:
         def curve(run: RunFolder) -> Points:
             steps, values = run.curve(name)
-            return _place(run, steps, along), smoothed(values, max(5, len(values) // 50)) if smooth else values
+            return _seen(run, steps, along), smoothed(values, max(5, len(values) // 50)) if smooth else values
 
         return curve
 
-    def of_evaluations(name: str) -> Callable[[RunFolder], Points]:
+    def evaluations(name: str) -> Callable[[RunFolder], Points]:
         def curve(run: RunFolder) -> Points:
             steps, values = run.evaluation_curve(name, run.counting_weights)
-            return _place(run, steps, along), values
+            return _seen(run, steps, along), values
 
         return curve
 
-    figures = [
-        _over_each_other("Top-1 (%)", same.groups, of_evaluations("top1"), along),
-        _over_each_other("Training loss, smoothed", same.groups, of_column("loss", True), along),
-        _over_each_other("Validation loss", same.groups, of_evaluations("loss"), along),
-        _over_each_other("Learning rate", same.groups, of_column("lr", False), along),
-        _over_each_other("Images/s", same.groups, of_column("images_per_second", True), along),
-    ]
-    chip = '<button class="chip" type="button" aria-pressed="true" data-group="g{0}">{1}{0} · {2}</button>'
-    chips = [html(chip, group.number, _swatch(group), group.name) for group in same.groups]
-    told = "One colour for the runs of a config: thin the runs, thick their mean. A click on a name hides its curves."
+    shown = {
+        "Top-1 (%)": evaluations("top1"),
+        "Training loss, smoothed": column("loss", smooth=True),
+        "Validation loss": evaluations("loss"),
+        "Learning rate": column("lr"),
+        "Images/s": column("images_per_second", smooth=True),
+    }
+    figures = [_over_each_other(title, same.groups, curve, along) for title, curve in shown.items()]
     plots = [figure(shown) for shown in figures if any(len(trace["x"]) > 1 for trace in shown.traces)]
     if not plots:
         return html("<p>No run has taken two steps yet.</p>")
+    chip = '<button class="chip" type="button" aria-pressed="true" data-group="g{0}">{1}{0} · {2}</button>'
+    chips = [html(chip, group.number, _swatch(group), group.name) for group in same.groups]
+    told = "One colour for the runs of a config: thin the runs, thick their mean. A click on a name hides its curves."
     return html('<div class="chips">{}</div><p class="quiet">{}</p><div class="plots">{}</div>', chips, told, plots)
 
 
-def _place(run: RunFolder, steps: np.ndarray, along: str) -> np.ndarray:
+def _seen(run: RunFolder, steps: np.ndarray, along: str) -> np.ndarray:
     """Steps on the horizontal axis: (n,) epochs or millions of images."""
     seen = steps * float(run.settings.train.global_batch_size)
     return seen / run.images if along == "epoch" and run.images else seen / 1e6
@@ -194,14 +178,12 @@ def _over_each_other(title: str, groups: list[Group], curve: Callable[[RunFolder
     traces = []
     for group in groups:
         curves = [curve(run) for run in group.runs]
-        mean = mean_curve(curves)
+        mean = comparison.mean_curve(curves)
         for run, points in zip(group.runs, curves):
-            if not len(points[0]):
-                continue
-            name = f"{group.number}, seed {run.settings.seed}"
-            traces.append(_trace(group, points, most, faint=mean is not None, name=name))
+            if len(points[0]):
+                traces.append(_trace(group, points, most, mean is not None, f"{group.number}, seed {run.settings.seed}"))
         if mean is not None:
-            traces.append(_trace(group, mean, most, faint=False, name=f"{group.number}, mean"))
+            traces.append(_trace(group, mean, most, False, f"{group.number}, mean"))
     layout = {
         "title": plot_title(title), "showlegend": False, "hovermode": "closest",
         "xaxis": {"title": {"text": along, "font": {"size": 11}}},
@@ -210,7 +192,7 @@ def _over_each_other(title: str, groups: list[Group], curve: Callable[[RunFolder
 
 
 def _trace(group: Group, points: Points, most: int, faint: bool, name: str) -> dict[str, Any]:
-    kept = np.unique(np.linspace(0, len(points[0]) - 1, min(len(points[0]), most)).astype(int))
+    kept = spread(len(points[0]), most)
     few = len(kept) <= 30
     return {
         "type": "scatter", "mode": "lines+markers" if few else "lines", "x": numbers(points[0][kept]), "y": numbers(points[1][kept]),
@@ -221,7 +203,7 @@ def _trace(group: Group, points: Points, most: int, faint: bool, name: str) -> d
 
 
 def _differences(groups: list[Group]) -> Html:
-    differing = differing_keys(groups)
+    differing = comparison.differing_keys(groups)
     if not differing:
         return html("<p>The configs differ in nothing but the seed.</p>")
     head = ["key", *(html("{}{}", _swatch(group), group.number) for group in groups)]

@@ -11,8 +11,15 @@ import numpy as np
 
 from pipeline.page import COLOURS, Figure
 
+Points = tuple[np.ndarray, np.ndarray]  # x and y, (n,) each
 BINS = 1000  # of a thinned curve: two points each, the least and the greatest
+_MOST_MARKS, _MOST_LINES = 400, 50  # of a kind; of starts, which are lines too
 _DIGITS = 6  # significant ones of a value in a page
+_MARKS = (  # kind, symbol, size, colour, name in the legend, height
+    ("start", "line-ns-open", 12, COLOURS[7], "restarts", 0.02),
+    ("evaluation", "triangle-up", 7, COLOURS[2], "evaluations", 0.09),
+    ("save", "square", 7, COLOURS[4], "saves", 0.02),
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Mark:
     kind: str  # "start", "evaluation", "save"
 
 
-def thinned(steps: np.ndarray, values: np.ndarray, bins: int = BINS) -> tuple[np.ndarray, np.ndarray]:
+def thinned(steps: np.ndarray, values: np.ndarray, bins: int = BINS) -> Points:
     """At most 2 · ``bins`` points of a curve, (n,) each: the least and the greatest value of each bin, in their order."""
     if len(steps) <= 2 * bins:
         return steps, values
@@ -49,6 +56,11 @@ def thinned(steps: np.ndarray, values: np.ndarray, bins: int = BINS) -> tuple[np
     return steps[kept], values[kept]
 
 
+def spread(count: int, most: int) -> np.ndarray:
+    """At most ``most`` of ``count`` places, evenly, with both ends."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+
+
 def smoothed(values: np.ndarray, width: int) -> np.ndarray:
     """The mean over a window of ``width`` values around each, (n,) -> (n,); shorter at both ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -58,20 +70,13 @@ def smoothed(values: np.ndarray, width: int) -> np.ndarray:
     return (sums[end] - sums[begin]) / (end - begin)
 
 
-def weights_name(weights: object) -> str:
-    """What to call the weights that an evaluation is of."""
-    return {"model": "weights", "ema": "averaged weights"}.get(str(weights), str(weights))
-
-
 def with_mean(name: str, steps: np.ndarray, values: np.ndarray, colour: str = COLOURS[0]) -> list[Curve]:
     """A noisy curve: each step, faint, and the mean over about a hundredth of the run."""
     width = max(5, len(steps) // 100)
     if len(steps) < 30:
         return [Curve(name, steps, values, colour=colour)]
-    return [
-        Curve("each step", steps, values, faint=True, colour=colour),
-        Curve(f"mean of {width} steps", steps, smoothed(values, width), colour=colour),
-    ]
+    mean = Curve(f"mean of {width} steps", steps, smoothed(values, width), colour=colour)
+    return [Curve("each step", steps, values, faint=True, colour=colour), mean]
 
 
 def curve_figure(
@@ -80,17 +85,15 @@ def curve_figure(
 ) -> Figure:  # fmt: skip
     """Curves over steps in one figure, with its marks as lines (starts) and signs at the bottom; ``last`` is the end of the axis."""
     traces = [_trace(curve, COLOURS[number % len(COLOURS)]) for number, curve in enumerate(curves)]
-    kinds = {"start": ("line-ns-open", COLOURS[7], "restarts"), "evaluation": ("triangle-up", COLOURS[2], "evaluations"),
-             "save": ("square", COLOURS[4], "saves")}  # fmt: skip
-    for kind, (symbol, colour, name) in kinds.items():
+    for kind, symbol, size, colour, name, place in _MARKS:
         if same := [mark for mark in marks if mark.kind == kind]:
-            same = [same[i] for i in sorted(set(np.linspace(0, len(same) - 1, min(len(same), 400)).astype(int).tolist()))]
+            same = [same[i] for i in spread(len(same), _MOST_MARKS)]
             traces.append({
-                "type": "scatter", "mode": "markers", "name": name, "x": [mark.step for mark in same], "y": [0.09 if kind == "evaluation" else 0.02] * len(same),
+                "type": "scatter", "mode": "markers", "name": name, "x": [mark.step for mark in same], "y": [place] * len(same),
                 "text": [escape(mark.text) for mark in same], "hovertemplate": "%{text}<extra></extra>", "yaxis": "y2",
-                "marker": {"symbol": symbol, "color": colour, "size": 7 if kind != "start" else 12, "line": {"width": 2, "color": colour}},
+                "marker": {"symbol": symbol, "color": colour, "size": size, "line": {"width": 2, "color": colour}},
             })  # fmt: skip
-    starts = [mark.step for mark in marks if mark.kind == "start"][:50]
+    starts = [mark.step for mark in marks if mark.kind == "start"][:_MOST_LINES]
     shapes = [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "opacity": 0.6,
                "line": {"color": COLOURS[7], "width": 1, "dash": "dot"}} for x in starts]  # fmt: skip
     vertical = {"type": "log", "dtick": 1, "minor": {"showgrid": True}} if log and _decades(curves) > 1 else {}
@@ -101,33 +104,23 @@ def curve_figure(
     }  # fmt: skip
     if last:
         layout["xaxis"]["range"] = [0, 1.01 * last]
-    if any(trace.get("yaxis") for trace in traces):
+    if marks:
         layout["yaxis2"] = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     return Figure(traces, layout, height, title)
 
 
 def _trace(curve: Curve, colour: str) -> dict[str, Any]:
     steps, values = thinned(curve.steps, curve.values)
-    few = len(steps) <= 60
+    dotted = curve.dots or len(steps) <= 60 and not curve.faint
+    line = {"color": curve.colour or colour, "width": 1 if curve.faint else 2, **({"dash": curve.dash} if curve.dash else {})}
     return {
-        "type": "scatter",
-        "mode": "lines+markers" if curve.dots or few and not curve.faint else "lines",
-        "name": escape(curve.name),
-        "x": numbers(steps),
-        "y": numbers(values),
-        "opacity": 0.35 if curve.faint else 1,
-        "line": {
-            "color": curve.colour or colour,
-            "width": 1 if curve.faint else 2,
-            **({"dash": curve.dash} if curve.dash else {}),
-        },
-        "marker": {"size": 5},
-    }
+        "type": "scatter", "mode": "lines+markers" if dotted else "lines", "name": escape(curve.name),
+        "x": numbers(steps), "y": numbers(values), "opacity": 0.35 if curve.faint else 1, "line": line, "marker": {"size": 5},
+    }  # fmt: skip
 
 
 def _decades(curves: Sequence[Curve]) -> float:
-    values = np.concatenate([curve.values for curve in curves]) if curves else np.ones(1)
-    values = values[values > 0]
+    values = np.concatenate([curve.values[curve.values > 0] for curve in curves])
     return float(np.log10(values.max() / values.min())) if len(values) else 0.0
 
 
@@ -140,3 +133,8 @@ def numbers(values: np.ndarray) -> list[float | int | None]:
     """Plain numbers of a few digits, for a page."""
     plain = [float(value) if np.isfinite(value) else None for value in values]
     return [value if value is None else int(value) if value.is_integer() else float(f"{value:.{_DIGITS}g}") for value in plain]
+
+
+def weights_name(weights: object) -> str:
+    """What to call the weights that an evaluation is of."""
+    return {"model": "weights", "ema": "averaged weights"}.get(str(weights), str(weights))

@@ -1,27 +1,31 @@
-"""Put the page about one run together from its sections, and tell the story of its starts."""
+"""Put the page about one run together: its result beside the paper's, the story of its starts, and what the other sections show."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.logs.console import duration
 from pipeline.page import Html, Section, clock, html, join, page, table
-from pipeline.reports.papers import paper_recipe
-from pipeline.reports.predictions import Pictures, find_predictions, read_predictions
-from pipeline.reports.sections.inside import ANALYSIS, analysis_figures, over_training, training_images
-from pipeline.reports.sections.mistakes import mistakes
-from pipeline.reports.sections.setup import checkpoints_section, config_section, environment_section
-from pipeline.reports.sections.summary import summary
-from pipeline.reports.sections.training import curves, speed
+from pipeline.reports.curves import weights_name
+from pipeline.reports.inside import ANALYSIS, analysis_figures, over_training, training_images
+from pipeline.reports.mistakes import Pictures, mistakes
+from pipeline.reports.papers import PaperRecipe, paper_recipe
+from pipeline.reports.predictions import find_predictions, read_predictions
+from pipeline.reports.setup import checkpoints_section, config_section, environment_section
+from pipeline.reports.training import curves, speed
 from pipeline.runs.folder import RunFolder, Start, starts_of
+from pipeline.runs.rows import is_number
 from pipeline.stores.place import Place, parse_place
 
 _NAMED = 50  # bad samples, skipped steps
 _HOSTS = 4  # of a start that are named
+_KEYS = 6  # of the config that differ from the recipe
+_EVALUATIONS = 12  # in the table
 
 
 @dataclass(frozen=True)
@@ -40,48 +44,40 @@ def run_page(run: RunFolder, sources: Sources) -> str:
         UserError: a source that was given cannot be read, or plotly is not installed.
     """
     starts, recipe, problems = starts_of(run), paper_recipe(run), list(run.problems)
-    inside, inside_problems = analysis_figures(_analysis_folder(run, sources))
+    if sources.analysis and not (sources.analysis / "analysis.json").is_file():
+        raise UserError(f"--analysis {sources.analysis} has no analysis.json", "make it with `python -m pipeline.analyze`")
+    inside, inside_problems = analysis_figures(sources.analysis or run.path / ANALYSIS)
     problems += inside_problems
     paper = recipe.top1 if recipe and recipe.comparable else None
-    parts: list[tuple[str, Html | None, bool]] = [
-        ("Result", summary(run, recipe, starts), False),
-        ("Curves", curves(run, starts, paper), False),
-        ("Speed", speed(run, starts), False),
-        ("Story of the run", history(run, starts), False),
-        ("Classes and mistakes", _mistakes(run, sources, problems), False),
-        ("Inside the model", inside or _no_analysis(run), False),
-        ("Over training", over_training(run), False),
-        ("Training images", training_images(run), False),
-        ("Config", config_section(run, recipe), False),
-        ("Environment", environment_section(run), True),
-        ("Checkpoints", checkpoints_section(run), False),
-    ]
-    sections = [Section(title, body, closed) for title, body, closed in parts if body]
+    analyze = f"python -m pipeline.analyze {run.path} --data SHARDS --output {run.path / ANALYSIS}"
+    parts: dict[str, Html | None] = {
+        "Result": _result(run, recipe, starts),
+        "Curves": curves(run, starts, paper),
+        "Speed": speed(run, starts),
+        "Story of the run": join([_sentence(starts), _starts(starts), _skipped(run), _bad_samples(run)]),
+        "Classes and mistakes": _mistakes(run, sources, problems),
+        "Inside the model": inside or _how("Not analyzed yet. This command makes the figures", analyze),
+        "Over training": over_training(run),
+        "Training images": training_images(run),
+        "Config": config_section(run, recipe),
+        "Environment": environment_section(run),
+        "Checkpoints": checkpoints_section(run),
+    }
+    sections = [Section(title, body, closed=title == "Environment") for title, body in parts.items() if body]
     model = run.value("model.name")
-    subtitle = html("{}{}", f"{model}, " if isinstance(model, str) else "", run.state)
-    return page(run.name, subtitle, sections, problems)
+    return page(run.name, f"{model}, {run.state}" if isinstance(model, str) else run.state, sections, problems)
 
 
-def _analysis_folder(run: RunFolder, sources: Sources) -> Path:
-    if sources.analysis is None:
-        return run.path / ANALYSIS
-    if not (sources.analysis / "analysis.json").is_file():
-        raise UserError(f"--analysis {sources.analysis} has no analysis.json", "make it with `python -m pipeline.analyze`")
-    return sources.analysis
-
-
-def _no_analysis(run: RunFolder) -> Html:
-    command = f"python -m pipeline.analyze {run.path} --data SHARDS --output {run.path / ANALYSIS}"
-    return html("<p>Not analyzed yet. This command makes the figures:</p><pre><code>{}</code></pre>", command)
+def _how(words: str, command: str) -> Html:
+    return html("<p>{}:</p><pre><code>{}</code></pre>", words, command)
 
 
 def _mistakes(run: RunFolder, sources: Sources, problems: list[str]) -> Html:
-    path = find_predictions(run.path, sources.predictions)
-    data = run.value("data.path")
+    path, data = find_predictions(run.path, sources.predictions), run.value("data.path")
     if path is None:
         shards = sources.data or (data if isinstance(data, str) else "SHARDS")
         command = f"python -m pipeline.evaluate --checkpoint {run.path} --data {shards} --predictions {run.path / 'predictions.parquet'}"
-        return html("<p>No results per image yet. This command makes them:</p><pre><code>{}</code></pre>", command)
+        return _how("No results per image yet. This command makes them", command)
     try:
         found = read_predictions(path)
     except UserError as error:
@@ -90,44 +86,105 @@ def _mistakes(run: RunFolder, sources: Sources, problems: list[str]) -> Html:
         problems.append(str(error))
         return html("<p>{}</p>", error)
     pictures, why = None, ""
-    if sources.data:
-        pictures = Pictures(sources.data, run.classes)
-    elif isinstance(data, str):
-        try:
-            pictures = Pictures(parse_place(data), run.classes)
-        except (UserError, OSError):
-            why = f"No pictures: the run's data.path {data} is not there. Add --data SHARDS."
+    try:
+        if sources.data or isinstance(data, str):
+            pictures = Pictures(sources.data or parse_place(data), run.classes)
+    except (UserError, OSError):
+        if sources.data:
+            raise
+        why = f"No pictures: the run's data.path {data} is not there. Add --data SHARDS."
     return mistakes(found, run.class_names or (pictures.classes if pictures else []), pictures, why)
 
 
-def history(run: RunFolder, starts: list[Start]) -> Html:
-    """Starts as a table, then what went wrong."""
-    return join([_sentence(run, starts), _table(starts), _skipped(run), _bad_samples(run)])
+def _result(run: RunFolder, recipe: PaperRecipe | None, starts: list[Start]) -> Html:
+    """Tiles with the figures that one asks for first, the comparison in words, the evaluations."""
+    tiles: list[tuple[str, str, str]] = []
+    final, best, losses, epochs = run.result, run.best(), run.curve("loss")[1], run.curve("epoch")[1]
+    if final and best:
+        of_final, of_best = (f"{weights_name(row['weights'])}, step {row['step']:,}" for row in (final, best))
+        images = f", {final['count']:,} images" if is_number(final.get("count")) else ""
+        tiles.append(("Top-1, last evaluation", f"{final['top1']:.2f} %", of_final + images))
+        if best is not final:
+            tiles.append(("Top-1, best", f"{best['top1']:.2f} %", of_best))
+        if is_number(final.get("top5")):
+            tiles.append(("Top-5", f"{final['top5']:.2f} %", "same evaluation as the first"))
+        if is_number(final.get("loss")):
+            tiles.append(("Validation loss", f"{final['loss']:.4f}", "cross-entropy"))
+    if recipe and recipe.top1 is not None:
+        tiles.append(("Paper", f"{recipe.top1:g} %", recipe.file + ("" if recipe.comparable else "; not this recipe")))
+    if len(window := losses[-100:]):
+        shown = f"mean of the last {len(window)} steps" if len(window) > 1 else "one step"
+        tiles.append(("Training loss", f"{window.mean():.4f}", shown))
+    if len(epochs):
+        planned = (run.number("train.epochs") or 0) + (run.number("optim.cooldown_epochs") or 0)
+        tiles.append(("Epochs", f"{epochs[-1]:.4g}", f"of {planned:g} planned" if planned else ""))
+    if time := sum(start.seconds or 0 for start in starts):
+        tiles.append(("Time", duration(time), counted(len(starts), "start")))
+    tile = '<div class="tile"><div class="name">{}</div><div class="value">{}</div><div class="more">{}</div></div>'
+    nothing = Html("") if final else html("<p>No evaluation yet.</p>")
+    shown_tiles = html('<div class="tiles">{}</div>', [html(tile, *told) for told in tiles])
+    return join([shown_tiles, nothing, _comparison(run, recipe, final), _evaluations(run)])
 
 
-def _sentence(run: RunFolder, starts: list[Start]) -> Html:
+def _comparison(run: RunFolder, recipe: PaperRecipe | None, final: dict[str, Any] | None) -> Html:
+    """The paper's figure for this config, or why there is none."""
+    if recipe is None:
+        return Html("")
+    about = f": {recipe.heading.rstrip('.')}" if recipe.heading else ""
+    head = html("The nearest recipe is <code>configs/{}</code>{}.", recipe.file, about)
+    if recipe.top1 is None:
+        return html("<p>{} No paper has a top-1 figure for it.</p>", head)
+    head = html("{} The paper has {} % top-1 for it.", head, f"{recipe.top1:g}")
+    if not recipe.comparable:
+        keys = [html("<code>{}</code>", key) for key in recipe.decisive[:_KEYS]]
+        more = f" and {len(recipe.decisive) - _KEYS} more" if len(recipe.decisive) > _KEYS else ""
+        differs = "<p>{} This run differs from it in {}{}, so the two figures are not of the same training.</p>"
+        return html(differs, head, join(keys, ", "), more)
+    if final is None:
+        return html("<p>{}</p>", head)
+    gap = final["top1"] - recipe.top1
+    words = "the same" if abs(gap) < 0.005 else f"{abs(gap):.2f} points {'above' if gap > 0 else 'below'} it"
+    unfinished = "" if run.state.finished else " so far, the schedule has not ended"
+    colour = "good" if gap >= -0.2 else "bad" if run.state.finished else ""
+    return html('<p>{} This run has {} %: <b class="{}">{}</b>{}.</p>', head, f"{final['top1']:.2f}", colour, words, unfinished)
+
+
+def _evaluations(run: RunFolder) -> Html:
+    rows = run.metrics.evaluations
+    if len(rows) < 2:
+        return Html("")
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        forms = {"epoch": ".2f", "top1": ".2f", "top5": ".2f", "loss": ".4f"}
+        epoch, *results = (format(row[name], form) if is_number(row.get(name)) else "" for name, form in forms.items())
+        time = clock(row["time"]) if is_number(row.get("time")) else ""
+        return [f"{row['step']:,}", epoch, weights_name(row["weights"]), *results, time]
+
+    shown = [cells(row) for row in reversed(rows[-_EVALUATIONS:])]
+    title = f"The last {len(shown)} of {len(rows)} evaluations" if len(rows) > len(shown) else "Evaluations"
+    head = ("step", "epoch", "weights", "top-1 %", "top-5 %", "loss", "time")
+    return html("<h3>{}</h3>{}", title, table(head, shown, numeric=(0, 1, 3, 4, 5)))
+
+
+def _sentence(starts: list[Start]) -> Html:
     if not starts:
         return html("<p>No file tells how this run was started.</p>")
-    repeated = sum(start.repeated or 0 for start in starts)
-    words = [f"{len(starts)} start{'s' * (len(starts) != 1)}"]
-    broken = sum(not start.whole for start in starts)
-    if broken:
+    words = [counted(len(starts), "start")]
+    if broken := sum(not start.whole for start in starts):
         words.append(f"{broken} ended by a failure")
-    if repeated:
+    if repeated := sum(start.repeated or 0 for start in starts):
         words.append(f"{repeated:,} steps were taken twice")
     return html("<p>{}.</p>", ", ".join(words))
 
 
-def _table(starts: list[Start]) -> Html:
+def _starts(starts: list[Start]) -> Html:
+    """A line per start; columns of which nothing is known are left out."""
     if not starts:
         return Html("")
     columns: dict[str, list[object]] = {
         "start": [start.number for start in starts],
         "began": [clock(start.began) for start in starts],
-        "lasted": [
-            "" if start.began is None or start.ended is None else duration(max(0.0, start.ended - start.began))
-            for start in starts
-        ],
+        "lasted": ["" if start.seconds is None else duration(start.seconds) for start in starts],
         "steps": ["" if start.step is None else f"{start.step:,} to {_count(start.reached) or '?'}" for start in starts],
         "of these repeated": [_count(start.repeated or None) for start in starts],
         "processes": [html("{} on {}", start.world_size or "?", _hosts(start)) for start in starts],
@@ -171,7 +228,6 @@ def _bad_samples(run: RunFolder) -> Html:
     if len(replaced) and replaced.sum() > 0:
         words += f"; {int(replaced.sum()):,} images of {int(replaced.size):,} steps were replaced by others"
     items = [html("<li>{}</li>", sentence) for sentence in list(named.values())[:_NAMED]]
-    missing = count - len(items)
-    if missing > 0:
+    if missing := count - len(items):
         items.append(html("<li>{} more, which the run's output names.</li>", f"{missing:,}"))
     return html("<h3>Samples that cannot be used</h3><p>{}.</p><ul>{}</ul>", words, items)

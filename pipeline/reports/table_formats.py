@@ -7,7 +7,7 @@ import io
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -169,7 +169,8 @@ def _markdown_text(text: str) -> str:
 
 def _padded(sheet: Sheet, head: list[str], form: Callable[[str], str]) -> list[list[str]]:
     """The head and the rows as text of equal width, so that the source is a table too."""
-    rows = [[form("" if cell is None else str(cell)) for cell in row] for row in (head, *sheet.rows)]
+    whole: list[Sequence[object]] = [head, *sheet.rows]
+    rows = [[form("" if cell is None else str(cell)) for cell in row] for row in whole]
     widths = [max(3, *map(_width, column)) for column in zip(*rows)]
 
     def padded(cell: str, width: int, column: Column) -> str:

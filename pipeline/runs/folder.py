@@ -148,6 +148,11 @@ class Start:
     end: str  # why it ended, in words
     whole: bool  # it ended as it should: at the end of the schedule, by a signal, or not yet
 
+    @property
+    def seconds(self) -> float | None:
+        """How long it lasted."""
+        return None if self.began is None or self.ended is None else max(0.0, self.ended - self.began)
+
 
 def starts_of(run: RunFolder) -> list[Start]:
     """All starts, in their order."""

@@ -7,9 +7,12 @@ from html import escape
 
 import numpy as np
 
-from pipeline.page import COLOURS, Figure, Html, figure, html, join, table
+from pipeline.page import COLOURS, Figure, Html, figure, html, join, jpeg_uri, table
 from pipeline.reports.curves import numbers, plot_title
-from pipeline.reports.predictions import Pictures, Predictions, class_namer
+from pipeline.reports.predictions import Predictions
+from pipeline.shards.image_folder import open_split
+from pipeline.stores.place import Place
+from pipeline.stream.samples import DamagedSample
 
 Namer = Callable[[int], str]  # class number -> name
 
@@ -18,6 +21,36 @@ _BARS = 15  # classes at each end that are drawn of more
 _PAIRS = 15  # confusions listed
 _PICTURES = 12  # of each kind
 _LONGEST_NAME = 28  # characters of a class's name in a figure
+
+
+class Pictures:
+    """Reads images of a data set.
+
+    Args:
+        folder: with shards or with images.
+        classes: class names in index order, for a folder of images.
+
+    Raises:
+        UserError: there is no data set.
+    """
+
+    def __init__(self, folder: Place, classes: list[str]) -> None:
+        self._set = open_split(folder, "val", classes)
+        self._places = {self._set.key(i): i for i in range(len(self._set))}
+
+    @property
+    def classes(self) -> list[str]:
+        return list(self._set.class_names)
+
+    def tag(self, key: str, label: int) -> Html | None:
+        """The image of a key as an ``img`` element; None if it is not there, is of another label, or cannot be decoded."""
+        index = self._places.get(key)
+        if index is None or int(self._set.samples[np.array([index])]["label"][0]) != label:
+            return None  # another data set: a wrong picture would be worse than none
+        try:
+            return html('<img alt="{}" src="{}">', key, jpeg_uri(self._set.read(index).tobytes()))
+        except (DamagedSample, OSError, ValueError):
+            return None
 
 
 def mistakes(found: Predictions, classes: list[str], pictures: Pictures | None, no_pictures: str) -> Html:
@@ -29,12 +62,14 @@ def mistakes(found: Predictions, classes: list[str], pictures: Pictures | None, 
         pictures: of the same images; None where there are none.
         no_pictures: why there are none.
     """
-    name = class_namer(classes)
+
+    def name(number: int) -> str:
+        return classes[number] if 0 <= number < len(classes) else f"class {number}"
+
     right, count = int(found.right.sum()), len(found.files)
-    head = html(
-        "<p>{} of {} images right, {} % top-1 (<code>{}</code>).</p>",
-        f"{right:,}", f"{count:,}", f"{100 * right / count:.2f}", found.path.name,
-    )  # fmt: skip
+    share = f"{100 * right / count:.2f}"
+    told = "<p>{} of {} images right, {} % top-1 (<code>{}</code>).</p>"
+    head = html(told, f"{right:,}", f"{count:,}", share, found.path.name)
     missing = html('<p class="quiet">{}</p>', no_pictures) if pictures is None else Html("")
     return join([head, _per_class(found, name), _confusions(found, name), missing, _shown(found, name, pictures)])
 
@@ -45,38 +80,33 @@ def _short(text: str) -> str:
 
 
 def _per_class(found: Predictions, name: Namer) -> Html:
-    rows = found.by_class()
-    ranked = sorted(rows, key=lambda row: (row[2] / row[1], row[0]))
-    many = len(ranked) > 2 * _BARS
-    parts = (
-        [(ranked[:_BARS], "Lowest accuracy"), (ranked[-_BARS:], "Highest accuracy")]
-        if many
-        else [(ranked, "Accuracy by class")]
-    )
-    drawn = [figure(_bars(part, title, name)) for part, title in parts]
+    ranked = sorted(found.by_class(), key=lambda row: (row[2] / row[1], row[0]))
+    parts = {"Accuracy by class": ranked}
+    if len(ranked) > 2 * _BARS:
+        parts = {"Lowest accuracy": ranked[:_BARS], "Highest accuracy": ranked[-_BARS:]}
+    drawn = [figure(_bars(part, title, name)) for title, part in parts.items()]
     cells = [
         (name(label), f"{images:,}", f"{100 * hits / images:.2f}", f"{100 * among / images:.2f}")
         for label, images, hits, among in ranked
     ]
     whole = table(("class", "images", "top-1 %", "top-5 %"), cells, numeric=(1, 2, 3), sortable=True)
-    return html(
-        '<div class="plots">{}</div><details><summary class="quiet">All {} classes as a table</summary>{}</details>',
-        drawn, len(ranked), whole,
-    )  # fmt: skip
+    shown = '<div class="plots">{}</div><details><summary class="quiet">All {} classes as a table</summary>{}</details>'
+    return html(shown, drawn, len(ranked), whole)
 
 
 def _bars(rows: list[tuple[int, int, int, int]], title: str, name: Namer) -> Figure:
     values = np.array([100 * hits / images for _, images, hits, _ in rows])
-    texts = [f"{_short(name(label))}: {hits:,} of {images:,} right" for label, images, hits, _ in rows]
+    names, places = [_short(name(row[0])) for row in rows], list(range(len(rows)))
+    texts = [f"{label}: {hits:,} of {images:,} right" for label, (_, images, hits, _) in zip(names, rows)]
     trace = {
-        "type": "bar", "orientation": "h", "x": numbers(values), "y": list(range(len(rows))), "text": [f"{value:.1f}" for value in values],
+        "type": "bar", "orientation": "h", "x": numbers(values), "y": places, "text": [f"{value:.1f}" for value in values],
         "textposition": "auto", "hovertext": texts, "hoverinfo": "text", "marker": {"color": COLOURS[0]}, "insidetextfont": {"color": "#fff"},
         "cliponaxis": False,
     }  # fmt: skip
     layout = {
         "title": plot_title(f"{title} (top-1, %)"), "showlegend": False, "hovermode": "closest",
         "xaxis": {"range": [0, 106], "tickvals": [0, 25, 50, 75, 100]},
-        "yaxis": {"tickvals": list(range(len(rows))), "ticktext": [_short(name(row[0])) for row in rows], "autorange": "reversed", "automargin": True},
+        "yaxis": {"tickvals": places, "ticktext": names, "autorange": "reversed", "automargin": True},
     }  # fmt: skip
     return Figure([trace], layout, 70 + 22 * len(rows), title)
 
@@ -97,25 +127,21 @@ def _confusions(found: Predictions, name: Namer) -> Html:
 
 
 def _matrix(found: Predictions, classes: np.ndarray, name: Namer) -> Figure:
-    place = {int(label): i for i, label in enumerate(classes)}
     counts = np.zeros((len(classes), len(classes)))
-    for label, predicted in zip(found.label.tolist(), found.top1.tolist()):
-        counts[place[label], place[predicted]] += 1
-    wrong = counts.copy()
-    np.fill_diagonal(wrong, np.nan)
+    np.add.at(counts, (np.searchsorted(classes, found.label), np.searchsorted(classes, found.top1)), 1)
+    wrong = np.where(np.eye(len(classes)), np.nan, counts)
     names = [_short(name(int(label))) for label in classes]
-    texts = [
-        [
-            f"{names[i]}, taken for {names[j]}: {int(counts[i, j])}" if i != j else f"{names[i]}: {int(counts[i, i])} right"
-            for j in range(len(names))
-        ]
-        for i in range(len(names))
-    ]
+
+    def text(i: int, j: int) -> str:
+        return f"{names[i]}, taken for {names[j]}: {int(counts[i, j])}" if i != j else f"{names[i]}: {int(counts[i, i])} right"
+
+    places = list(range(len(names)))
     trace = {
-        "type": "heatmap", "z": [numbers(row) for row in wrong], "text": texts, "hoverinfo": "text", "xgap": 1, "ygap": 1,
-        "colorscale": [[0, "rgba(128,128,128,0.10)"], [1, COLOURS[1]]], "zmin": 0, "colorbar": {"thickness": 10, "outlinewidth": 0},
+        "type": "heatmap", "z": [numbers(row) for row in wrong], "text": [[text(i, j) for j in places] for i in places], "hoverinfo": "text",
+        "xgap": 1, "ygap": 1, "colorscale": [[0, "rgba(128,128,128,0.10)"], [1, COLOURS[1]]], "zmin": 0,
+        "colorbar": {"thickness": 10, "outlinewidth": 0},
     }  # fmt: skip
-    ticks = {"tickvals": list(range(len(names))), "ticktext": names, "automargin": True, "showgrid": False}
+    ticks = {"tickvals": places, "ticktext": names, "automargin": True, "showgrid": False}
     layout = {
         "title": plot_title("Mistakes: class (rows), predicted (columns)"), "hovermode": "closest",
         "xaxis": ticks,
@@ -126,39 +152,34 @@ def _matrix(found: Predictions, classes: np.ndarray, name: Namer) -> Figure:
 
 def _shown(found: Predictions, name: Namer, pictures: Pictures | None) -> Html:
     """Captioned pictures; a table with the same where there are no pictures."""
-    kinds = (
-        ("The most confident mistakes", found.confident_mistakes(_PICTURES)),
-        ("The least certain hits", found.uncertain_hits(_PICTURES)),
-    )
+    kinds = {
+        "The most confident mistakes": found.confident_mistakes(_PICTURES),
+        "The least certain hits": found.uncertain_hits(_PICTURES),
+    }
     parts = []
-    for title, images in kinds:
-        if not images:
-            continue
+    for title, images in kinds.items():
         tags = [pictures.tag(found.files[i], int(found.label[i])) if pictures else None for i in images]
         if any(tags):
             body = [_captioned(found, i, name, tag) for i, tag in zip(images, tags)]
             parts.append(html('<h3>{}</h3><div class="pictures">{}</div>', title, body))
-        else:
+        elif images:
             cells = [
                 (found.files[i], name(int(found.label[i])), name(int(found.top1[i])), f"{100 * found.certainty[i]:.1f}")
                 for i in images
             ]
-            parts.append(
-                html("<h3>{}</h3>{}", title, table(("image", "class", "predicted", "probability %"), cells, numeric=(3,)))
-            )
+            listed = table(("image", "class", "predicted", "probability %"), cells, numeric=(3,))
+            parts.append(html("<h3>{}</h3>{}", title, listed))
     return join(parts)
 
 
 def _captioned(found: Predictions, i: int, name: Namer, tag: Html | None) -> Html:
     label, predicted, certainty = int(found.label[i]), int(found.top1[i]), f"{100 * found.certainty[i]:.1f} %"
-    if label == predicted:
-        second = (
-            f", then {name(int(found.top5[i, 1]))} {100 * found.probabilities[i, 1]:.1f} %" if found.top5.shape[1] > 1 else ""
-        )
-        words = html("<b>{}</b> {}{}", name(label), certainty, second)
+    if label != predicted:
+        own = f"{100 * found.label_probability[i]:.1f}"
+        told = "<b>{}</b><br>predicted: {} {}<br>its own class: {} %"
+        words = html(told, name(label), name(predicted), certainty, own)
     else:
-        words = html(
-            "<b>{}</b><br>predicted: {} {}<br>its own class: {} %",
-            name(label), name(predicted), certainty, f"{100 * found.label_probability[i]:.1f}",
-        )  # fmt: skip
+        several = found.top5.shape[1] > 1
+        second = f", then {name(int(found.top5[i, 1]))} {100 * found.probabilities[i, 1]:.1f} %" if several else ""
+        words = html("<b>{}</b> {}{}", name(label), certainty, second)
     return html("<figure>{}<figcaption>{}</figcaption></figure>", tag or html("<p>no picture</p>"), words)

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.page import Figure, Html, figure, html, join
+from pipeline.page import Figure, Html, figure, html, join, jpeg_uri, png_uri
 from pipeline.reports.curves import Curve, curve_figure
-from pipeline.reports.predictions import data_uri, file_uri
 from pipeline.runs import TENSORBOARD
 from pipeline.runs.folder import RunFolder
 from pipeline.runs.pictures import IMAGES, PictureFiles
@@ -32,14 +31,12 @@ def analysis_figures(folder: Path) -> tuple[Html | None, list[str]]:
     """Figures that an analysis left, and what cannot be shown of it."""
     if not (folder / "analysis.json").is_file():
         return None, []
-    problems = []
+    problems, told = [], {}
     try:
-        told = json.loads((folder / "analysis.json").read_text(encoding="utf-8"))
-        images = told.get("images")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        told = dict(json.loads((folder / "analysis.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         problems.append(f"{folder / 'analysis.json'} is damaged ({' '.join(str(error).split())[:80]}).")
-        told, images = {}, None
-    entries, count = _entries(told), images.get("count") if isinstance(images, dict) else None
+    entries = _entries(told)
     order = {file: place for place, file in enumerate(entries)}
 
     def place(path: Path) -> tuple[bool, int, Path]:
@@ -51,15 +48,14 @@ def analysis_figures(folder: Path) -> tuple[Html | None, list[str]]:
     parts: list[Html] = []
     left_out, size = 0, 0
     for path in sorted(folder.rglob("*.png"), key=place):
-        if len(parts) >= _MOST_FIGURES or size >= _MOST_BYTES:
-            left_out += 1
-            continue
-        try:
-            uri = file_uri(path)
-        except (OSError, ValueError):
-            problems.append(f"{path} cannot be decoded.")
-            continue
-        if size + len(uri) > _MOST_BYTES:
+        uri = ""
+        if len(parts) < _MOST_FIGURES and size < _MOST_BYTES:
+            try:
+                uri = png_uri(path)
+            except (OSError, ValueError):
+                problems.append(f"{path} cannot be decoded.")
+                continue
+        if not uri or size + len(uri) > _MOST_BYTES:
             left_out += 1
             continue
         size += len(uri)
@@ -67,6 +63,8 @@ def analysis_figures(folder: Path) -> tuple[Html | None, list[str]]:
         parts.append(html(figure_of, title, uri, caption))
     if not parts:
         return None, problems
+    images = told.get("images")
+    count = images.get("count") if isinstance(images, dict) else None
     over = f" over {count:,} images" if is_number(count) else ""
     more = f" {left_out} more figures are in {folder}." if left_out else ""
     return join([html("<p>Made by <code>pipeline.analyze</code>{}.{}</p>", over, more), *parts]), problems
@@ -77,23 +75,21 @@ def _entries(told: dict[str, Any]) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     listed = told.get("figures")
     for entry in listed if isinstance(listed, list) else []:
-        if not isinstance(entry, dict) or not isinstance(entry.get("files"), list):
-            continue
-        title, caption, source = (str(entry.get(key) or "") for key in ("title", "caption", "source"))
-        found |= {str(file): (title, f"{caption} ({source})" if source else caption) for file in entry["files"]}
+        if isinstance(entry, dict) and isinstance(entry.get("files"), list):
+            title, caption, source = (str(entry.get(key) or "") for key in ("title", "caption", "source"))
+            found |= {str(file): (title, f"{caption} ({source})" if source else caption) for file in entry["files"]}
     return found
 
 
 def over_training(run: RunFolder) -> Html | None:
     """Curves per layer of what ``eval.analyses`` has written with each evaluation (ConViT, Fig. 5 and 6)."""
-    found: dict[tuple[str, str], list[tuple[float, list[list[float]]]]] = {}
+    found: dict[tuple[str, str], list[tuple[float, Any]]] = {}  # measure and part -> (epoch, [layer][head]) of each evaluation
     for row in run.metrics.analyses:
         at = row["epoch"] if is_number(row.get("epoch")) else row["step"]
         for name, values in row["analysis"].items():
             for part, layers in values.items() if isinstance(values, dict) else [("", values)]:
-                numbers = _layers(layers)
-                if numbers:
-                    found.setdefault((str(name), str(part)), []).append((at, numbers))
+                if isinstance(layers, list):
+                    found.setdefault((str(name), str(part)), []).append((at, layers))
     figures = [drawn for (name, part), points in found.items() if (drawn := _by_layer(name, part, points))]
     if not figures:
         return None
@@ -101,23 +97,18 @@ def over_training(run: RunFolder) -> Html | None:
     return html('<p class="quiet">{}</p><div class="plots">{}</div>', note, [figure(drawn) for drawn in figures])
 
 
-def _layers(value: Any) -> list[list[float]]:
-    """[layer][head] as it was written; empty for anything else. A layer without a measure is an empty list."""
-    if not isinstance(value, list):
-        return []
-    rows = [[float(x) for x in row if is_number(x)] if isinstance(row, list) else [] for row in value]
-    return rows if any(rows) else []
-
-
-def _by_layer(name: str, part: str, points: list[tuple[float, list[list[float]]]]) -> Figure | None:
+def _by_layer(name: str, part: str, points: list[tuple[float, Any]]) -> Figure | None:
+    means: dict[int, list[tuple[float, float]]] = {}  # layer -> (epoch, mean over its heads); a layer may be without a measure
+    for at, layers in points:
+        for layer, heads in enumerate(layers[:_LINES]):
+            numbers = [float(value) for value in heads if is_number(value)] if isinstance(heads, list) else []
+            if numbers:
+                means.setdefault(layer, []).append((at, float(np.mean(numbers))))
     count = min(max(len(layers) for _, layers in points), _LINES)
     curves = []
-    for layer in range(count):
-        means = [(at, float(np.mean(layers[layer]))) for at, layers in points if layer < len(layers) and layers[layer]]
-        if means:
-            x, y = np.array(means).T
-            shade = layer / max(1, count - 1)
-            curves.append(Curve(f"layer {layer + 1}", x, y, dots=True, colour=_shade(shade)))
+    for layer in sorted(means):
+        epochs, values = np.array(means[layer]).T
+        curves.append(Curve(f"layer {layer + 1}", epochs, values, dots=True, colour=_shade(layer / max(1, count - 1))))
     if not curves:
         return None
     title, unit = _MEASURES.get((name, part), (name.replace("_", " ") + (f", {part}" if part else ""), ""))
@@ -134,7 +125,7 @@ def training_images(run: RunFolder) -> Html | None:
     """The newest picture of a training batch in the event files; None where there is none."""
     found = [picture for picture in PictureFiles(run.path / TENSORBOARD).look() if picture.name == IMAGES]
     try:
-        uri = data_uri(found[-1].png(), side=1200)
+        uri = jpeg_uri(found[-1].png(), side=1200)
     except (IndexError, OSError, ValueError):
         return None
     shown = '<p>The first batch of a start, augmented and mixed.</p><img class="sheet" alt="training images" src="{}">'

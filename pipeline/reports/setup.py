@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.checkpoint.overview import reasons_to_keep, size_text
 from pipeline.checkpoint.verification import find_damage
+from pipeline.errors import counted
 from pipeline.page import Html, clock, facts, html, join, table
 from pipeline.reports.papers import PaperRecipe
 from pipeline.runs import CHECKPOINTS
@@ -23,21 +24,23 @@ def config_section(run: RunFolder, recipe: PaperRecipe | None) -> Html | None:
     changed = recipe.changed if recipe else {}
     intro = Html("")
     if recipe:
-        words = "no key" if not changed else f"{len(changed)} key{'s' * (len(changed) != 1)}"
-        cells = ((key, _shown(old), _shown(new)) for key, (old, new) in changed.items())
-        rows = [(html("<code>{}</code>", key), old, html("<b>{}</b>", new)) for key, old, new in cells]
+        words = counted(len(changed), "key") if changed else "no key"
+        changes = ((key, _shown(old), _shown(new)) for key, (old, new) in changed.items())
+        rows = [(html("<code>{}</code>", key), old, html("<b>{}</b>", new)) for key, old, new in changes]
         differs = table(("key", "recipe", "this run"), rows) if rows else Html("")
         intro = html("<p>Differs in {} from <code>configs/{}</code>.</p>{}", words, recipe.file, differs)
-    parts = {"": {key: value for key, value in run.config.items() if not isinstance(value, dict)}}
-    parts |= {key: value for key, value in run.config.items() if isinstance(value, dict)}
+    parts: dict[str, dict[str, Any]] = {"": {}}
+    for key, value in run.config.items():
+        if isinstance(value, dict):
+            parts[key] = value
+        else:
+            parts[""][key] = value
     columns = []
     for name, values in parts.items():
-        shown = {key: html("{}", _shown(value)) for key, value in values.items()}
-        for key in shown:
-            if any(f"{differing}.".startswith(f"{name}.{key}.".lstrip(".")) for differing in changed):
-                shown[key] = html("<b>{}</b>", shown[key])
-        if shown:
-            columns.append(html("<div><h3>{}</h3>{}</div>", name or "run", facts(shown.items())))
+        differing = {key for key in values if any(f"{each}.".startswith(f"{name}.{key}.".lstrip(".")) for each in changed)}
+        cells = [(key, html("<b>{}</b>" if key in differing else "{}", _shown(value))) for key, value in values.items()]
+        if cells:
+            columns.append(html("<div><h3>{}</h3>{}</div>", name or "run", facts(cells)))
     whole = html('<details><summary class="quiet">All keys</summary><div class="plots">{}</div></details>', columns)
     return join([intro, whole])
 
