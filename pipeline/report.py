@@ -31,8 +31,8 @@ def main() -> None:
     parser = command_parser("pipeline.report", __doc__)
     add = parser.add_argument
     add("runs", type=Path, nargs="*", metavar="RUN", help="a run's output_dir, or a folder that holds several")
-    output = "default: report.html; for --table in a format other than html, the terminal"
-    add("--output", type=Path, metavar="FILE", help=output)
+    default = "default: report.html; for --table in a format other than html, the terminal"
+    add("--output", type=Path, metavar="FILE", help=default)
     add("--table", metavar="TABLE", help="a table of a paper, such as pervit_table1; list: all of them")
     add("--format", choices=("html", "markdown", "latex", "csv"), default="html", help="format of --table (default: html)")
     any_data = (
