@@ -16,9 +16,8 @@ from pipeline.loader.batches import TrainBatches
 from pipeline.loader.loader import Batch, Loader
 from pipeline.optim.engine import build_engine, optimizer_step
 from pipeline.shards.shard_set import ShardSet
-from pipeline.step.forward import sample_noise
 from pipeline.step.loss import Objective, label_loss
-from pipeline.step.train_step import forward_backward
+from pipeline.step.train_step import forward_backward, sample_noise
 
 _STEPS = 4  # of each kind in a round
 

@@ -22,7 +22,7 @@ from pipeline.config import Config
 from pipeline.loader.batches import TrainBatches
 from pipeline.models import create_model
 from pipeline.shards.shard_set import ShardSet
-from pipeline.step.forward import sample_noise
+from pipeline.step.train_step import sample_noise
 
 
 def measure_authors(context: Context, config: Config, flops_per_image: float, peak: float) -> Values:

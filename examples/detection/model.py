@@ -20,7 +20,7 @@ from pipeline.checkpoint import read_initial_weights
 from pipeline.errors import UserError, first_line
 from pipeline.models import create_model, load_pretrained
 from pipeline.models.common.base import VisionModel
-from pipeline.step.forward import autocast
+from pipeline.step.precision import autocast
 
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 FIRST_STRIDE = {"retinanet": 8, "mask_rcnn": 4}  # of the finest map that the pyramid takes: C3, C2

@@ -49,7 +49,7 @@ class Session:
 
     def run(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """The same function of images, in the session's precision."""
-        from pipeline.step.forward import autocast
+        from pipeline.step.precision import autocast
 
         def run(images: Tensor) -> Tensor:
             with autocast(self.world.device, self.precision.name):

@@ -21,7 +21,7 @@ from pipeline.config import Config, TrainConfig
 from pipeline.errors import UserError, first_line
 from pipeline.inference.trained import read_trained
 from pipeline.models.weights.transfer import check_finite, first_difference, listed_misfits
-from pipeline.step.forward import autocast
+from pipeline.step.precision import autocast
 
 # What all of torchvision's weights for ImageNet were trained with: the preset `ImageClassification` of torchvision.transforms.
 TORCHVISION_MEAN, TORCHVISION_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

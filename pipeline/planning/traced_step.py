@@ -23,9 +23,9 @@ from pipeline.models.common.layers import keep_fake_tables
 from pipeline.planning.engine_memory import EngineMemory, Layout
 from pipeline.planning.forms import forms_of
 from pipeline.planning.trace import PARAMETERS, Operator, Trace
-from pipeline.step.forward import autocast, random_batch
 from pipeline.step.loss import Objective, label_loss
-from pipeline.step.train_step import forward_backward
+from pipeline.step.precision import autocast
+from pipeline.step.train_step import forward_backward, random_batch
 
 TEACHER = "teacher"
 AVERAGE, SWAPPED = "weight average", "weights kept during an evaluation of the average"

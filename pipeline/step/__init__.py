@@ -1,3 +1,1 @@
-"""Take a training step; the one place that knows how: the training loop, the dry run, the trial of a micro-batch, the first try of
-``torch.compile`` and the plan's trace all call it.
-"""
+"""Take a training step, for the loop, the dry run, the trial of a micro-batch, ``torch.compile`` and the plan's trace."""

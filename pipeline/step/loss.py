@@ -19,15 +19,10 @@ LabelLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Objective:
-    """What a step minimizes.
+    """What a step minimizes."""
 
-    Attributes:
-        label_loss: against the labels; :func:`label_loss`, or the same compiled.
-        teacher: images (B, 3, H, W) -> scores (B, classes) without gradients; None: no distillation.
-    """
-
-    label_loss: LabelLoss
-    teacher: Callable[[Tensor], Tensor] | None = None
+    label_loss: LabelLoss  # against the labels; of the function below, or the same compiled
+    teacher: Callable[[Tensor], Tensor] | None = None  # images (B, 3, H, W) -> scores (B, classes) without gradients
 
     def __call__(self, scores: Tensor, batch: Batch) -> Tensor:
         """The loss, () float32, of ``scores`` (B, classes) in any floating type."""
@@ -67,9 +62,8 @@ def cross_entropy(scores: Tensor, labels: Tensor, other_labels: Tensor, weight: 
 def binary_cross_entropy(
     scores: Tensor, labels: Tensor, other_labels: Tensor, weight: Tensor, label_smoothing: float, threshold: float | None
 ) -> Tensor:
-    """Mean over images and classes, () float32, of the binary cross entropy, each class a question of its own.
-
-    Wightman et al., "ResNet strikes back", 2021.
+    """Mean over images and classes, () float32, of the binary cross entropy, each class a question of its own
+    (Wightman et al., "ResNet strikes back", 2021).
 
     DeiT III (Touvron et al., ECCV 2022) asks whether a class is in the picture at all: threshold 0, so that both labels of a mixed
     image count fully. With None, the shares of the mixture are the targets.
@@ -111,8 +105,3 @@ def hard_distillation_loss(loss: Tensor, scores: Tensor, teacher_scores: Tensor,
         )
     decisions = teacher_scores.argmax(dim=-1)  # (B,)
     return (1 - teacher_share) * loss + teacher_share * F.cross_entropy(scores.float(), decisions)
-
-
-def spread_nonfinite(loss: Tensor) -> Tensor:
-    """The loss unchanged, but a non-finite one gets a NaN gradient, which all ranks see in the gradient norm without another collective."""
-    return loss * torch.where(loss.isfinite(), 1.0, torch.nan)

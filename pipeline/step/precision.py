@@ -14,8 +14,8 @@ from pipeline.cluster.world import World
 from pipeline.config import AUTO
 from pipeline.errors import UserError
 from pipeline.hardware import native_bf16
-from pipeline.step.forward import BF16, FP32
 
+BF16, FP32 = "bf16", "fp32"
 # Emulated bf16 against fp32: measured on a CPU with AVX2 only, training steps of PerViT-T with batches of 4 and 16.
 _SLOWDOWN = "11 to 17 times"
 # cuBLAS gives each stream a workspace of its own, of eight buffers of 4 MiB, instead of one whose use depends on timing; PyTorch
@@ -36,12 +36,16 @@ class Precision:
         return f"precision {self.name}: {self.reason}"
 
 
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The context in which a forward pass computes in ``precision``, "bf16" or "fp32"."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == BF16)
+
+
 def choose_precision(asked: str, begun_with: str | None, world: World) -> Precision:
-    """Settle ``train.precision`` for all ranks alike. Collective.
+    """Settle ``train.precision`` for all ranks alike: one without bf16 instructions decides for all. Collective.
 
     Args:
         begun_with: the precision of the run so far, which "auto" keeps; None for a new run.
-        world: all ranks; one without bf16 instructions decides for all.
     """
     everywhere, why = native_on_all(world)
     fitting = BF16 if everywhere else FP32

@@ -8,24 +8,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.augment import BatchRequest
+from pipeline.augment.crop import eval_geometry
+from pipeline.config import ModelConfig
+from pipeline.loader.device_stream import to_device
 from pipeline.loader.loader import Batch
 from pipeline.metrics import record
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.averages import StepStatistics, WeightAverage
 from pipeline.optim.engine import Engine, micro_batches, optimizer_step, set_learning_rate
-from pipeline.step.forward import sample_noise
-from pipeline.step.loss import Objective, spread_nonfinite
+from pipeline.step.loss import Objective
+from pipeline.stream.philox import Stream, random_words, uniforms
+
+_BELOW_ONE = np.float32(1 - 2.0**-24)  # the largest float32 in [0, 1)
 
 
 @dataclass
 class TrainState:
-    """What is trained."""
+    """What is trained; the engine has the model and its optimizer."""
 
-    engine: Engine[VisionModel]  # the model and its optimizer
+    engine: Engine[VisionModel]
     batchnorm: StepStatistics
     ema: WeightAverage | None
     objective: Objective
@@ -33,19 +39,12 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step has found.
+    """What a step has found."""
 
-    Attributes:
-        requests: of this rank's micro-batches.
-        losses: of the same, () each.
-        batch: the last micro-batch.
-        grad_norm: over all ranks, before clipping; not finite if the step was skipped.
-    """
-
-    requests: list[BatchRequest]
-    losses: list[Tensor]
-    batch: Batch
-    grad_norm: float | Tensor
+    requests: list[BatchRequest]  # of this rank's micro-batches
+    losses: list[Tensor]  # of the same, () each
+    batch: Batch  # the last micro-batch
+    grad_norm: float | Tensor  # over all ranks, before clipping; not finite if the step was skipped
 
     @property
     def taken(self) -> bool:
@@ -109,9 +108,7 @@ def forward_backward(
     noise: Tensor | None,
     objective: Objective,
 ) -> Tensor:
-    """Run the forward pass of a micro-batch, its loss and its backward pass. Collective with an engine.
-
-    Returns the loss without its graph, () float32.
+    """Run the forward pass of a micro-batch, its loss and its backward pass; returns the loss without its graph, () float32.
 
     Args:
         forward: images (B, 3, H, W) and noise -> scores (B, classes); the engine, or a model under autocast.
@@ -119,5 +116,47 @@ def forward_backward(
         noise: what the model takes besides: (B, noise_per_sample), or None.
     """
     loss = objective(forward(batch.images, noise), batch)
-    backward(spread_nonfinite(loss))
+    # A loss that is not finite gets a NaN gradient, which all ranks see in the gradient norm without another collective.
+    backward(loss * torch.where(loss.isfinite(), 1.0, torch.nan))
     return loss.detach()
+
+
+def sample_noise(model: VisionModel, batch: Batch, seed: int) -> Tensor | None:
+    """The uniform numbers that the model may draw for each image (stochastic depth), a function of its place in the stream.
+
+    A model that also draws from PyTorch's generator (timm's dropout) is told what to seed it with.
+
+    Returns:
+        (B, noise_per_sample) float32 on the batch's device, or None when the model draws none.
+    """
+    count = model.noise_per_sample
+    if model.draws_from_generator:
+        model.generator_seed = _generator_seed(batch, seed, count)
+    if count == 0:
+        return None
+    noise = uniforms(Stream.STOCHASTIC_DEPTH, seed, batch.request.epoch, batch.request.position, count).astype(np.float32)
+    noise = np.minimum(noise, _BELOW_ONE)  # rounding must not make a 1 of it
+    return to_device(noise, batch.images.device)
+
+
+def _generator_seed(batch: Batch, seed: int, used: int) -> int:
+    """Below 2**63: the words of the micro-batch's first image that follow those ``used`` for stochastic depth.
+
+    The image's place belongs to one step, micro-batch and rank, and differs between them.
+    """
+    first = (batch.request.epoch[:1], batch.request.position[:1])
+    low, high = random_words(Stream.STOCHASTIC_DEPTH, seed, *first, used + 2)[0, used:].tolist()
+    return low | (high & 0x7FFFFFFF) << 32
+
+
+def random_batch(size: int, model: ModelConfig, device: torch.device) -> Batch:
+    """A micro-batch of ``size`` random images: everything that a step takes of a batch, without data."""
+    side = model.image_size
+    images = torch.randn(size, 3, side, side, device=device)
+    labels = torch.arange(size, device=device) % model.num_classes
+    numbers = np.arange(size, dtype=np.int64)
+    sides = np.full(size, side)
+    geometry = eval_geometry(sides, sides, side, 1.0)
+    request = BatchRequest(numbers, numbers, np.zeros_like(numbers), numbers, np.ones(size, dtype=bool), geometry)
+    weight = torch.ones(size, device=device)
+    return Batch(images, labels, labels, weight, weight > 0, request, 0)

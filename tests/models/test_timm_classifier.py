@@ -18,7 +18,7 @@ from pipeline.models.flops import count
 from pipeline.models.registry import check_name
 from pipeline.models.timm_names import defined_names
 from pipeline.optim.averages import StepStatistics
-from pipeline.step.forward import sample_noise
+from pipeline.step.train_step import sample_noise
 from support.subjects import subject_of
 from support.timm_models import SIZE, installed_timm
 
