@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from pipeline.command_line import command_parser, run_command
 from pipeline.config import DistributedConfig, Section, TrainConfig
 from pipeline.config.__main__ import markdown_table
-from pipeline.config.bounds import (
+from pipeline.config.values import (
     MAX_SIDE,
     BatchSize,
     Deviation,

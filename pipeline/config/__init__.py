@@ -4,7 +4,6 @@ A file may name another one as ``base: other.yaml`` (relative to itself) and the
 a wrong type or a value out of range raises ``UserError``.
 """
 
-from pipeline.config.bounds import Positive, PositiveInt, Section
 from pipeline.config.loading import (
     Recipe,
     config_from_dict,
@@ -36,4 +35,4 @@ from pipeline.config.train_sections import (
     accumulation_steps,
     fitting_micro_batches,
 )
-from pipeline.config.values import parse_value
+from pipeline.config.values import Positive, PositiveInt, Section, parse_value

@@ -13,9 +13,9 @@ from functools import partial
 import yaml
 
 from pipeline.command_line import command_parser, run_command
-from pipeline.config.bounds import Section
-from pipeline.config.loading import shipped_recipes
+from pipeline.config.loading import shipped_names, shipped_recipes
 from pipeline.config.sections import Config, flatten, section_fields
+from pipeline.config.values import Section
 from pipeline.errors import UserError
 
 
@@ -27,22 +27,18 @@ def main() -> None:
     args = parser.parse_args()
     if args.markdown:
         print(markdown_page(), end="")
-        return
-    if args.recipes:
+    elif args.recipes:
         print("\n".join(recipe_names()))
-        return
-    beginnings = tuple(args.beginnings)
-    for beginning in beginnings:
-        if not any(key.startswith(beginning) for key in flatten(Config())):
-            raise UserError(f"no key begins with {beginning!r}", "run the command without it to list all keys")
-    print(markdown_table(beginnings or ("",)))
+    else:
+        for beginning in args.beginnings:
+            if not any(key.startswith(beginning) for key in flatten(Config())):
+                raise UserError(f"no key begins with {beginning!r}", "run the command without it to list all keys")
+        print(markdown_table(tuple(args.beginnings) or ("",)))
 
 
 def recipe_names() -> list[str]:
     """The folder of the shipped configs, then their names, without those in ``base/``, which are not runs."""
-    folder = shipped_recipes()
-    names = (path.relative_to(folder).with_suffix("").as_posix() for path in sorted(folder.rglob("*.yaml")))
-    return [f"# {folder}", *(name for name in names if not name.startswith("base/"))]
+    return [f"# {shipped_recipes()}", *(name for name in shipped_names() if not name.startswith("base/"))]
 
 
 def markdown_table(beginnings: tuple[str, ...] = ("",), root: type[Section] = Config) -> str:
@@ -80,21 +76,13 @@ when a run is resumed: [Training](training.md#resume).
 
 def markdown_page() -> str:
     """The page ``docs/config.md``: how a config is written, then a table for each section."""
-    top = tuple(name for name in Config.model_fields if not _section_doc(name)[0])
+    top = tuple(name for name in Config.model_fields if not section_fields(name))
     parts = [_PAGE, "## Top level\n", markdown_table(top) + "\n"]
-    for name in Config.model_fields:
-        is_section, doc = _section_doc(name)
-        if is_section:
+    for name, field in Config.model_fields.items():
+        if section_fields(name):
+            doc = (vars(field.annotation).get("__doc__") or "").partition("\n")[0]
             parts += [f"## `{name}`\n", *([doc + "\n"] if doc else []), markdown_table((f"{name}.",)) + "\n"]
     return "\n".join(parts)
-
-
-def _section_doc(name: str) -> tuple[bool, str]:
-    """Whether a top-level key is a section, and the first line of its docstring."""
-    annotation = Config.model_fields[name].annotation
-    if not isinstance(annotation, type) or not issubclass(annotation, Section):
-        return False, ""
-    return True, (vars(annotation).get("__doc__") or "").partition("\n")[0]
 
 
 command = partial(run_command, main)

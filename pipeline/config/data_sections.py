@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.bounds import MAX_BATCH, Aspect, Count, Deviation, Mean, Section, Share, Text
+from pipeline.config.values import MAX_BATCH, Aspect, Count, Deviation, Mean, Section, Share, Text
 
 
 class DataConfig(Section):
@@ -59,22 +59,6 @@ class DataConfig(Section):
                 raise ValueError(f"must have a number as the weight of {folder!a:.80}, got {str(weight).lower()}")
         return mix
 
-    @model_validator(mode="after")
-    def _mix_is_of_other_sets(self) -> DataConfig:
-        if self.path in self.mix:
-            raise ValueError(
-                f"data.mix must not hold data.path, which has weight 1, got {self.path!a:.80}: remove it from data.mix"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ranges_ascend(self) -> DataConfig:
-        for name in ("crop_scale", "crop_ratio"):
-            low, high = getattr(self, name)
-            if low > high:
-                raise ValueError(f"data.{name} must go from low to high, got [{low}, {high}]")
-        return self
-
     @field_validator("cache")
     @classmethod
     def _a_cache_is_on_the_node(cls, cache: str | None) -> str | None:
@@ -83,21 +67,24 @@ class DataConfig(Section):
         return cache
 
     @model_validator(mode="after")
-    def _a_cache_has_a_folder(self) -> DataConfig:
+    def _keys_fit_together(self) -> DataConfig:
+        if self.path in self.mix:
+            raise ValueError(
+                f"data.mix must not hold data.path, which has weight 1, got {self.path!a:.80}: remove it from data.mix"
+            )
+        for name in ("crop_scale", "crop_ratio"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"data.{name} must go from low to high, got [{low}, {high}]")
+            default = type(self).model_fields[name].default
+            if self.train_crop == "simple" and (low, high) != default:
+                raise ValueError(
+                    f"data.{name} must be left at its default {list(default)} with data.train_crop=simple, got {[low, high]}"
+                )
         if self.cache_gib is not None and self.cache is None:
             raise ValueError(
                 f"data.cache_gib={self.cache_gib:g} requires data.cache, got null: set it to a folder on a disk of the node"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_simple_crop_has_no_scale(self) -> DataConfig:
-        for name in ("crop_scale", "crop_ratio"):
-            given, default = getattr(self, name), type(self).model_fields[name].default
-            if self.train_crop == "simple" and given != default:
-                raise ValueError(
-                    f"data.{name} must be left at its default {list(default)} with data.train_crop=simple, got {list(given)}"
-                )
         return self
 
 
@@ -135,21 +122,16 @@ class AugmentConfig(Section):
         return alpha
 
     @model_validator(mode="after")
-    def _one_policy_of_operations(self) -> AugmentConfig:
+    def _keys_fit_together(self) -> AugmentConfig:
         for name in ("three_augment", "color_jitter"):
             if self.rand_augment_ops and (given := getattr(self, name)):
                 raise ValueError(
                     f"augment.{name} requires augment.rand_augment_ops=0, got {self.rand_augment_ops} with augment.{name}="
                     f"{str(given).lower()}: set augment.rand_augment_ops=0, or augment.{name}={'false' if given is True else 0}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _partners_are_other_images(self) -> AugmentConfig:
         if self.mixes and self.mix_group < 2 * self.repeats:
-            raise ValueError(
-                f"augment.mix_group must be at least 2 x augment.repeats = {2 * self.repeats}, got {self.mix_group}"
-            )
+            needed = 2 * self.repeats
+            raise ValueError(f"augment.mix_group must be at least 2 x augment.repeats = {needed}, got {self.mix_group}")
         return self
 
     @property

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from pipeline.config.bounds import Section
 from pipeline.config.problems import Layer, complaint, describe, unknown_key
 from pipeline.config.sections import Config, section_fields
-from pipeline.config.values import parse_value, shown
+from pipeline.config.values import Section, parse_value, shown
 from pipeline.errors import UserError
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -27,6 +28,12 @@ def shipped_recipes() -> Path:
     """The folder of the shipped configs: ``recipes/`` of the installed package, or ``configs/`` of a source checkout."""
     installed = _PACKAGE / "recipes"
     return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+
+
+def shipped_names() -> list[str]:
+    """The names of the shipped configs, such as ``ablations/pervit_table5_lrn``."""
+    folder = shipped_recipes()
+    return [path.relative_to(folder).with_suffix("").as_posix() for path in sorted(folder.rglob("*.yaml"))]
 
 
 def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
@@ -46,8 +53,7 @@ def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
         candidate = place / f"{wanted}.yaml"
         if candidate.is_file() and not Path(name).is_absolute():
             return candidate
-    shipped = sorted(file.relative_to(places[1]).with_suffix("").as_posix() for file in places[1].rglob("*.yaml"))
-    stems = {recipe.rpartition("/")[2]: recipe for recipe in shipped}
+    stems = {Path(recipe).name: recipe for recipe in shipped_names()}
     close = difflib.get_close_matches(Path(wanted).name, stems, n=1, cutoff=0.7)
     remedy = f"did you mean {stems[close[0]]}?" if close else "pass a file or the name of a shipped config."
     raise UserError(f"config {path} does not exist, and no config of that name is in {places[1]}: {remedy}")
@@ -62,12 +68,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: a file, or the name of a shipped config (:func:`find_recipe`).
-        overrides: ``dotted.key=value`` strings; later ones win.
+        overrides: later ones win.
 
     Raises:
         UserError: missing file, invalid YAML, unknown key, wrong type or value out of range.
     """
     return load_config_as(Config, path, overrides)
+
+
+def load_config_as(root: type[AnySection], path: str | Path, overrides: Sequence[str] = ()) -> AnySection:
+    """:func:`load_config` for the config of another program, of the class ``root``; every key has a default."""
+    layers = _read_with_bases(find_recipe(path), seen=())
+    layers += [Layer(f"override {shown(override)}", _override(override, root)) for override in overrides]
+    return _validate(root, layers)
+
+
+def config_from_dict(tree: dict, source: str) -> Config:
+    """Validate a nested dictionary, section -> key -> value, of the file ``source``. Raises UserError: the first problem found."""
+    return _validate(Config, [Layer(f"config {source}", tree)])
 
 
 @dataclass(frozen=True)
@@ -82,55 +100,27 @@ def load_recipe(path: str | Path) -> Recipe | None:
     """The shipped config that a file is or begins from (``base:``); the file itself if it begins from none; None if it is
     valid with overrides only.
     """
-    layers, shipped = _read_with_bases(find_recipe(path), seen=()), shipped_recipes().resolve()
-    shipped_layers = [
-        number for number, layer in enumerate(layers, 1) if layer.file and layer.file.resolve().is_relative_to(shipped)
-    ]
-    layers = layers[: shipped_layers[-1]] if shipped_layers else layers
+    layers, folder = _read_with_bases(find_recipe(path), seen=()), shipped_recipes().resolve()
+    shipped = [number for number, layer in enumerate(layers, 1) if layer.file and layer.file.resolve().is_relative_to(folder)]
+    layers = layers[: shipped[-1]] if shipped else layers
     try:
         return Recipe(str(layers[-1].file), _validate(Config, layers))
     except UserError:
         return None
 
 
-def config_from_dict(tree: dict, source: str) -> Config:
-    """Validate a nested dictionary.
-
-    Args:
-        tree: section -> key -> value.
-        source: the file it came from, for error messages.
-
-    Raises:
-        UserError: the first problem found.
-    """
-    return _validate(Config, [Layer(f"config {source}", tree)])
-
-
-def load_config_as(root: type[AnySection], path: str | Path, overrides: Sequence[str] = ()) -> AnySection:
-    """:func:`load_config` for the config of another program, of the class ``root``; every key has a default."""
-    layers = _read_with_bases(find_recipe(path), seen=())
-    layers += [Layer(f"override {shown(override)}", _override(override, root)) for override in overrides]
-    return _validate(root, layers)
-
-
 def _validate(root: type[AnySection], layers: list[Layer]) -> AnySection:
-    tree: dict = {}
-    for layer in layers:
-        tree = _merge(tree, layer.tree)
     try:
-        return root.model_validate(tree)
+        return root.model_validate(reduce(_merge, [layer.tree for layer in layers], {}))
     except ValidationError as error:
         raise UserError(describe(error, layers, root)) from None
 
 
 def section_from_dict(section: type[AnySection], values: Mapping[str, Any], key: str) -> AnySection:
-    """Validate a section outside the :class:`Config` tree, such as a model family's switches.
+    """Validate a section outside the :class:`Config` tree, such as a model family's switches. Raises UserError: the first problem found.
 
     Args:
         key: the dotted key that holds the values in a config, for error messages.
-
-    Raises:
-        UserError: the first problem found.
     """
     try:
         return section.model_validate(dict(values))
@@ -154,8 +144,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
         tree = parse_value(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is a ValueError too
         raise UserError(f"config file {path} is not valid YAML ({error})", "fix that line") from None
-    if tree is None:
-        tree = {}
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise UserError(
             f"config file {path} must hold a mapping of keys to values, got a {type(tree).__name__}",
@@ -170,7 +159,7 @@ def _read_with_bases(path: Path, seen: tuple[Path, ...]) -> list[Layer]:
     return [*_read_with_bases(find_recipe(base, path.parent), (*seen, path.resolve())), layer]
 
 
-def _override(text: str, root: type[Section] = Config) -> dict:
+def _override(text: str, root: type[Section]) -> dict:
     """``dotted.key=value`` as a nested dictionary."""
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -181,16 +170,14 @@ def _override(text: str, root: type[Section] = Config) -> dict:
     try:
         tree = _value_of(key, value, root)
     except ValueError as error:
-        raise UserError(
-            f"override {shown(text)}: the text after the = is not valid YAML ({error})",
-            "correct it, or quote it",
-        ) from None
+        problem = f"override {shown(text)}: the text after the = is not valid YAML ({error})"
+        raise UserError(problem, "correct it, or quote it") from None
     for name in reversed(names):
         tree = {name: tree}
     return tree
 
 
-def _value_of(key: str, text: str, root: type[Section] = Config) -> Any:
+def _value_of(key: str, text: str, root: type[Section]) -> Any:
     """The value of an override: literal for string keys, else YAML; see :func:`load_config`."""
     section, _, name = key.rpartition(".")
     fields = section_fields(section, root)
@@ -199,11 +186,9 @@ def _value_of(key: str, text: str, root: type[Section] = Config) -> Any:
     if text == "null" and NoneType in get_args(fields[name].annotation):
         return None
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        try:
+        with suppress(ValueError):
             inside = parse_value(text)
-        except ValueError:
-            return text
-        return inside if isinstance(inside, str) else text
+            return inside if isinstance(inside, str) else text
     return text
 
 

@@ -13,9 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config.bounds import Section
 from pipeline.config.sections import Config, flatten, section_fields
-from pipeline.config.values import shown
+from pipeline.config.values import Section, shown
 
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 _LONG = 200  # characters after which pydantic's or the user's text is cut, and beyond which nobody meant another key
@@ -49,10 +48,10 @@ _NAMES_ELSEWHERE = {
     "seed": "random_seed",
     "output_dir": "output save_dir",
 }
-ALIASES: dict[str, list[str]] = {}
-for _key, _names in _NAMES_ELSEWHERE.items():
-    for _name in _names.split():
-        ALIASES.setdefault(_name, []).append(_key)
+ALIASES = {
+    alias: [key for key, names in _NAMES_ELSEWHERE.items() if alias in names.split()]
+    for alias in " ".join(_NAMES_ELSEWHERE.values()).split()
+}
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,7 @@ class Layer:
 
 
 def describe(error: ValidationError, layers: list[Layer], root: type[Section] = Config) -> str:
-    """The first problem as one sentence: ``SOURCE: KEY must ..., got ...``.
-
-    Args:
-        error: from validating a complete config.
-        layers: all layers; later ones override earlier ones.
-    """
+    """The first problem of a complete config as one sentence: ``SOURCE: KEY must ..., got ...``. Later layers override earlier ones."""
     problem = error.errors(include_url=False)[0]
     loc, found, kind = problem["loc"], problem["input"], problem["type"]
     key = ".".join(str(part) for part in loc[:2] if not isinstance(part, int))
@@ -95,11 +89,11 @@ def describe(error: ValidationError, layers: list[Layer], root: type[Section] = 
     elif kind == "too_long" and isinstance(found, list | tuple):
         sentence = f"{key} must have {problem['ctx']['max_length']} values, got {len(found)}."
     elif kind in ("model_type", "dict_type"):
-        sentence = f"{key or 'the config'} must be a section, got {got(found)}: write {key}.NAME=VALUE."
+        sentence = f"{key or 'the config'} must be a section, got {shown(found)}: write {key}.NAME=VALUE."
     elif kind in ("tuple_type", "list_type"):
-        sentence = f"{key} must be a list, got {got(found)}: write {key}={_as_list(key, found, root)}."
+        sentence = f"{key} must be a list, got {shown(found)}: write {key}={_as_list(key, found, root)}."
     elif kind == "string_type" and isinstance(found, int | float | datetime.date) and not isinstance(found, bool):
-        sort, value = ("a date", str(found)) if isinstance(found, datetime.date) else ("a number", got(found))
+        sort, value = ("a date", str(found)) if isinstance(found, datetime.date) else ("a number", shown(found))
         sentence = f"{key} must be text, got {value}, which YAML reads as {sort}: put it in quotes."
     else:
         sentence = complaint(problem, key)
@@ -114,33 +108,22 @@ def complaint(problem: ErrorDetails, key: str) -> str:
         return f"{key} {message}." if message.startswith("must ") else f"{message}."
     bounds = problem.get("ctx", {})
     requirement = {
-        "greater_than": f"be greater than {got(bounds.get('gt'))}" if bounds.get("gt") else "be positive",
-        "greater_than_equal": f"be at least {got(bounds.get('ge'))}",
-        "less_than": f"be less than {got(bounds.get('lt'))}",
-        "less_than_equal": f"be at most {got(bounds.get('le'))}",
+        "greater_than": f"be greater than {shown(bounds.get('gt'))}" if bounds.get("gt") else "be positive",
+        "greater_than_equal": f"be at least {shown(bounds.get('ge'))}",
+        "less_than": f"be less than {shown(bounds.get('lt'))}",
+        "less_than_equal": f"be at most {shown(bounds.get('le'))}",
         "finite_number": "be a finite number",
-        "int_type": "be a whole number",
-        "int_parsing": "be a whole number",
-        "int_from_float": "be a whole number",
-        "float_type": "be a number",
-        "float_parsing": "be a number",
-        "bool_type": "be true or false",
-        "bool_parsing": "be true or false",
         "string_type": "be text",
         "string_too_short": "not be empty",
         "string_too_long": f"have at most {bounds.get('max_length')} characters",
+        **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "be a whole number"),
+        **dict.fromkeys(("float_type", "float_parsing"), "be a number"),
+        **dict.fromkeys(("bool_type", "bool_parsing"), "be true or false"),
     }.get(kind, message.removeprefix("Input should ").removeprefix("must "))
     if ", got " in requirement:
         return f"{key} must {requirement}."
     number = isinstance(found, str) and kind.startswith(("greater", "less", "finite"))  # YAML 1.1 reads 1e9 as text
-    return f"{key} must {requirement}, got {found if number else got(found)}."
-
-
-def got(value: Any) -> str:
-    """A value for a message, shortened: as in YAML where that is one word."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return f"{value:.0f}"
-    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else shown(value)
+    return f"{key} must {requirement}, got {found if number else shown(found)}."
 
 
 def _source(loc: tuple, sentence: str, layers: list[Layer], root: type[Section]) -> str:
@@ -168,10 +151,7 @@ def _as_list(key: str, found: Any, root: type[Section]) -> str:
 def unknown_key(key: str, inside: object = None, root: type[Section] = Config) -> str:
     """The sentence for a key that does not exist, with those that were probably meant.
 
-    Args:
-        key: with its section, as far as it is known.
-        inside: its value. Where that is a mapping of one name, as that of a section which does not exist, the name counts too.
-        root: the config that lacks it.
+    Where its value ``inside`` is a mapping of one name, as that of a section which does not exist, the name counts too.
     """
     meant = f"{key}.{next(iter(inside))}" if isinstance(inside, dict) and len(inside) == 1 else key
     near = nearest_keys(meant, root) or nearest_keys(key, root)
@@ -193,21 +173,16 @@ def nearest_keys(key: str, root: type[Section] = Config) -> list[str]:
     if len(key) > _LONG:
         return []
     section, _, name = key.lower().replace("-", "_").rpartition(".")
-    keys = list(flatten(root()))
-    aliases = [known for known in ALIASES.get(name, ()) if known in keys]
-    if aliases:
+    keys = {known: known.rpartition(".") for known in flatten(root())}
+    if aliases := [known for known in ALIASES.get(name, ()) if known in keys]:
         return aliases
-    siblings = {_leaf(known): known for known in keys if known.rpartition(".")[0] == section}
+    siblings = {leaf: known for known, (inside, _, leaf) in keys.items() if inside == section}
     near = [siblings[close] for close in difflib.get_close_matches(name, siblings, n=1, cutoff=_CLOSE)]
-    near += difflib.get_close_matches(key, [known for known in keys if _leaf(known) == name], n=_MOST, cutoff=0)
+    near += difflib.get_close_matches(key, [known for known in keys if keys[known][2] == name], n=_MOST, cutoff=0)
     if not near and not section:  # a section, a key of the top level, or one such as train_epochs
         sections = dict.fromkeys(known.partition(".")[0] for known in keys)
         near = difflib.get_close_matches(key, [*keys, *sections], n=1, cutoff=_CLOSE)
     if not near:
-        leaves = {_leaf(known): known for known in keys}
+        leaves = {leaf: known for known, (_, _, leaf) in keys.items()}
         near = [leaves[close] for close in difflib.get_close_matches(name, leaves, n=1, cutoff=_CLOSE)]
     return list(dict.fromkeys(near))[:_MOST]
-
-
-def _leaf(key: str) -> str:
-    return key.rpartition(".")[2]

@@ -12,9 +12,9 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.config.bounds import MAX_PROFILED, MAX_SECONDS, BatchSize, Epochs, Seconds, Section, Steps, Text, Window
 from pipeline.config.data_sections import AugmentConfig, DataConfig
 from pipeline.config.train_sections import ModelConfig, OptimConfig, TrainConfig
+from pipeline.config.values import MAX_PROFILED, MAX_SECONDS, BatchSize, Epochs, Seconds, Section, Steps, Text, Window
 
 # Keys that a resumed run may change freely: they affect neither the order of samples nor the weights beyond rounding. The
 # micro-batch size is one of them so that a run can move to other hardware: all random draws, Mixup's groups too, depend on an
@@ -125,17 +125,13 @@ class Config(Section):
         return config
 
     @model_validator(mode="after")
-    def _a_simple_crop_has_a_border(self) -> Config:
+    def _sections_fit_together(self) -> Config:
+        train, classes, micro, group = self.train, self.model.num_classes, self.train.micro_batch_size, self.augment.unit
         if self.data.train_crop == "simple" and self.model.image_size < 5:
             raise ValueError(
                 f"model.image_size must be at least 5 with data.train_crop=simple, which mirrors 4 pixels at each border, got "
                 f"{self.model.image_size}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _targets_are_on_both_sides_of_the_threshold(self) -> Config:
-        train, classes = self.train, self.model.num_classes
         if train.loss == "bce" and train.bce_threshold is not None:
             # Targets of a class that an image shows, and of one that it does not.
             absent, present = train.label_smoothing / classes, 1 - train.label_smoothing + train.label_smoothing / classes
@@ -150,11 +146,6 @@ class Config(Section):
                     f"train.loss=bce requires a train.bce_threshold below the target of a class that is shown, {present:.3g} with "
                     f"train.label_smoothing {train.label_smoothing:g}, got {train.bce_threshold:g}: set a lower threshold"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_fill_the_micro_batch(self) -> Config:
-        micro, group = self.train.micro_batch_size, self.augment.unit
         if isinstance(micro, int) and micro % group:
             raise ValueError(
                 f"augment.mix_group must divide train.micro_batch_size {micro}, got {group} ({micro} / {group} = {micro / group:.4g} groups): "

@@ -6,9 +6,9 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from pipeline.config.bounds import (
+from pipeline.config.values import (
     MAX_BATCH,
     MAX_EPOCHS,
     MAX_SIDE,
@@ -33,24 +33,6 @@ AUTO = "auto"  # train.micro_batch_size: as many images as fit into memory
 _TEACHER_LIBRARIES = ("torchvision:", "timm:")  # what train.teacher begins with if it is not a run
 
 
-class ModelConfig(Section):
-    name: Annotated[Text, Field(max_length=100)] = "pervit_t"
-    """Model name; `python -m pipeline.models` lists them. `timm:NAME`: a classifier of timm."""
-    image_size: Annotated[int, Field(ge=1, le=MAX_SIDE)] = 224
-    """Side of the square input, in pixels."""
-    num_classes: PositiveInt = 1000
-    """Number of classes; must match the shards."""
-    drop_path: Fraction = 0.0
-    """Stochastic depth rate of the last block."""
-    switches: dict[str, Any] = {}
-    """Ablation switches of the model family, or arguments of timm's model; `python -m pipeline.models NAME` lists them."""
-
-    @field_validator("switches")
-    @classmethod
-    def _plain_values(cls, switches: dict[str, Any]) -> dict[str, Any]:
-        return _checked_plain(switches)
-
-
 def _checked_plain(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         parts = value if isinstance(value, list | tuple) else [value]
@@ -63,6 +45,22 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or isinstance(value, str | bool) or (isinstance(value, int) and abs(value) <= MAX_SWITCH)
+
+
+PlainValues = Annotated[dict[str, Any], AfterValidator(_checked_plain)]
+
+
+class ModelConfig(Section):
+    name: Annotated[Text, Field(max_length=100)] = "pervit_t"
+    """Model name; `python -m pipeline.models` lists them. `timm:NAME`: a classifier of timm."""
+    image_size: Annotated[int, Field(ge=1, le=MAX_SIDE)] = 224
+    """Side of the square input, in pixels."""
+    num_classes: PositiveInt = 1000
+    """Number of classes; must match the shards."""
+    drop_path: Fraction = 0.0
+    """Stochastic depth rate of the last block."""
+    switches: PlainValues = {}
+    """Ablation switches of the model family, or arguments of timm's model; `python -m pipeline.models NAME` lists them."""
 
 
 class TrainConfig(Section):
@@ -122,7 +120,7 @@ class TrainConfig(Section):
         return size
 
     @model_validator(mode="after")
-    def _a_librarys_teacher_has_weights(self) -> TrainConfig:
+    def _keys_fit_together(self) -> TrainConfig:
         library = (self.teacher or "").startswith(_TEACHER_LIBRARIES)
         if library and not self.teacher_weights:
             raise ValueError(
@@ -133,10 +131,6 @@ class TrainConfig(Section):
             raise ValueError(
                 f"train.teacher_weights {self.teacher_weights} requires train.teacher {names}, got {self.teacher or 'null'}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_teacher_needs_cross_entropy(self) -> TrainConfig:
         if self.loss == "bce" and self.teacher:
             raise ValueError(
                 f"train.loss must be cross_entropy with train.teacher={self.teacher}, got bce, for which hard distillation (DeiT, Eq. 3) "
@@ -157,7 +151,7 @@ class OptimConfig(Section):
 
     name: Annotated[Text, Field(max_length=200)] = "adamw"
     """The optimizer. adamw. lamb: of large batches and DeiT III, with clip_grad_norm 1.0 as timm's and apex's. muon: for the matrices of the blocks, AdamW for all else. `module:Class`: any class of `torch.optim.Optimizer`, such as `torch.optim:NAdam`, or one in a file in the current folder or on PYTHONPATH."""
-    options: dict[str, Any] = {}
+    options: PlainValues = {}
     """With `module:Class`: arguments of its constructor beside lr, such as `{betas: [0.9, 0.99]}`. It keeps its own defaults for the others: betas, momentum and eps below are those of the built-in optimizers. weight_decay works as the class defines it."""
     lr: PositiveRate = 5e-4
     """Peak learning rate at a global batch size of lr_batch_size; scaled linearly to global_batch_size."""
@@ -196,11 +190,6 @@ class OptimConfig(Section):
             raise ValueError(f"must be {built_in} or a class as 'module:Class'")
         return name
 
-    @field_validator("options")
-    @classmethod
-    def _plain_values(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return _checked_plain(options)
-
     @model_validator(mode="after")
     def _options_are_of_a_class(self) -> OptimConfig:
         if self.name in BUILT_IN_OPTIMIZERS:
@@ -229,14 +218,13 @@ def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> in
     """
     global_batch, micro = train.global_batch_size, train.micro_batch
     per_pass = micro * world_size
-    steps, rest = divmod(global_batch, per_pass)
-    if rest or steps == 0:
+    if global_batch % per_pass:
         raise UserError(
             f"train.global_batch_size must be a multiple of train.micro_batch_size {micro} x {counted(world_size, 'process')} = {per_pass}, got "
             f"{global_batch} ({global_batch} / {per_pass} = {global_batch / per_pass:.4g} accumulation steps)",
             _remedy(global_batch, micro, world_size, unit),
         )
-    return steps
+    return global_batch // per_pass
 
 
 def fitting_micro_batches(train: TrainConfig, world_size: int, unit: int = 1) -> list[int]:
@@ -246,15 +234,14 @@ def fitting_micro_batches(train: TrainConfig, world_size: int, unit: int = 1) ->
         UserError: there are none.
     """
     global_batch, whole = train.global_batch_size, unit * world_size
-    per_rank, rest = divmod(global_batch, whole)
-    if rest or not per_rank:
+    if global_batch % whole:
         of_units = f" in groups of {unit} images (augment.mix_group)" if unit > 1 else ""
         raise UserError(
             f"train.global_batch_size must be a multiple of {whole} for {world_size} processes{of_units}, got {global_batch} "
             f"({global_batch} / {whole} = {global_batch / whole:.4g})",
             _remedy(global_batch, None, world_size, unit),
         )
-    return [unit * number for number in _divisors(per_rank) if unit * number <= MAX_BATCH]
+    return [unit * number for number in _divisors(global_batch // whole) if unit * number <= MAX_BATCH]
 
 
 def _remedy(global_batch: int, micro: int | None, world_size: int, unit: int) -> str:

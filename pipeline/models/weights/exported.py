@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from pipeline.config.bounds import MAX_SIDE, Count, Deviation, Mean
+from pipeline.config.values import MAX_SIDE, Count, Deviation, Mean
 from pipeline.errors import UserError
 from pipeline.files import open_regular, replace_file
 from pipeline.models.common.base import VisionModel

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from torch import Tensor
 
-from pipeline.config.bounds import MAX_SHAPE, MAX_SIDE, Deviation, Mean
+from pipeline.config.values import MAX_SHAPE, MAX_SIDE, Deviation, Mean
 from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import list_models
