@@ -26,9 +26,6 @@ class WeightAverage:
     as BatchNorm's running statistics, are averaged likewise, in full on every rank; integer ones are the model's own. timm's
     ``ModelEma``, which the papers' code uses, averages all buffers too.
 
-    Args:
-        decay: such as 0.9999; DeiT's is 0.99996.
-
     Attributes:
         averages: by parameter name, each with the shape of this rank's share of the parameter.
         buffers: averaged buffers by name; those of floating point that are in the model's state dict.
@@ -89,14 +86,14 @@ class StepStatistics:
         self._world = world
         self._norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._momentum = [norm.momentum for norm in self._norms]
-        self._running: list[tuple[Tensor, Tensor, Tensor]] = []  # as they were before the step
+        self._before: list[list[Tensor]] = []  # the buffers as they were before the step
 
     def __len__(self) -> int:
         return len(self._norms)
 
     def begin(self) -> None:
         """Call before the first micro-batch of a step."""
-        self._running = self._copies()
+        self._before = [[buffer.clone() for buffer in _buffers(norm)] for norm in self._norms]
 
     def micro_batch(self, number: int) -> None:
         """Call before micro-batch ``number`` (from 0): with momentum 1 / (number + 1) the buffers hold the mean so far."""
@@ -109,31 +106,19 @@ class StepStatistics:
         if not self._norms:
             return
         if taken:
-            mean = torch.cat([buffer for pair in self._buffers() for buffer in pair])  # (F,), all statistics concatenated
-            self._world.sum(mean).div_(self._world.size)
-            parts = iter(mean.split([len(buffer) for pair in self._buffers() for buffer in pair]))
-        for norm, kept, momentum in zip(self._norms, self._running, self._momentum):
+            statistics = [buffer for norm in self._norms for buffer in _buffers(norm)[:2]]
+            mean = self._world.sum(torch.cat(statistics)).div_(self._world.size)  # (F,), all statistics concatenated
+            parts = iter(mean.split([len(buffer) for buffer in statistics]))
+        for norm, kept, momentum in zip(self._norms, self._before, self._momentum):
             assert momentum is not None  # it is with a cumulative average, which no model has
-            for buffer, before in zip(_statistics(norm), kept[:2]):
+            *running, batches = _buffers(norm)
+            for buffer, before in zip(running, kept):
                 buffer.copy_(before.lerp_(next(parts), momentum) if taken else before)
-            _batches(norm).copy_(kept[2] + taken)
+            batches.copy_(kept[2] + taken)
             norm.momentum = momentum
 
-    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
-        return [_statistics(norm) for norm in self._norms]
 
-    def _copies(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        pairs = [(_statistics(norm), _batches(norm)) for norm in self._norms]
-        return [(mean.clone(), variance.clone(), batches.clone()) for (mean, variance), batches in pairs]
-
-
-def _statistics(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """Running mean and variance, (channels,) each."""
-    assert norm.running_mean is not None and norm.running_var is not None  # with track_running_stats
-    return norm.running_mean, norm.running_var
-
-
-def _batches(norm: _BatchNorm) -> Tensor:
-    """How many batches the norm has seen, ()."""
-    assert norm.num_batches_tracked is not None  # with track_running_stats
-    return norm.num_batches_tracked
+def _buffers(norm: _BatchNorm) -> list[Tensor]:
+    """Running mean and variance, (channels,) each, and how many batches the norm has seen, ()."""
+    buffers = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    return [buffer for buffer in buffers if buffer is not None]  # none is with track_running_stats

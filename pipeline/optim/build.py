@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -20,12 +19,8 @@ LR_SCALE = "lr_scale"  # key of a group: fraction of the schedule's learning rat
 
 
 def optimizer_description(config: OptimConfig) -> OptimizerDescription:
-    """The description of the config's optimizer: the only place where anything is known about it.
-
-    A class from another package (``optim.name=module:Class``) is tried out on a few small parameters, once for each process.
-
-    Raises:
-        UserError: the class cannot be imported or cannot be trained with; see :mod:`pipeline.optim.imported`.
+    """The description of the config's optimizer: the only place where anything is known about it. Raises UserError: a class of
+    another package (``optim.name=module:Class``) cannot be imported or trained with; see :mod:`pipeline.optim.imported`.
     """
     if config.name not in BUILT_IN_OPTIMIZERS:
         return imported_optimizer(config)
@@ -34,20 +29,8 @@ def optimizer_description(config: OptimConfig) -> OptimizerDescription:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimizer ``optim.name`` with the groups of :func:`parameter_groups`.
-
-    The learning rate is a placeholder: :func:`learning_rate` gives it before every step.
-    """
+    """Build the optimizer ``optim.name`` with the groups of :func:`parameter_groups` and a placeholder for the learning rate."""
     return optimizer_description(config).build(parameter_groups(model, config), config)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What the parameters of a group have in common."""
-
-    layer: int  # 0 without layer-wise decay
-    matrices: bool
-    decays: bool
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
@@ -69,24 +52,25 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
             "whose parameters are all of one layer",
             "set optim.layer_decay=null",
         )
-    members: dict[_Kind, dict[str, nn.Parameter]] = {}
+    # Kind: layer (0 without layer-wise decay), whether the optimizer takes them as matrices, whether they decay.
+    members: dict[tuple[int, bool, bool], dict[str, nn.Parameter]] = {}
     if config.layer_decay is None:  # these two and in this order, even if one is empty
-        members = {_Kind(0, False, decays): {} for decays in (True, False)}
+        members = {(0, False, decays): {} for decays in (True, False)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             layer = 0 if config.layer_decay is None else model.layer_of(name)  # type: ignore[operator]
-            kind = _Kind(layer, name in matrices, parameter.ndim > 1 and name not in exempt)
+            kind = (layer, name in matrices, parameter.ndim > 1 and name not in exempt)
             members.setdefault(kind, {})[name] = parameter
     groups = []
-    for kind, parameters in members.items():
+    for (layer, of_matrices, decays), parameters in members.items():
         group: dict[str, Any] = {
             "params": list(parameters.values()),
             "names": list(parameters),
-            "weight_decay": config.weight_decay if kind.decays else 0.0,
-            MATRICES: kind.matrices,
+            "weight_decay": config.weight_decay if decays else 0.0,
+            MATRICES: of_matrices,
         }
         if config.layer_decay is not None:
-            group[LR_SCALE] = config.layer_decay ** (model.num_layers - 1 - kind.layer)  # type: ignore[operator]
+            group[LR_SCALE] = config.layer_decay ** (model.num_layers - 1 - layer)  # type: ignore[operator]
         groups.append(group)
     return groups
 

@@ -30,18 +30,13 @@ class StateNames:
 
 
 class OptimizerDescription:
-    """An optimizer: how it is built, what it keeps and what its step takes. The defaults are those of an elementwise optimizer.
+    """An optimizer: how it is built, what it keeps and what its step takes. The defaults are those of an elementwise optimizer."""
 
-    Attributes:
-        title: for people, such as ``AdamW``.
-        takes_slices: whether it steps right on slices of parameters, as ZeRO 1 to 3 hand them out: the update of an element needs
-            that element only, or the class puts whole parameters together (:class:`~pipeline.optim.slices.SliceOptimizer`).
-        passes: numbers that a step reads and writes for each parameter, in memory; an estimate for plans.
-    """
-
-    title: str
+    title: str  # for people, such as ``AdamW``
+    # Whether it steps right on slices of parameters, as ZeRO 1 to 3 hand them out: the update of an element needs that element only, or
+    # the class puts whole parameters together (:class:`~pipeline.optim.slices.SliceOptimizer`).
     takes_slices: bool = True
-    passes: float
+    passes: float  # numbers that a step reads and writes for each parameter, in memory; an estimate for plans
 
     def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
         """Construct the optimizer for some parameter groups, each with ``params``, ``names``, ``weight_decay`` and :data:`MATRICES`.
@@ -55,7 +50,7 @@ class OptimizerDescription:
         raise NotImplementedError
 
     def matrices(self, model: nn.Module) -> set[str]:
-        """Names of the parameters that are updated as matrices; they get groups of their own. None by default.
+        """Names of the parameters that are updated as matrices; they get groups of their own.
 
         Raises:
             UserError: the model has none, but the optimizer is made for them.
@@ -77,12 +72,7 @@ class OptimizerDescription:
         return 0.0
 
     def summary(self, parameters: Mapping[str, nn.Parameter], matrices: set[str]) -> str:
-        """A few words for the log.
-
-        Args:
-            parameters: that are trained, by name.
-            matrices: the names of those that are updated as matrices.
-        """
+        """A few words for the log about the trained ``parameters``, by name, of which those in ``matrices`` are updated as such."""
         return self.title
 
     def remark(self, config: OptimConfig) -> str | None:

@@ -49,11 +49,7 @@ def zero_stage(config: Config, world_size: int) -> int:
 
 
 def deepspeed_config(config: Config, world_size: int) -> dict:
-    """DeepSpeed's config.
-
-    Raises:
-        UserError: the global batch size is not divisible by micro-batch size times world size.
-    """
+    """DeepSpeed's config. Raises UserError: the batch sizes do not divide."""
     stage = zero_stage(config, world_size)
     return {
         "train_batch_size": config.train.global_batch_size,
@@ -90,7 +86,8 @@ def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
     with quiet_deepspeed():
         import deepspeed
 
-        logging.getLogger("DeepSpeed").addFilter(_is_news)
+        # Its caution about optimizers that it does not know, which are tried here.
+        logging.getLogger("DeepSpeed").addFilter(lambda record: "ZeRO with an untested optimizer" not in record.getMessage())
         model.to(world.device)
         with _groups_with_timeout(config.distributed.collective_timeout):
             engine: Engine[Model] = deepspeed.initialize(
@@ -105,11 +102,6 @@ def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
     if engine.zero_optimization_stage() in (1, 2) and world.device.type == "cuda":
         _wait_for_the_reduction_only(engine.optimizer)
     return engine
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a message of DeepSpeed's is more than its caution about optimizers that it does not know, which are tried here."""
-    return "ZeRO with an untested optimizer" not in record.getMessage()
 
 
 @contextmanager
@@ -155,11 +147,7 @@ def set_learning_rate(engine: Engine, lr: float) -> None:
 
 
 def micro_batches(engine: Engine, count: int | None = None) -> Iterator[int]:
-    """Count the micro-batches of a step from 0, within :func:`weights_cast_once`.
-
-    Args:
-        count: the step ends after so many; None: after ``engine.gradient_accumulation_steps()``.
-    """
+    """Count the micro-batches of a step from 0, within :func:`weights_cast_once`; ``count`` of them, or those of the config."""
     with weights_cast_once(engine.zero_optimization_stage()):
         for number in range(count or engine.gradient_accumulation_steps()):
             if count:

@@ -46,12 +46,38 @@ class ImportedOptimizer(OptimizerDescription):
             stack.enter_context(_disable_current_modes())
             stack.enter_context(torch.device("cpu"))
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            trial = self._tried()
-            self._names = self._state_names(trial)
-            self._resume(trial)
-            self.takes_slices = self._takes_slices(trial)
+            self._try_out()
         # PyTorch's optimizers read and write about twice as often as a fused kernel, which needs weights, gradients and state once.
         self.passes = 2 * (3 + 2 * len(self._names.tensors))
+
+    def _try_out(self) -> None:
+        """Take steps; find out what is kept, whether a resumed run would go on alike, and whether slices of parameters will do."""
+        trial = _Trial(self, self._config)
+        try:
+            for step in range(_STEPS):
+                trial.step(step)
+        except Exception as error:
+            raise UserError(
+                f"optim.name {self._config.name} cannot take a step without a closure on dense gradients ({_words(error)})",
+                _REMEDY,
+            ) from None
+        self._names = self._state_names(trial)
+        resumed = _Trial(self, self._config)
+        resumed.step(0)
+        resumed.take_over(trial, self._names)
+        for stepping in (trial, resumed):
+            stepping.step(_STEPS)
+        if not torch.equal(trial.weights(), resumed.weights()):
+            raise self._refusal("something outside of its state, or draws random numbers")
+        self.takes_slices = not issubclass(self._class, torch.optim.Adagrad)  # DeepSpeed builds it anew, without the groups
+        try:
+            sliced = _Trial(self, self._config, flat=True)
+            for step in range(_STEPS + 1):
+                sliced.step(step)
+            distance = (sliced.weights() - trial.weights()).norm()
+            self.takes_slices &= bool(distance <= _SAME * trial.weights().norm())
+        except Exception:  # it needs matrices, for example
+            self.takes_slices = False
 
     def build(self, groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
         try:
@@ -59,7 +85,7 @@ class ImportedOptimizer(OptimizerDescription):
         except Exception as error:  # whatever a class of somebody else raises
             raise UserError(
                 f"optim.name {config.name} cannot be constructed with parameter groups, lr and optim.options {config.options} "
-                f"({type(error).__name__}: {first_line(error)})",
+                f"({_words(error)})",
                 "correct optim.options, or choose another optimizer",
             ) from None
 
@@ -68,19 +94,6 @@ class ImportedOptimizer(OptimizerDescription):
 
     def temporaries(self, group: Group, size: float, split: bool) -> float:
         return size  # PyTorch's documentation of foreach: about one copy of the parameters
-
-    def _tried(self) -> _Trial:
-        """The class after some steps."""
-        trial = _Trial(self, self._config)
-        try:
-            for step in range(_STEPS):
-                trial.step(step)
-        except Exception as error:
-            raise UserError(
-                f"optim.name {self._config.name} cannot take a step without a closure on dense gradients ({type(error).__name__}: {first_line(error)})",
-                _REMEDY,
-            ) from None
-        return trial
 
     def _state_names(self, trial: _Trial) -> StateNames:
         """What it keeps for each parameter.
@@ -108,27 +121,6 @@ class ImportedOptimizer(OptimizerDescription):
         if len(set(found)) > 1:
             raise self._refusal("other state for one parameter than for another")
         return found[0]
-
-    def _resume(self, trial: _Trial) -> None:
-        """Refuse a class whose next step differs from that of a new one which was given its weights and state."""
-        resumed = _Trial(self, self._config)
-        resumed.step(0)
-        resumed.take_over(trial, self._names)
-        for stepping in (trial, resumed):
-            stepping.step(_STEPS)
-        if not torch.equal(trial.weights(), resumed.weights()):
-            raise self._refusal("something outside of its state, or draws random numbers")
-
-    def _takes_slices(self, trial: _Trial) -> bool:
-        if issubclass(self._class, torch.optim.Adagrad):  # DeepSpeed constructs it anew, without the parameter groups
-            return False
-        try:
-            sliced = _Trial(self, self._config, flat=True)
-            for step in range(_STEPS + 1):
-                sliced.step(step)
-        except Exception:  # it needs matrices, for example
-            return False
-        return bool((sliced.weights() - trial.weights()).norm() <= _SAME * trial.weights().norm())
 
     def _refusal(self, what: str) -> UserError:
         return UserError(
@@ -158,17 +150,15 @@ class _Trial:
         """Take a step with the gradients and the learning rate of that number."""
         generator, groups = torch.Generator().manual_seed(1 + number), self.optimizer.param_groups
         for group, shapes, tensors in zip(groups, _SHAPES, self.tensors):
-            group["lr"], group["params"] = 0.1 / (1 + number), [] if self._flat else tensors
+            group["lr"] = 0.1 / (1 + number)
             gradients = [torch.randn(shape, generator=generator) for shape in shapes]
             for tensor, gradient in zip(tensors, [_flattened(gradients)] if self._flat else gradients):
                 tensor.grad = gradient
-        if not self._flat:
+        every = range(len(groups))
+        for turn in [[number] for number in every] if self._flat else [every]:
+            for number, group in enumerate(groups):
+                group["params"] = self.tensors[number] if number in turn else []
             self.optimizer.step()
-            return
-        for group, tensors in zip(groups, self.tensors):
-            group["params"] = tensors
-            self.optimizer.step()
-            group["params"] = []
 
     @torch.no_grad()
     def take_over(self, other: _Trial, names: StateNames) -> None:
@@ -206,7 +196,7 @@ def _imported(name: str) -> Any:
         found: Any = functools.reduce(getattr, class_name.split("."), importlib.import_module(module_name))
     except Exception as error:  # whatever a module of somebody else raises
         raise UserError(
-            f"optim.name must be a class that can be imported, as module:Class, got {name} ({type(error).__name__}: {first_line(error)})",
+            f"optim.name must be a class that can be imported, as module:Class, got {name} ({_words(error)})",
             "correct it, or put the folder of the module on PYTHONPATH",
         ) from None
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
@@ -219,3 +209,7 @@ def _imported(name: str) -> Any:
 
 def _flattened(tensors: list[Any]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -39,14 +39,10 @@ class Lamb(SliceOptimizer):
                 self._step_group(group, tensors)
 
     def _step_group(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            if not self.state[tensor]:  # the step is on the CPU: reading it must not wait for a GPU
-                zeros = {name: torch.zeros_like(tensor) for name in _MOMENTS}
-                self.state[tensor] = {"step": torch.tensor(0.0, device="cpu"), **zeros}
-            self.state[tensor]["step"] += 1
-        (beta1, beta2), step = group["betas"], self.state[tensors[0]]["step"].item()
+        states = [self.count_step(tensor, _MOMENTS) for tensor in tensors]
+        first, second = ([state[name] for state in states] for name in _MOMENTS)
+        (beta1, beta2), step = group["betas"], states[0]["step"].item()
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        first, second = ([self.state[tensor][name] for tensor in tensors] for name in _MOMENTS)
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, gradients, gradients, value=1 - beta2)

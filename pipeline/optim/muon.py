@@ -16,6 +16,7 @@ from pipeline.optim.adamw import AdamW
 from pipeline.optim.description import MATRICES, Group, StateNames
 from pipeline.optim.slices import Slice, SliceOptimizer
 
+_KEPT = ("momentum_buffer",)  # for a matrix
 _ITERATIONS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic iteration (Jordan et al., 2024)
 _SMALLEST_NORM = 1e-7
@@ -58,12 +59,9 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
     def _step_matrices(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         lr, updates = group["lr"], {}
         for tensor in tensors:
-            if not self.state[tensor]:  # the step is on the CPU: counting must not start a kernel
-                self.state[tensor] = {"step": torch.tensor(0.0, device="cpu"), "momentum_buffer": torch.zeros_like(tensor)}
-            state, gradient = self.state[tensor], tensor.grad
+            gradient = tensor.grad
             assert gradient is not None
-            state["step"] += 1
-            momentum = state["momentum_buffer"].lerp_(gradient, 1 - self._momentum)
+            momentum = self.count_step(tensor, _KEPT)["momentum_buffer"].lerp_(gradient, 1 - self._momentum)
             updates[tensor] = gradient.lerp(momentum, self._momentum)
             tensor.mul_(1 - lr * group["weight_decay"])
         slices = list(self.slices_in(tensors))
@@ -75,11 +73,7 @@ class MuonAdamW(SliceOptimizer, torch.optim.AdamW):
             piece.of(piece.tensor).add_(direction.reshape(-1)[piece.start : piece.start + piece.count], alpha=-lr)
 
     def _joined(self, group: dict[str, Any], slices: list[Slice], steps: list[Tensor], like: Tensor) -> dict[str, Tensor]:
-        """The group's matrices that are split over ranks, flattened, from the slices of all ranks, in bf16.
-
-        Args:
-            steps: of this rank's slices, (count,) each.
-        """
+        """The group's matrices that are split over ranks, flattened, in bf16, put together from the ``steps`` of all ranks' slices."""
         names = self.split_names(group)
         if not names:
             return {}
@@ -118,7 +112,7 @@ class MuonDescription(AdamW):
         return MuonAdamW(groups, config.warmup_lr, config.momentum, config.betas, config.eps)
 
     def state(self, group: Group) -> StateNames:
-        return StateNames(("momentum_buffer",), ("step",)) if group[MATRICES] else super().state(group)
+        return StateNames(_KEPT, ("step",)) if group[MATRICES] else super().state(group)
 
     def matrices(self, model: nn.Module) -> set[str]:
         names = set(_hidden_matrices(model))
@@ -137,10 +131,9 @@ class MuonDescription(AdamW):
         return size + joined + 5 * max(sizes)  # updates; scratch and iterates of one matrix
 
     def matrix_flops(self, shape: tuple[int, ...]) -> float:
-        """The iterations' products for a matrix: X Xᵀ, its square, and their product with X."""
         if len(shape) != 2:
             return 0.0
-        small, large = sorted(shape)
+        small, large = sorted(shape)  # each iteration: X Xᵀ, its square, and their product with X
         return _ITERATIONS * 2 * (2 * small * small * large + small**3)
 
     def summary(self, parameters: Mapping[str, nn.Parameter], matrices: set[str]) -> str:

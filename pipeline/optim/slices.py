@@ -29,8 +29,7 @@ class Engine(Protocol[WrappedModel]):
     enable_backward_allreduce: bool
 
     @property
-    def module(self) -> WrappedModel:
-        """The model itself."""
+    def module(self) -> WrappedModel: ...
 
     @property
     def optimizer(self) -> Any:
@@ -45,27 +44,20 @@ class Engine(Protocol[WrappedModel]):
     def step(self) -> None:
         """End a micro-batch; after the last one of a step, take the step. Collective."""
 
-    def zero_grad(self) -> None: ...
-
-    def train(self, mode: bool = ...) -> Any: ...
-
-    def eval(self) -> Any: ...
-
-    def gradient_accumulation_steps(self) -> int: ...
-
-    def is_gradient_accumulation_boundary(self) -> bool: ...
+    def empty_partition_cache(self) -> None:
+        """ZeRO-3: release gathered parameters."""
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next micro-batch is the last one of a step, instead of counting them."""
 
+    def zero_grad(self) -> None: ...
+    def train(self, mode: bool = ...) -> Any: ...
+    def eval(self) -> Any: ...
+    def gradient_accumulation_steps(self) -> int: ...
+    def is_gradient_accumulation_boundary(self) -> bool: ...
     def was_step_applied(self) -> bool: ...
-
     def get_global_grad_norm(self) -> float | Tensor | None: ...
-
     def zero_optimization_stage(self) -> int: ...
-
-    def empty_partition_cache(self) -> None:
-        """ZeRO-3: release gathered parameters."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +70,6 @@ class Slice:
     tensor: Tensor  # that the optimizer updates: the parameter, or a flat shard of many
     offset: int  # first element in the flattened tensor
     count: int
-
-    @property
-    def is_whole(self) -> bool:
-        return self.count == self.shape.numel()
 
     def of(self, values: Tensor) -> Tensor:
         """The slice's part of values that are laid out like ``tensor``: (count,), a view."""
@@ -123,16 +111,14 @@ def updated_groups(engine: Engine) -> Iterator[tuple[dict[str, Any], Sequence[Te
     if stage == 3:
         for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
             yield groups[optimizer.sub_group_to_group_id[number]], [flat]
-    for number, group in enumerate(groups if stage < 3 else ()):
+        return
+    for number, group in enumerate(groups):
         yield group, [optimizer.single_partition_of_fp32_groups[number]] if stage else group["params"]
 
 
 @torch.no_grad()
 def create_state(engine: Engine) -> None:
-    """Let the optimizer create its state, by a step on gradients of zero. Collective.
-
-    Weights and state are then to be overwritten: they are those after such a step.
-    """
+    """Let the optimizer create its state, by a step on gradients of zero; weights and state are then to be overwritten. Collective."""
     optimizer = inner_optimizer(engine)
     groups = optimizer.param_groups
     for group, tensors in list(updated_groups(engine)):  # a group at a time, as DeepSpeed steps
@@ -159,12 +145,12 @@ class SliceOptimizer(torch.optim.Optimizer):
         """Find out which parameters the engine has split over ranks. Collective."""
         parameters = dict(engine.module.named_parameters())
         self.shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in parameters.items()}
-        found = [slice_of(engine, name, parameter) for name, parameter in parameters.items()]
-        held = [piece for piece in found if piece]
-        self._placed = {}
-        for piece in held:
-            self._placed.setdefault(piece.tensor, []).append(piece)
-        partial = [piece.name for piece in held if not piece.is_whole]
+        self._placed, partial = {}, []
+        for name, parameter in parameters.items():
+            if piece := slice_of(engine, name, parameter):
+                self._placed.setdefault(piece.tensor, []).append(piece)
+                if piece.count < piece.shape.numel():
+                    partial.append(name)
         self._split = frozenset(name for names in world.gather(partial) for name in names)
 
     def slices_in(self, tensors: Sequence[Tensor]) -> Iterator[Slice]:
@@ -178,3 +164,11 @@ class SliceOptimizer(torch.optim.Optimizer):
     def split_names(self, group: dict) -> list[str]:
         """The names of a group's parameters that are split over ranks, the same list on every rank."""
         return [name for name in group["names"] if name in self._split] if self._split else []
+
+    def count_step(self, tensor: Tensor, kept: Sequence[str]) -> dict[str, Any]:
+        """The tensor's state in this step, its ``step`` counted; in the first one, with zeros under the names ``kept``."""
+        state: dict[str, Any] = self.state[tensor]
+        if not state:  # the step is on the CPU: neither to count nor to read it may wait for a GPU
+            state.update({"step": torch.tensor(0.0, device="cpu"), **{name: torch.zeros_like(tensor) for name in kept}})
+        state["step"] += 1
+        return state
