@@ -20,9 +20,7 @@ def command_parser(module: str, description: str | None, epilog: str | None = No
     """A parser whose usage and examples show what was typed, where Python's own shows the file's name.
 
     Args:
-        module: of the command, as for ``python -m``.
-        description: its help, in whose examples the command is called by ``python -m`` and this name.
-        epilog: likewise, after the options.
+        module: of the command, as for ``python -m``; description and epilog call it so in their examples.
     """
     typed = _typed(module)
 

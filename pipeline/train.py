@@ -1,8 +1,4 @@
-"""Parse the command line of a training, and validate all that can be before the slow import of PyTorch and DeepSpeed.
-
-The same command resumes a run that was stopped, with any world size. On SIGTERM, SIGUSR1 or SIGHUP to any rank, all save what they
-have trained and exit with code 75. The loop is in ``training/loop.py``.
-"""
+"""Parse the command line of a training, and validate all that can be before the slow import of PyTorch and DeepSpeed."""
 
 from __future__ import annotations
 

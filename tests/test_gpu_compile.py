@@ -15,8 +15,8 @@ from pipeline.checkpoint import read_weights
 from pipeline.cluster.world import World
 from pipeline.config import Config, TrainConfig
 from pipeline.models import create_model
-from pipeline.step.forward import autocast
 from pipeline.step.loss import Objective, label_loss
+from pipeline.step.precision import autocast
 from pipeline.training.compiling import Compilation
 from support import launching
 from support.launching import run_module

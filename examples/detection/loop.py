@@ -36,7 +36,7 @@ from pipeline.config import accumulation_steps
 from pipeline.errors import PREEMPTED, UserError
 from pipeline.logs import console
 from pipeline.optim.averages import StepStatistics
-from pipeline.training.lock import RunLock
+from pipeline.training.folder import RunLock
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -32,11 +32,11 @@ from pipeline.step.train_step import TrainState
 
 
 def build_model(config: Config, world: World, classes: list[str], fresh: bool) -> VisionModel:
-    """The run's model with its first weights: from the seed, or ``train.init_from`` (not when a checkpoint follows).
+    """The run's model with its first weights: from the seed, or ``train.init_from``.
 
     Args:
         classes: of the training set, by index.
-        fresh: no checkpoint follows.
+        fresh: no checkpoint follows, whose weights would replace those of ``train.init_from``.
 
     Raises:
         UserError: ``train.init_from`` cannot be read or does not fit.
@@ -52,22 +52,18 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
     return model
 
 
-@dataclass(frozen=True)
-class Built:
-    """What a start has built."""
-
-    train_state: TrainState
-    cost: flops.FlopRow  # of the model
-    first_maps: Tensor | None  # peripheral attention before the first step, for the log; rank 0 of a new run only
-
-
-def build(config: Config, world: World, classes: list[str], verified: Verified | None) -> Built:
-    """The model in its engine, with first weights or those of the checkpoint. Collective.
+def build(
+    config: Config, world: World, classes: list[str], verified: Verified | None
+) -> tuple[TrainState, flops.FlopRow, Tensor | None]:
+    """Build the model in its engine, with first weights or those of the checkpoint. Collective.
 
     Args:
         config: settled.
         classes: of the training set, by index.
         verified: the checkpoint that the run resumes from; None: a new run.
+
+    Returns:
+        What is trained; the model's cost; and on rank 0 of a new run its peripheral attention before the first step.
 
     Raises:
         UserError: weights or a teacher cannot be read or do not fit.
@@ -93,19 +89,17 @@ def build(config: Config, world: World, classes: list[str], verified: Verified |
     if verified:
         checkpoint.load(engine, verified, ema, world)
     train_state = TrainState(engine, StepStatistics(engine.module, world), ema, Objective(label_loss(config.train), teacher))
-    return Built(train_state, flops.FlopRow(**counted), first_maps)
+    return train_state, flops.FlopRow(**counted), first_maps
 
 
 def training_loader(
     shards: ShardSet | MixedSet, config: Config, decode: str, world: World, first_step: int
 ) -> Loader[TrainBatches] | TrialLoader:
-    """This process's micro-batches from the first one of step ``first_step`` on.
+    """This process's micro-batches from the first one after ``first_step`` steps on.
 
     Args:
-        shards: the training split.
         config: settled.
         decode: "gpu", "cpu", or "auto": to be measured.
-        first_step: steps done before.
     """
     batches = TrainBatches.of_run(shards, config, world.rank, world.size)
     start = first_step * batches.batches_per_step
@@ -121,9 +115,8 @@ def training_loader(
         f"decoding on the GPU and on the CPU in turns for {turns.total} micro-batches, to keep the faster: "
         f"data.decode=gpu or cpu settles it",
     )
-    return TrialLoader(
-        batches, turns, BadSamples(shards, config.data.max_bad_samples), open_loader, partial(keep_faster, world)
-    )
+    bad = BadSamples(shards, config.data.max_bad_samples)
+    return TrialLoader(batches, turns, bad, open_loader, partial(keep_faster, world))
 
 
 def keep_faster(world: World, seconds: dict[str, float]) -> str:

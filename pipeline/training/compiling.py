@@ -13,9 +13,8 @@ analyses run the modules themselves, so that the figures of a run are those of `
 ZeRO 0, 1 and 2 have hooks on the whole model and on the gradients of parameters, which compiled code does not see. ZeRO-3 has
 hooks on every submodule, which gather and release its parameters: each would end a graph, so nothing is compiled there.
 
-Compiled code is kept, so that a requeued run need not compile again. A later start runs it: it is therefore not in the run folder, from
-which nothing is ever run, but in the user's own cache folder. Each rank of each run has a folder to itself: no two processes write to
-one, whatever the file system makes of locks, and the run's lock keeps a second start of the same run away.
+A requeued run finds its compiled code in the user's own cache folder: not in the run folder, from which nothing is ever run. Each rank of
+each run has a folder to itself: no two processes write to one, whatever the file system makes of locks.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from pipeline.logs import console
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import compile_tables_as_constants
 from pipeline.models.common.probe import is_recording
-from pipeline.step.forward import autocast
 from pipeline.step.loss import LabelLoss, Objective
+from pipeline.step.precision import autocast
 from pipeline.step.train_step import forward_backward
 from pipeline.training.building import say
 
@@ -67,13 +66,13 @@ class Compilation:
     """Compiles parts of the step at the first micro-batch of a start.
 
     Args:
-        kind: "off", "blocks", "model" or "graphs".
+        kind: "off", "blocks", "model" or "graphs"; as an attribute also "off" after compiling has failed.
         precision: "bf16" or "fp32".
-        run_folder: of the run, which names the folder where compiled code is kept.
+        run_folder: names the folder where compiled code is kept.
         objective: gets the compiled loss.
 
     Attributes:
-        kind: as above; "off" after compiling has failed.
+        pending: whether :meth:`prepare` is to be called.
     """
 
     def __init__(
@@ -81,18 +80,13 @@ class Compilation:
     ) -> None:
         self.kind, self._precision, self._run_folder = kind, precision, run_folder
         self._world, self._model, self._objective = world, model, objective
-        self._pending = self.kind != OFF
+        self.pending = kind != OFF
         self._replaced: list[tuple[nn.Module, str]] = []
         self._eager_loss: LabelLoss = objective.label_loss
         self._hooks: list[Any] = []
 
-    @property
-    def pending(self) -> bool:
-        """Whether :meth:`prepare` has something to do."""
-        return self._pending
-
     def prepare(self, batch: Batch, noise: Tensor | None, accumulates: bool) -> None:
-        """Compile, by a forward and backward pass whose results are dropped. Collective; a second call does nothing.
+        """Compile, by a forward and backward pass whose results are dropped. Collective.
 
         If that fails on any rank, all go on without: compiled code hands the gradients over in another order, which DeepSpeed's
         buckets need to be the same on all ranks. Nothing of a step was done by then.
@@ -101,16 +95,14 @@ class Compilation:
             batch: the first micro-batch of this start, which is then trained on as usual.
             accumulates: a step has several micro-batches.
         """
-        if not self._pending:
-            return
-        self._pending, started = False, time.perf_counter()
+        self.pending, started, failure = False, time.perf_counter(), None
         say(self._world, f"compiling (train.compile={self.kind}), which takes a minute or more")
-        failure = None
         try:
             self._install(accumulates)
             self._try_out(batch, noise)
         except Exception as error:  # of Dynamo, Inductor, Triton, a compiler, the file system: no interface names their types
-            failure = _reason(error)
+            inner = getattr(error, "inner_exception", None) or error
+            failure = f"{type(inner).__name__}: {first_line(inner)}"[:_LONGEST_REASON]
         failures = [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
         if not failures:
             parts = len(self._replaced) + 1  # the loss
@@ -146,8 +138,9 @@ class Compilation:
         for module, name in parts:
             self._replace(module, name, _compiled(getattr(module, name), graphs=self.kind == GRAPHS))
         if self.kind != BLOCKS:
-            for module in self._eager_children():
-                self._replace(module, "forward", torch.compiler.disable(module.forward), always=True)
+            # The momentum of a stem's BatchNorm changes with each micro-batch of a step (StepStatistics): a graph for each.
+            for stem in filter(_has_batchnorm, self._model.children()):
+                self._replace(stem, "forward", torch.compiler.disable(stem.forward), always=True)
         # Never a CUDA graph: the step keeps its result beyond the next micro-batch.
         self._objective.label_loss = _compiled(self._eager_loss)
         if self.kind == GRAPHS and accumulates:
@@ -164,12 +157,6 @@ class Compilation:
                 yield module, "forward"
         if self._model.has_phi:
             yield self._model, "log_phi"
-
-    def _eager_children(self) -> Iterator[nn.Module]:
-        """Stems with BatchNorm, whose momentum changes with each micro-batch of a step (``StepStatistics``): a graph for each."""
-        for child in self._model.children():
-            if _has_batchnorm(child):
-                yield child
 
     def _replace(self, module: nn.Module, name: str, compiled: Callable[..., Any], always: bool = False) -> None:
         eager = getattr(module, name)
@@ -225,12 +212,6 @@ def _compiled(function: Callable[..., Any], graphs: bool = False) -> Callable[..
     return torch.compile(function, dynamic=False, backend=BACKEND, mode="reduce-overhead" if graphs else None)
 
 
-def _reason(error: BaseException) -> str:
-    """The first line of what a compiler says, which may be pages."""
-    inner = getattr(error, "inner_exception", None) or error
-    return f"{type(inner).__name__}: {first_line(inner)}"[:_LONGEST_REASON]
-
-
 def open_compile_cache(run_folder: Path, rank: int) -> Path:
     """Point the compilers at this rank's folder, or at a temporary one where the user's cache folder cannot hold it."""
     if chosen := _chosen(INDUCTOR):
@@ -255,10 +236,7 @@ def drop_compile_cache(run_folder: Path, rank: int) -> None:
 
 
 def cache_folder(run_folder: Path, rank: int) -> Path | None:
-    """``$XDG_CACHE_HOME/pervit/compile/RUN/rank-00000``, by default below ``~/.cache``; None without a home directory.
-
-    RUN is a hash of the run folder's path.
-    """
+    """``$XDG_CACHE_HOME/pervit/compile/HASH_OF_RUN_FOLDER/rank-00000``, by default below ``~/.cache``; None without a home directory."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
@@ -269,7 +247,7 @@ def cache_folder(run_folder: Path, rank: int) -> Path | None:
 
 
 def _chosen(variable: str) -> str:
-    """The variable's value, unless PyTorch has set it to its own default, which lies in /tmp: it does so when it is imported."""
+    """The variable's value, unless it is the default in /tmp that PyTorch sets when it is imported."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     value = os.environ.get(variable, "")

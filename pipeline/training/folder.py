@@ -1,69 +1,187 @@
-"""Check that a start may write into a run folder: one job at a time, the same config, the same data set.
+"""Check that a start may write into a run folder: one process at a time, the same config, the same data set.
 
 A difference is refused with an error that names it. ``checkpoint.accept`` lists keys, or sections, that may change on purpose;
 ``data`` in it means another data set.
+
+``RUN/.lock`` has a POSIX lock (:func:`pipeline.files.lock_bytes`), so a crash leaves no lock behind and a child process
+inherits none. Its contents name the holder, for people. The holder opens it only once: closing any descriptor would release
+the lock.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipeline.cluster.agreement import do_in_main
+from pipeline.cluster.environment import job_name
 from pipeline.cluster.world import World
 from pipeline.config import Config, flatten, is_free
 from pipeline.config.problems import nearest_keys
 from pipeline.errors import UserError
-from pipeline.training.lock import RunLock
+from pipeline.files import disk_reason, lock_bytes, nearest_existing, write_error
+from pipeline.runs import LOCK
+from pipeline.runs.files import Holder, read_holder
 
 _log = logging.getLogger(__name__)
 
+_DYING_SECONDS = 120.0  # for the previous start of a requeued job to end; NFS frees a dead node's locks after about 90
+_POLL_SECONDS = 0.5  # between attempts to lock: the holder may be on another node, and nothing signals its end
+_held_here: set[Path] = set()  # POSIX grants the same process a second lock, whose release would release the first
 # A checkpoint does not fit other shapes, nor its moments another optimizer; another global batch size would skip or repeat samples
 # of the stream.
 _NEVER = ("model.name", "model.image_size", "model.num_classes", "model.switches", "optim.name", "train.global_batch_size")
 _DATA = "data"  # in checkpoint.accept: another data set. Keys of the section `data` are accepted one by one.
 _NAMED = 5  # differences listed in a message
 _DIGITS = 12  # of a digest in a message, as in `inspect`
-_DYING_SECONDS = 120.0  # for the previous start of a requeued job to end; NFS frees a dead node's locks after about 90
 
 
 def open_run_folder(folder: Path, world: World) -> RunLock | None:
-    """Create the run folder and lock it. Collective.
+    """Create and lock the run folder: the lock on rank 0, to be held while the run writes; None elsewhere. Collective.
 
     A requeued Slurm job waits for processes of its previous start to end.
 
-    Returns:
-        The lock on rank 0, to be held while the run writes; None elsewhere.
-
     Raises:
-        UserError: on every rank: the folder cannot be created, written or locked, or another run holds it.
+        UserError: on every rank: that of :meth:`RunLock.take`.
     """
-    return do_in_main(lambda: _lock(folder), world)
+    restarted = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    return do_in_main(lambda: RunLock.take(folder, wait_seconds=_DYING_SECONDS if restarted else 0), world)
+
+
+class RunLock:
+    """The lock on a run folder: acquired by :meth:`take`, held until :meth:`release` or the end of the process."""
+
+    def __init__(self, path: Path, descriptor: int, created: bool) -> None:
+        self._path, self._descriptor, self._created = path, descriptor, created
+        _held_here.add(path.resolve())
+
+    @classmethod
+    def take(cls, run_dir: Path, wait_seconds: float = 0) -> RunLock:
+        """Lock a run folder, which is created if it does not exist.
+
+        Args:
+            wait_seconds: how long to wait for another holder to end; this is logged once.
+
+        Raises:
+            UserError: another process holds it, the folder cannot be created or written, or its file system has no locks.
+        """
+        path, started = run_dir / LOCK, time.strftime("%Y-%m-%d %H:%M:%S")
+        this_process = Holder(os.getpid(), socket.gethostname(), job_name(os.environ), started)
+        if path.resolve() in _held_here:
+            raise _is_held(run_dir, this_process)
+        created = not run_dir.exists()
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _not_writable(run_dir, error) from None
+        try:
+            _wait_for_lock(descriptor, run_dir, wait_seconds)
+            if os.fstat(descriptor).st_nlink == 0:  # a lock on a removed file excludes nobody
+                raise UserError(f"{run_dir} was removed by another start, which was refused", "start again")
+            _write(descriptor, this_process.record())
+        except BaseException as error:
+            os.close(descriptor)
+            if isinstance(error, OSError):
+                raise write_error(path, error) from None
+            raise
+        return cls(path, descriptor, created)
+
+    def release(self) -> None:
+        """Let the next run have the folder."""
+        if self._path.resolve() in _held_here:
+            _held_here.discard(self._path.resolve())
+            with suppress(OSError):
+                _write(self._descriptor, "")  # a released lock names no holder
+            os.close(self._descriptor)
+
+    def abandon(self) -> None:
+        """After a refused start: remove the folder if this start created it and nothing else is in it; else keep the lock."""
+        with suppress(OSError):
+            if self._created and os.listdir(self._path.parent) == [LOCK]:
+                self._path.unlink()
+                self.release()
+                self._path.parent.rmdir()
+
+
+def check_lock(run_dir: Path) -> None:
+    """Raise what :meth:`RunLock.take` would, as far as that can be seen. Nothing is created or changed."""
+    path = run_dir / LOCK
+    try:
+        if not path.exists():
+            nearest = nearest_existing(run_dir)
+            if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+                return
+            refusal = errno.EACCES if nearest.is_dir() else errno.ENOTDIR
+            raise OSError(refusal, os.strerror(refusal))
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _not_writable(run_dir, error) from None
+    holder = read_holder(descriptor)
+    os.close(descriptor)
+    if holder and holder.alive:
+        raise _is_held(run_dir, holder)
+
+
+def _wait_for_lock(descriptor: int, run_dir: Path, wait_seconds: float) -> None:
+    until, waiting = time.monotonic() + wait_seconds, False
+    while not lock_bytes(descriptor, run_dir / LOCK):
+        holder = read_holder(descriptor) or Holder()
+        if time.monotonic() >= until:
+            raise _is_held(run_dir, holder)
+        if not waiting:
+            _log.info(f"note: {run_dir} is still held by {holder}: waiting up to {wait_seconds:g} s for its end.")
+            waiting = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _not_writable(run_dir: Path, error: OSError) -> UserError:
+    reason = disk_reason(run_dir / LOCK, error)
+    return UserError(f"output_dir {run_dir} must be a writable folder ({reason})", "choose another output_dir")
+
+
+def _is_held(run_dir: Path, holder: Holder) -> UserError:
+    return UserError(
+        f"{run_dir} is being trained by {holder}, and a folder can have only one run at a time",
+        "wait for it, stop it, or choose another output_dir",
+    )
+
+
+def _write(descriptor: int, text: str) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, text.encode(), 0)
+    os.fsync(descriptor)  # other nodes may read it
 
 
 def check_same_run(config: Config, begun_with: Config | None, world: World) -> None:
-    """Check that a config may continue a run. The result is the same on every rank, without communication.
-
-    Args:
-        begun_with: of the newest checkpoint; None if there is none, when everything may change.
-        world: rank 0 logs the accepted changes.
+    """Check that a config may continue a run that was ``begun_with`` another; None: a new run. Rank 0 logs the accepted changes.
 
     Raises:
-        UserError: a key differs that must not, or ``checkpoint.accept`` names an unknown key.
+        UserError: the same on every rank: a key differs that must not, or ``checkpoint.accept`` names an unknown key.
     """
-    _check_accepted_names(config)
+    accept, now = config.checkpoint.accept, flatten(config)
+    for name in accept:
+        if name not in now and not any(key.startswith(f"{name}.") for key in now):
+            close = nearest_keys(name)
+            remedy = f"did you mean {close[0]!r}?" if close else "remove it; `python -m pipeline.config` lists the keys."
+            raise UserError(f"checkpoint.accept must list keys, sections or `{_DATA}`, got {name!r}: {remedy}")
     if begun_with is None:
         return
-    before, now = flatten(begun_with), flatten(config)
+    before = flatten(begun_with)
     if now["train.precision"] == "auto":  # auto keeps the precision of the run
         now["train.precision"] = before["train.precision"]
     changed = [key for key in now if not is_free(key) and before.get(key) != now[key]]
-    accepted = [key for key in changed if _is_accepted(key, config) and key not in _NEVER]
+    sections = [name for name in accept if name != _DATA]
+    accepted = [key for key in changed if key not in _NEVER and (key in accept or key.partition(".")[0] in sections)]
     refused = [key for key in changed if key not in accepted]
     if refused:
         raise _refusal(config.output_dir, {key: (before.get(key), now[key]) for key in refused})
@@ -73,15 +191,10 @@ def check_same_run(config: Config, begun_with: Config | None, world: World) -> N
 
 
 def check_same_data(config: Config, begun_with: dict[str, Any] | None, now: dict[str, Any], world: World) -> None:
-    """Check that a run continues with its data set. The result is the same on every rank, without communication.
-
-    Args:
-        begun_with: ``ShardSet.identity()`` from the newest checkpoint; None if there is none.
-        now: the same of this start's training set.
-        world: rank 0 logs an accepted change.
+    """Check that a run continues with its data set, by ``ShardSet.identity()`` of the newest checkpoint, if there is one, and of this start.
 
     Raises:
-        UserError: it is another data set, and ``checkpoint.accept`` does not list ``data``.
+        UserError: the same on every rank: it is another data set, and ``checkpoint.accept`` does not list ``data``.
     """
     if begun_with is None or begun_with == now:
         return
@@ -102,28 +215,9 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
-def _lock(run_dir: Path) -> RunLock:
-    restarted = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    return RunLock.take(run_dir, wait_seconds=_DYING_SECONDS if restarted else 0)
-
-
-def _is_accepted(key: str, config: Config) -> bool:
-    section = key.partition(".")[0]
-    return key in config.checkpoint.accept or (section != _DATA and section in config.checkpoint.accept)
-
-
 def _short(value: Any) -> Any:
     """Shorten digests: the first digits tell two of them apart."""
     return value[:_DIGITS] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else value
-
-
-def _check_accepted_names(config: Config) -> None:
-    keys = flatten(config)
-    for name in config.checkpoint.accept:
-        if name not in keys and not any(key.startswith(f"{name}.") for key in keys):
-            close = nearest_keys(name)
-            remedy = f"did you mean {close[0]!r}?" if close else "remove it; `python -m pipeline.config` lists the keys."
-            raise UserError(f"checkpoint.accept must list keys, sections or `{_DATA}`, got {name!r}: {remedy}")
 
 
 def _refusal(run_dir: str, changes: dict[str, tuple[Any, Any]]) -> UserError:

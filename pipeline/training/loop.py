@@ -48,7 +48,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
         The exit code: 0 at the end of the schedule, ``PREEMPTED`` after a signal, with a checkpoint if a step was taken.
 
     Raises:
-        UserError: config, data and run folder do not fit together, a gradient is not finite, or nothing can be written.
+        UserError: config, data and run folder do not fit together, or that of :func:`train_to_the_end`.
     """
     stop = stop or StopSignal()
     start = Start(config, world)
@@ -80,7 +80,10 @@ def train_to_the_end(run: Run) -> bool:
     while run.step < run.schedule.last_step and not stopping:
         with run.profiler.step(run.step + 1):
             batch = training_step(run)
-        write_profile(run)
+        if run.profiler.ends_with(run.step):
+            run.heartbeat.still("writing a profile")
+            run.profiler.close()
+            run.log.restart_clock()
         stopping = run.exchange_status() and run.step < run.schedule.last_step
         run.evaluation_due = run.schedule.passes(run.step, run.config.eval.every_epochs)
         if run.step == run.first_step + 1:
@@ -128,19 +131,10 @@ def training_step(run: Run) -> Batch:
     return result.batch
 
 
-def write_profile(run: Run) -> None:
-    """After the last step of ``log.profile_steps``, write what the profiler has recorded."""
-    if run.profiler.ends_with(run.step):
-        run.heartbeat.still("writing a profile")
-        run.profiler.close()
-        run.log.restart_clock()
-
-
 def complete_step(run: Run, stopping: bool) -> bool:
     """After a step, evaluate and save a checkpoint if they are due; returns whether the run stops here.
 
-    Args:
-        stopping: all ranks have agreed to stop here; an evaluation that is due is left to the next start.
+    With ``stopping``, on which all ranks have agreed, an evaluation that is due is left to the next start.
     """
     every, improved = run.config.checkpoint.every_steps, False
     made_up_for = run.evaluation_due and run.step == run.first_step
@@ -183,32 +177,27 @@ def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
         run.heartbeat.at(run.step, "evaluating")
         return run.exchange_status()
 
-    run.train_state.engine.eval()
-    first = FirstImages.of(run.train_state.engine, run.config, run.world)
-    own = evaluate(run.train_state.engine, run.val_loader, run.world, stopped, consumer=first)
+    state, step = run.train_state, run.step
+    state.engine.eval()
+    first = FirstImages.of(state.engine, run.config, run.world)
+    own = evaluate(state.engine, run.val_loader, run.world, stopped, consumer=first)
     if own is None:
         return None
     results = {"model": own}
-    if run.train_state.ema:
-        with run.train_state.ema.applied():
-            average = evaluate(run.train_state.engine, run.val_loader, run.world, stopped)
+    if state.ema:
+        with state.ema.applied():
+            average = evaluate(state.engine, run.val_loader, run.world, stopped)
         if average is None:
             return None
         results["ema"] = average
     if first:  # before the rows of the evaluation, which stay the last ones
         measures = first.measures()
-        run.log.analysis(
-            run.step, run.schedule.epoch(run.step), run.schedule.samples(run.step), measures, layer_means(measures)
-        )
+        run.log.analysis(step, run.schedule.epoch(step), run.schedule.samples(step), measures, layer_means(measures))
     return results
 
 
 def note_results(run: Run, results: dict[str, dict[str, Any]]) -> bool:
-    """Log an evaluation.
-
-    Returns:
-        Whether this is the best accuracy so far, so that its checkpoint is kept.
-    """
+    """Log an evaluation; returns whether this is the best accuracy so far, so that its checkpoint is kept."""
     where = (run.step, run.schedule.epoch(run.step), run.schedule.samples(run.step))
     run.log.evaluation(*where, results)
     for weights, result in results.items():

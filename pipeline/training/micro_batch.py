@@ -30,9 +30,9 @@ from pipeline.logs.run_files import AUTO_REASON, earlier_starts
 from pipeline.optim.build import optimizer_description, parameter_groups
 from pipeline.planning.memory import Subject, largest_micro_batch, plan_memory
 from pipeline.runs import CONFIG
-from pipeline.step.forward import autocast, random_batch
 from pipeline.step.loss import Objective, label_loss
-from pipeline.step.train_step import forward_backward
+from pipeline.step.precision import autocast
+from pipeline.step.train_step import forward_backward, random_batch
 from pipeline.training.building import build_model, say
 from pipeline.training.folder import config_hash
 
@@ -69,15 +69,13 @@ def _begun_with(config: Config, recorded: int | None) -> list[int | str | None]:
     A start that was stopped before its first checkpoint counts if it left its choice to ``auto`` in the same run: what is begun again
     then repeats it.
     """
-    starts = earlier_starts(Path(config.output_dir))
-    last = starts[-1] if starts else {}
+    last = (earlier_starts(Path(config.output_dir)) or [{}])[-1]
     if recorded:
         return [recorded, last.get("device")]
-    try:
-        same = AUTO_REASON in last and config_hash(load_config(Path(config.output_dir) / CONFIG)) == config_hash(config)
-    except UserError:
-        same = False
-    return [last.get("micro_batch_size"), last.get("device")] if same else [None, None]
+    with suppress(UserError):
+        if AUTO_REASON in last and config_hash(load_config(Path(config.output_dir) / CONFIG)) == config_hash(config):
+            return [last.get("micro_batch_size"), last.get("device")]
+    return [None, None]
 
 
 def _keep(config: Config, world: World, sizes: list[int], begun: int, device: str | None) -> tuple[int, str]:
@@ -137,7 +135,7 @@ def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int,
 
 
 def _free(hosts: list[str]) -> int:
-    """Bytes of this machine's memory for each of its processes. Args: hosts: of all ranks."""
+    """Bytes of this machine's memory for each of its processes; ``hosts`` are those of all ranks."""
     return psutil.virtual_memory().available // hosts.count(socket.gethostname())
 
 
@@ -167,8 +165,14 @@ def try_step(config: Config, world: World, capacity: int) -> str | None:
         if not lacks_memory(error):
             raise
         return first_line(error)
-    finally:
-        _give_back(world)
+    finally:  # return what was freed, so that it is there for the run, and for others
+        gc.collect()
+        if on_cpu:
+            with suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)  # glibc's
+        else:
+            torch.cuda.empty_cache()
+        _forget_peak()
 
 
 def _compute(config: Config, world: World) -> None:
@@ -204,14 +208,3 @@ def _forget_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set
-
-
-def _give_back(world: World) -> None:
-    """Return what the trial has freed, so that it is there for the run, and for others."""
-    gc.collect()
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
-    else:
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # glibc's
-    _forget_peak()

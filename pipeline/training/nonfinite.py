@@ -7,9 +7,6 @@ import json
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
-from pipeline.augment import BatchRequest
 from pipeline.checkpoint import Saver
 from pipeline.cluster.agreement import Agreement, do_in_main
 from pipeline.config import config_to_yaml
@@ -35,16 +32,16 @@ def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
     run.skipped_steps += 1
     losses = [loss for part in run.world.gather([loss.item() for loss in result.losses]) for loss in part]
     shown = first_few([f"{loss:.4g}" for loss in losses], _SHOWN)
-    if run.skipped_steps <= run.config.train.max_skipped_steps:
+    allowed = run.config.train.max_skipped_steps
+    if run.skipped_steps <= allowed:
         run.log.warn(
             f"step {step} is skipped, its gradient is not finite (losses of its micro-batches: {shown}); {run.skipped_steps} of "
-            f"{run.config.train.max_skipped_steps} that train.max_skipped_steps allows"
+            f"{allowed} that train.max_skipped_steps allows"
         )
         return
     sentence = (
-        f"at step {step} the gradient is not finite (losses of its micro-batches: {shown}), and "
-        f"train.max_skipped_steps is {run.config.train.max_skipped_steps}: lower optim.lr, raise optim.warmup_epochs, set "
-        f"optim.clip_grad_norm or raise train.max_skipped_steps"
+        f"at step {step} the gradient is not finite (losses of its micro-batches: {shown}), and train.max_skipped_steps is "
+        f"{allowed}: lower optim.lr, raise optim.warmup_epochs, set optim.clip_grad_norm or raise train.max_skipped_steps"
     )
     if (run.folder / REPORT).exists():  # this run repeats such a step
         raise UserError(f"{sentence}; {run.folder / REPORT} names the samples.")
@@ -60,18 +57,28 @@ def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
 
 
 def _write_dump(run: Run, step: int, folder: Path, result: StepResult) -> None:
-    rows = run.world.gather(
-        [_describe(run, number, *found) for number, found in enumerate(zip(result.requests, result.losses))]
-    )
+    rows = [
+        {
+            "rank": run.world.rank,
+            "micro_batch": number,
+            "loss": repr(loss.item()),  # JSON has no NaN
+            "keys": [run.train_set.key(sample) for sample in request.index.tolist()],
+            "labels": request.label.tolist(),
+            "epoch": request.epoch.tolist(),
+            "position": request.position.tolist(),
+        }
+        for number, (request, loss) in enumerate(zip(result.requests, result.losses))
+    ]
+    of_ranks = run.world.gather(rows)
     report = {
         "step": step,
         "world_size": run.world.size,
         "data": str(run.train_set.folder),
-        "micro_batches": [row for part in rows for row in part],
+        "micro_batches": [row for rows in of_ranks for row in rows],
     }
-    config = run.config.with_values({"output_dir": str(folder), "train.max_steps": step})
 
     def write() -> None:
+        config = run.config.with_values({"output_dir": str(folder), "train.max_steps": step})
         try:
             folder.mkdir(parents=True, exist_ok=True)
             replace_text(folder / REPORT, json.dumps(report, indent=1) + "\n")
@@ -82,19 +89,6 @@ def _write_dump(run: Run, step: int, folder: Path, result: StepResult) -> None:
     do_in_main(write, run.world)
     agreement = Agreement(run.config.distributed.collective_timeout)  # a separate one: the run's counts the run's saves
     saver = Saver(folder, run.world, run.config.checkpoint, agreement, partial(run.heartbeat.still, "saving"))
-    saver.save(
-        run.train_state.engine, run.train_state.ema, dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1)
-    )
+    before = dataclasses.replace(run.state(), skipped_steps=run.skipped_steps - 1)
+    saver.save(run.train_state.engine, run.train_state.ema, before)
     saver.finish()
-
-
-def _describe(run: Run, number: int, request: BatchRequest, loss: Tensor) -> dict:
-    return {
-        "rank": run.world.rank,
-        "micro_batch": number,
-        "loss": repr(loss.item()),  # JSON has no NaN
-        "keys": [run.train_set.key(sample) for sample in request.index.tolist()],
-        "labels": request.label.tolist(),
-        "epoch": request.epoch.tolist(),
-        "position": request.position.tolist(),
-    }

@@ -53,9 +53,8 @@ def allow_restart(
         UserError: no progress over the last :data:`LIMIT` restarts, or a file that cannot be read.
         OSError: the restart cannot be recorded, so it could not be counted.
     """
-    path = run_dir / RESTARTS
+    path, step = run_dir / RESTARTS, newest(run_dir)
     restarts = read_restarts(path)
-    step = newest(run_dir)
     last = [restart for restart in restarts if restart.job == job][-LIMIT:]
     if len(last) == LIMIT and all(restart.step == step for restart in last):
         raise UserError(
@@ -63,30 +62,20 @@ def allow_restart(
             f"the last {LIMIT} restarts began {_place(step)} and no newer checkpoint was saved; "
             f"find the cause in the log, then submit the same command again",
         )
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    restart = Restart(now, job, number, exit_code, step)
-    write_restarts(path, [*restarts, restart])
+    restart = Restart(datetime.now(timezone.utc).isoformat(timespec="seconds"), job, number, exit_code, step)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    replace_text(path, "[\n" + ",\n".join(json.dumps(asdict(row)) for row in [*restarts, restart]) + "\n]\n")
     return restart
 
 
 def read_restarts(path: Path) -> list[Restart]:
-    """The restarts of a run so far; empty if there is no file.
-
-    Raises:
-        UserError: the file is not what :func:`write_restarts` writes.
-    """
+    """The restarts of a run so far; empty if there is no file. Raises UserError: it is not what :func:`allow_restart` writes."""
     try:
         return [Restart(**row) for row in json.loads(path.read_text())]
     except FileNotFoundError:
         return []
     except (ValueError, TypeError):  # not JSON, or other keys
         raise UserError(f"{path} must be a list of restarts, so that they can be counted", "remove the file") from None
-
-
-def write_restarts(path: Path, restarts: list[Restart]) -> None:
-    """Replace the file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, "[\n" + ",\n".join(json.dumps(asdict(restart)) for restart in restarts) + "\n]\n")
 
 
 def _earlier_restarts() -> int:
@@ -107,10 +96,7 @@ def main() -> int:
 
 
 def answer(
-    program: str,
-    description: str | None,
-    run_folder: Callable[[Path, list[str]], str],
-    newest: Callable[[Path], int | None],
+    program: str, description: str | None, run_folder: Callable[[Path, list[str]], str], newest: Callable[[Path], int | None]
 ) -> int:
     """The command, for one kind of training; returns the exit code.
 

@@ -27,25 +27,15 @@ _HOOKED_STAGE = 3  # the ZeRO stage with hooks on every submodule
 
 @dataclass(frozen=True)
 class Settled:
-    """A start's config with nothing left open, and the reasons.
+    """A start's config with nothing left open, and the reasons."""
 
-    Attributes:
-        config: as the run records it: ``train.precision`` and ``train.micro_batch_size`` are settled.
-        precision: the one chosen, and why.
-        micro_batch_reason: why the micro-batch has its size; None: the config states it.
-        decode: "gpu", "cpu", or "auto": measured in the first batches.
-        compile: "off", "blocks", "model" or "graphs".
-        zero_stage: of ZeRO that the engine takes; 0 for one process.
-        accumulation: micro-batches of a rank per optimizer step.
-    """
-
-    config: Config
+    config: Config  # as the run records it: train.precision and train.micro_batch_size are settled
     precision: Precision
-    micro_batch_reason: str | None
-    decode: str
-    compile: str
-    zero_stage: int
-    accumulation: int
+    micro_batch_reason: str | None  # None: the config states the size
+    decode: str  # "gpu", "cpu", or "auto": measured in the first batches
+    compile: str  # "off", "blocks", "model" or "graphs"
+    zero_stage: int  # that the engine takes; 0 for one process
+    accumulation: int  # micro-batches of a rank per optimizer step
 
 
 def settle(config: Config, before: RunState | None, world: World) -> Settled:
@@ -64,23 +54,14 @@ def settle(config: Config, before: RunState | None, world: World) -> Settled:
     config = config.with_values({"train.precision": precision.name})
     size, reason = choose_micro_batch(config, recorded["train"].get("micro_batch_size"), world)
     config = config.with_values({"train.micro_batch_size": size})
-    return Settled(
-        config=config,
-        precision=precision,
-        micro_batch_reason=reason,
-        decode=decode,
-        compile=choose_compilation(config.train, world),
-        zero_stage=zero_stage(config, world.size),
-        accumulation=accumulation_steps(config.train, world.size, config.augment.unit),
-    )
+    compilation, stage = choose_compilation(config.train, world), zero_stage(config, world.size)
+    accumulation = accumulation_steps(config.train, world.size, config.augment.unit)
+    return Settled(config, precision, reason, decode, compilation, stage, accumulation)
 
 
 def check_alone(config: Config, world: World) -> None:
     """Check what every rank can check by itself, in moments: the batch sizes, ``train.compile``, the model's switches and image size,
-    whether the optimizer suits it.
-
-    Raises:
-        UserError: the same on every rank.
+    whether the optimizer suits it. A :class:`UserError` is the same on every rank.
     """
     if config.train.micro_batch_size == AUTO:
         fitting_micro_batches(config.train, world.size, config.augment.unit)

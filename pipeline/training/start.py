@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from pipeline import checkpoint
 from pipeline.checkpoint import Verified
 from pipeline.cluster.agreement import Agreement, do_in_main
@@ -21,17 +23,18 @@ from pipeline.logs.profiling import StepProfiler
 from pipeline.logs.run_files import RunEvents, write_run_files
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
+from pipeline.models.flops import FlopRow
 from pipeline.optim.build import optimizer_description
 from pipeline.runs.state import is_complete
 from pipeline.shards.files.cached import cache_of
 from pipeline.shards.mixed_set import MixedSet, open_training_set
 from pipeline.shards.shard_set import ShardSet
+from pipeline.step.train_step import TrainState
 from pipeline.stream.samples import images_per_epoch
 from pipeline.stream.schedule import Schedule, make_schedule
-from pipeline.training.building import Built, build, say, training_loader
+from pipeline.training.building import build, say, training_loader
 from pipeline.training.compiling import Compilation
-from pipeline.training.folder import check_same_data, check_same_run, open_run_folder
-from pipeline.training.lock import RunLock
+from pipeline.training.folder import RunLock, check_same_data, check_same_run, open_run_folder
 from pipeline.training.settle import Settled, settle
 from pipeline.training.state import Run
 
@@ -46,8 +49,7 @@ class RunData:
 
     def description(self) -> str:
         """Place, images and classes in one line; of a mix, also what an epoch takes of each set."""
-        train = self.train_set
-        sets = train.sets
+        train, sets = self.train_set, self.train_set.sets
         counts = f"{len(sets[0]):,} training and {len(self.val_set):,} validation images, {len(train.classes)} classes"
         line = f"{train.folder}: {counts}"
         if isinstance(train, MixedSet) and train.mixture:
@@ -64,7 +66,9 @@ class PreparedRun:
     settled: Settled
     data: RunData
     before: checkpoint.RunState | None  # what it resumes from; None: a new run
-    built: Built
+    train_state: TrainState
+    cost: FlopRow  # of the model
+    first_maps: Tensor | None  # peripheral attention before the first step, for the log; rank 0 of a new run only
 
     @property
     def step(self) -> int:
@@ -73,13 +77,10 @@ class PreparedRun:
 
 
 class Start:
-    """A start of a run. Its steps that write nothing are methods of their own, which a dry run takes too.
+    """A start of a run. A dry run takes those of its steps that write nothing.
 
     Args:
         look_only: leave the run folder as it is, damaged and half written checkpoints too.
-
-    Attributes:
-        folder: of the run.
     """
 
     def __init__(self, config: Config, world: World, look_only: bool = False) -> None:
@@ -95,19 +96,18 @@ class Start:
         data = self.open_data()
         lock = open_run_folder(self.folder, self.world)
         try:
-            verified = self.find_checkpoint(data.train_set)
-            if self.is_complete(data, verified):
-                if lock:
-                    lock.release()
-                return None
-            prepared = self.prepare(data, verified)
-            run = _open(prepared, self.world, stop, heartbeat, lock)
+            prepared = self.prepare(data)
+            if prepared:
+                run = _open(prepared, self.world, stop, heartbeat, lock)
+                _introduce(run, prepared, recipe)
+                return run
+            if lock:
+                lock.release()
+            return None
         except UserError:
             if lock:
                 lock.abandon()
             raise
-        _introduce(run, prepared, recipe)
-        return run
 
     def open_data(self, cached: bool = True) -> RunData:
         """Open both shard sets, by way of the node's cache if there is one and ``cached``.
@@ -137,27 +137,23 @@ class Start:
         check_same_data(self.config, before.data if before else None, train_set.identity(), self.world)
         return verified
 
-    def is_complete(self, data: RunData, verified: Verified | None) -> bool:
-        """Whether nothing is left to train, which is said."""
+    def prepare(self, data: RunData) -> PreparedRun | None:
+        """Settle what the config leaves open and build all that is trained; None if nothing is left to train. Collective."""
+        verified = self.find_checkpoint(data.train_set)
         before = verified.state if verified else None
-        complete = before is not None and is_complete(before.step, before.evaluation_due, data.schedule.last_step)
-        if before and complete:
+        if before and is_complete(before.step, before.evaluation_due, data.schedule.last_step):
             say(self.world, f"{self.folder} is complete at step {before.step}: nothing to train.")
-        return complete
-
-    def prepare(self, data: RunData, verified: Verified | None) -> PreparedRun:
-        """Settle what the config leaves open and build everything that is trained. Collective."""
-        before = verified.state if verified else None
+            return None
         say(self.world, f"data: {data.description()}")
         say(self.world, f"resuming {self.folder} from step {before.step}" if before else f"a new run: {self.folder}")
         settled = settle(self.config, before, self.world)
-        return PreparedRun(settled, data, before, build(settled.config, self.world, data.train_set.classes, verified))
+        return PreparedRun(settled, data, before, *build(settled.config, self.world, data.train_set.classes, verified))
 
 
 def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Heartbeat, lock: RunLock | None) -> Run:
     """Open the log and the loaders: from here on the run writes. Collective."""
     say(world, "opening the loaders and the log")
-    settled, data, before, train_state = prepared.settled, prepared.data, prepared.before, prepared.built.train_state
+    settled, data, before, train_state = prepared.settled, prepared.data, prepared.before, prepared.train_state
     config, step, last_step = settled.config, prepared.step, data.schedule.last_step
     folder = Path(config.output_dir)
     number = write_run_files(config, world, step + 1, str(settled.precision), settled.micro_batch_reason)
@@ -166,7 +162,10 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
     heartbeat.on_loss = lambda sentence, at: events.add("end", at, reason=sentence, whole=False)
     known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
     reports = BadSampleReport(world, known), store_report(world, (data.train_set, data.val_set))
-    flops_per_image = prepared.built.cost.training_flops_per_image(config.train.micro_batch)
+    flops_per_image = prepared.cost.training_flops_per_image(config.train.micro_batch)
+    compilation = Compilation(
+        settled.compile, settled.precision.name, folder, world, train_state.engine.module, train_state.objective
+    )
     run = Run(
         config=config,
         world=world,
@@ -176,9 +175,7 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         schedule=data.schedule,
         train_set=data.train_set,
         train_state=train_state,
-        compilation=Compilation(
-            settled.compile, settled.precision.name, folder, world, train_state.engine.module, train_state.objective
-        ),
+        compilation=compilation,
         loader=training_loader(data.train_set, config, settled.decode, world, step),
         val_loader=evaluation_loader(data.val_set, config, world),
         agreement=agreement,
@@ -193,14 +190,14 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         best=before.best if before else None,
         evaluation_due=before.evaluation_due if before else False,
     )
-    if prepared.built.first_maps is not None:
-        run.log.image(pictures.PHI, pictures.map_grid(prepared.built.first_maps), step)
+    if prepared.first_maps is not None:
+        run.log.image(pictures.PHI, pictures.map_grid(prepared.first_maps), step)
     return run
 
 
 def _introduce(run: Run, prepared: PreparedRun, recipe: Recipe | None) -> None:
     """Log the first lines of a start: precision, batch, schedule, and what is unusual about them."""
-    settled, before, cost = prepared.settled, prepared.before, prepared.built.cost
+    settled, before, cost = prepared.settled, prepared.before, prepared.cost
     config, schedule, model = run.config, run.schedule, run.train_state.engine.module
     run.log.say(str(settled.precision))
     if settled.precision.warning:
@@ -217,14 +214,17 @@ def _introduce(run: Run, prepared: PreparedRun, recipe: Recipe | None) -> None:
         run.log.say(
             f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"
         )
-    micro, normalizes = config.train.micro_batch, f"{config.model.name} has BatchNorm, which normalizes over a micro-batch, so"
-    if run.train_state.batchnorm and before and before.config["train"]["micro_batch_size"] != micro:
-        was = before.config["train"]["micro_batch_size"]
-        run.log.say(f"note: train.micro_batch_size was {was} and is {micro}: {normalizes} the run goes on a little differently")
-    if run.train_state.batchnorm and recipe and (stated := recipe.config.train.micro_batch_size) not in (AUTO, micro):
-        run.log.say(
-            f"note: train.micro_batch_size is {micro}, {stated} in {recipe.name}: {normalizes} this is not quite its recipe"
-        )
+    micro = config.train.micro_batch
+    if run.train_state.batchnorm:
+        normalizes = f"{config.model.name} has BatchNorm, which normalizes over a micro-batch, so"
+        if before and (was := before.config["train"]["micro_batch_size"]) != micro:
+            run.log.say(
+                f"note: train.micro_batch_size was {was} and is {micro}: {normalizes} the run goes on a little differently"
+            )
+        if recipe and (stated := recipe.config.train.micro_batch_size) not in (AUTO, micro):
+            run.log.say(
+                f"note: train.micro_batch_size is {micro}, {stated} in {recipe.name}: {normalizes} this is not quite its recipe"
+            )
     processes = counted(run.world.size, "process")
     per_epoch = round(schedule.steps_per_epoch, 1) or schedule.steps_per_epoch
     run.log.say(

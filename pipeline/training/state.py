@@ -30,8 +30,7 @@ from pipeline.step.train_step import TrainState
 from pipeline.stores.store import StoreAway, StoreFails
 from pipeline.stream.schedule import Schedule
 from pipeline.training.compiling import Compilation
-from pipeline.training.folder import config_hash
-from pipeline.training.lock import RunLock
+from pipeline.training.folder import RunLock, config_hash
 
 _LONGEST_REASON = 2000  # characters of an error that events.jsonl keeps
 
@@ -116,8 +115,8 @@ class Run:
         whole = error is None and is_complete(self.step, self.evaluation_due, self.schedule.last_step)
         self.events.add("end", self.step, reason=self._why_it_ends(error, whole), whole=whole)
         with ExitStack() as parts:
-            if error is None:
-                parts.callback(self.release)
+            if error is None and self.lock:
+                parts.callback(self.lock.release)
             parts.callback(self.profiler.close if error is None else self.profiler.abandon)
             for part in (self.samples, self.log, self.val_loader, self.loader):
                 if part:
@@ -132,16 +131,7 @@ class Run:
             return kind + first_line(error)[:_LONGEST_REASON]
         if whole:
             return "the end of the schedule"
-        return (
-            f"stopped by {signal.Signals(self.stop.received).name}"
-            if self.stop.received
-            else "stopped by a signal to another rank"
-        )
-
-    def release(self) -> None:
-        """Let the next run have the folder."""
-        if self.lock:
-            self.lock.release()
+        return f"stopped by {signal.Signals(self.stop.received).name if self.stop.received else 'a signal to another rank'}"
 
 
 def _close_quietly(part: Any) -> None:

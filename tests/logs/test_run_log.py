@@ -249,8 +249,8 @@ def test_a_warning_of_any_layer_is_one_line_on_stderr(capsys: pytest.CaptureFixt
     console.install()
     console.install()
     logging.getLogger("pipeline.checkpoint.saver").warning("x cannot be written (100 % full)")
-    logging.getLogger("pipeline.training.lock").info("note: 50 % of it")
-    logging.getLogger("pipeline.training.lock").debug("nobody asked")
+    logging.getLogger("pipeline.training.folder").info("note: 50 % of it")
+    logging.getLogger("pipeline.training.folder").debug("nobody asked")
     said = capsys.readouterr()
     assert said.err == "warning: x cannot be written (100 % full)\n"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d note: 50 % of it\n", said.out)

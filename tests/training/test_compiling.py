@@ -27,8 +27,8 @@ from pipeline.models.common.layers import compile_tables_as_constants
 from pipeline.models.common.probe import recorded
 from pipeline.models.pervit.model import PerViT, PerViTLayout
 from pipeline.optim.averages import StepStatistics
-from pipeline.step.forward import autocast
 from pipeline.step.loss import Objective, label_loss
+from pipeline.step.precision import autocast
 from pipeline.training import compiling
 from pipeline.training.compiling import (
     INDUCTOR,

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.training.dry_run import check_room
-from pipeline.training.lock import LOCK, RunLock
+from pipeline.training.folder import LOCK, RunLock
 from support.ranks import run_forked
 from support.small_run import SMALL_MODEL
 

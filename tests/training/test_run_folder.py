@@ -189,7 +189,7 @@ def test_a_refusal_reaches_every_process(tmp_path: Path) -> None:
     """Guards against processes that wait for ever for the main one, which was refused; and against a lock that two runs hold."""
 
     (tmp_path / "held").mkdir()
-    holding = "import sys; from pathlib import Path; from pipeline.training.lock import RunLock; lock = RunLock.take(Path(sys.argv[1])); "
+    holding = "import sys; from pathlib import Path; from pipeline.training.folder import RunLock; lock = RunLock.take(Path(sys.argv[1])); "
     environment = clean_environment(PYTHONPATH=str(REPOSITORY))
     with subprocess.Popen(
         [sys.executable, "-c", holding + "print('held', flush=True); sys.stdin.read()", str(tmp_path / "held")],

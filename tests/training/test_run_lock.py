@@ -16,13 +16,13 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.files import lock_bytes
 from pipeline.logs import console
-from pipeline.training.lock import LOCK, RunLock
+from pipeline.training.folder import LOCK, RunLock
 from support.launching import REPOSITORY, clean_environment
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from pipeline.training.lock import LOCK, RunLock
+from pipeline.training.folder import LOCK, RunLock
 lock = RunLock.take(Path(sys.argv[1]))
 if sys.argv[2] == "with a child":
     if os.fork() == 0:
@@ -46,7 +46,7 @@ REFUSED = """
 import os, sys
 from pathlib import Path
 from pipeline.errors import UserError
-from pipeline.training.lock import LOCK, RunLock
+from pipeline.training.folder import LOCK, RunLock
 folder, alone, held = Path(sys.argv[1]), Path(sys.argv[2]), 0
 sys.stdin.read()
 while held < 40:
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"output_dir /proc/1 must be a writable folder \(.*\): choose another output_dir"):
         RunLock.take(Path("/proc/1"))
     script = (
-        "import subprocess, sys\nfrom pathlib import Path\nfrom pipeline.training.lock import RunLock\n"
+        "import subprocess, sys\nfrom pathlib import Path\nfrom pipeline.training.folder import RunLock\n"
         "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'ro', 'none', sys.argv[1]], check=True)\nRunLock.take(Path(sys.argv[1]))"
     )
     command = ["unshare", "--mount", sys.executable, "-c", script, str(tmp_path)]
