@@ -18,8 +18,7 @@ from torch import Tensor
 from pipeline.exporting.subject import Facts, Options, Subject, checked, compare, to_json
 from pipeline.files import replace_text
 from pipeline.models.weights.exported import write_exported
-from pipeline.models.weights.timm_folder import CONFIG, WEIGHTS, read_timm_folder
-from pipeline.models.weights.timm_forms import TimmForm, timm_form
+from pipeline.models.weights.timm_folder import CONFIG, WEIGHTS, TimmForm, read_timm_folder, timm_form
 
 
 def export(subject: Subject, path: Path, options: Options) -> Facts:

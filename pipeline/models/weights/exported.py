@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.files import open_regular, replace_file
 from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import create_model
-from pipeline.models.weights.reference_names import Names, load_reference_state_dict, reference_state_dict
+from pipeline.models.weights.reference_names import Names, load_reference_state_dict, misfits, reference_state_dict
 from pipeline.models.weights.transfer import check_finite
 
 SUFFIX = ".safetensors"
@@ -65,9 +65,7 @@ def write_exported(path: Path, weights: Mapping[str, Tensor], description: Descr
     """Write weights and their description atomically.
 
     Args:
-        path: ends in ``.safetensors``.
         weights: state dict under our names; renamed if ``description.names`` is "authors".
-        description: of these weights.
         training: JSON, what is known of their training; empty: nothing.
 
     Raises:
@@ -101,10 +99,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], Description | None]:
-    """Read a safetensors file.
-
-    Returns:
-        The tensors, and their description, or None if the file has none.
+    """Read the tensors of a safetensors file and their description, None if it has none.
 
     Raises:
         UserError: the file is missing or damaged, or its description is.
@@ -138,38 +133,36 @@ def read_exported(path: Path) -> tuple[VisionModel, Description]:
 
 
 def build_described(path: Path, weights: Mapping[str, Tensor], description: Description) -> VisionModel:
-    """Build the model of a description with its weights, in eval mode on the CPU.
-
-    Args:
-        path: where they are from, for messages.
-        weights: under the names that the description says.
-        description: of them.
+    """Build the model of a description with its weights, from ``path``, in eval mode on the CPU.
 
     Raises:
-        UserError: the weights are not those of such a model.
+        UserError: the weights are not those of such a model, or not finite.
     """
     check_finite(weights, source=str(path))
     try:
         model = _create(description)
         if description.names == "authors":
-            load_reference_state_dict(model, weights)
-        else:
-            model.load_state_dict(weights)
+            return load_reference_state_dict(model, weights).eval()
+        differences: UserError | str = misfits(weights, model.state_dict())
     except UserError as error:
-        raise UserError(f"{path} does not match its description of the model ({error})", "export it again") from None
-    except RuntimeError as error:  # load_state_dict: the first line names the class, the others list what differs
-        raise UserError(
-            f"{path} does not match {description.model} ({str(error).splitlines()[-1].strip()})", "export it again"
-        ) from None
+        differences = error
+    if differences:
+        raise UserError(f"{path} does not match its description of the model ({differences})", "export it again")
+    model.load_state_dict(weights)
     return model.eval()
+
+
+def first_invalid(error: ValidationError, whole: str) -> str:
+    """The first of pydantic's complaints with its place; ``whole`` names the place of one about everything."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
 def _described(path: Path, text: str) -> Description:
     try:
         description = _CHECKED.validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        problem = ": ".join([".".join(map(str, first["loc"])) or "description", first["msg"]])
+        problem = first_invalid(error, "description")
     else:
         lists = {"classes": description.classes, "class_names": description.shown}
         wrong = [f"{name} has {len(its)} names" for name, its in lists.items() if len(its) != description.num_classes]
@@ -180,13 +173,8 @@ def _described(path: Path, text: str) -> Description:
 
 
 def load_exported(path: Path | str) -> VisionModel:
-    """Build the model of an exported file with its weights, in eval mode on the CPU.
-
-    Raises:
-        UserError: as :func:`read_exported`.
-    """
-    model, _ = read_exported(Path(path))
-    return model
+    """The model of :func:`read_exported`."""
+    return read_exported(Path(path))[0]
 
 
 def _create(description: Description) -> VisionModel:
@@ -194,11 +182,7 @@ def _create(description: Description) -> VisionModel:
 
 
 def read_pickled(path: Path, what: str) -> dict[str, Tensor]:
-    """Read a state dict, at the top level or under ``model`` or ``state_dict``.
-
-    Args:
-        path: a file that ``torch.save`` wrote.
-        what: the file for messages, such as ``train.init_from weights.pth``.
+    """Read a state dict of ``torch.save``, at the top level or under ``model`` or ``state_dict``; ``what`` names it in messages.
 
     Raises:
         UserError: it cannot be read, names something that could run code, or holds no state dict.
@@ -209,14 +193,10 @@ def read_pickled(path: Path, what: str) -> dict[str, Tensor]:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling damaged bytes can raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if foreign := re.search(
-            r"Unsupported (?:global|class): GLOBAL (\S+)|Trying to load unsupported GLOBAL (\S+)", str(error)
-        ):
-            reason = f"it also holds a {foreign[1] or foreign[2]}, which could run code"
-        raise UserError(
-            f"{what} cannot be read ({reason})",
-            "pass a file that torch.save or safetensors wrote, with a state dict alone",
-        ) from None
+        if foreign := re.search(r"(?:Unsupported (?:global|class):|Trying to load unsupported) GLOBAL (\S+)", str(error)):
+            reason = f"it also holds a {foreign[1]}, which could run code"
+        remedy = "pass a file that torch.save or safetensors wrote, with a state dict alone"
+        raise UserError(f"{what} cannot be read ({reason})", remedy) from None
     found = loaded.get("model", loaded.get("state_dict", loaded)) if isinstance(loaded, dict) else loaded
     if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         raise UserError(f"{what} must hold a state dict, names with tensors", "pass another file")

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_few
 from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import create_model, list_models, model_entry
 
@@ -24,14 +24,7 @@ _CLOSEST = 5  # tensors that may differ in a hint
 
 
 def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tensor]) -> VisionModel:
-    """Load a state dict of the authors' published code: rename its keys, then load strictly.
-
-    Args:
-        model: from ``create_model``; its ``reference_names`` hold the name pairs. A feature form takes all but the head.
-        state_dict: authors' names -> tensors.
-
-    Returns:
-        ``model``.
+    """Load a state dict under the authors' names strictly into a model from ``create_model``; a feature form takes all but the head.
 
     Raises:
         UserError: a name is missing, unknown or duplicate, or a shape differs.
@@ -49,19 +42,11 @@ def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tenso
         renamed[name] = value
     own = model.state_dict()
     renamed |= {name: own[name] for name in added_names(model, renamed)}
-    missing, unknown = sorted(own.keys() - renamed.keys()), sorted(renamed.keys() - own.keys())
-    if missing or unknown:
+    if differences := misfits(renamed, own):
         raise UserError(
-            f"reference state dict does not fit {type(model).__name__}: {len(missing)} names are missing {missing[:3]} and "
-            f"{len(unknown)} are unknown {unknown[:3]}",
-            "pass the authors' state dict of the same model (of a training checkpoint, its 'model' entry)",
+            f"reference state dict does not fit {type(model).__name__}: {differences}",
+            "pass the authors' state dict of the same model, image size and classes (of a training checkpoint, its 'model' entry)",
         )
-    for name, value in renamed.items():
-        if value.shape != own[name].shape:
-            raise UserError(
-                f"reference state dict: {name} has shape {tuple(value.shape)}, the model needs {tuple(own[name].shape)}",
-                "create the model with the size and num_classes that the weights were trained with",
-            )
     model.load_state_dict(renamed, strict=True)
     return model
 
@@ -69,12 +54,8 @@ def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tenso
 def reference_state_dict(model: VisionModel) -> dict[str, Tensor]:
     """The model's weights under the names of the authors' code; :func:`load_reference_state_dict` reads them back.
 
-    Args:
-        model: from ``create_model``, with unsharded weights (not under ZeRO-3).
-
-    Returns:
-        Authors' names -> tensors, complete and in the authors' shapes. Parameters and BatchNorm statistics share the model's
-        memory, as in ``state_dict()``; constant tables (PosMLP's) are computed.
+    They are complete and in the authors' shapes. Parameters and BatchNorm statistics share the model's memory, as in
+    ``state_dict()``; constant tables (PosMLP's) are computed.
 
     Raises:
         UserError: the authors' code does not support one of the model's switches, or the model is a feature form.
@@ -84,11 +65,9 @@ def reference_state_dict(model: VisionModel) -> dict[str, Tensor]:
             f"this {type(model).__name__} is in its feature form, which has no head and which the authors' code does not have",
             "pass a model from create_model without features",
         )
-    switch = model.unpublished_switch()
-    if switch is not None:
-        setting = getattr(model.switches, switch)
+    if switch := model.unpublished_switch():
         raise UserError(
-            f"model.switches.{switch} is {setting!r}, which the authors' code of {type(model).__name__} does not support",
+            f"model.switches.{switch} is {getattr(model.switches, switch)!r}, which the authors' code of {type(model).__name__} does not support",
             "export the model under this project's own names (model.state_dict())",
         )
     own = model.state_dict()
@@ -96,7 +75,7 @@ def reference_state_dict(model: VisionModel) -> dict[str, Tensor]:
 
 
 def authors_names(model: VisionModel) -> dict[str, str]:
-    """Authors' name -> our name of each weight, by the name pairs alone: also for switches that the authors' code lacks."""
+    """Authors' name -> ours of each weight, by the name pairs alone: also for switches that the authors' code lacks."""
     pairs = [(own, authors) for authors, own in model.reference_names]
     return {_renamed(name, pairs): name for name in model.state_dict()}
 
@@ -124,16 +103,28 @@ def _renamed(name: str, pairs: NamePairs) -> str:
     return name
 
 
-def recognise(weights: Mapping[str, Tensor], source: str) -> tuple[str, int, int, Names]:
-    """Find the model, with the switches of its paper, that a state dict is of.
+def misfits(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """How a state dict differs from a model's own, for a message; "" if only in its values."""
+    shapes = [
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & weights.keys())
+        if weights[name].shape != own[name].shape
+    ]
+    missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    return listed_misfits(missing, unknown, shapes) if missing or unknown or shapes else ""
 
-    Args:
-        weights: under our names or the authors'.
-        source: the file, for messages.
+
+def listed_misfits(missing: Sequence[str], unknown: Sequence[str], shapes: Sequence[str]) -> str:
+    """How many tensors are missing, unknown and of another shape, with the first of them, for a message."""
+    parts = ((missing, "missing"), (unknown, "unknown"), (shapes, "of another shape"))
+    return ", ".join(f"{len(names)} {what}" + (f" ({first_few(names, 5)})" if names else "") for names, what in parts)
+
+
+def recognise(weights: Mapping[str, Tensor], source: str) -> tuple[str, int, int, Names]:
+    """Find the model, with the switches of its paper, that a state dict under our names or the authors' is of.
 
     Returns:
-        Its name, number of classes, image size, and whose names the tensors have. Models whose weights do not depend on the size
-        of the images get that of their paper.
+        Its name, number of classes, image size (the paper's where the weights do not depend on it), and whose names these are.
 
     Raises:
         UserError: it is of none.

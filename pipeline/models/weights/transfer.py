@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from pipeline.errors import UserError, first_few
 from pipeline.models.common.base import VisionModel
-from pipeline.models.weights.reference_names import added_names, authors_names, names_without_head
+from pipeline.models.weights.reference_names import added_names, authors_names, listed_misfits, names_without_head
 
-_SHOWN = 5  # names listed in a message
 _WHOSE = ("this project's names", "the names of the authors' code")
 _MOST_TOKENS = 2**18  # largest grid that is resampled (8192 x 8192 pixels at patch 16); bounds memory for malformed files
 
@@ -27,19 +26,17 @@ def load_pretrained(
 ) -> list[str]:
     """Load pretrained weights, possibly for other classes or another image size.
 
-    The head is loaded only if the class names are equal, in the same order; where either side has no names, an equal number of
-    classes suffices. Parameter names may be ours or those of the authors' code.
+    The head is loaded only if the class names are equal, in the same order, otherwise the model keeps its own; where either side
+    has no names, an equal number of classes suffices. A feature form takes the weights of a classifier without its head.
 
     Args:
-        model: from ``create_model``; keeps its randomly initialized head if the classes differ. A feature form takes the weights
-            of a classifier, without its head.
+        model: from ``create_model``.
         weights: a state dict of the same model, entirely under our names or entirely under the authors'.
-        source: origin of the weights, for messages.
-        their_classes: class names of the outputs of ``weights``; None: unknown.
-        classes: class names of the outputs of ``model``; None: unknown.
+        source: of the weights, for messages.
+        their_classes, classes: class names of the outputs of ``weights`` and of ``model``; None: unknown.
 
     Returns:
-        Sentences for the log: one on the head, and one for each tensor that was not copied unchanged.
+        Sentences for the log: on the head, and on each tensor that was not copied unchanged.
 
     Raises:
         UserError: names, shapes or dtypes differ in any other way, or values are not finite.
@@ -101,19 +98,11 @@ def first_difference(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
 
 
 def check_finite(weights: Mapping[str, Tensor], source: str) -> None:
-    """Reject weights with non-finite values.
-
-    Args:
-        weights: a state dict.
-        source: its origin, for the message.
-
-    Raises:
-        UserError: a value is infinite or NaN.
-    """
+    """Raise a ``UserError`` that names ``source`` if a value of a state dict is infinite or NaN."""
     bad = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
     if bad:
         raise UserError(
-            f"{source} has values that are not finite in {len(bad)} of {len(weights)} tensors ({first_few(bad, _SHOWN)})",
+            f"{source} has values that are not finite in {len(bad)} of {len(weights)} tensors ({first_few(bad, 5)})",
             "take weights of an earlier step",
         )
 
@@ -123,11 +112,8 @@ def resample_positions(value: Tensor, shape: torch.Size, leading_tokens: int) ->
 
     Args:
         value: (..., leading_tokens + n * n, D).
-        shape: target shape, (..., leading_tokens + m * m, D).
+        shape: of the result, (..., leading_tokens + m * m, D).
         leading_tokens: tokens without a grid position (class token), which are copied.
-
-    Returns:
-        A tensor of ``shape``.
     """
     kept, grid = value[..., :leading_tokens, :], value[..., leading_tokens:, :]
     old, new = math.isqrt(grid.shape[-2]), math.isqrt(shape[-2] - leading_tokens)
@@ -154,9 +140,3 @@ def _are_grids(shape: torch.Size, wanted: torch.Size, leading_tokens: int) -> bo
         return False
     tokens = [each[-2] - leading_tokens for each in (shape, wanted)]
     return all(0 < count <= _MOST_TOKENS and math.isqrt(count) ** 2 == count for count in tokens)
-
-
-def listed_misfits(missing: Sequence[str], unknown: Sequence[str], misfits: Sequence[str]) -> str:
-    """How a state dict's tensors differ from a model's, for a message."""
-    parts = ((missing, "missing"), (unknown, "unknown"), (misfits, "of another shape"))
-    return ", ".join(f"{len(names)} {what}" + (f" ({first_few(names, _SHOWN)})" if names else "") for names, what in parts)
