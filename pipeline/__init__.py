@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 from pipeline.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from pipeline.inference.load import load as load
+    from pipeline.inference.trained import load as load
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, **{"inference.load": "load"})
+__getattr__, __dir__, __all__ = lazy_names(__name__, **{"inference.trained": "load"})
 
 if any(action == "error" for action, *_ in warnings.filters):
     # PYTHONWARNINGS=error would end every command in the middle of an import of PyTorch or DeepSpeed, which warn of each other.

@@ -14,17 +14,12 @@ import json
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
-from pipeline.files import check_writable, replace_file
-from pipeline.inference.session import SOURCES, add_model_options, open_session, with_options
+from pipeline.files import check_writable
+from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked, warn
 from pipeline.stores.place import place_argument
-
-if TYPE_CHECKING:
-    from pipeline.config import Config
-    from pipeline.inference.trained import Trained
 
 
 def main() -> None:
@@ -49,30 +44,31 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         UserError: there is no such model or data, they do not match, or logits are not finite.
     """
+    from pipeline.inference.prediction_table import Names, check_file, prediction_dtype, write_rows
+
     if args.json:
         check_writable(args.json)
     if args.predictions:
-        from pipeline.inference.prediction_table import check_file
-
         check_file("--predictions", args.predictions)
 
     from pipeline.cluster.world import disconnect  # imported only now: PyTorch takes seconds, and --help must not wait for it
+    from pipeline.config.values import parse_switches
     from pipeline.inference.evaluation import check_same_classes, evaluate, evaluation_loader
-    from pipeline.inference.prediction import collect_evaluated
-    from pipeline.inference.prediction_table import Names, prediction_dtype, write_rows
-    from pipeline.inference.rank_rows import RankRows
-    from pipeline.inference.trained import read_trained
-    from pipeline.logs import console
+    from pipeline.inference.prediction import RankRows, collect_evaluated
     from pipeline.shards.image_folder import open_split
 
-    console.install()
-    trained = read_trained(args.checkpoint, args.step, args.weights)
-    config = with_switches(with_options(trained.config, args), args.switch)
+    trained, config = read_asked(args)
+    config = config.with_values({"model.switches": {**config.model.switches, **parse_switches(args.switch)}})
     images = open_split(args.data, args.split, trained.classes if trained.named else None)
     if trained.named:
         check_same_classes(images, trained.classes, of=str(args.checkpoint))
+    elif len(images.classes) != len(trained.classes):
+        raise UserError(
+            f"{args.checkpoint} has {len(trained.classes)} classes, but the images have {len(images.classes)}",
+            "pass images of the data set that it was trained on",
+        )
     else:
-        say_assumed(trained, args.checkpoint, images.classes)
+        warn(f"{args.checkpoint} does not name its classes: they are taken to be those of the images, in the same order")
 
     try:
         model = trained.build_model(config.model.switches)
@@ -97,11 +93,7 @@ def run(args: argparse.Namespace) -> None:
             )
         if rows:
             names = Names(images.key, images.classes, trained.shown if trained.named else images.class_names)
-            rows.publish(
-                lambda merged: replace_file(
-                    args.predictions, lambda file: write_rows(args.predictions, file, merged, names, labelled=True)
-                )
-            )
+            rows.publish(lambda merged: write_rows(args.predictions, merged, names, labelled=True))
     if world.is_main:
         row = {
             "model": config.model.name,
@@ -119,37 +111,6 @@ def run(args: argparse.Namespace) -> None:
         if args.json:
             args.json.write_text(json.dumps(row, indent=1) + "\n")
     disconnect()
-
-
-def say_assumed(trained: Trained, checkpoint: Path, classes: list[str]) -> None:
-    """Warn of what a file or folder does not say, above all the names of its classes.
-
-    Raises:
-        UserError: it has another number of classes.
-    """
-    import logging
-
-    from pipeline.logs import console
-
-    if len(classes) != len(trained.classes):
-        raise UserError(
-            f"{checkpoint} has {len(trained.classes)} classes, but the images have {len(classes)}",
-            "pass images of the data set that it was trained on",
-        )
-    if console.is_first_process():
-        if trained.assumed:
-            logging.getLogger("pipeline").warning(trained.assumed)
-        logging.getLogger("pipeline").warning(
-            f"{checkpoint} does not name its classes: they are taken to be those of the images, in the same order"
-        )
-
-
-def with_switches(config: Config, changes: list[str]) -> Config:
-    """The config with some of the model's switches replaced, by changes ``name=value``."""
-    from pipeline.config.values import parse_switches
-
-    switches = {**config.model.switches, **parse_switches(changes)}
-    return config.with_values({"model.switches": switches})
 
 
 def table(row: dict, why_precision: str) -> str:

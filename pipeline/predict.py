@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import logging
 import sys
 import tempfile
 from functools import partial
@@ -23,13 +22,11 @@ from typing import TYPE_CHECKING
 
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
-from pipeline.files import replace_file
-from pipeline.inference.session import SOURCES, add_model_options, open_session, with_options
+from pipeline.inference.session import SOURCES, add_model_options, open_session, read_asked
 
 if TYPE_CHECKING:
-    from pipeline.inference.prediction import Tally
+    from pipeline.inference.prediction import RankRows, Tally
     from pipeline.inference.prediction_table import Merged, Names
-    from pipeline.inference.rank_rows import RankRows
 
 SOME_FAILED = 1  # exit code: at least one image has no prediction
 _SHOWN = 50  # rows of the table on a terminal
@@ -56,20 +53,14 @@ def run(args: argparse.Namespace) -> int:
     """
     check_arguments(args)
 
-    from pipeline.cluster.world import disconnect
+    from pipeline.cluster.world import disconnect  # imported only now: PyTorch takes seconds, and --help must not wait for it
     from pipeline.inference.evaluation import evaluation_loader
     from pipeline.inference.image_list import ImageList, find_images, read_list
-    from pipeline.inference.prediction import feature_columns, predict, score_columns
+    from pipeline.inference.prediction import RankRows, feature_columns, predict, score_columns
     from pipeline.inference.prediction_table import Names, features_dtype, prediction_dtype
-    from pipeline.inference.rank_rows import RankRows
-    from pipeline.inference.trained import read_trained  # imported only now: PyTorch takes seconds, and --help must not wait
-    from pipeline.logs import console
 
-    console.install()
-    trained = read_trained(args.checkpoint, args.step, args.weights)
-    if trained.assumed and console.is_first_process():
-        logging.getLogger("pipeline").warning(trained.assumed)
-    config = with_options(trained.config, args).with_values({"data.max_bad_samples": 2**31 - 1})
+    trained, config = read_asked(args)
+    config = config.with_values({"data.max_bad_samples": 2**31 - 1})
     model = trained.build_model()
     session = open_session(model, config.train.precision, args)
     world = session.world
@@ -118,12 +109,9 @@ def write(args: argparse.Namespace, rows: RankRows, names: Names, count: int, wi
         if not args.output:
             print_table(merged, names)
         elif args.features:
-            replace_file(args.output, lambda file: write_features(args.output, file, merged, names, count, width))
-            if args.output.suffix == ".npy":
-                lines = (f"{names.file(index)}\n".encode(errors="surrogateescape") for index in range(count))
-                replace_file(args.output.with_suffix(".txt"), lambda file: file.writelines(lines))
+            write_features(args.output, merged, names, count, width)
         else:
-            replace_file(args.output, lambda file: write_rows(args.output, file, merged, names))
+            write_rows(args.output, merged, names)
         report(args, tally)
 
     rows.publish(put)

@@ -1,1 +1,1 @@
-"""Load trained weights, evaluate them, and predict with them; ``load.py`` has :func:`pipeline.load`."""
+"""Load trained weights, evaluate them, and predict with them; ``trained.py`` has :func:`pipeline.load`."""

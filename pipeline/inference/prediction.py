@@ -1,23 +1,145 @@
-"""Predict the classes of images, or compute their features, and collect what an evaluation says of each image, as rows of a table."""
+"""Predict the classes of images, compute their features, or collect what an evaluation says of each, as rows that rank 0 merges.
+
+Each rank collects its rows in hidden files; rank 0 puts them together in the order of the batches. Memory does not grow with the
+number of rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from secrets import token_hex
+from types import MappingProxyType
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pipeline.cluster.agreement import do_in_main, raise_on_all
+from pipeline.cluster.world import World
+from pipeline.errors import UserError
+from pipeline.files import disk_reason, remove_leftovers
 from pipeline.inference.evaluation import Consumer
 from pipeline.inference.image_list import ImageList
 from pipeline.inference.prediction_table import Merged
-from pipeline.inference.rank_rows import RankRows
 from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Batch, Loader
 
 Columns = Callable[[Tensor], dict[str, Tensor]]  # images (B, 3, H, W) -> columns of B rows; ``finite`` says which have a result
+_KINDS = ("rows", "errors")  # hidden files of each rank
+_ROWS_AT_ONCE = 16384  # in memory
+
+
+class RankRows:
+    """Rows of one pass. A context manager, which removes this rank's hidden files. Construction is collective.
+
+    Args:
+        path: of the result: the hidden files are beside it, in a folder that all ranks see.
+        dtype: of a row; the field ``valid`` marks those that count.
+
+    Raises:
+        UserError: on every rank: the hidden files cannot be created.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, batches: EvalBatches, world: World) -> None:
+        self._path, self.dtype, self._batches, self._world = path, dtype, batches, world
+        if world.is_main:
+            remove_leftovers(path)
+        self._token = world.from_main(token_hex(4))  # apart from those of another pass into the same file
+        self._failure: UserError | None = None
+        self._files: list[BinaryIO] = []
+        try:
+            self._files = [open(self._part(kind, world.rank), "xb") for kind in _KINDS]
+        except OSError as error:
+            self._failure = self._refusal(error)
+        raise_on_all(self._failure, world)
+
+    def add(self, rows: np.ndarray, errors: Mapping[int, str] = MappingProxyType({})) -> None:
+        """Add a batch: ``rows`` (batch_size,) of the dtype, padding included; by an image's index why it has no result."""
+        if self._failure:
+            return
+        try:
+            self._files[0].write(rows.tobytes())
+            for index in sorted(errors):
+                self._files[1].write(json.dumps([index, errors[index]]).encode() + b"\n")
+        except OSError as error:  # said when all ranks are done: the others are in a collective
+            self._failure = self._refusal(error)
+
+    def publish(self, write: Callable[[Merged], object]) -> None:
+        """End the pass, and let rank 0 write what all ranks have added. Collective.
+
+        Args:
+            write: gets valid rows in their order, some at a time, each with its error or ""; at least once, with no row perhaps.
+
+        Raises:
+            UserError: on every rank: some rank could not write.
+        """
+        try:
+            for file in self._files:
+                file.close()
+        except OSError as error:
+            self._failure = self._failure or self._refusal(error)
+        raise_on_all(self._failure, self._world)
+
+        def publish() -> None:
+            try:
+                write(self._merged())
+            except OSError as error:
+                raise self._refusal(error) from None
+
+        do_in_main(publish, self._world)
+
+    def _merged(self) -> Merged:
+        with ExitStack() as stack:
+            opened = [
+                [stack.enter_context(open(self._part(kind, rank), "rb")) for kind in _KINDS] for rank in range(self._world.size)
+            ]
+            waiting = [_next_error(errors) for _, errors in opened]
+            held: list[np.ndarray] = []
+            said: list[str] = []
+            for _ in range(len(self._batches)):
+                for rank, (part, errors) in enumerate(opened):
+                    rows = np.fromfile(part, self.dtype, self._batches.batch_size)
+                    rows = rows[rows["valid"]]
+                    held.append(rows)
+                    for index in rows["index"].tolist():
+                        if index != waiting[rank][0]:
+                            said.append("")
+                            continue
+                        said.append(waiting[rank][1])
+                        waiting[rank] = _next_error(errors)
+                if len(said) >= _ROWS_AT_ONCE:
+                    yield np.concatenate(held), said
+                    held, said = [], []
+            yield np.concatenate([np.empty(0, self.dtype), *held]), said
+
+    def __enter__(self) -> RankRows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for kind, file in zip(_KINDS, self._files):
+            with suppress(OSError):
+                file.close()
+            self._part(kind, self._world.rank).unlink(missing_ok=True)
+
+    def _part(self, kind: str, rank: int) -> Path:
+        return self._path.with_name(f".{self._path.name}.{self._token}-{kind}-{rank:05d}.tmp")
+
+    def _refusal(self, error: OSError) -> UserError:
+        return UserError(
+            f"{error.filename or self._path} cannot be written or read ({disk_reason(self._path, error)})",
+            "pass a file in a folder that all processes share and can write, with enough space",
+        )
+
+
+def _next_error(file: BinaryIO) -> tuple[int, str]:
+    line = file.readline()
+    index, reason = json.loads(line) if line else (-1, "")  # no image has this number
+    return index, reason
 
 
 def score_columns(forward: Callable[[Tensor], Tensor], top: int) -> Columns:

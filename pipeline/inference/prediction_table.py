@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from pipeline.errors import UserError, missing_extra
-from pipeline.files import check_writable
+from pipeline.files import check_writable, replace_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,18 +49,14 @@ _LISTS = ("top5", "probabilities")
 _EVERY_ROW: list[tuple] = [("valid", "?"), ("index", "<i8"), ("label", "<i4")]
 
 Merged = Iterator[tuple[np.ndarray, list[str]]]
-"""Parts of the rows, each row with its error or "": :meth:`pipeline.inference.rank_rows.RankRows.merged`."""
+"""Parts of the rows, each row with its error or ""."""
 
 
 def check_file(option: str, path: Path, endings: Sequence[str] = ENDINGS) -> None:
-    """Check, before the pass, that a table can be written.
-
-    Args:
-        option: that names the file, for the message.
-        endings: that it may have, one without PyArrow first.
+    """Check, before the pass, that the table that ``option`` names can be written.
 
     Raises:
-        UserError: it has another ending, cannot be written, or PyArrow is missing.
+        UserError: it has another ending than ``endings``, cannot be written, or PyArrow is missing.
     """
     if path.suffix not in endings:
         raise UserError(f"{option} must end with {', '.join(endings[:-1])} or {endings[-1]}, got {path}", "rename the file")
@@ -74,7 +70,7 @@ def check_file(option: str, path: Path, endings: Sequence[str] = ENDINGS) -> Non
 
 
 def prediction_dtype(top: int, labelled: bool = False) -> np.dtype:
-    """A row of predictions. Args: top: classes kept; labelled: with what an evaluation adds."""
+    """A row of predictions with ``top`` classes; ``labelled``: with what an evaluation adds."""
     fields = [*_EVERY_ROW, ("top", "<i4", (top,)), ("probability", "<f4", (top,))]
     return np.dtype([*fields, ("label_probability", "<f4"), ("loss", "<f4")] if labelled else fields)
 
@@ -86,29 +82,27 @@ def features_dtype(width: int) -> np.dtype:
 
 @dataclass(frozen=True)
 class Names:
-    """What the numbers of a table stand for.
+    """What the numbers of a table stand for."""
 
-    Attributes:
-        file: index of an image -> its name.
-        classes: that identify the classes, by index.
-        shown: what to call them.
-    """
-
-    file: Callable[[int], str]
-    classes: list[str]
-    shown: list[str]
+    file: Callable[[int], str]  # index of an image -> its name
+    classes: list[str]  # that identify the classes, by index
+    shown: list[str]  # what to call them
 
 
-def write_rows(path: Path, file: BinaryIO, merged: Merged, names: Names, labelled: bool = False) -> None:
-    """Write predictions as CSV, JSON lines or parquet, by the ending. Args: labelled: rows of an evaluation."""
+def write_rows(path: Path, merged: Merged, names: Names, labelled: bool = False) -> None:
+    """Write predictions, with ``labelled`` those of an evaluation, as CSV, JSON lines or parquet, by the ending."""
     columns = (*COLUMNS, *LABEL_COLUMNS) if labelled else COLUMNS
-    if path.suffix == ".parquet":
+    replace_file(path, lambda file: _write_rows(path.suffix, file, merged, names, columns))
+
+
+def _write_rows(ending: str, file: BinaryIO, merged: Merged, names: Names, columns: Sequence[str]) -> None:
+    if ending == ".parquet":
         called = {} if names.shown == names.classes else {"class_names": json.dumps(names.shown)}
         with _parquet_writer(file, columns, {"classes": json.dumps(names.classes), **called}) as write:
             for part in merged:
                 rows = [{**row, "file": _printable(row["file"])} for row in _rows(iter([part]), columns, names)]
                 write({column: [row[column] for row in rows] for column in columns})
-    elif path.suffix == ".jsonl":
+    elif ending == ".jsonl":
         for row in _rows(merged, columns, names):
             file.write(json.dumps(row, ensure_ascii=True).encode() + b"\n")
     else:
@@ -136,19 +130,29 @@ def _shortest(value: float) -> float:
     return float(f"{value:.9g}")  # as many digits as tell any two float32 apart
 
 
-def write_features(path: Path, file: BinaryIO, merged: Merged, names: Names, count: int, width: int) -> None:
-    """Write features as parquet (file, features, error) or as a NumPy array (count, width), NaN where there is an error."""
-    if path.suffix == ".npy":
-        header = {"descr": "<f4", "fortran_order": False, "shape": (count, width)}
-        np.lib.format.write_array_header_1_0(file, header)
+def write_features(path: Path, merged: Merged, names: Names, count: int, width: int) -> None:
+    """Write features as parquet (file, features, error), or as a NumPy array (count, width), NaN where there is an error, with a
+    ``.txt`` of the files' names beside it."""
+
+    def write_array(file: BinaryIO) -> None:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (count, width)})
         for rows, errors in merged:
             features = np.where(np.array([bool(error) for error in errors])[:, None], np.float32("nan"), rows["features"])
             file.write(features.astype("<f4").tobytes())
+
+    def write_parquet(file: BinaryIO) -> None:
+        with _parquet_writer(file, ("file", "features", "error")) as write:
+            for rows, errors in merged:
+                files = [_printable(names.file(index)) for index in rows["index"].tolist()]
+                features = [None if error else values for values, error in zip(rows["features"], errors)]
+                write({"file": files, "features": features, "error": errors})
+
+    if path.suffix == ".parquet":
+        replace_file(path, write_parquet)
         return
-    with _parquet_writer(file, ("file", "features", "error")) as write:
-        for rows, errors in merged:
-            files = [_printable(names.file(index)) for index in rows["index"].tolist()]
-            write({"file": files, "features": [None if e else f for f, e in zip(rows["features"], errors)], "error": errors})
+    replace_file(path, write_array)
+    lines = (f"{names.file(index)}\n".encode(errors="surrogateescape") for index in range(count))
+    replace_file(path.with_suffix(".txt"), lambda file: file.writelines(lines))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.world import World
     from pipeline.config import Config
+    from pipeline.inference.trained import Trained
     from pipeline.step.precision import Precision
 
 SOURCES = "a run folder, one of its checkpoints, an exported file, a folder in timm's layout, or an authors' file"
@@ -31,13 +33,32 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, help="images per process and forward pass (default: the run's)")
 
 
-def with_options(config: Config, args: argparse.Namespace) -> Config:
-    """The config of a training with the batch size and decoding of :func:`add_model_options`."""
-    from pipeline.config import config_from_dict
+def read_asked(args: argparse.Namespace) -> tuple[Trained, Config]:
+    """The trained model that ``args.checkpoint`` and the options name, and its config with their batch size and decoding.
 
+    Raises:
+        UserError: there is no such model.
+    """
+    from pipeline.config import config_from_dict
+    from pipeline.inference.trained import read_trained
+    from pipeline.logs import console
+
+    console.install()
+    trained = read_trained(args.checkpoint, args.step, args.weights)
+    if trained.assumed:
+        warn(trained.assumed)
+    config = trained.config
     if args.batch_size is not None:
         config = config_from_dict({**config.model_dump(), "eval": {"batch_size": args.batch_size}}, source="--batch-size")
-    return config.with_values({"data.decode": args.decode})
+    return trained, config.with_values({"data.decode": args.decode})
+
+
+def warn(text: str) -> None:
+    """Log a warning in one process."""
+    from pipeline.logs import console
+
+    if console.is_first_process():
+        logging.getLogger("pipeline").warning(text)
 
 
 @dataclass(frozen=True)
@@ -59,13 +80,7 @@ class Session:
 
 
 def open_session(model: nn.Module, trained_in: str, args: argparse.Namespace) -> Session:
-    """Join the other ranks and move the model to this one's device. Collective.
-
-    Args:
-        model: on the CPU.
-        trained_in: the precision of its training.
-        args: of :func:`add_model_options`.
-    """
+    """Join the other ranks and move the model, ``trained_in`` a precision, to this one's device. Collective."""
     from pipeline.cluster.world import init_world
     from pipeline.loader.loader import decoding_device
     from pipeline.step.precision import choose_evaluation_precision

@@ -16,7 +16,7 @@ from pipeline.checkpoint import read_weights
 from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.checkpoint.weights import export
 from pipeline.errors import UserError
-from pipeline.inference.load import load
+from pipeline.inference.trained import load
 from pipeline.models.weights.exported import read_exported
 from pipeline.shards.manifest import MANIFEST, ShardManifest
 from pipeline.shards.shard_set import ShardSet

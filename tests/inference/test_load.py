@@ -23,9 +23,8 @@ from pipeline.cluster.world import World
 from pipeline.config import config_from_dict
 from pipeline.errors import UserError
 from pipeline.inference.evaluation import evaluate, evaluation_loader
-from pipeline.inference.load import EvalTransform
 from pipeline.inference.teacher import load_teacher
-from pipeline.inference.trained import read_trained
+from pipeline.inference.trained import EvalTransform, read_trained
 from pipeline.models.weights.exported import read_tensors, write_exported
 from pipeline.shards.image_folder import ImageFolder
 from pipeline.shards.shard_set import ShardSet
