@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from pipeline.follow.tracker import Tracker
 
 _LONGEST = 86_400  # seconds between two looks
-TRACKERS = {"wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "Trackio"}
+TRACKERS = {  # title, and class in ``to_NAME.py``
+    "wandb": ("Weights & Biases", "Wandb"),
+    "mlflow": ("MLflow", "MLflow"),
+    "trackio": ("Trackio", "Trackio"),
+}
 
 
 def main() -> None:
@@ -55,7 +59,7 @@ def main() -> None:
             )
     _say_progress()
     tracker = _tracker(args.to, args.project)
-    from pipeline.follow.position import EVENTS, ROWS, Position
+    from pipeline.follow.position import EVENTS, PICTURE, ROWS, Position
     from pipeline.follow.sending import Follower
 
     log = logging.getLogger("pipeline.follow")
@@ -72,7 +76,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     follower.follow(args.once)
-    counts = {"row": position.count(ROWS), "event": position.count(EVENTS), "picture": len(position.pictures)}
+    counts = {"row": position.count(ROWS), "event": position.count(EVENTS), "picture": position.count(PICTURE)}
     said = ", ".join(_counted(count, what) for what, count in counts.items())
     if position.segment.number > 1:
         said += f", segment {position.segment.number}"
@@ -82,21 +86,12 @@ def main() -> None:
 
 
 def _tracker(name: str, project: str | None) -> Tracker:
-    needs = f"--to {name}", f"{TRACKERS[name]}'s client", name
+    title, client = TRACKERS[name]
+    needs = f"--to {name}", f"{title}'s client", name
     if importlib.util.find_spec(name) is None:
         raise missing_extra(*needs)
     try:
-        if name == "wandb":
-            from pipeline.follow.to_wandb import Wandb
-
-            return Wandb(project)
-        if name == "mlflow":
-            from pipeline.follow.to_mlflow import MLflow
-
-            return MLflow(project)
-        from pipeline.follow.to_trackio import Trackio
-
-        return Trackio(project)
+        return getattr(importlib.import_module(f"pipeline.follow.to_{name}"), client)(project)
     except ImportError as error:
         raise missing_extra(*needs, error=error) from None
 

@@ -18,7 +18,6 @@ import re
 import secrets
 from collections import deque
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,11 @@ class Mark:
 
 
 class GrowingRows:
-    """The rows of a file of JSON lines, which grows, and may be cut or replaced.
+    """The rows of a file of JSON lines, which need not exist yet, grows, and may be cut or replaced."""
 
-    Args:
-        path: it need not exist yet.
-
-    Attributes:
-        row: number of the next row, counted from 0. last_step: of the row before it; -1 before the first.
-        unreadable: whole lines, of those read so far, that are not rows with a step and a time.
-    """
+    row: int  # number of the next row, counted from 0
+    last_step: int  # of the row before it; -1 before the first
+    unreadable: int  # whole lines, of those read so far, that are not rows with a step and a time
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -59,15 +54,20 @@ class GrowingRows:
         """Let the next row be this one, counted from 0."""
         self._tail.rewind()
         self._waiting: deque[tuple[Row, bytes]] = deque()
-        self._hash, self.row, self.last_step = hashlib.blake2b(digest_size=16), 0, -1
-        self._next, self.unreadable = row, 0
+        self._hash, self._next = hashlib.blake2b(digest_size=16), row
+        self.row, self.last_step, self.unreadable = 0, -1, 0
 
-    def look(self) -> None:
-        """Read what is whole, until some thousands of rows wait.
+    def take(self, most: int) -> list[Row]:
+        """The next rows that are whole, at most so many.
 
         Raises:
             OSError: the file cannot be read; not if it does not exist.
         """
+        self._look()
+        return self._pass(most)
+
+    def _look(self) -> None:
+        """Read until some thousands of rows wait."""
         blocks = self._tail.blocks()
         while len(self._waiting) < _WAITING and (lines := next(blocks, None)) is not None:
             for line in lines:
@@ -76,17 +76,16 @@ class GrowingRows:
                     self._waiting.append((row, line))
                 elif line.strip():
                     self.unreadable += 1
-            while self._waiting and self.row < self._next:
-                self._take()
+            self._pass(self._next - self.row)
 
-    def peek(self, most: int) -> list[Row]:
-        """The next rows, at most so many."""
-        return [row for row, _ in islice(self._waiting, most)]
-
-    def take(self, count: int) -> None:
-        """Go on behind so many rows of those of :meth:`peek`."""
-        for _ in range(count):
-            self._take()
+    def _pass(self, most: int) -> list[Row]:
+        rows: list[Row] = []
+        while self._waiting and len(rows) < most:
+            row, line = self._waiting.popleft()
+            self._hash.update(line + b"\n")
+            self.row, self.last_step = self.row + 1, row["step"]
+            rows.append(row)
+        return rows
 
     @property
     def mark(self) -> Mark:
@@ -96,46 +95,39 @@ class GrowingRows:
     def begins_with(self, mark: Mark) -> bool:
         """Whether these rows begin the file as it is now. The next row is the one behind them then, and the first one otherwise."""
         self.go_to(mark.rows)
-        self.look()
+        self._look()
         same = self.mark == mark
         if not same:
             self.go_to(0)
-            self.look()
         return same
-
-    def _take(self) -> None:
-        row, line = self._waiting.popleft()
-        self.last_step = row["step"]
-        self._hash.update(line + b"\n")
-        self.row += 1
 
 
 class Position:
-    """Of one run, for one target. Holds a lock, so that no second follower sends the same.
+    """What of one run was sent to one target. Holds a lock, so that no second follower sends the same.
 
     Args:
         run: the run folder.
         tracker: its name. target: where it sends to.
         folder: of the file; None: the user's own.
 
-    Attributes:
-        identity: of the run that was sent. segment: the present one.
-        mark: the rows that were noted, by their digest.
-
     Raises:
         UserError: another process follows this run to this target, or the file cannot be read or written.
     """
+
+    identity: str  # of the run that was sent
+    segment: Segment  # the present one
+    mark: Mark  # the rows that were noted, by their digest
 
     def __init__(self, run: Path, tracker: str, target: str, folder: Path | None = None) -> None:
         folder = folder or Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pervit-follow"
         digest = hashlib.sha256(f"{run.resolve()}\n{tracker}\n{target}".encode()).hexdigest()[:10]
         name = re.sub(r"[^\w.-]", "_", run.resolve().name)[:60]
-        self.path = folder / f"{name}-{tracker}-{digest}.json"
-        self._run = run
+        self.path, self._run = folder / f"{name}-{tracker}-{digest}.json", run
+        lock = self.path.with_suffix(".lock")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            if not lock_bytes(self._lock, self.path.with_suffix(".lock")):
+            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if not lock_bytes(self._lock, lock):
                 raise UserError(f"{run} is already followed to {target} by another process", "end that one first")
             remove_leftovers(self.path)
         except OSError as error:
@@ -147,14 +139,13 @@ class Position:
         """Forget all, for another run."""
         self.identity, self.mark = identity, Mark()
         self.segment = Segment(secrets.token_hex(4))
-        self._entries: list[list[Any]] = []
+        self._entries: list[list[Any]] = []  # kind and number of rows or of events, or a picture's key
 
     def rewind(self) -> None:
         """Begin the next segment of the same run."""
         last = self.segment
-        base = last.id.partition("-")[0]
         earlier = (*last.earlier, last.place) if last.place else last.earlier
-        self.segment = Segment(f"{base}-{last.number + 1}", last.number + 1, "", earlier)
+        self.segment = Segment(f"{last.base}-{last.number + 1}", last.number + 1, "", earlier)
         self.mark, self._entries = Mark(), []
 
     def note(self, kind: str, value: int | str) -> None:
@@ -169,20 +160,19 @@ class Position:
         kept: list[list[Any]] = []
         for kind, value in self._entries:
             part = min(count, 1 if kind == PICTURE else value)
-            if part <= 0:
-                break
-            kept.append([kind, value if kind == PICTURE else part])
-            count -= part
+            if part > 0:
+                kept.append([kind, value if kind == PICTURE else part])
+                count -= part
         self._entries = kept
 
     @property
     def sent(self) -> int:
         """Items in all."""
-        return sum(1 if kind == PICTURE else value for kind, value in self._entries)
+        return sum(map(self.count, (ROWS, EVENTS, PICTURE)))
 
     def count(self, kind: str) -> int:
-        """Rows, or events."""
-        return sum(value for name, value in self._entries if name == kind)
+        """Items of a kind."""
+        return sum(1 if kind == PICTURE else value for name, value in self._entries if name == kind)
 
     @property
     def pictures(self) -> set[str]:
@@ -195,15 +185,10 @@ class Position:
         Raises:
             UserError: it cannot be written.
         """
-        state = {
-            "run": str(self._run.resolve()),
-            "identity": self.identity,
-            "segment": asdict(self.segment),
-            "mark": asdict(self.mark),
-            "sent": self._entries,
-        }
+        state = {"run": str(self._run.resolve()), "identity": self.identity}
+        noted = {"segment": asdict(self.segment), "mark": asdict(self.mark), "sent": self._entries}
         try:
-            replace_text(self.path, json.dumps(state) + "\n")
+            replace_text(self.path, json.dumps({**state, **noted}) + "\n")
         except OSError as error:
             raise self._unwritten(error) from None
 
@@ -227,7 +212,5 @@ class Position:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{self.path}, which has what was sent of {self._run}, cannot be read ({error})",
-                "remove it; the run is then sent again, as a new one",
-            ) from None
+            problem = f"{self.path}, which has what was sent of {self._run}, cannot be read ({error})"
+            raise UserError(problem, "remove it; the run is then sent again, as a new one") from None

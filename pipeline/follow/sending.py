@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, first_line
 from pipeline.follow.position import EVENTS, PICTURE, ROWS, GrowingRows, Position
 from pipeline.follow.tracker import About, Item, Picture, Tracker, points
 from pipeline.runs import CONFIG, ENVIRONMENT, METRICS, TENSORBOARD
@@ -45,13 +45,13 @@ class FollowedRun(RunFiles):
         first = self.starts[:1]
         return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12] if first else ""
 
-    def texts(self) -> dict[str, str]:
-        """Files that are sent whole, by name."""
-        found = {}
-        for name in (CONFIG, ENVIRONMENT, EVENTS_FILE):
+    def about(self, name: str) -> About:
+        """What the run is; files that are sent whole are read anew."""
+        texts = {}
+        for file in (CONFIG, ENVIRONMENT, EVENTS_FILE):
             with suppress(OSError):
-                found[name] = (self.path / name).read_text(errors="replace")
-        return found
+                texts[file] = (self.path / file).read_text(errors="replace")
+        return About(name, self.config, self.starts[-1] if self.starts else {}, texts)
 
 
 class Follower:
@@ -64,10 +64,6 @@ class Follower:
         position: what was sent before.
         every: seconds between two looks at the run's files.
         sleep: waits so many seconds.
-
-    Attributes:
-        sending: whether items are on their way, which a signal should not cut off.
-        stopping: set by a signal: end when they have arrived.
     """
 
     def __init__(
@@ -83,7 +79,8 @@ class Follower:
         self._name, self._tracker, self._every, self._sleep = name, tracker, every, sleep
         self._open, self._checked = False, False
         self._described: tuple[object, ...] = ()
-        self.sending = self.stopping = False
+        self.sending = False  # whether items are on their way, which a signal should not cut off
+        self.stopping = False  # set by a signal: end when they have arrived
 
     def follow(self, once: bool = False) -> None:
         """Send until the run is finished; with ``once``, what is there now.
@@ -91,17 +88,10 @@ class Follower:
         Raises:
             UserError: the tracker or the position file refuses; with ``once`` also if the tracker was not reached.
         """
-        failures, waits, complete = 0, False, False
+        failures, complete = 0, False
         try:
             while True:
-                if not self.files.has_begun:
-                    if once:
-                        raise UserError(f"{self.files.path} has no run yet", "leave --once away to wait for it")
-                    if not waits:
-                        _log.info(f"waits for a run in {self.files.path}")
-                    waits = True
-                    self._sleep(self._every)
-                    continue
+                self._wait_for_the_run(once)
                 try:
                     more = self.round()
                 except UserError:
@@ -124,6 +114,14 @@ class Follower:
             self._end("stopped")
             raise
 
+    def _wait_for_the_run(self, once: bool) -> None:
+        if once and not self.files.has_begun:
+            raise UserError(f"{self.files.path} has no run yet", "leave --once away to wait for it")
+        if not self.files.has_begun:
+            _log.info(f"waits for a run in {self.files.path}")
+        while not self.files.has_begun:
+            self._sleep(self._every)
+
     def round(self) -> bool:
         """Send what is new, at most a few hundred items of each kind. Returns whether there may be more.
 
@@ -136,49 +134,40 @@ class Follower:
         if not self._open:
             self._connect()
         if self._described != (state := self.files.stamps):
-            self._tracker.describe(self._about())
+            self._tracker.describe(self.files.about(self._name))
             self._described = state
-        self.files.metrics.look()
-        self.files.event_rows.look()
-        items, found = self._next_items()
+        first = self.position.sent
+        items = self._next_items()
         if not items:
             return False
         self.sending = True
         try:
-            self._send(items, found)
+            if self.files.metrics.row >= self.position.mark.rows:  # not while rows are sent once more
+                self.position.mark = self.files.metrics.mark
+            self.position.save()  # before they are sent
+            self._tracker.send(first, items)
         finally:
             self.sending = False
         if self.stopping:
             raise KeyboardInterrupt
         return True
 
-    def _send(self, items: list[Item], found: list[tuple[str, str]]) -> None:
-        """Note items, whose kinds and keys these are, and send them."""
-        first = self.position.sent
-        self.files.metrics.take(sum(1 for kind, _ in found if kind == ROWS))
-        self.files.event_rows.take(sum(1 for kind, _ in found if kind == EVENTS))
-        for kind, key in found:
-            self.position.note(kind, key or 1)
-        if self.files.metrics.row >= self.position.mark.rows:  # not while rows are sent once more
-            self.position.mark = self.files.metrics.mark
-        self.position.save()  # before they are sent
-        self._tracker.send(first, items)
-
-    def _next_items(self) -> tuple[list[Item], list[tuple[str, str]]]:
-        """Items, and the kind and key of each."""
-        rows = self.files.metrics.peek(_MOST)
-        events = self.files.event_rows.peek(_MOST)
-        items: list[Item] = [*points(rows), *points(events, of_events=True)]
-        kinds = [(ROWS, "")] * len(rows) + [(EVENTS, "")] * len(events)
-        last_step = rows[-1]["step"] if rows else self.files.metrics.last_step
+    def _next_items(self) -> list[Item]:
+        """Take new items, and note them."""
+        rows, events = self.files.metrics.take(_MOST), self.files.event_rows.take(_MOST)
         # A picture waits for the rows of its step: until then it may be one of those that a resume repeats.
-        waiting = [found for found in self.files.pictures.look() if found.step <= last_step]
-        sent = self.position.pictures
-        for found in [found for found in waiting if found.key not in sent][:_MOST_PICTURES]:
+        sent, last_step = self.position.pictures, self.files.metrics.last_step
+        waiting = [found for found in self.files.pictures.look() if found.step <= last_step and found.key not in sent]
+        pictures = []
+        for found in waiting[:_MOST_PICTURES]:
             with suppress(OSError, ValueError):  # its file is gone
-                items.append(Picture(found.name, found.step, found.time, found.key, found.png()))
-                kinds.append((PICTURE, found.key))
-        return items, kinds
+                pictures.append(Picture(found.name, found.step, found.time, found.key, found.png()))
+        items: list[Item] = [*points(rows), *points(events, of_events=True), *pictures]
+        self.position.note(ROWS, len(rows))
+        self.position.note(EVENTS, len(events))
+        for picture in pictures:
+            self.position.note(PICTURE, picture.key)
+        return items
 
     def _check(self) -> None:
         """Begin a new segment if what was sent does not begin ``metrics.jsonl`` any more."""
@@ -197,28 +186,24 @@ class Follower:
             position.rewind()
             _log.info(f"a resume has rewound the run: it is sent again, as segment {position.segment.number}")
         position.identity = position.identity or identity
-        position.save()
         self._go_on()
         self._checked = True
 
     def _connect(self) -> None:
         """Open the tracker and go on behind what has arrived there."""
         position = self.position
-        arrived = self._tracker.open(position.segment, self._about(), position.sent)
+        arrived = self._tracker.open(position.segment, self.files.about(self._name), position.sent)
         self._open, self._described = True, self.files.stamps
         if arrived < position.sent:
             _log.info(f"{position.sent - arrived:,} items have not arrived before, and are sent again")
             position.cut(arrived)
-        position.save()
         self._go_on()
 
     def _go_on(self) -> None:
+        """Note where the tracker stands, and read from there."""
+        self.position.save()
         self.files.metrics.go_to(self.position.count(ROWS))
         self.files.event_rows.go_to(self.position.count(EVENTS))
-
-    def _about(self) -> About:
-        starts = self.files.starts
-        return About(self._name, self.files.config, starts[-1] if starts else {}, self.files.texts())
 
     def _end(self, state: str) -> None:
         if self._open:
@@ -235,15 +220,12 @@ class Follower:
             with suppress(Exception):
                 self._tracker.close("lost")
         if once and failures >= _ATTEMPTS:
-            raise UserError(
-                f"{self._tracker.target} could not be reached ({_reason(error)})",
-                "the same command continues with what is left to send",
-            ) from None
+            problem = f"{self._tracker.target} could not be reached ({_reason(error)})"
+            raise UserError(problem, "the same command continues with what is left to send") from None
         pause = min(self._every * 2 ** (failures - 1), _LONGEST_PAUSE)
         _log.warning(f"{self._tracker.target}: {_reason(error)}; the next attempt is in {pause:g} s")
         self._sleep(pause)
 
 
 def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
+    return first_line(error)[:200]

@@ -21,11 +21,7 @@ _LONGEST_VALUE = 500  # letters of a parameter: the least that its stores allow
 
 
 class MLflow:
-    """MLflow.
-
-    Args:
-        project: the experiment; None: ``MLFLOW_EXPERIMENT_NAME``, or ``pervit``.
-    """
+    """MLflow, where a project is an experiment; its variable is ``MLFLOW_EXPERIMENT_NAME``."""
 
     def __init__(self, project: str | None) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the loop tries again by itself
@@ -43,13 +39,11 @@ class MLflow:
 
         try:
             self._client = self._mlflow.MlflowClient()
-            run = self._find(segment) or self._create(segment, about)
+            run = self._run_of(segment, about)
         except MlflowException as error:
             if error.error_code in ("INVALID_PARAMETER_VALUE", "UNAUTHENTICATED", "PERMISSION_DENIED"):
-                raise UserError(
-                    f"{self.target} refuses ({first_line(error)[:200]})",
-                    "correct MLFLOW_TRACKING_URI, or the credentials that MLflow's documentation names",
-                ) from None
+                remedy = "correct MLFLOW_TRACKING_URI, or the credentials that MLflow's documentation names"
+                raise UserError(f"{self.target} refuses ({first_line(error)[:200]})", remedy) from None
             raise
         self._run_id = segment.place = run.info.run_id
         if run.info.status != "RUNNING":
@@ -99,18 +93,14 @@ class MLflow:
         if state != "stopped":  # then the run goes on, and so does its history
             client.set_terminated(self._run_id, "FINISHED" if state == "complete" else "KILLED")
 
-    def _find(self, segment: Segment) -> Any:
+    def _run_of(self, segment: Segment, about: About) -> Any:
+        """The run of a segment, made where there is none."""
         if segment.place:
             return self._client.get_run(segment.place)
         experiment = self._client.get_experiment_by_name(self._experiment)
-        if experiment is None:
-            return None
-        runs = self._client.search_runs([experiment.experiment_id], f"tags.`{_SEGMENT}` = '{segment.id}'")
-        return runs[0] if runs else None
-
-    def _create(self, segment: Segment, about: About) -> Any:
-        experiment = self._client.get_experiment_by_name(self._experiment)
         number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        if runs := self._client.search_runs([number], f"tags.`{_SEGMENT}` = '{segment.id}'"):
+            return runs[0]
         tags = {_SEGMENT: segment.id, "pervit.rewinds": str(segment.number - 1)}
         return self._client.create_run(number, run_name=segment.title(about.name), tags=tags)
 
@@ -125,7 +115,8 @@ class MLflow:
     def _missing_pictures(self, pictures: list[Picture]) -> list[Picture]:
         there = {artifact.path for artifact in self._client.list_artifacts(self._run_id, "images")} if pictures else set()
         beginnings = {re.sub(r"%timestamp%.*", "", os.path.basename(path)) for path in there}
-        return [item for item in pictures if f"{_file_word(item.name)}%step%{item.step}" not in beginnings]
+        # As MLflow names the file of an image.
+        return [item for item in pictures if f"{item.name.replace('/', '#')}%step%{item.step}" not in beginnings]
 
 
 def _points(item: Point) -> Iterator[tuple[str, float, int, int]]:
@@ -137,8 +128,3 @@ def _points(item: Point) -> Iterator[tuple[str, float, int, int]]:
 def _word(name: str) -> str:
     """A name of letters that MLflow allows."""
     return re.sub(r"[^\w./ :-]", "_", name)
-
-
-def _file_word(name: str) -> str:
-    """As MLflow names the file of an image."""
-    return name.replace("/", "#")

@@ -20,11 +20,7 @@ _PATIENCE = 60.0  # seconds for items to arrive
 
 
 class Trackio:
-    """Trackio.
-
-    Args:
-        project: None: ``TRACKIO_PROJECT``, or ``pervit``.
-    """
+    """Trackio; its variable is ``TRACKIO_PROJECT``."""
 
     def __init__(self, project: str | None) -> None:
         import trackio
@@ -36,11 +32,13 @@ class Trackio:
         self.target = f"Trackio ({self._remote or trackio.utils.TRACKIO_DIR}, {self._project})"
 
     def open(self, segment: Segment, about: About, sent: int) -> int:
+        from huggingface_hub.errors import LocalTokenNotFoundError
+
         try:
             with _quiet():
                 self._run = self._trackio.init(
                     self._project,
-                    name=f"{segment.title(about.name)} {segment.id.partition('-')[0]}",
+                    name=f"{segment.title(about.name)} {segment.base}",
                     group=about.name,
                     config={**about.config, "start": about.start, "rewinds": segment.number - 1},
                     resume="allow",
@@ -48,12 +46,9 @@ class Trackio:
                     auto_log_gpu=False,  # of this machine, which does not train
                     auto_log_cpu=False,
                 )
-        except (ValueError, self._login_errors) as error:
-            raise UserError(
-                f"{self.target} refuses ({first_line(error)})",
-                "correct TRACKIO_SPACE_ID, TRACKIO_SERVER_URL or TRACKIO_WRITE_TOKEN, run `hf auth login`, or unset them to write "
-                "to this machine",
-            ) from None
+        except (ValueError, LocalTokenNotFoundError) as error:
+            remedy = "correct TRACKIO_SPACE_ID, TRACKIO_SERVER_URL or TRACKIO_WRITE_TOKEN, run `hf auth login`, or unset them"
+            raise UserError(f"{self.target} refuses ({first_line(error)})", f"{remedy} to write to this machine") from None
         segment.place = self._run.id
         return min(self._arrived(), sent)
 
@@ -89,12 +84,6 @@ class Trackio:
         source = run._space_id or run._server_base_url
         client = RemoteClient(source, hf_token=run._hf_token_for_remote(), write_token=run._write_token, verbose=False)
         return int(client.predict(api_name="/get_run_summary", project=self._project, run_id=run.id)["num_logs"])
-
-    @property
-    def _login_errors(self) -> type[Exception]:
-        from huggingface_hub.errors import LocalTokenNotFoundError
-
-        return LocalTokenNotFoundError
 
 
 def _quiet() -> contextlib.AbstractContextManager[Any]:

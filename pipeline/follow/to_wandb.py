@@ -24,11 +24,7 @@ _WHOLE, _LAST = 1, 4
 
 
 class Wandb:
-    """Weights & Biases.
-
-    Args:
-        project: None: ``WANDB_PROJECT``, or ``pervit``.
-    """
+    """Weights & Biases; its variable is ``WANDB_PROJECT``."""
 
     def __init__(self, project: str | None) -> None:
         import wandb
@@ -39,19 +35,13 @@ class Wandb:
         try:
             settings = wandb.setup().settings  # with the variables' and the settings file's
         except Exception as error:  # pydantic's, of several kinds
-            raise UserError(
-                f"Weights & Biases refuses a setting ({_first_mistake(error)})",
-                "correct the WANDB_ variables and wandb/settings; WANDB_MODE is online or offline",
-            ) from None
-        self._mode = settings.mode
+            remedy = "correct the WANDB_ variables and wandb/settings; WANDB_MODE is online or offline"
+            raise UserError(f"Weights & Biases refuses a setting ({_first_mistake(error)})", remedy) from None
+        self._mode, self._offline = settings.mode, settings.mode in ("offline", "dryrun")
         entity = f"{settings.entity}/" if settings.entity else ""
         where = "offline" if self._offline else settings.base_url
         self.target = f"Weights & Biases ({where}, {entity}{self._project})"
         self._root = os.path.abspath(settings.root_dir)
-
-    @property
-    def _offline(self) -> bool:
-        return self._mode in ("offline", "dryrun")
 
     def open(self, segment: Segment, about: About, sent: int) -> int:
         wandb = self._wandb
@@ -75,11 +65,11 @@ class Wandb:
                 project=self._project,
                 id=segment.id,
                 name=segment.title(about.name),
-                group=f"{about.name} {segment.id.partition('-')[0]}",
+                group=f"{about.name} {segment.base}",
                 dir=root,
                 mode="offline" if self._offline else "online",
                 resume="allow",
-                config=_config(segment, about),
+                config={**_config(about), **({"rewinds": segment.number - 1} if segment.number > 1 else {})},
                 allow_val_change=True,
                 settings=settings,
             )
@@ -91,9 +81,8 @@ class Wandb:
             raise UserError(f"{self.target} refuses ({reason})", remedy) from None
         run.define_metric("*", step_metric="step")
         segment.place = root
-        if self._offline:
-            return sent if kept is None else min(kept, sent)
-        return min(run.starting_step, sent)
+        arrived = kept if self._offline else run.starting_step
+        return sent if arrived is None else min(arrived, sent)
 
     def send(self, first: int, items: Sequence[Item]) -> None:
         for number, item in enumerate(items, first):
@@ -102,7 +91,7 @@ class Wandb:
             self._run.log(values, step=number, commit=True)
 
     def describe(self, about: About) -> None:
-        self._run.config.update({**about.config, "start": about.start}, allow_val_change=True)
+        self._run.config.update(_config(about), allow_val_change=True)
 
     def close(self, state: str) -> None:
         run, self._run = self._run, None
@@ -115,9 +104,8 @@ class Wandb:
         run.finish(exit_code=0)
 
 
-def _config(segment: Segment, about: About) -> dict[str, Any]:
-    earlier = {"rewinds": segment.number - 1} if segment.number > 1 else {}
-    return {**about.config, "start": about.start, **earlier}
+def _config(about: About) -> dict[str, Any]:
+    return {**about.config, "start": about.start}
 
 
 def _kept_offline(root: Path, id: str) -> int | None:
@@ -137,7 +125,7 @@ def _first_mistake(error: Exception) -> str:
     if mistakes:  # pydantic's
         where = ".".join(str(part) for part in mistakes[0].get("loc", ()))
         return f"{where}: {mistakes[0].get('msg', '')}"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return first_line(error)[:200]
 
 
 def history(path: Path) -> Iterator[dict[str, Any]]:

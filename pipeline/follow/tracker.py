@@ -65,19 +65,23 @@ class Segment:
     place: str = ""  # what the tracker needs to find it again; empty before it was opened
     earlier: tuple[str, ...] = ()  # ``place`` of the segments before
 
+    @property
+    def base(self) -> str:
+        """What all segments of a run have in common."""
+        return self.id.partition("-")[0]
+
     def title(self, name: str) -> str:
         """What the tracker calls it."""
         return name if self.number == 1 else f"{name} ({self.number})"
 
 
 class Tracker(Protocol):
-    """A tracker. Every method may raise anything of its client's, after which it is closed, opened and asked what has arrived.
+    """A tracker, made of the project's name; None: that of its variable, or ``pervit``.
 
-    Attributes:
-        target: where it sends to, in a few words.
+    Every method may raise anything of its client's, after which it is closed, opened and asked what has arrived.
     """
 
-    target: str
+    target: str  # where it sends to, in a few words
 
     def open(self, segment: Segment, about: About, sent: int) -> int:
         """Begin a segment or go on with it.
@@ -123,14 +127,13 @@ def row_values(row: Mapping[str, Any]) -> dict[str, float | str]:
 
 def event_values(event: Mapping[str, Any]) -> dict[str, float | str]:
     """Name -> value of a row of ``events.jsonl``: ``events/save_seconds``."""
-    kind = str(event.get("event"))
-    values = {
-        name: int(value) if isinstance(value, bool) else value for name, value in event.items() if name not in _NOT_VALUES
-    }
-    told: dict[str, float | str] = {
-        f"events/{kind}_{name}": value for name, value in values.items() if is_number(value) or isinstance(value, str)
-    }
-    return told or {f"events/{kind}": 1}
+    kind = f"events/{event.get('event')}"
+    told: dict[str, float | str] = {}
+    for name, value in event.items():
+        value = int(value) if isinstance(value, bool) else value
+        if name not in _NOT_VALUES and (isinstance(value, str) or is_number(value)):
+            told[f"{kind}_{name}"] = value
+    return told or {kind: 1}
 
 
 def points(rows: Sequence[Row], of_events: bool = False) -> list[Point]:
