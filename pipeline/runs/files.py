@@ -21,7 +21,7 @@ from pipeline.config import parse_value
 from pipeline.errors import UserError
 from pipeline.files import is_locked_by_another, open_regular
 from pipeline.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, EVENTS, LOCK, RESTARTS
-from pipeline.runs.rows import Row, is_number, parse_row
+from pipeline.runs.rows import Row, is_number, lines_left_out, parse_row
 
 _LARGEST_FILE = 64 << 20  # bytes of a file that is read as a whole: none of these comes near it
 _RECORDED = ("pid", "host", "slurm_job", "since")  # of a holder, in the lock file
@@ -83,21 +83,17 @@ class Checkpoint:
 
 
 class RunFiles:
-    """The small files of a run folder. :meth:`look` brings them up to date and reads only what has changed.
+    """The small files of a run folder, which need not exist yet. :meth:`look` brings them up to date and reads only what has changed."""
 
-    Args:
-        path: the run's ``output_dir``, which need not exist yet.
-
-    Attributes:
-        config: ``config.yaml``, section -> key -> value; that of the newest readable checkpoint where the file tells none.
-        precision: the first line of ``config.yaml``: the precision and why it was chosen.
-        starts: entries of ``environment.json``.
-        events: rows of ``events.jsonl``.
-        restarts: entries of ``restarts.json``.
-        checkpoints: ascending by step; ``saving``: whether another is being written, or was when the run was killed.
-        holder: who trains, or ended without releasing the folder.
-        problems: what is damaged, a sentence each. A file that is not there is none.
-    """
+    config: dict[str, Any]  # section -> key -> value; that of the newest readable checkpoint where ``config.yaml`` tells none
+    precision: str  # the first line of ``config.yaml``: the precision and why it was chosen
+    starts: list[dict[str, Any]]  # entries of ``environment.json``
+    events: list[Row]  # rows of ``events.jsonl``
+    restarts: list[dict[str, Any]]  # entries of ``restarts.json``
+    checkpoints: list[Checkpoint]  # ascending by step
+    saving: bool  # whether another checkpoint is being written, or was when the run was killed
+    holder: Holder | None  # who trains, or ended without releasing the folder
+    problems: list[str]  # what is damaged, a sentence each; a file that is not there is none
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,9 +102,8 @@ class RunFiles:
 
     def look(self) -> None:
         """Read what has changed."""
-        self.problems: list[str] = []
+        self.problems = []
         self.checkpoints = self._checkpoints()
-        self.config: dict[str, Any]
         self.config, self.precision = self._file(CONFIG, _config) or ({}, "")
         if not self.config and (newest := self.newest_manifest):
             self.problems.append(f"The config shown is that of the checkpoint of step {newest.state.step}.")
@@ -220,7 +215,7 @@ def _rows(text: str, problems: list[str]) -> list[Row]:
     lines = [line for line in text.encode().split(b"\n") if line.strip()]
     rows = [row for line in lines if (row := parse_row(line)) is not None]
     if damaged := len(lines) - len(rows):
-        problems.append(f"{damaged:,} line{'s' * (damaged != 1)} of {EVENTS} cannot be read and are left out.")
+        problems.append(lines_left_out(damaged, EVENTS))
     return rows
 
 

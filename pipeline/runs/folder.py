@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +17,38 @@ from pipeline.config import Config, config_from_dict, flatten
 from pipeline.errors import UserError, exit_reason
 from pipeline.runs import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
 from pipeline.runs.files import RunFiles
-from pipeline.runs.rows import MetricRows, Row, is_count, is_number, read_metrics
+from pipeline.runs.rows import MetricRows, Row, is_count, is_number, lines_left_out, read_metrics
 from pipeline.runs.state import State, state_of
 
 _DEEPEST = 3  # levels of folders below one that holds runs
 
 
 class RunFolder(RunFiles):
-    """What a run folder tells; every part may be empty.
-
-    Attributes:
-        metrics: ``metrics.jsonl``.
-        state: how the run stands.
-        problems: also what is missing.
-    """
+    """What a run folder tells; every part may be empty. ``problems`` also has what is missing."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.metrics = _metrics(path, self.problems)
-        for name, lost in (
-            (CONFIG, "what was trained is not known"),
-            (ENVIRONMENT, "the hosts and versions of its starts are not known"),
-        ):
+        self.metrics = self._read_metrics()
+        for name, lost in ((CONFIG, "what was trained is"), (ENVIRONMENT, "the hosts and versions of its starts are")):
             if not (path / name).exists():
-                self.problems.append(f"{name} is missing: {lost}.")
+                self.problems.append(f"{name} is missing: {lost} not known.")
         self.state: State = state_of(self)
         if self.metrics.half_a_line and not self.state.alive:
-            self.problems.append(
-                f"The last line of {METRICS} has no end: the run was killed while it wrote it, or the copy was cut off."
-            )
+            cut = "the run was killed while it wrote it, or the copy was cut off"
+            self.problems.append(f"The last line of {METRICS} has no end: {cut}.")
+
+    def _read_metrics(self) -> MetricRows:
+        try:
+            found = read_metrics(self.path / METRICS)
+        except OSError as error:
+            found = MetricRows()
+            lost = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+            self.problems.append(f"{METRICS} {lost}: there are no curves and no evaluations.")
+        if found.damaged:
+            self.problems.append(lines_left_out(found.damaged, METRICS))
+        if found.repeated:
+            self.problems.append(f"{found.repeated:,} steps are in {METRICS} more than once: the last row of each counts.")
+        return found
 
     @property
     def name(self) -> str:
@@ -162,28 +166,27 @@ def starts_of(run: RunFolder) -> list[Start]:
             events.append([row])
         elif events:
             events[-1].append(row)
+    both = zip_longest(run.starts, events, events[1:])  # entry, events, and those of the next start
     count = max(len(run.starts), len(events))
-    events += [[]] * (count - len(events))
-    entries = run.starts + [{}] * (count - len(run.starts))
-    return [_start(run, number, entries, events) for number in range(count)]
+    return [
+        _start(run, n, entry or {}, own or [], (next_ or [{}])[0], n == count) for n, (entry, own, next_) in enumerate(both, 1)
+    ]
 
 
-def _start(run: RunFolder, number: int, entries: list[dict[str, Any]], events: list[list[Row]]) -> Start:
-    entry, own, last = entries[number], events[number], number == len(events) - 1
+def _start(run: RunFolder, number: int, entry: dict[str, Any], own: list[Row], following: Row, last: bool) -> Start:
     opened = own[0] if own else {}
-    following = {} if last or not events[number + 1] else events[number + 1][0]
     reached = run.state.step if last else following.get("reached")
     if not is_count(reached):
         reached = max((row["step"] for row in own), default=None)
-    times = [row["time"] for row in own if is_number(row.get("time"))]
+    rows = [*own, *(run.metrics.evaluations[-1:] if last else [])]
+    times = [row["time"] for row in rows if is_number(row.get("time"))]
     if last:
         times += run.curve("time")[1][-1:].tolist()
-        times += [row["time"] for row in run.metrics.evaluations[-1:] if is_number(row.get("time"))]
     began = _time_of(entry.get("started")) or opened.get("time")
     end, whole = _end(run, own, last, began, following.get("time"))
     hosts, slurm = entry.get("hosts"), entry.get("slurm")
     return Start(
-        number=number + 1,
+        number=number,
         began=began,
         ended=max(times, default=None),
         step=opened.get("step"),
@@ -227,31 +230,23 @@ def _count(value: Any) -> int | None:
 
 
 def read_run(path: Path) -> RunFolder:
-    """Read a run folder.
-
-    Args:
-        path: a run's ``output_dir``.
+    """Read a run folder, a run's ``output_dir``.
 
     Raises:
         UserError: there is no such folder, or nothing in it is of a run.
     """
+    problem = ""
     if not path.is_dir():
-        found = "must be a run folder, got a file" if path.exists() else "does not exist"
-        raise UserError(f"{path} {found}", "pass the output_dir of a run")
-    if not any((path / name).exists() for name in (CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS)):
-        raise UserError(
-            f"{path} is not a run folder: it has no {CONFIG}, {ENVIRONMENT}, {METRICS} or {CHECKPOINTS}/",
-            "pass the output_dir of a run",
-        )
+        problem = "must be a run folder, got a file" if path.exists() else "does not exist"
+    elif not any((path / name).exists() for name in (CONFIG, ENVIRONMENT, METRICS, CHECKPOINTS)):
+        problem = f"is not a run folder: it has no {CONFIG}, {ENVIRONMENT}, {METRICS} or {CHECKPOINTS}/"
+    if problem:
+        raise UserError(f"{path} {problem}", "pass the output_dir of a run")
     return RunFolder(path)
 
 
 def read_runs(paths: list[Path]) -> tuple[list[RunFolder], list[str]]:
-    """Read run folders.
-
-    Returns:
-        Those whose config is valid; and a sentence for each of the others.
-    """
+    """Read run folders: those whose config is valid, and a sentence for each of the others."""
     runs, problems = [], []
     for path in paths:
         try:
@@ -264,11 +259,7 @@ def read_runs(paths: list[Path]) -> tuple[list[RunFolder], list[str]]:
 
 
 def find_runs(paths: list[Path]) -> tuple[list[Path], list[str]]:
-    """Find the run folders among paths and in the folders below them, in the order given, each once.
-
-    Returns:
-        The folders; and a sentence for each path where there is none.
-    """
+    """The run folders among paths and in the folders below them, in the order given, each once; and a sentence for each path without."""
     found: dict[Path, Path] = {}
     problems = []
     for path in paths:
@@ -302,20 +293,4 @@ def _below(path: Path) -> list[Path]:
         elif len(here.relative_to(path).parts) >= _DEEPEST:
             names.clear()
         names.sort()
-    return found
-
-
-def _metrics(path: Path, problems: list[str]) -> MetricRows:
-    try:
-        found = read_metrics(path / METRICS)
-    except FileNotFoundError:
-        problems.append(f"{METRICS} is missing: there are no curves and no evaluations.")
-        return MetricRows()
-    except OSError as error:
-        problems.append(f"{METRICS} cannot be read ({error.strerror}): there are no curves and no evaluations.")
-        return MetricRows()
-    if found.damaged:
-        problems.append(f"{found.damaged:,} line{'s' * (found.damaged != 1)} of {METRICS} cannot be read and are left out.")
-    if found.repeated:
-        problems.append(f"{found.repeated:,} steps are in {METRICS} more than once: the last row of each counts.")
     return found

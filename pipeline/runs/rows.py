@@ -50,6 +50,11 @@ def is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_STEP
 
 
+def lines_left_out(count: int, name: str) -> str:
+    """A sentence about the damaged lines of a file."""
+    return f"{count:,} line{'s' * (count != 1)} of {name} cannot be read and are left out."
+
+
 def last_rows(path: Path) -> list[Row]:
     """The rows at the end of a file, some hundred of them, in its order; empty if it cannot be read."""
     try:
@@ -63,11 +68,7 @@ def last_rows(path: Path) -> list[Row]:
 
 
 class Tail:
-    """Read the lines that are added to a file.
-
-    Args:
-        path: it need not exist yet.
-    """
+    """Read the lines that are added to a file, which need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,11 +124,7 @@ class MetricRows:
 
 
 def read_metrics(path: Path) -> MetricRows:
-    """Read ``metrics.jsonl`` of any length; one of 500,000 steps takes seconds and some 100 MB.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Read ``metrics.jsonl`` of any length; one of 500,000 steps takes seconds and some 100 MB. An OSError if it cannot be read."""
     import numpy as np
 
     found, columns, count = MetricRows(), dict[str, "array[float]"](), 0

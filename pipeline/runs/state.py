@@ -27,27 +27,21 @@ StateName = Literal["waiting", "running", "hung", "stopped", "killed", "finished
 class State:
     """How a run stands.
 
-    Attributes:
-        name: ``waiting``: there is no step yet. ``running``: a process trains. ``hung``: it does, but has written nothing for far longer than
-            usual. ``finished``: nothing is left to train. ``stopped``: it ended in order, by a signal or with an error, and the same
-            command goes on. ``killed``: it ended without a word.
-        step: the last one that the folder knows of; 0 before the first.
-        last_step: the end of the schedule, as the run has recorded it; None before it has.
-        saved: step of the newest intact checkpoint, from which the same command resumes; None: there is none.
-        reason: why the last start ended, in words; empty where nothing tells it.
-        holder: who trains, or ended without releasing the folder.
-        silence: seconds since the last activity; None before there is any.
-        seconds_per_step: by the latest rows of this start, evaluations and checkpoints included; None before there are two.
+    ``waiting``: there is no step yet. ``running``: a process trains. ``hung``: it does, but has written nothing for far longer than
+    usual. ``finished``: nothing is left to train. ``stopped``: it ended in order, by a signal or with an error, and the same command goes
+    on. ``killed``: it ended without a word.
     """
 
     name: StateName
-    step: int = 0
-    last_step: int | None = None
-    saved: int | None = None
-    reason: str = ""
-    holder: Holder | None = None
-    silence: float | None = None
-    seconds_per_step: float | None = None
+    step: int = 0  # the last one that the folder knows of; 0 before the first
+    last_step: int | None = None  # the end of the schedule, as the run has recorded it; None before it has
+    saved: int | None = None  # step of the newest intact checkpoint, from which the same command resumes; None: there is none
+    reason: str = ""  # why the last start ended, in words; empty where nothing tells it
+    holder: Holder | None = None  # who trains, or ended without releasing the folder
+    silence: float | None = None  # seconds since the last activity; None before there is any
+    seconds_per_step: float | None = (
+        None  # by this start's latest rows, with evaluations and checkpoints; None before there are two
+    )
 
     @property
     def alive(self) -> bool:

@@ -25,18 +25,15 @@ from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError, missing_extra
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-    from pipeline.watch.screen import LiveRun
+    from rich.console import RenderableType
 
 _REFRESH = 1.0  # seconds
 
 
 def main() -> None:
     parser = command_parser("pipeline.watch", __doc__)
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="a run's output_dir; several runs are shown one per line"
-    )
+    several = "a run's output_dir; several runs are shown one per line"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=several)
     parser.add_argument("--once", action="store_true", help="print the current state, as without a terminal, and exit")
     args = parser.parse_args()
     for path in args.runs:
@@ -47,9 +44,15 @@ def main() -> None:
         from rich.live import Live
     except ImportError as error:
         raise missing_extra("pipeline.watch", "Rich", "insight", error=error) from None
-    from pipeline.watch.screen import LiveRun
+    from pipeline.watch import screen
 
-    console, runs = Console(), [LiveRun(path) for path in args.runs]
+    console, runs = Console(), [screen.LiveRun(path) for path in args.runs]
+
+    def now() -> RenderableType:
+        for run in runs:
+            run.look()
+        return screen.page(runs[0], console) if len(runs) == 1 else screen.table(runs)
+
     stays = not args.once and console.is_terminal
     if not stays and not any(path.exists() for path in args.runs):
         names = " and ".join(f"{path}" for path in args.runs)
@@ -59,21 +62,12 @@ def main() -> None:
         with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
             try:
                 while True:
-                    live.update(picture(runs, console), refresh=True)
+                    live.update(now(), refresh=True)
                     if pressed(_REFRESH) in ("q", "Q"):
                         break
             except KeyboardInterrupt:
                 pass
-    console.print(picture(runs, console))  # stays when the page is gone
-
-
-def picture(runs: list[LiveRun], console: Console) -> RenderableType:
-    """The runs as they stand now."""
-    from pipeline.watch import screen
-
-    for run in runs:
-        run.look()
-    return screen.page(runs[0], console) if len(runs) == 1 else screen.table(runs)
+    console.print(now())  # stays when the page is gone
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.errors import counted
 from pipeline.logs.console import duration
 from pipeline.runs import METRICS
 from pipeline.runs.files import RunFiles
@@ -44,14 +45,13 @@ class Curve:
 
 
 class LiveRun(RunFiles):
-    """A run folder with the curves of its metrics. Each look reads what was added, and survives what a resume rewrites.
+    """A run folder with the curves of its metrics. Each look reads what was added, and survives what a resume rewrites."""
 
-    Attributes:
-        row: the newest row of a step; empty before there is one.
-        evaluations: weights (``model``, ``ema``) -> the newest row.
-        best: the evaluation with the best top-1; None before there is one.
-        loss: a curve. top1: weights -> a curve.
-    """
+    row: Row  # the newest row of a step; empty before there is one
+    evaluations: dict[str, Row]  # weights (``model``, ``ema``) -> the newest row
+    best: Row | None  # the evaluation with the best top-1; None before there is one
+    loss: Curve
+    top1: dict[str, Curve]  # weights -> curve
 
     def __init__(self, path: Path) -> None:
         self._metrics = Tail(path / METRICS)
@@ -72,11 +72,8 @@ class LiveRun(RunFiles):
             self.problems.append(f"{METRICS} cannot be read ({error.strerror}).")
 
     def _forget(self) -> None:
-        self.row: Row = {}
-        self.evaluations: dict[str, Row] = {}
-        self.best: Row | None = None
-        self.loss = Curve()
-        self.top1: dict[str, Curve] = {}
+        self.row, self.evaluations, self.best = {}, {}, None
+        self.loss, self.top1 = Curve(), {}
 
     def _note(self, row: Row) -> None:
         kind = kind_of(row)
@@ -92,21 +89,20 @@ class LiveRun(RunFiles):
 
 
 def page(run: LiveRun, console: Console, now: float | None = None) -> RenderableType:
-    """Everything about one run.
+    """Everything about one run, as it was looked at last, in the width and the characters of the console.
 
     Args:
-        run: as it was looked at last.
-        console: whose width and characters are kept to.
         now: Unix time in seconds; None: that of the clock.
     """
     state, unicode = state_of(run, now), console.encoding.startswith("utf")
-    lines = Table.grid(padding=(0, 1))
+    lines = Table.grid(padding=(0, 1), expand=True)
     lines.add_column(width=_LABEL, style="dim", no_wrap=True)
     lines.add_column(ratio=1)
-    lines.expand = True
     for name, content in _lines(run, state, console.width - _LABEL - 7, unicode):
         lines.add_row(name, content)
-    what = Text(" ".join(filter(None, [run.path.name or str(run.path), _model(run)])), style="bold")
+    name, size = run.value("model.name"), run.value("model.image_size")
+    model = f" ({name}, {size} px)" if name and size else ""
+    what = Text(f"{run.path.name or run.path}{model}", style="bold")
     return Panel(Group(_progress(run, state, unicode), Text(), lines), title=what, title_align="left", padding=(1, 2))
 
 
@@ -120,9 +116,14 @@ def table(runs: Sequence[LiveRun], now: float | None = None) -> RenderableType:
     for run in runs:
         state = state_of(run, now)
         done = f"{state.step / state.last_step:.0%}" if state.last_step else f"{state.step:,}" if state.step else ""
-        best, loss, speed = run.best, run.row.get("loss"), run.row.get("images_per_second")
-        cells = (run.path.name, done, _number(loss, ".3f"), _number(best and best["top1"], ".1f"), _number(speed, ",.0f"))
-        result.add_row(*cells, _short_state(state))
+        numbers = (
+            _number(run.row, "loss", ".3f"),
+            _number(run.best or {}, "top1", ".1f"),
+            _number(run.row, "images_per_second", ",.0f"),
+        )
+        left = f"{duration(state.seconds_left)} left" if state.seconds_left is not None else "running"
+        words = {"waiting": str(state), "running": left}.get(state.name, state.name)
+        result.add_row(run.path.name, done, *numbers, Text(words, style=_COLOURS.get(state.name, "yellow")))
     return result
 
 
@@ -131,29 +132,27 @@ def _lines(run: LiveRun, state: State, width: int, unicode: bool) -> list[tuple[
     row = run.row
     lines: list[tuple[str, RenderableType]] = [("state", _state(run, state))]
     if row:
-        lines.append(("loss", Text.assemble(*_curve(run.loss.values, width, unicode, _number(row.get("loss"), ".4f")))))
+        lines.append(("loss", _curve(run.loss, width, unicode, _number(row, "loss", ".4f"))))
     for weights, result in run.evaluations.items():
-        curve = _curve(run.top1[weights].values, width, unicode, f"{result['top1']:.2f} %")
-        lines.append(("top-1" if weights == "model" else f"top-1 {weights}"[:_LABEL], Text.assemble(*curve)))
+        label = "top-1" if weights == "model" else f"top-1 {weights}"[:_LABEL]
+        lines.append((label, _curve(run.top1[weights], width, unicode, f"{result['top1']:.2f} %")))
     if run.best:
         last = next(reversed(run.evaluations.values()))
         kind = "" if run.best["weights"] == "model" else f" ({run.best['weights']})"
         words = f"{run.best['top1']:.2f} % at step {run.best['step']:,}{kind}; last evaluation at step {last['step']:,}"
         lines.append(("best", Text(words)))
     if row:
-        speed = [f"{_number(row.get('images_per_second'), ',.1f')} images/s", f"MFU {_number(row.get('mfu'), '.1%')}"]
         wait = row.get("data_wait") or 0.0
-        speed_text = Text(", ".join(speed) + ", ")
-        lines.append(("speed", speed_text.append(f"data wait {wait:.1%}", style="yellow" if wait > 0.2 else "")))
-        memory = f"{_number(row.get('memory_gib'), '.2f')} GiB, peak {_number(row.get('peak_memory_gib'), '.2f')} GiB"
-        lines += [("memory", Text(memory)), ("trouble", _trouble(run))]
-        rate = f"learning rate {_number(row.get('lr'), '.2e')}, gradient norm {_number(row.get('grad_norm'), '.3g')}"
-        lines.append(("optimizer", Text(rate)))
+        speed = Text(f"{_number(row, 'images_per_second', ',.1f')} images/s, MFU {_number(row, 'mfu', '.1%')}, ")
+        speed.append(f"data wait {wait:.1%}", style="yellow" if wait > 0.2 else "")
+        memory = f"{_number(row, 'memory_gib', '.2f')} GiB, peak {_number(row, 'peak_memory_gib', '.2f')} GiB"
+        rate = f"learning rate {_number(row, 'lr', '.2e')}, gradient norm {_number(row, 'grad_norm', '.3g')}"
+        lines += [("speed", speed), ("memory", Text(memory)), ("trouble", _trouble(run)), ("optimizer", Text(rate))]
     if run.starts:
         lines.append(("starts", Text(_starts(run))))
     if run.checkpoints:
-        count, more = len(run.checkpoints), ", another is being written" if run.saving and state.alive else ""
-        newest = f"{count} checkpoint{'s' * (count > 1)}, the newest of step {run.checkpoints[-1].step:,}"
+        more = ", another is being written" if run.saving and state.alive else ""
+        newest = f"{counted(len(run.checkpoints), 'checkpoint')}, the newest of step {run.checkpoints[-1].step:,}"
         lines.append(("saved", Text(newest + more)))
     return [*lines, *(("problem", Text(problem, style="red")) for problem in run.problems)]
 
@@ -165,13 +164,9 @@ def _progress(run: LiveRun, state: State, unicode: bool) -> RenderableType:
     epoch = f"epoch {run.row['epoch']:.2f}" if "epoch" in run.row else ""
     left = f"{duration(state.seconds_left)} left" if state.seconds_left is not None and step < total else ""
     words = ", ".join(filter(None, [f"{step / total:.0%}", f"step {step:,} of {total:,}", epoch, left]))
-    return Group(
-        Text(words), ProgressBar(total=total, completed=min(step, total)) if unicode else Text(_plain_bar(step / total))
-    )
-
-
-def _plain_bar(share: float) -> str:
-    return "[" + ("#" * round(40 * min(share, 1))).ljust(40, ".") + "]"
+    done = min(step, total)
+    plain = Text("[" + ("#" * round(40 * done / total)).ljust(40, ".") + "]")
+    return Group(Text(words), ProgressBar(total=total, completed=done) if unicode else plain)
 
 
 _COLOURS = {"finished": "green", "running": "green", "hung": "bold red", "killed": "bold red"}
@@ -195,19 +190,13 @@ def _state(run: LiveRun, state: State) -> Text:
     return Text(told[state.name], style=_COLOURS.get(state.name, "yellow"))
 
 
-def _short_state(state: State) -> Text:
-    left = f"{duration(state.seconds_left)} left" if state.seconds_left is not None else "running"
-    words = {"waiting": str(state), "running": left}.get(state.name, state.name)
-    return Text(words, style=_COLOURS.get(state.name, "yellow"))
-
-
 def _trouble(run: LiveRun) -> Text:
     parts = []
     for key, words in (("bad_samples", "bad samples"), ("skipped_steps", "skipped steps")):
         count = run.row.get(key) or 0
         parts.append(Text(f"{count:,} {words}", style="red" if count else ""))
     restarts = max(0, len(run.starts) - 1)
-    parts.append(Text(f"{restarts} restart{'s' * (restarts != 1)}", style="yellow" if restarts else ""))
+    parts.append(Text(counted(restarts, "restart"), style="yellow" if restarts else ""))
     return Text(", ").join(parts)
 
 
@@ -217,7 +206,7 @@ def _starts(run: LiveRun) -> str:
     processes, hosts = last.get("world_size"), last.get("hosts") or []
     where = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} hosts" if hosts else ""
     parts = (
-        f"{processes} process{'es' * (processes != 1)} {where}".strip() if processes else where,
+        f"{counted(processes, 'process')} {where}".strip() if processes else where,
         str(last.get("device") or ""),
         f"from step {last['first_step']:,}" if isinstance(last.get("first_step"), int) else "",
         str(last.get("started", ""))[:16],
@@ -225,19 +214,13 @@ def _starts(run: LiveRun) -> str:
     return f"{len(run.starts)}; the last: " + ", ".join(filter(None, parts)).replace("T", " ")
 
 
-def _model(run: LiveRun) -> str:
-    name, size = run.value("model.name"), run.value("model.image_size")
-    return f"({name}, {size} px)" if name and size else ""
-
-
-def _curve(values: Sequence[float], width: int, unicode: bool, last: str) -> list[str | tuple[str, str]]:
+def _curve(curve: Curve, width: int, unicode: bool, last: str) -> Text:
     """The newest value, a sparkline, and the values between which it runs."""
-    if len(values) < 2:
-        return [(last, "bold")]
-    low, high = min(values), max(values)
-    scale = f" {low:.3g} to {high:.3g}"
+    if len(curve.values) < 2:
+        return Text(last, style="bold")
+    scale = f" {min(curve.values):.3g} to {max(curve.values):.3g}"
     columns = max(8, min(60, width - len(last) - len(scale) - 2))
-    return [(last, "bold"), "  ", (sparkline(values, columns, unicode), "cyan"), (scale, "dim")]
+    return Text.assemble((last, "bold"), "  ", (sparkline(curve.values, columns, unicode), "cyan"), (scale, "dim"))
 
 
 def sparkline(values: Sequence[float], columns: int, unicode: bool = True) -> str:
@@ -251,6 +234,7 @@ def sparkline(values: Sequence[float], columns: int, unicode: bool = True) -> st
     return "".join(bars[round((mean - low) / (high - low) * top) if high > low else top // 2] for mean in means)
 
 
-def _number(value: object, form: str) -> str:
+def _number(row: Row, name: str, form: str) -> str:
     """A dash for what a row does not have, as a loss that was not finite."""
+    value = row.get(name)
     return format(value, form) if isinstance(value, (int, float)) else "-"
