@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from pipeline.config.values import MAX_BATCH, Aspect, Count, Deviation, Mean, Section, Share, Text
+from pipeline.config.values import MAX_BATCH, Aspect, Count, Deviation, Mean, Section, Share, Text, shown
 
 
 class DataConfig(Section):
@@ -56,36 +57,22 @@ class DataConfig(Section):
     def _weights_are_numbers(cls, mix: Any) -> Any:
         for folder, weight in mix.items() if isinstance(mix, dict) else ():
             if isinstance(weight, bool):  # which pydantic takes for 0 or 1
-                raise ValueError(f"must have a number as the weight of {folder!a:.80}, got {str(weight).lower()}")
+                raise ValueError(f"must have a number as the weight of {folder!a:.80}, got {shown(weight)}")
         return mix
 
-    @field_validator("cache")
-    @classmethod
-    def _a_cache_is_on_the_node(cls, cache: str | None) -> str | None:
-        if cache and "://" in cache:
-            raise ValueError("must be a folder on a disk of the node")
-        return cache
-
-    @model_validator(mode="after")
-    def _keys_fit_together(self) -> DataConfig:
+    def misfits(self) -> Iterator[str]:
         if self.path in self.mix:
-            raise ValueError(
-                f"data.mix must not hold data.path, which has weight 1, got {self.path!a:.80}: remove it from data.mix"
-            )
+            yield f"data.mix must not hold data.path, which has weight 1, got {self.path!a:.80}: remove it from data.mix"
         for name in ("crop_scale", "crop_ratio"):
-            low, high = getattr(self, name)
+            (low, high), default = getattr(self, name), type(self).model_fields[name].default
             if low > high:
-                raise ValueError(f"data.{name} must go from low to high, got [{low}, {high}]")
-            default = type(self).model_fields[name].default
+                yield f"data.{name} must go from low to high, got [{low}, {high}]"
             if self.train_crop == "simple" and (low, high) != default:
-                raise ValueError(
-                    f"data.{name} must be left at its default {list(default)} with data.train_crop=simple, got {[low, high]}"
-                )
+                yield f"data.{name} must be left at its default {list(default)} with data.train_crop=simple, got {[low, high]}"
+        if self.cache and "://" in self.cache:
+            yield f"data.cache must be a folder on a disk of the node, got {shown(self.cache)}"
         if self.cache_gib is not None and self.cache is None:
-            raise ValueError(
-                f"data.cache_gib={self.cache_gib:g} requires data.cache, got null: set it to a folder on a disk of the node"
-            )
-        return self
+            yield f"data.cache_gib={self.cache_gib:g} requires data.cache, got null: set it to a folder on a disk of the node"
 
 
 class AugmentConfig(Section):
@@ -114,25 +101,18 @@ class AugmentConfig(Section):
     repeats: Annotated[int, Field(ge=1, le=64)] = 1
     """Repeated augmentation: views of each image, spread over the global batch; an epoch then covers 1/repeats of the images."""
 
-    @field_validator("mixup", "cutmix")
-    @classmethod
-    def _alpha_is_zero_or_sensible(cls, alpha: float) -> float:
-        if 0 < alpha < 0.01:
-            raise ValueError("must be 0 or at least 0.01")
-        return alpha
-
-    @model_validator(mode="after")
-    def _keys_fit_together(self) -> AugmentConfig:
+    def misfits(self) -> Iterator[str]:
+        for name in ("mixup", "cutmix"):
+            if 0 < (alpha := getattr(self, name)) < 0.01:
+                yield f"augment.{name} must be 0 or at least 0.01, got {alpha}"
         for name in ("three_augment", "color_jitter"):
             if self.rand_augment_ops and (given := getattr(self, name)):
-                raise ValueError(
+                yield (
                     f"augment.{name} requires augment.rand_augment_ops=0, got {self.rand_augment_ops} with augment.{name}="
-                    f"{str(given).lower()}: set augment.rand_augment_ops=0, or augment.{name}={'false' if given is True else 0}"
+                    f"{shown(given)}: set augment.rand_augment_ops=0, or augment.{name}={'false' if given is True else 0}"
                 )
         if self.mixes and self.mix_group < 2 * self.repeats:
-            needed = 2 * self.repeats
-            raise ValueError(f"augment.mix_group must be at least 2 x augment.repeats = {needed}, got {self.mix_group}")
-        return self
+            yield f"augment.mix_group must be at least 2 x augment.repeats = {2 * self.repeats}, got {self.mix_group}"
 
     @property
     def mixes(self) -> bool:

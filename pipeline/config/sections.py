@@ -5,11 +5,11 @@ Model, training and optimizer are in ``train_sections``, data and augmentation i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from pipeline.config.data_sections import AugmentConfig, DataConfig
@@ -73,12 +73,10 @@ class LogConfig(Section):
     profile_steps: Annotated[Window | None, Field(examples=[(200, 210)])] = None
     """First and last of the steps that PyTorch's profiler records, such as [200, 210]: a trace and a memory timeline of each rank (profile/ in output_dir); null: none."""
 
-    @field_validator("profile_steps")
-    @classmethod
-    def _a_window_of_steps(cls, window: tuple[int, int] | None) -> tuple[int, int] | None:
-        if window and not window[0] <= window[1] < window[0] + MAX_PROFILED:
-            raise ValueError(f"must go from a step to a later one, at most {MAX_PROFILED} steps in all, got {list(window)}")
-        return window
+    def misfits(self) -> Iterator[str]:
+        first, last = self.profile_steps or (1, 1)
+        if not first <= last < first + MAX_PROFILED:
+            yield f"log.profile_steps must go from a step to a later one, at most {MAX_PROFILED} steps in all, got {[first, last]}"
 
 
 # Added to progress_timeout for collectives. The heartbeat needs up to progress_timeout + 10 s to name a rank that hangs; a
@@ -124,34 +122,29 @@ class Config(Section):
             config = config.model_copy(update=update)
         return config
 
-    @model_validator(mode="after")
-    def _sections_fit_together(self) -> Config:
-        train, classes, micro, group = self.train, self.model.num_classes, self.train.micro_batch_size, self.augment.unit
-        if self.data.train_crop == "simple" and self.model.image_size < 5:
-            raise ValueError(
-                f"model.image_size must be at least 5 with data.train_crop=simple, which mirrors 4 pixels at each border, got "
-                f"{self.model.image_size}"
-            )
+    def misfits(self) -> Iterator[str]:
+        train, side, classes, group = self.train, self.model.image_size, self.model.num_classes, self.augment.unit
+        if self.data.train_crop == "simple" and side < 5:
+            yield f"model.image_size must be at least 5 with data.train_crop=simple, which mirrors 4 pixels at each border, got {side}"
         if train.loss == "bce" and train.bce_threshold is not None:
             # Targets of a class that an image shows, and of one that it does not.
             absent, present = train.label_smoothing / classes, 1 - train.label_smoothing + train.label_smoothing / classes
             if absent > train.bce_threshold:
-                raise ValueError(
+                yield (
                     f"train.loss=bce requires targets of at most train.bce_threshold {train.bce_threshold:g} for classes that are not "
                     f"shown, got {absent:.2g} for {classes} classes with train.label_smoothing {train.label_smoothing:g}: set "
                     f"train.label_smoothing=0, or a higher threshold"
                 )
             if present <= train.bce_threshold:
-                raise ValueError(
+                yield (
                     f"train.loss=bce requires a train.bce_threshold below the target of a class that is shown, {present:.3g} with "
                     f"train.label_smoothing {train.label_smoothing:g}, got {train.bce_threshold:g}: set a lower threshold"
                 )
-        if isinstance(micro, int) and micro % group:
-            raise ValueError(
+        if isinstance(micro := train.micro_batch_size, int) and micro % group:
+            yield (
                 f"augment.mix_group must divide train.micro_batch_size {micro}, got {group} ({micro} / {group} = {micro / group:.4g} groups): "
                 f"set train.micro_batch_size to a multiple of {group}"
             )
-        return self
 
 
 def config_to_yaml(config: Section) -> str:

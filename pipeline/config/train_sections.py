@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -25,6 +26,7 @@ from pipeline.config.values import (
     Share,
     Steps,
     Text,
+    shown,
 )
 from pipeline.errors import UserError, counted
 
@@ -119,24 +121,18 @@ class TrainConfig(Section):
             raise ValueError("must be a whole number or auto")
         return size
 
-    @model_validator(mode="after")
-    def _keys_fit_together(self) -> TrainConfig:
+    def misfits(self) -> Iterator[str]:
         library = (self.teacher or "").startswith(_TEACHER_LIBRARIES)
         if library and not self.teacher_weights:
-            raise ValueError(
-                f"train.teacher={self.teacher} requires train.teacher_weights, got null: name a local file, because nothing is downloaded"
-            )
+            yield f"train.teacher={self.teacher} requires train.teacher_weights, got null: name a local file, because nothing is downloaded"
         if self.teacher_weights and not library:
             names = " or ".join(f"{library}NAME" for library in _TEACHER_LIBRARIES)
-            raise ValueError(
-                f"train.teacher_weights {self.teacher_weights} requires train.teacher {names}, got {self.teacher or 'null'}"
-            )
+            yield f"train.teacher_weights {self.teacher_weights} requires train.teacher {names}, got {self.teacher or 'null'}"
         if self.loss == "bce" and self.teacher:
-            raise ValueError(
+            yield (
                 f"train.loss must be cross_entropy with train.teacher={self.teacher}, got bce, for which hard distillation (DeiT, Eq. 3) "
                 "is not defined: set train.loss=cross_entropy, or train.teacher=null"
             )
-        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -182,29 +178,23 @@ class OptimConfig(Section):
     clip_grad_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Maximum global gradient norm; null: no clipping."""
 
-    @field_validator("name")
-    @classmethod
-    def _built_in_or_a_class(cls, name: str) -> str:
-        if name not in BUILT_IN_OPTIMIZERS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
-            built_in = ", ".join(f"'{known}'" for known in BUILT_IN_OPTIMIZERS)
-            raise ValueError(f"must be {built_in} or a class as 'module:Class'")
-        return name
-
-    @model_validator(mode="after")
-    def _options_are_of_a_class(self) -> OptimConfig:
+    def misfits(self) -> Iterator[str]:
         if self.name in BUILT_IN_OPTIMIZERS:
             if self.options:
-                raise ValueError(f"optim.options requires optim.name=module:Class, got {self.name}: remove optim.options")
-            return self
+                yield f"optim.options requires optim.name=module:Class, got {self.name}: remove optim.options"
+            return
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", self.name):
+            built_in = ", ".join(f"'{known}'" for known in BUILT_IN_OPTIMIZERS)
+            yield f"optim.name must be {built_in} or a class as 'module:Class', got {shown(self.name)}"
         for key in ("betas", "momentum", "eps"):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(
-                    f"optim.{key} must be left at its default with optim.name={self.name}, got {getattr(self, key)}: set optim.options={{{key}: ...}} instead"
+            if (given := getattr(self, key)) != type(self).model_fields[key].default:
+                yield (
+                    f"optim.{key} must be left at its default with optim.name={self.name}, got {given}: "
+                    f"set optim.options={{{key}: ...}} instead"
                 )
         for key in ("lr", "weight_decay", "params"):
             if key in self.options:
-                raise ValueError(f"optim.options must not have {key}, which the run sets: set optim.{key} instead")
-        return self
+                yield f"optim.options must not have {key}, which the run sets: set optim.{key} instead"
 
 
 def accumulation_steps(train: TrainConfig, world_size: int, unit: int = 1) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import reprlib
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from pipeline.errors import UserError
 
@@ -71,12 +71,19 @@ class Section(BaseModel):
             raise ValueError("must be a number or text, not a boolean")
         return value
 
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Section:
+        if problem := next(self.misfits(), None):
+            raise ValueError(problem)
+        return self
+
+    def misfits(self) -> Iterator[str]:
+        """Sentences about values that are right each by itself, but do not go together."""
+        yield from ()
+
 
 def parse_value(text: str) -> Any:
-    """Parse a YAML document.
-
-    Returns:
-        Plain Python: dictionaries, lists, strings, numbers, booleans, dates, None.
+    """Parse a YAML document into plain Python: dictionaries, lists, strings, numbers, booleans, dates, None.
 
     Raises:
         ValueError: invalid YAML; the message is one line that fits "... is not a YAML value (MESSAGE)".
@@ -95,11 +102,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_switches(changes: Sequence[str]) -> dict[str, Any]:
-    """The values of ``--switch`` by name, from changes ``name=value``, the value in YAML.
-
-    Raises:
-        UserError: a change is not of that form.
-    """
+    """The values of ``--switch`` by name, from changes ``name=value``, the value in YAML. Raises UserError: one is not of that form."""
     switches: dict[str, Any] = {}
     for change in changes:
         name, equals, value = change.partition("=")
