@@ -106,7 +106,7 @@ def build_engine(model: Model, config: Config, world: World) -> Engine[Model]:
 
 @contextmanager
 def _groups_with_timeout(seconds: float) -> Iterator[None]:
-    """Process groups made in the block have this timeout.
+    """Give process groups made in the block a timeout.
 
     DeepSpeed clones the world's group for the gradients without naming one, and PyTorch gives a group of NCCL 10 minutes then:
     a rank that stalls would end the others long before the heartbeat names it.

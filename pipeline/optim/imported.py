@@ -28,10 +28,7 @@ _REMEDY = "choose another optimizer"
 
 
 class ImportedOptimizer(OptimizerDescription):
-    """A class from another package, constructed with ``lr`` and ``optim.options``.
-
-    Attributes:
-        decays: whether it takes ``weight_decay``.
+    """A class from another package, constructed with ``lr`` and ``optim.options``; ``decays``: whether it takes ``weight_decay``.
 
     Raises:
         UserError: it cannot be imported, is not an optimizer, refuses its options, or keeps what a checkpoint cannot hold.

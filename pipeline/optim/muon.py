@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -115,7 +115,12 @@ class MuonDescription(AdamW):
         return StateNames(_KEPT, ("step",)) if group[MATRICES] else super().state(group)
 
     def matrices(self, model: nn.Module) -> set[str]:
-        names = set(_hidden_matrices(model))
+        """Weights of the linear layers between stem and classifier, for which Muon is made (Jordan et al., 2024)."""
+        linear = (
+            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module.weight.requires_grad
+        )
+        last = model.num_layers - 1  # type: ignore[operator]
+        names = {f"{name}.weight" for name in linear if 0 < model.layer_of(f"{name}.weight") < last}  # type: ignore[operator]
         if not names:
             raise UserError(
                 f"optim.name=muon requires a model with weight matrices in its blocks, got {type(model).__name__}, which has none",
@@ -139,15 +144,6 @@ class MuonDescription(AdamW):
     def summary(self, parameters: Mapping[str, nn.Parameter], matrices: set[str]) -> str:
         share = sum(parameters[name].numel() for name in matrices) / sum(p.numel() for p in parameters.values())
         return f"Muon for {len(matrices)} matrices ({share:.0%} of the parameters) and AdamW for the rest"
-
-
-def _hidden_matrices(model: nn.Module) -> Iterator[str]:
-    """Names of the weights of linear layers between stem and classifier, for which Muon is made (Jordan et al., 2024)."""
-    last = model.num_layers - 1  # type: ignore[operator]
-    for module_name, module in model.named_modules():
-        name = f"{module_name}.weight"
-        if isinstance(module, nn.Linear) and module.weight.requires_grad and 0 < model.layer_of(name) < last:  # type: ignore[operator]
-            yield name
 
 
 DESCRIPTION = MuonDescription()

@@ -163,7 +163,7 @@ class SliceOptimizer(torch.optim.Optimizer):
 
     def split_names(self, group: dict) -> list[str]:
         """The names of a group's parameters that are split over ranks, the same list on every rank."""
-        return [name for name in group["names"] if name in self._split] if self._split else []
+        return [name for name in group["names"] if name in self._split]
 
     def count_step(self, tensor: Tensor, kept: Sequence[str]) -> dict[str, Any]:
         """The tensor's state in this step, its ``step`` counted; in the first one, with zeros under the names ``kept``."""

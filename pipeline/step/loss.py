@@ -50,7 +50,6 @@ def cross_entropy(scores: Tensor, labels: Tensor, other_labels: Tensor, weight: 
         scores: (B, classes), any floating type.
         labels, other_labels: (B,) int64.
         weight: (B,) share of ``labels`` in the target.
-        label_smoothing: share of each target spread over all classes.
     """
     own, other = (
         F.cross_entropy(scores.float(), target, label_smoothing=label_smoothing, reduction="none")  # (B,)
@@ -68,9 +67,7 @@ def binary_cross_entropy(
     DeiT III (Touvron et al., ECCV 2022) asks whether a class is in the picture at all: threshold 0, so that both labels of a mixed
     image count fully. With None, the shares of the mixture are the targets.
 
-    Args:
-        scores, labels, other_labels, weight, label_smoothing: as for :func:`cross_entropy`.
-        threshold: targets above it become 1, the others 0; None: they stay as they are.
+    Targets above ``threshold`` become 1, the others 0; None: they stay as they are.
     """
     spread = label_smoothing / scores.shape[-1]
     classes = torch.arange(scores.shape[-1], device=scores.device)
@@ -92,7 +89,6 @@ def hard_distillation_loss(loss: Tensor, scores: Tensor, teacher_scores: Tensor,
         loss: (), the student's loss against the labels, with Mixup and label smoothing as usual.
         scores: (B, classes), the student's logits, any floating type.
         teacher_scores: (B, classes), the teacher's logits for the same augmented images, in eval mode, without gradients.
-        teacher_share: weight of the teacher's label; one half in DeiT.
 
     Raises:
         UserError: student and teacher have different numbers of classes.
