@@ -19,6 +19,8 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer  # known to type checkers only
 
+    from pipeline.cluster.world import World
+
 
 class ConsoleHandler(logging.Handler):
     """A line per record: ``DATE TIME text`` on stdout, or ``warning: text`` on stderr, the form of a command's ``error: text``."""
@@ -47,6 +49,12 @@ def say(text: str) -> None:
     """Log a line of progress, and see that it is shown."""
     install()
     logging.getLogger("pipeline").info(text)
+
+
+def say_once(world: World, text: str) -> None:
+    """:func:`say` on rank 0 only: what takes seconds, or minutes on a busy disk."""
+    if world.is_main:
+        say(text)
 
 
 def is_first_process() -> bool:

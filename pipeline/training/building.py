@@ -1,9 +1,13 @@
-"""Build the parts of a run: the model in its engine, its teacher, the loader."""
+"""Settle what a config leaves open, once for a start; build the parts of a run: the model in its engine, its teacher, the loader.
+
+Precision, decoding, compiling and the size of a micro-batch are chosen here: what a start builds, logs and records comes from the
+:class:`Settled` that it gets.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -11,24 +15,124 @@ import torch
 from torch import Tensor
 
 from pipeline import checkpoint
-from pipeline.checkpoint import Verified
+from pipeline.checkpoint import RunState, Verified
 from pipeline.cluster.world import World
-from pipeline.config import AUTO, Config
+from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitting_micro_batches
+from pipeline.errors import UserError
 from pipeline.inference.teacher import describe_teacher, load_teacher
 from pipeline.loader.batches import TrainBatches
-from pipeline.loader.loader import CPU, GPU, Loader
+from pipeline.loader.loader import CPU, GPU, Loader, decoding_device
 from pipeline.loader.reader import BadSamples
 from pipeline.loader.trial import TrialLoader, Turns
-from pipeline.logs import console, pictures
+from pipeline.logs import pictures
+from pipeline.logs.console import say_once
 from pipeline.models import flops, load_pretrained, model_of
 from pipeline.models.common.base import VisionModel
 from pipeline.optim.averages import StepStatistics, WeightAverage
-from pipeline.optim.build import describe
+from pipeline.optim.build import describe, parameter_groups
 from pipeline.optim.engine import build_engine, zero_stage
 from pipeline.shards.mixed_set import MixedSet
 from pipeline.shards.shard_set import ShardSet
 from pipeline.step.loss import Objective, label_loss
+from pipeline.step.precision import Precision, choose_precision
 from pipeline.step.train_step import TrainState
+from pipeline.training.compiling import BLOCKS, GRAPHS, OFF
+from pipeline.training.micro_batch import choose_micro_batch
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A start's config with nothing left open, and the reasons."""
+
+    config: Config  # as the run records it: train.precision and train.micro_batch_size are settled
+    precision: Precision
+    micro_batch_reason: str | None  # None: the config states the size
+    decode: str  # "gpu", "cpu", or "auto": measured in the first batches
+    compile: str  # "off", "blocks", "model" or "graphs"
+    zero_stage: int  # that the engine takes; 0 for one process
+    accumulation: int  # micro-batches of a rank per optimizer step
+
+
+def settle(config: Config, before: RunState | None, world: World) -> Settled:
+    """Settle a config, which :func:`check_alone` has accepted, for all ranks alike. Collective.
+
+    Args:
+        before: the checkpoint that this start resumes from, which ``auto`` follows; None: a new run.
+
+    Raises:
+        UserError: on every rank: images cannot be decoded as asked, or no micro-batch fits.
+    """
+    recorded = before.config if before else {"train": {}, "data": {}}
+    precision = choose_precision(config.train.precision, recorded["train"].get("precision"), world)
+    decode = choose_decoding(config.data.decode, recorded["data"].get("decode"), world, config.train.deterministic)
+    config = config.with_values({"train.precision": precision.name})
+    size, reason = choose_micro_batch(config, recorded["train"].get("micro_batch_size"), world)
+    config = config.with_values({"train.micro_batch_size": size})
+    compilation, stage = choose_compilation(config.train, world), zero_stage(config, world.size)
+    accumulation = accumulation_steps(config.train, world.size, config.augment.unit)
+    return Settled(config, precision, reason, decode, compilation, stage, accumulation)
+
+
+def check_alone(config: Config, world: World) -> None:
+    """Check what every rank can check by itself, in moments: the batch sizes, ``train.compile``, the model's switches and image size,
+    whether the optimizer suits it. A :class:`UserError` is the same on every rank.
+    """
+    if config.train.micro_batch_size == AUTO:
+        fitting_micro_batches(config.train, world.size, config.augment.unit)
+    else:
+        accumulation_steps(config.train, world.size, config.augment.unit)
+    choose_compilation(config.train, world)
+    with torch.device("meta"):  # costs no memory
+        parameter_groups(model_of(config), config.optim)
+
+
+def choose_decoding(asked: str, begun_with: str | None, world: World, repeatable: bool = False) -> str:
+    """Settle ``data.decode`` for training ("gpu", "cpu", or "auto": to be measured), on all ranks alike without communication.
+
+    Args:
+        begun_with: that of the run so far, which "auto" keeps; "auto" or None while it is not known.
+        repeatable: the run repeats its pixels whenever it is begun: "auto" then is the GPU, because a measurement may differ.
+
+    Raises:
+        UserError: it cannot be done here.
+    """
+    decoding_device(asked, world.device)
+    if asked != AUTO or world.device.type == "cpu":
+        return asked
+    if begun_with not in (GPU, CPU):
+        return GPU if repeatable else AUTO
+    say_once(
+        world, f"decoding on the {begun_with.upper()}, as this run has measured before: data.decode=gpu or cpu changes that"
+    )
+    return begun_with
+
+
+def choose_compilation(train: TrainConfig, world: World) -> str:
+    """Settle ``train.compile`` for this start: "off", "blocks", "model" or "graphs".
+
+    Raises:
+        UserError: ZeRO-3, activation checkpointing or the device rule out what the config asks for.
+    """
+    on_gpu, hooked = world.device.type == "cuda", train.zero_stage == 3 and world.size > 1
+    if train.compile in (AUTO, OFF):
+        return BLOCKS if train.compile == AUTO and on_gpu and not hooked else OFF
+    if hooked:
+        raise UserError(
+            f"train.compile={train.compile} requires train.zero_stage 0, 1 or 2, got {train.zero_stage}, whose hooks on every "
+            f"submodule cannot be compiled",
+            "set train.compile=auto, or another train.zero_stage",
+        )
+    if train.compile == GRAPHS and not on_gpu:
+        raise UserError(
+            f"train.compile={GRAPHS} requires a CUDA GPU, got {world.device.type}", "set train.compile to auto or model"
+        )
+    if train.compile == GRAPHS and train.activation_checkpointing:
+        raise UserError(
+            f"train.compile={GRAPHS} requires train.activation_checkpointing=false, got true, which runs blocks again in the "
+            f"backward pass: a graph of the forward pass does not hold them",
+            "set train.compile to blocks or model, or train.activation_checkpointing to false",
+        )
+    return train.compile
 
 
 def build_model(config: Config, world: World, classes: list[str], fresh: bool) -> VisionModel:
@@ -48,19 +152,14 @@ def build_model(config: Config, world: World, classes: list[str], fresh: bool) -
         initial = checkpoint.read_initial_weights(Path(config.train.init_from))
         said = load_pretrained(model, initial.weights, source, initial.classes, classes)
         for sentence in (f"{initial.what} of {config.train.init_from}", *said):
-            say(world, f"init_from: {sentence}")
+            say_once(world, f"init_from: {sentence}")
     return model
 
 
 def build(
     config: Config, world: World, classes: list[str], verified: Verified | None
 ) -> tuple[TrainState, flops.FlopRow, Tensor | None]:
-    """Build the model in its engine, with first weights or those of the checkpoint. Collective.
-
-    Args:
-        config: settled.
-        classes: of the training set, by index.
-        verified: the checkpoint that the run resumes from; None: a new run.
+    """Build the model of a settled config in its engine, with first weights or those of the checkpoint. Collective.
 
     Returns:
         What is trained; the model's cost; and on rank 0 of a new run its peripheral attention before the first step.
@@ -69,7 +168,7 @@ def build(
         UserError: weights or a teacher cannot be read or do not fit.
     """
     fresh = verified is None
-    say(world, f"building {config.model.name}")
+    say_once(world, f"building {config.model.name}")
     count = (config.model.name, config.model.image_size, config.model.num_classes, config.model.switches)
     counted = world.from_main(asdict(flops.count(*count)) if world.is_main else None)  # before ZeRO-3 patches F.linear
     model = build_model(config, world, classes, fresh)
@@ -79,11 +178,13 @@ def build(
         model.train()
     teacher = None
     if config.train.teacher:  # a run that was begun keeps its teacher
-        say(world, f"loading the teacher: {describe_teacher(config.train)}")
+        say_once(world, f"loading the teacher: {describe_teacher(config.train)}")
         teacher = load_teacher(config, world.device, classes if fresh else None)
     stage, asked = zero_stage(config, world.size), config.train.zero_stage
     alone = f" (train.zero_stage {asked} has nothing to share out on one process)" if stage != asked else ""
-    say(world, f"building the optimizer, {describe(model, config.optim)}, and DeepSpeed's engine, ZeRO stage {stage}{alone}")
+    say_once(
+        world, f"building the optimizer, {describe(model, config.optim)}, and DeepSpeed's engine, ZeRO stage {stage}{alone}"
+    )
     engine = build_engine(model, config, world)
     ema = WeightAverage(engine, config.train.ema_decay) if config.train.ema_decay else None
     if verified:
@@ -95,12 +196,7 @@ def build(
 def training_loader(
     shards: ShardSet | MixedSet, config: Config, decode: str, world: World, first_step: int
 ) -> Loader[TrainBatches] | TrialLoader:
-    """This process's micro-batches from the first one after ``first_step`` steps on.
-
-    Args:
-        config: settled.
-        decode: "gpu", "cpu", or "auto": to be measured.
-    """
+    """This process's micro-batches of a settled config from the first one after ``first_step`` steps on; ``decode`` as settled."""
     batches = TrainBatches.of_run(shards, config, world.rank, world.size)
     start = first_step * batches.batches_per_step
 
@@ -110,7 +206,7 @@ def training_loader(
     if decode != AUTO or world.device.type == "cpu":
         return open_loader(start, decode)
     turns = Turns.of_steps(start, config.data.prefetch, batches.batches_per_step)
-    say(
+    say_once(
         world,
         f"decoding on the GPU and on the CPU in turns for {turns.total} micro-batches, to keep the faster: "
         f"data.decode=gpu or cpu settles it",
@@ -120,23 +216,13 @@ def training_loader(
 
 
 def keep_faster(world: World, seconds: dict[str, float]) -> str:
-    """The way of decoding with which the slowest rank is faster. Collective.
-
-    Args:
-        seconds: what a micro-batch of training took on this rank, by ``data.decode``.
-    """
+    """The ``data.decode`` with which the slowest rank is faster, by the ``seconds`` of a micro-batch on this rank. Collective."""
     of_ranks = world.gather(seconds)
     slowest = {decode: max(rank[decode] for rank in of_ranks) for decode in (GPU, CPU)}
     kept, other = sorted(slowest, key=lambda decode: slowest[decode])
-    say(
+    say_once(
         world,
         f"decoding on the {kept.upper()} from now on: a micro-batch takes {1e3 * slowest[kept]:.1f} ms, and "
         f"{1e3 * slowest[other]:.1f} ms with the {other.upper()} decoding",
     )
     return kept
-
-
-def say(world: World, text: str) -> None:
-    """Log what a start is doing, which takes seconds, or minutes on a busy disk. Rank 0 only."""
-    if world.is_main:
-        console.say(text)

@@ -43,13 +43,13 @@ from pipeline.cluster.world import World
 from pipeline.errors import first_line
 from pipeline.loader.loader import Batch
 from pipeline.logs import console
+from pipeline.logs.console import say_once
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import compile_tables_as_constants
 from pipeline.models.common.probe import is_recording
 from pipeline.step.loss import LabelLoss, Objective
 from pipeline.step.precision import autocast
 from pipeline.step.train_step import forward_backward
-from pipeline.training.building import say
 
 OFF, BLOCKS, MODEL, GRAPHS = "off", "blocks", "model", "graphs"
 BACKEND: str | Callable[..., Any] = "inductor"  # of torch.compile; tests take others
@@ -96,7 +96,7 @@ class Compilation:
             accumulates: a step has several micro-batches.
         """
         self.pending, started, failure = False, time.perf_counter(), None
-        say(self._world, f"compiling (train.compile={self.kind}), which takes a minute or more")
+        say_once(self._world, f"compiling (train.compile={self.kind}), which takes a minute or more")
         try:
             self._install(accumulates)
             self._try_out(batch, noise)
@@ -106,7 +106,7 @@ class Compilation:
         failures = [(rank, why) for rank, why in enumerate(self._world.gather(failure)) if why]
         if not failures:
             parts = len(self._replaced) + 1  # the loss
-            say(self._world, f"compiled {parts} parts of the step in {console.duration(time.perf_counter() - started)}")
+            say_once(self._world, f"compiled {parts} parts of the step in {console.duration(time.perf_counter() - started)}")
             return
         self._remove()
         rank, why = failures[0]

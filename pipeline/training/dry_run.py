@@ -25,6 +25,7 @@ from pipeline.config import Config, DataConfig
 from pipeline.errors import PREEMPTED, UserError, counted
 from pipeline.files import check_space, free_bytes, write_error
 from pipeline.hardware import memory_gib
+from pipeline.logs.console import say_once
 from pipeline.logs.run_files import check_run_files
 from pipeline.optim.build import learning_rate
 from pipeline.shards.files.cached import cache_of, check_cache
@@ -32,10 +33,9 @@ from pipeline.shards.mixed_set import MixedSet
 from pipeline.shards.shard_set import ShardSet
 from pipeline.step.precision import refusals_explained
 from pipeline.step.train_step import train_step
-from pipeline.training.building import say, training_loader
+from pipeline.training.building import check_alone, training_loader
 from pipeline.training.compiling import OFF
 from pipeline.training.folder import check_lock
-from pipeline.training.settle import check_alone
 from pipeline.training.start import PreparedRun, Start
 
 _MICRO_BATCHES = 2  # of the step: with the second, gradients and activations are in memory together, as in all that follow
@@ -63,7 +63,7 @@ def dry_run(config: Config, world: World, stop: StopSignal) -> int:
             return 0
         do_in_main(lambda: check_run_files(start.folder), world)
         if any(world.gather(stop.received)):
-            say(world, _STOPPED)
+            say_once(world, _STOPPED)
             return PREEMPTED
         heartbeat.at(0, "training")
         read_seconds, step = _take_step(prepared, world)

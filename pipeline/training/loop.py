@@ -17,14 +17,14 @@ from pipeline.errors import PREEMPTED
 from pipeline.inference.evaluation import evaluate
 from pipeline.loader.loader import Batch
 from pipeline.logs import curves, pictures
+from pipeline.logs.console import say_once
 from pipeline.metrics import record, recording
 from pipeline.optim.build import learning_rate
 from pipeline.step.precision import make_deterministic, refusals_explained
 from pipeline.step.train_step import train_step
-from pipeline.training.building import say
+from pipeline.training.building import check_alone
 from pipeline.training.dry_run import dry_run
 from pipeline.training.nonfinite import skip_or_stop
-from pipeline.training.settle import check_alone
 from pipeline.training.start import Start
 from pipeline.training.state import Run
 
@@ -55,7 +55,7 @@ def train(config: Config, world: World, stop: StopSignal | None = None, recipe: 
     check_alone(config, world)
     with Heartbeat(world, config.distributed, start.folder) as heartbeat, refusals_explained():
         if any(world.gather(stop.received)):  # received while the libraries were loading: build nothing
-            say(world, _STOPPED_EARLY)
+            say_once(world, _STOPPED_EARLY)
             return PREEMPTED
         run = start.open_run(stop, heartbeat, recipe)
         if run is None:
@@ -173,11 +173,12 @@ def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
     With ``eval.analyses``, also logs what the current weights do with the first images. Leaves the engine in eval mode.
     """
 
+    state, step = run.train_state, run.step
+
     def stopped() -> bool:
-        run.heartbeat.at(run.step, "evaluating")
+        run.heartbeat.at(step, "evaluating")
         return run.exchange_status()
 
-    state, step = run.train_state, run.step
     state.engine.eval()
     first = FirstImages.of(state.engine, run.config, run.world)
     own = evaluate(state.engine, run.val_loader, run.world, stopped, consumer=first)

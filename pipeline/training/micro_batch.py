@@ -26,14 +26,15 @@ from pipeline.config import AUTO, Config, accumulation_steps, fitting_micro_batc
 from pipeline.errors import UserError, first_line
 from pipeline.hardware import DEFAULT_GPU, gpu_named, memory_gib
 from pipeline.inference.teacher import load_teacher
+from pipeline.logs.console import say_once
 from pipeline.logs.run_files import AUTO_REASON, earlier_starts
+from pipeline.models import model_of
 from pipeline.optim.build import optimizer_description, parameter_groups
 from pipeline.planning.memory import Subject, largest_micro_batch, plan_memory
 from pipeline.runs import CONFIG
 from pipeline.step.loss import Objective, label_loss
 from pipeline.step.precision import autocast
 from pipeline.step.train_step import forward_backward, random_batch
-from pipeline.training.building import build_model, say
 from pipeline.training.folder import config_hash
 
 _SIZE = "train.micro_batch_size"
@@ -49,7 +50,7 @@ def choose_micro_batch(config: Config, begun_with: int | None, world: World) -> 
         begun_with: the size that the checkpoint has recorded; None: there is no checkpoint.
 
     Returns:
-        The size, images per forward pass and rank; and why, for the log, None if the config states it.
+        The size; and why, for the log, None if the config states it.
 
     Raises:
         UserError: on every rank: no micro-batch fits.
@@ -59,7 +60,7 @@ def choose_micro_batch(config: Config, begun_with: int | None, world: World) -> 
     sizes = fitting_micro_batches(config.train, world.size, config.augment.unit)
     begun, device = world.from_main(do_in_main(lambda: _begun_with(config, begun_with), world))
     size, reason = _keep(config, world, sizes, begun, device) if begun else _largest(config, world, sizes)
-    say(world, f"train.micro_batch_size is {size}: {reason}")
+    say_once(world, f"train.micro_batch_size is {size}: {reason}")
     return size, reason
 
 
@@ -94,7 +95,7 @@ def _keep(config: Config, world: World, sizes: list[int], begun: int, device: st
 
 def _largest(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
     """The largest size that the plan allows and a trial confirms. Collective."""
-    say(world, "train.micro_batch_size=auto: planning the memory of a step, then trying it")
+    say_once(world, "train.micro_batch_size=auto: planning the memory of a step, then trying it")
     hosts, gpu = world.gather(socket.gethostname()), None
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)
@@ -113,11 +114,7 @@ def _largest(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
 
 
 def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int, str]:
-    """The largest of the sizes, given in ascending order, with which a step fits on every rank, and why not the largest of all, or "". Collective.
-
-    Raises:
-        UserError: none fits.
-    """
+    """The largest of ascending sizes with which a step fits on every rank, and why not the largest of all, or "". Collective."""
     first = why = ""
     hosts = world.gather(socket.gethostname())
     for size in reversed(sizes):
@@ -135,7 +132,7 @@ def _largest_tried(config: Config, world: World, sizes: list[int]) -> tuple[int,
 
 
 def _free(hosts: list[str]) -> int:
-    """Bytes of this machine's memory for each of its processes; ``hosts`` are those of all ranks."""
+    """Bytes of this machine's memory for each of its processes, by the hosts of all ranks."""
     return psutil.virtual_memory().available // hosts.count(socket.gethostname())
 
 
@@ -177,7 +174,7 @@ def try_step(config: Config, world: World, capacity: int) -> str | None:
 
 def _compute(config: Config, world: World) -> None:
     train, device = config.train, world.device
-    model = build_model(config, world, [], fresh=False).to(device).train()
+    model = model_of(config).to(device).train()
     teacher = load_teacher(config, device, None) if train.teacher else None
     batch = random_batch(train.micro_batch, config.model, device)
     copies = (train.ema_decay is not None) + (world.size > 1)  # the second: ZeRO's buckets and its copy of a shard

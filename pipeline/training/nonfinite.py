@@ -20,10 +20,7 @@ _SHOWN = 8  # losses in a message; the report has all
 
 
 def skip_or_stop(run: Run, step: int, result: StepResult) -> None:
-    """Count a step that was skipped, or stop. Collective.
-
-    Args:
-        run: in the state before the step, which changed neither weights nor statistics.
+    """Count a step that was skipped, or stop, with the run in the state before the step. Collective.
 
     Raises:
         UserError: more than ``train.max_skipped_steps``. ``nonfinite/step-...`` in the run folder is then a run folder

@@ -18,6 +18,7 @@ from pipeline.config import AUTO, Config, Recipe, config_from_dict
 from pipeline.errors import UserError, counted
 from pipeline.inference.evaluation import check_classes, check_same_classes, evaluation_loader
 from pipeline.logs import pictures
+from pipeline.logs.console import say_once
 from pipeline.logs.data_trouble import BadSampleReport, store_report
 from pipeline.logs.profiling import StepProfiler
 from pipeline.logs.run_files import RunEvents, write_run_files
@@ -32,10 +33,9 @@ from pipeline.shards.shard_set import ShardSet
 from pipeline.step.train_step import TrainState
 from pipeline.stream.samples import images_per_epoch
 from pipeline.stream.schedule import Schedule, make_schedule
-from pipeline.training.building import build, say, training_loader
+from pipeline.training.building import Settled, build, settle, training_loader
 from pipeline.training.compiling import Compilation
 from pipeline.training.folder import RunLock, check_same_data, check_same_run, open_run_folder
-from pipeline.training.settle import Settled, settle
 from pipeline.training.state import Run
 
 
@@ -142,17 +142,17 @@ class Start:
         verified = self.find_checkpoint(data.train_set)
         before = verified.state if verified else None
         if before and is_complete(before.step, before.evaluation_due, data.schedule.last_step):
-            say(self.world, f"{self.folder} is complete at step {before.step}: nothing to train.")
+            say_once(self.world, f"{self.folder} is complete at step {before.step}: nothing to train.")
             return None
-        say(self.world, f"data: {data.description()}")
-        say(self.world, f"resuming {self.folder} from step {before.step}" if before else f"a new run: {self.folder}")
+        say_once(self.world, f"data: {data.description()}")
+        say_once(self.world, f"resuming {self.folder} from step {before.step}" if before else f"a new run: {self.folder}")
         settled = settle(self.config, before, self.world)
         return PreparedRun(settled, data, before, *build(settled.config, self.world, data.train_set.classes, verified))
 
 
 def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Heartbeat, lock: RunLock | None) -> Run:
     """Open the log and the loaders: from here on the run writes. Collective."""
-    say(world, "opening the loaders and the log")
+    say_once(world, "opening the loaders and the log")
     settled, data, before, train_state = prepared.settled, prepared.data, prepared.before, prepared.train_state
     config, step, last_step = settled.config, prepared.step, data.schedule.last_step
     folder = Path(config.output_dir)
@@ -208,23 +208,21 @@ def _introduce(run: Run, prepared: PreparedRun, recipe: Recipe | None) -> None:
             f"train.global_batch_size is {batch:,}, but the train split has only {images:,} images, so that each step takes some of "
             f"them more than once: set it to {images:,} at most"
         )
-    if note := optimizer_description(config.optim).remark(config.optim):
-        run.log.say(f"note: {note}")
-    if config.optim.warmup_epochs >= schedule.epochs:
-        run.log.say(
-            f"note: optim.warmup_epochs {config.optim.warmup_epochs:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up"
-        )
-    micro = config.train.micro_batch
+    micro, notes = config.train.micro_batch, []
+    if remark := optimizer_description(config.optim).remark(config.optim):
+        notes.append(remark)
+    if (warmup := config.optim.warmup_epochs) >= schedule.epochs:
+        notes.append(f"optim.warmup_epochs {warmup:g} >= train.epochs {schedule.epochs:g}: the run ends within the warm-up")
     if run.train_state.batchnorm:
         normalizes = f"{config.model.name} has BatchNorm, which normalizes over a micro-batch, so"
         if before and (was := before.config["train"]["micro_batch_size"]) != micro:
-            run.log.say(
-                f"note: train.micro_batch_size was {was} and is {micro}: {normalizes} the run goes on a little differently"
-            )
+            notes.append(f"train.micro_batch_size was {was} and is {micro}: {normalizes} the run goes on a little differently")
         if recipe and (stated := recipe.config.train.micro_batch_size) not in (AUTO, micro):
-            run.log.say(
-                f"note: train.micro_batch_size is {micro}, {stated} in {recipe.name}: {normalizes} this is not quite its recipe"
+            notes.append(
+                f"train.micro_batch_size is {micro}, {stated} in {recipe.name}: {normalizes} this is not quite its recipe"
             )
+    for note in notes:
+        run.log.say(f"note: {note}")
     processes = counted(run.world.size, "process")
     per_epoch = round(schedule.steps_per_epoch, 1) or schedule.steps_per_epoch
     run.log.say(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +65,12 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
         return Path(self.config.output_dir)
 
     def exchange_status(self) -> bool:
         """Exchange status with all ranks, once per step or evaluation batch; publish a checkpoint that all have written. Collective.
 
-        Returns:
-            Whether all stop: some rank has received a signal, or its loader has failed ahead of time (:meth:`raise_failure`).
+        Returns whether all stop: some rank has received a signal, or its loader has failed ahead of time (:meth:`raise_failure`).
         """
         stop = self.stop.received != 0 or self.loader.failure is not None
         agreed = self.agreement.exchange(stop, self.saver.failed, self.saver.written)
@@ -115,12 +112,14 @@ class Run:
         whole = error is None and is_complete(self.step, self.evaluation_due, self.schedule.last_step)
         self.events.add("end", self.step, reason=self._why_it_ends(error, whole), whole=whole)
         with ExitStack() as parts:
-            if error is None and self.lock:
+            if error is not None:
+                parts.enter_context(suppress(Exception))  # another one would hide the error that matters
+            elif self.lock:
                 parts.callback(self.lock.release)
             parts.callback(self.profiler.close if error is None else self.profiler.abandon)
             for part in (self.samples, self.log, self.val_loader, self.loader):
                 if part:
-                    parts.callback(part.close if error is None else partial(_close_quietly, part))
+                    parts.callback(part.close)
 
     def _why_it_ends(self, error: BaseException | None, whole: bool) -> str:
         """For a report."""
@@ -131,9 +130,5 @@ class Run:
             return kind + first_line(error)[:_LONGEST_REASON]
         if whole:
             return "the end of the schedule"
-        return f"stopped by {signal.Signals(self.stop.received).name if self.stop.received else 'a signal to another rank'}"
-
-
-def _close_quietly(part: Any) -> None:
-    with suppress(Exception):  # it would hide the error that matters
-        part.close()
+        received = self.stop.received
+        return f"stopped by {signal.Signals(received).name if received else 'a signal to another rank'}"

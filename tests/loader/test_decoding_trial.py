@@ -20,9 +20,8 @@ from pipeline.loader.loader import Batch, Loader, decoding_device
 from pipeline.loader.reader import BadSamples
 from pipeline.loader.trial import TrialLoader, Turns
 from pipeline.shards.shard_set import ShardSet
-from pipeline.training.building import keep_faster
+from pipeline.training.building import choose_decoding, keep_faster
 from pipeline.training.folder import config_hash
-from pipeline.training.settle import choose_decoding
 from support.ranks import run_forked
 
 CPU = torch.device("cpu")

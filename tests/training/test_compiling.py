@@ -30,6 +30,7 @@ from pipeline.optim.averages import StepStatistics
 from pipeline.step.loss import Objective, label_loss
 from pipeline.step.precision import autocast
 from pipeline.training import compiling
+from pipeline.training.building import choose_compilation
 from pipeline.training.compiling import (
     INDUCTOR,
     TRITON,
@@ -38,7 +39,6 @@ from pipeline.training.compiling import (
     drop_compile_cache,
     open_compile_cache,
 )
-from pipeline.training.settle import choose_compilation
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = {"pervit_t": 32, "convit_ti": 32, "deit_t": 32, "lsat_t_224": 56, "posmlp_t": 32, "gmlp_s": 32}
