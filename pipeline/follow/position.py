@@ -68,15 +68,15 @@ class GrowingRows:
 
     def _look(self) -> None:
         """Read until some thousands of rows wait."""
-        blocks = self._tail.blocks()
-        while len(self._waiting) < _WAITING and (lines := next(blocks, None)) is not None:
-            for line in lines:
-                row = parse_row(line)
-                if row is not None and is_number(row.get("time")):
-                    self._waiting.append((row, line))
-                elif line.strip():
-                    self.unreadable += 1
-            self._pass(self._next - self.row)
+        for line in self._tail.lines():
+            row = parse_row(line)
+            if row is not None and is_number(row.get("time")):
+                self._waiting.append((row, line))
+                self._pass(self._next - self.row)
+            elif line.strip():
+                self.unreadable += 1
+            if len(self._waiting) >= _WAITING:
+                return
 
     def _pass(self, most: int) -> list[Row]:
         rows: list[Row] = []

@@ -71,33 +71,19 @@ class Figure:
 
 def figure(shown: Figure) -> Html:
     """The place of a figure, with its data; the page's script draws it."""
-    return html(
-        '<div class="plot" style="height:{}px" role="img" aria-label="{}">{}</div>',
-        shown.height,
-        shown.label,
-        json_script({"data": shown.traces, "layout": shown.layout}),
-    )
-
-
-def json_script(value: Any) -> Html:
-    """Plain values inside of a page, for a script to read; nothing in them can end the element."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Html(f'<script type="application/json">{text}</script>')
+    data = json.dumps({"data": shown.traces, "layout": shown.layout}, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":  # nothing in the data can end its element
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    place = '<div class="plot" style="height:{}px" role="img" aria-label="{}"><script type="application/json">{}</script></div>'
+    return html(place, shown.height, shown.label, Html(data))
 
 
 def table(
     head: Sequence[object], rows: Iterable[Sequence[object]], numeric: Sequence[int] = (), sortable: bool = False, css: str = ""
 ) -> Html:
-    """A table that scrolls sideways where it is wider than the page.
+    """A table that scrolls sideways where it is wider than the page; without a head where that is empty.
 
-    Args:
-        head: titles of the columns; empty for a table without.
-        rows: their cells.
-        numeric: columns that are set flush right.
-        sortable: whether a click on a title sorts by it.
-        css: further classes.
+    Columns that are ``numeric`` are set flush right; of a ``sortable`` one, a click on a title sorts by it.
     """
 
     def cells(tag: str, row: Sequence[object]) -> list[Html]:
@@ -118,8 +104,7 @@ def page(title: str, subtitle: object, sections: Sequence[Section], notes: Seque
     """A whole page.
 
     Args:
-        title: of the page and its window.
-        subtitle: a line below it; HTML or text.
+        title, subtitle: of the page and its window; a line below it, HTML or text.
         sections: in their order.
         notes: what the reader must know first, above all sections: what is missing or damaged.
         plots: whether there are figures, which need plotly's script (4.8 MB).

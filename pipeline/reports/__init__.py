@@ -1,8 +1,8 @@
 """Make pages about runs from what lies in their folders, which :mod:`pipeline.runs` reads.
 
 ==================== ==========================================================================
-``curves.py``        curves as plotly figures, thinned where they are long
-``run_page.py``      the page about one run: result and story; ``training.py``, ``inside.py``, ``setup.py``: further sections
+``curves.py``        curves as plotly figures, thinned where they are long; the sections of a training's curves and speed
+``run_page.py``      the page about one run: result and story; ``inside.py``, ``setup.py``: further sections
 ``predictions.py``   per-image results of ``pipeline.evaluate``; ``mistakes.py``: their section, with images
 ``comparison.py``    which runs differ only in their seed, in what the others differ; ``comparison_page.py``: their page
 ``papers.py``        the recipe that a config comes from; the papers' tables, ``tables/*.yml``

@@ -11,13 +11,12 @@ import numpy as np
 from pipeline.errors import UserError, counted
 from pipeline.logs.console import duration
 from pipeline.page import Html, Section, clock, html, join, page, table
-from pipeline.reports.curves import weights_name
+from pipeline.reports.curves import curves, speed, weights_name
 from pipeline.reports.inside import ANALYSIS, analysis_figures, over_training, training_images
 from pipeline.reports.mistakes import Pictures, mistakes
 from pipeline.reports.papers import PaperRecipe, paper_recipe
 from pipeline.reports.predictions import find_predictions, read_predictions
 from pipeline.reports.setup import checkpoints_section, config_section, environment_section
-from pipeline.reports.training import curves, speed
 from pipeline.runs.folder import RunFolder, Start, starts_of
 from pipeline.runs.rows import is_number
 from pipeline.stores.place import Place, parse_place

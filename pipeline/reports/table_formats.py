@@ -55,7 +55,7 @@ def _page(sheet: Sheet) -> str:
             listed = [html("<li><code>{}</code></li>", path) for path in paths]
             parts.append(html("<p>Left out, as {}:</p><ul>{}</ul>", reason, listed))
         sections.append(Section("Runs in no row", join(parts), closed=not sheet.problems))
-    return page(sheet.title, sheet.paper, sections, sheet.notes, plots=False)
+    return page(sheet.table.title, sheet.table.paper, sections, sheet.notes, plots=False)
 
 
 def _table(sheet: Sheet) -> Html:
@@ -88,7 +88,7 @@ def latex_text(text: str) -> str:
 
 def _latex(sheet: Sheet) -> str:
     """A ``table`` environment; what else a reader has to know stands above it as comments and in the caption."""
-    title = f"{sheet.paper}, {sheet.title}"
+    title = f"{sheet.table.paper}, {sheet.table.title}"
     missing = [f"Missing: {row.labels}: {row.command}" for row in sheet.missing]
     spans, rules, first = [], [], 1
     for group, count in _groups(sheet):
@@ -102,7 +102,7 @@ def _latex(sheet: Sheet) -> str:
         r"\begin{table}",
         r"  \centering",
         rf"  \caption{{{latex_text(title + '. ' + ' '.join(sheet.notes)).strip()}}}",
-        rf"  \label{{tab:{sheet.name.replace('_', '-')}}}",
+        rf"  \label{{tab:{sheet.table.name.replace('_', '-')}}}",
         rf"  \begin{{tabular}}{{{''.join('r' if column.numeric else 'l' for column in sheet.columns)}}}",
         r"    \toprule",
         rf"    {' & '.join(spans)} \\",
@@ -122,7 +122,7 @@ def _markdown(sheet: Sheet) -> str:
     head, *rows = _padded(sheet, [f"{column.group} {column.title}".strip() for column in sheet.columns], _markdown_text)
     widths = map(_width, head)
     rule = ["-" * (width - 1) + ":" if column.numeric else "-" * width for width, column in zip(widths, sheet.columns)]
-    lines = [f"## {_markdown_text(sheet.paper)}, {_markdown_text(sheet.title)}", ""]
+    lines = [f"## {_markdown_text(sheet.table.paper)}, {_markdown_text(sheet.table.title)}", ""]
     lines += [line for note in sheet.notes for line in (_markdown_text(note), "")]
     lines += ["| " + " | ".join(row) + " |" for row in (head, rule, *rows)]
     lines += ["", *(line for note in sheet.footnotes for line in (_markdown_text(note), ""))]

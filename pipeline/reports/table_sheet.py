@@ -84,9 +84,7 @@ class Missing:
 class Sheet:
     """A table to be written."""
 
-    name: str
-    title: str
-    paper: str
+    table: PaperTable
     notes: list[str]  # sentences that a reader has to know before the numbers
     columns: list[Column]
     rows: list[list[str | Number | None]]  # a cell for each column; None is an empty one
@@ -121,7 +119,7 @@ def make_sheet(filled: Filled, problems: list[str]) -> Sheet:
         notes += _notes(filled, groups[1:])
         footnotes += _details(filled, groups[1:])
     missing = [_missing(filled, row) for row in filled.missing(0)]
-    return Sheet(table.name, table.title, table.paper, notes, columns, rows, footnotes, missing, filled.unused, problems)
+    return Sheet(table, notes, columns, rows, footnotes, missing, filled.unused, problems)
 
 
 def _notes(filled: Filled, names: list[str]) -> list[str]:

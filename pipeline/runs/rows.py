@@ -7,15 +7,14 @@ import math
 import os
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 if TYPE_CHECKING:
     import numpy as np
 
-_BLOCK = 1 << 20  # bytes read at once
 _END = 1 << 18  # bytes at the end of a file in which its last rows are looked for: some hundred steps
 _LARGEST_STEP = 2**53  # beyond it a float does not tell two steps apart
 
@@ -77,7 +76,7 @@ class Tail:
 
     def rewind(self) -> None:
         """Begin at the file's start again."""
-        self._place, self._begun = 0, b""  # bytes read; of a line that has no end yet
+        self._place = 0  # bytes of the lines that were read
 
     def was_replaced(self) -> bool:
         """Whether the file is another one than at the last look, or shorter than what was read of it. One that is gone is not."""
@@ -88,27 +87,20 @@ class Tail:
         return self._file is not None and ((now.st_dev, now.st_ino) != self._file or now.st_size < self._place)
 
     def lines(self) -> Iterator[bytes]:
-        """Whole lines that were not read before; read all of them.
+        """Whole lines that were not read before; the next call goes on where this one was left.
 
         Raises:
             OSError: the file cannot be read; not if it does not exist.
         """
-        return chain.from_iterable(self.blocks())
-
-    def blocks(self) -> Iterator[list[bytes]]:
-        """:meth:`lines`, as many at a time as a block of the file has; the next call goes on where this one was left."""
-        try:
-            file = open(self.path, "rb")
-        except FileNotFoundError:
-            return
-        with file:
+        with suppress(FileNotFoundError), open(self.path, "rb") as file:
             there = os.fstat(file.fileno())
             self._file = (there.st_dev, there.st_ino)
             file.seek(self._place)
-            while block := file.read(_BLOCK):
-                self._place += len(block)
-                *whole, self._begun = (self._begun + block).split(b"\n")
-                yield whole
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # it is being written
+                self._place += len(line)
+                yield line[:-1]
 
 
 @dataclass
