@@ -23,21 +23,13 @@ def main() -> None:
     parser = command_parser("pipeline.analyze", __doc__)
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a run folder, one of its checkpoints, an exported file, or a model's name")
-    add(
-        "--data",
-        type=place_argument,
-        metavar="DIR",
-        help="folder or URL with shards, or folder with images: CLASS/*.JPEG or SPLIT/CLASS/*.JPEG",
-    )
+    data = "folder or URL with shards, or folder with images: CLASS/*.JPEG or SPLIT/CLASS/*.JPEG"
+    add("--data", type=place_argument, metavar="DIR", help=data)
     add("--split", default="val", help="default: val")
     add("--images", type=int, default=1024, metavar="N", help="images to average over, chosen at random (default: 1024)")
     add("--only", nargs="+", default=[], metavar="NAME", help="figures to make, by the names of their files (default: all)")
-    add(
-        "--query",
-        type=_query,
-        metavar="ROW,COLUMN",
-        help="patch whose maps are shown, from 0, 16 x 16 pixels each (default: the centre)",
-    )
+    query = "patch whose maps are shown, from 0, 16 x 16 pixels each (default: the centre)"
+    add("--query", type=_query, metavar="ROW,COLUMN", help=query)
     add("--example", nargs="+", default=[], metavar="KEY", help="images to show with their maps, by their keys")
     add("--examples", type=int, default=4, metavar="N", help="images to show, chosen at random, without --example (default: 4)")
     add("--batch-size", type=int, default=16, help="images per process and forward pass (default: 16); no figure depends on it")
@@ -77,8 +69,7 @@ def run(args: argparse.Namespace) -> None:
     prepare_output(args.output)
 
     # Imported only now: PyTorch takes seconds to import, and --help must not wait for it.
-    from pipeline.analysis.session import Options, analyze
-    from pipeline.analysis.survey import read_subject
+    from pipeline.analysis.session import Options, analyze, read_subject
     from pipeline.logs import console
 
     console.install()

@@ -3,65 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
-from pipeline.analysis.measures import Collector
+from pipeline.analysis.measures import Collector, plain
 from pipeline.models.common.base import VisionModel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NO_IMAGES = "It needs images: pass --data."
-NO_EXAMPLES = "It shows examples: pass --examples."
+_Needs = Literal["weights", "images", "examples"]
+_AnyCollector = TypeVar("_AnyCollector", bound=Collector)
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure, drawn only when it is written.
+    """One figure, drawn only when it is written. A chapter's method leaves out what :func:`figure` declares."""
 
-    Attributes:
-        name: of its files and for ``--only``: lower case with underscores, ``nonlocality``.
-        title: one line above it on the page.
-        caption: what is seen and how to read it, with units; two or three sentences.
-        source: the paper's figure that it repeats, "PerViT, Fig. 8".
-        draw: returns the matplotlib figure.
-        more_with_images: whether it is of the weights alone now, and images would add to it.
-    """
-
-    name: str
-    title: str
-    caption: str
-    source: str
+    caption: str  # what is seen and how to read it, with units; two or three sentences
     draw: Callable[[], Figure]
-    more_with_images: bool = False
+    title: str = ""  # one line above it on the page
+    more_with_images: bool = False  # it is of the weights alone now, and images would add to it
+    name: str = ""  # of its files and for --only: lower case with underscores, "nonlocality"
+    source: str = ""  # the paper's figure that it repeats, "PerViT, Fig. 8"
 
 
 @dataclass
 class Findings:
-    """The results of one analysis; chapters add to it.
+    """The results of one analysis; chapters add to it."""
 
-    Attributes:
-        measures: name -> nested lists or numbers, as ``nonlocality -> phi_p -> [layer][head]``. JSON as it is.
-        units: the same names, dotted (``nonlocality.phi_p``) -> shape and unit, "[layer][head], patches".
-        plots: in the page's order.
-        omitted: name of a figure -> why this model has none, one sentence.
-    """
+    measures: dict[str, Any] = field(default_factory=dict)  # JSON: name -> nested lists, nonlocality -> phi_p -> [layer][head]
+    units: dict[str, str] = field(default_factory=dict)  # dotted name, "nonlocality.phi_p" -> "[layer][head], patches"
+    plots: list[Plot] = field(default_factory=list)  # in the page's order
+    omitted: dict[str, str] = field(default_factory=dict)  # name of a figure -> why this model has none, one sentence
 
-    measures: dict[str, Any] = field(default_factory=dict)
-    units: dict[str, str] = field(default_factory=dict)
-    plots: list[Plot] = field(default_factory=list)
-    omitted: dict[str, str] = field(default_factory=dict)
+    def measure(self, name: str, value: Any, unit: str, digits: int = 17) -> None:
+        """Put numbers under a dotted name.
 
-    def measure(self, name: str, value: Any, unit: str) -> None:
-        """Put a number or array under a dotted name. Args: value: a tensor or plain data; unit: shape and unit."""
+        Args:
+            value: what :func:`~pipeline.analysis.measures.plain` takes.
+            unit: shape and unit.
+            digits: significant ones.
+        """
         *path, last = name.split(".")
         place = self.measures
         for part in path:
             place = place.setdefault(part, {})
-        place[last] = value.tolist() if hasattr(value, "tolist") else value
+        place[last] = plain(value, digits)
         self.units[name] = unit
 
 
@@ -77,33 +68,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of every chapter.
+    """What is asked of every chapter."""
 
-    Attributes:
-        model: in eval mode, on its device.
-        image_size: side of the input in pixels.
-        query: (row, column) of the patch whose maps are shown; None: the centre.
-        examples: chosen images; empty without --data.
-    """
-
-    model: VisionModel
-    image_size: int
-    query: tuple[int, int] | None = None
-    examples: Sequence[Example] = ()
-
-    def query_on(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """(row, column) of the query on a grid of (rows, columns); its centre if none was asked for."""
-        return self.query or (grid[0] // 2, grid[1] // 2)
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A figure as its method gives it: the caption, and what draws it; the rest is declared. ``title`` replaces the declared one."""
-
-    caption: str
-    draw: Callable[[], Figure]
-    title: str = ""
-    more_with_images: bool = False
+    model: VisionModel  # in eval mode, on its device
+    image_size: int  # side of the input in pixels
+    query: tuple[int, int] | None = None  # (row, column) of the patch whose maps are shown; None: the centre
+    examples: Sequence[Example] = ()  # empty without --data
 
 
 @dataclass(frozen=True)
@@ -113,29 +83,27 @@ class Declared:
     name: str
     title: str
     source: str
-    needs: Literal["weights", "images", "examples"]
-    make: Callable[[Any, Findings], Drawn | list[Drawn]]
+    needs: _Needs
+    make: Callable[[Any, Findings], Plot | list[Plot]]
 
 
-def figure(name: str, title: str, source: str, needs: Literal["weights", "images", "examples"] = "weights") -> Callable:
+def figure(name: str, title: str, source: str, needs: _Needs = "weights") -> Callable[[Callable], Declared]:
     """Decorator: declare the figure that a chapter's method makes. Figures are on the page in the order of their methods.
 
-    The method gets the findings, to which it adds the figure's numbers. It returns a :class:`Drawn`, or a list of them, whose figures are
-    called ``name_1``, ``name_2``, ... It is called if the model does not lack the figure and ``needs`` are there.
+    The method gets the findings, to which it adds the figure's numbers. It returns a :class:`Plot`, or a list of them, whose figures
+    are called ``name_1``, ``name_2``, ... It is called if the model does not lack the figure and ``needs`` are there.
     """
     return lambda make: Declared(name, title, source, needs, make)
 
 
 class Chapter:
-    """One family's part. A subclass takes the models it knows in :meth:`applies`, and declares figures.
+    """One family's part. A subclass names the models it knows and declares figures.
 
-    ``collectors`` is called before the pass over the images and ``add_findings`` after it. Without images there is no pass: the
-    collectors' ``count`` is 0, and figures that need images go to ``omitted``.
-
-    Attributes:
-        count: images of the pass.
+    Its collectors see a pass over the images before :meth:`add_findings`. Without images there is no pass: their ``count`` is 0, and
+    figures that need images go to ``omitted``.
     """
 
+    models: ClassVar[tuple[type[VisionModel], ...]] = ()
     declared: ClassVar[list[Declared]] = []
 
     def __init_subclass__(cls) -> None:
@@ -143,30 +111,26 @@ class Chapter:
 
     def __init__(self, request: Request) -> None:
         self.request, self.model = request, request.model
-        self._collectors: list[Collector] = []
+        self.collectors: list[Collector] = []
 
     @classmethod
     def applies(cls, model: VisionModel) -> bool:
         """Whether this chapter has anything to say of the model."""
-        raise NotImplementedError
+        return isinstance(model, cls.models)
 
-    def make_collectors(self) -> list[Collector]:
-        """Those whose averages the figures need."""
-        return []
-
-    def collectors(self) -> list[Collector]:
-        """Those of :meth:`make_collectors`, made once."""
-        self._collectors = self._collectors or self.make_collectors()
-        return self._collectors
+    def collect(self, collector: _AnyCollector) -> _AnyCollector:
+        """Let a collector see the pass; returns it."""
+        self.collectors.append(collector)
+        return collector
 
     @property
     def count(self) -> int:
-        return max((collector.count for collector in self._collectors), default=0)
+        """Images of the pass."""
+        return max((collector.count for collector in self.collectors), default=0)
 
-    @classmethod
-    def figures_of(cls, model: VisionModel) -> list[Declared]:
-        """The figures that such a model has or lacks for a reason; the others are not named."""
-        return cls.declared
+    def figures(self) -> list[Declared]:
+        """The figures that the model has or lacks for a reason; the others are not named."""
+        return self.declared
 
     def lacks(self, name: str) -> str | None:
         """Why the model has no figure of that name, whatever the images; None: it may have one."""
@@ -178,17 +142,21 @@ class Chapter:
     def add_findings(self, findings: Findings) -> None:
         """Add numbers, figures and what does not apply."""
         self.measure(findings)
-        for declared in self.figures_of(self.model):
-            if reason := self.lacks(declared.name) or self._missing(declared):
+        for declared in self.figures():
+            if reason := self.lacks(declared.name) or self._missing(declared.needs):
                 findings.omitted[declared.name] = reason
                 continue
             made = declared.make(self, findings)
-            for number, drawn in enumerate(made if isinstance(made, list) else [made], start=1):
-                name = f"{declared.name}_{number}" if isinstance(made, list) else declared.name
-                title = drawn.title or declared.title
-                findings.plots.append(Plot(name, title, drawn.caption, declared.source, drawn.draw, drawn.more_with_images))
+            plots = (
+                {f"{declared.name}_{i}": plot for i, plot in enumerate(made, 1)}
+                if isinstance(made, list)
+                else {declared.name: made}
+            )
+            for name, plot in plots.items():
+                findings.plots.append(replace(plot, name=name, title=plot.title or declared.title, source=declared.source))
 
-    def _missing(self, declared: Declared) -> str | None:
-        if declared.needs == "examples" and not self.request.examples:
-            return NO_EXAMPLES if self.count else NO_IMAGES
-        return NO_IMAGES if declared.needs == "images" and not self.count else None
+    def _missing(self, needs: _Needs) -> str | None:
+        if needs == "examples" and self.count and not self.request.examples:
+            return "It shows examples: pass --examples."
+        there = {"weights": True, "images": self.count, "examples": self.request.examples}[needs]
+        return None if there else NO_IMAGES

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.analysis.chapters.attention import AttentionChapter, AttentionDistance
-from pipeline.analysis.measures import Collector, add_over_ranks, look, nonlocality, query_key_distances, rounded
+from pipeline.analysis.attention import AttentionChapter, AttentionDistance
+from pipeline.analysis.measures import Collector, add_over_ranks, look, nonlocality, plain, query_key_distances
 from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.loader.loader import Batch
@@ -29,12 +29,9 @@ _DIGITS = 6  # significant digits in metrics.jsonl
 
 
 class _OfWeights(Collector):
-    """A value (heads, ...) of each layer that depends on no image. Layers that do not offer it have None, as have those whose value is
-    of images: iRPE's scores, which depend on the queries.
+    """A value (heads, ...) of each layer that depends on no image, as ``measure`` of it, (heads,). A layer offers it before ``attention``.
 
-    Args:
-        probe: its name; a layer offers it before ``attention``.
-        measure: (heads, ...) -> (heads,).
+    Layers that do not offer it have None, as have those whose value is of images: iRPE's scores, which depend on the queries.
     """
 
     def __init__(self, probe: str, measure: Callable[[Tensor], Tensor]) -> None:
@@ -48,9 +45,7 @@ class _OfWeights(Collector):
 
     def value(self) -> list[list[float | None] | None] | None:
         """[layer][head]; None if no layer offers it."""
-        if not self._values:
-            return None
-        return [rounded(self._values[layer], _DIGITS) if layer in self._values else None for layer in range(self.layer)]
+        return plain([self._values.get(layer) for layer in range(self.layer)], _DIGITS) if self._values else None
 
 
 class FirstImages:
@@ -91,17 +86,17 @@ class FirstImages:
         self._count += valid.sum()
 
     def measures(self) -> dict[str, Any]:
-        """What was found, as in ``analysis.json``. Collective.
+        """What was found, as in ``analysis.json``; a key is missing where the model has no such value. Collective.
 
         Returns:
             ``mean_attention_distance`` [layer][head] in patches, ``gate`` [layer][head] with None for a layer without, and
-            ``nonlocality``: ``phi_p`` [layer][head] in patches; a key is missing where the model has no such value.
+            ``nonlocality``: ``phi_p`` [layer][head] in patches.
         """
         add_over_ranks(self._count, self._world, self._collectors)
-        found: dict[str, Any] = {"mean_attention_distance": rounded(self._distance.mean("distance"), _DIGITS)}
-        if (gate := self._gate.value()) is not None:
+        found: dict[str, Any] = {"mean_attention_distance": plain(self._distance.mean("distance"), _DIGITS)}
+        if gate := self._gate.value():
             found["gate"] = gate
-        if (phi_p := self._phi_p.value()) is not None:
+        if phi_p := self._phi_p.value():
             found["nonlocality"] = {"phi_p": phi_p}
         return found
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from pipeline.analysis.chapter import Example
-from pipeline.analysis.survey import Subject
 from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.errors import UserError
@@ -19,7 +16,6 @@ from pipeline.inference.evaluation import check_same_classes
 from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Loader
 from pipeline.shards.image_folder import ImageFolder, open_split
-from pipeline.shards.manifest import MANIFEST
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import Place
 from pipeline.stream.order import sample_at
@@ -30,12 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class ChosenImages(Samples):
-    """Some samples of a split, as a split of its own.
-
-    Args:
-        split: the split.
-        indices: (n,) int64, numbers of its samples.
-    """
+    """Some samples of a split, by their numbers (n,) int64, as a split of its own."""
 
     def __init__(self, split: ShardSet | ImageFolder, indices: np.ndarray) -> None:
         self.folder, self.classes, self.class_names = split.folder, split.classes, split.class_names
@@ -60,29 +51,15 @@ class ChosenImages(Samples):
         return [DamagedSample(index, str(image)) if isinstance(image, DamagedSample) else image for index, image in renumbered]
 
 
-def open_images(data: Place, split: str, subject: Subject) -> ShardSet | ImageFolder:
-    """Open the split. A trained model needs images of its own classes; fresh weights take any.
-
-    Args:
-        data: folder or URL with shards, or folder with a folder of images per class.
-        split: ``train`` or ``val``.
-        subject: the model.
+def open_images(data: Place, split: str, classes: Sequence[str], checkpoint: str) -> ShardSet | ImageFolder:
+    """Open the split. A trained model needs images of its own classes; fresh weights, which have none, take any.
 
     Raises:
         UserError: there is no such data, it has no images, or other classes.
     """
-    classes = subject.classes
-    if (
-        not classes
-        and isinstance(data, Path)
-        and data.is_dir()
-        and not any((folder / MANIFEST).exists() for folder in (data, data / split))
-    ):
-        folder = data / split if (data / split).is_dir() else data
-        classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-    images = open_split(data, split, classes)
-    if subject.classes:
-        check_same_classes(images, subject.classes, of=str(subject.origin["checkpoint"]))
+    images = open_split(data, split, classes or None)
+    if classes:
+        check_same_classes(images, list(classes), of=checkpoint)
     if len(images) == 0:
         raise UserError(f"{images.folder} must have at least 1 image in {split}, got 0", "pass another --data or --split")
     return images
@@ -124,21 +101,14 @@ def example_numbers(split: ShardSet | ImageFolder, keys: Sequence[str], count: i
 
 
 def load_examples(split: ShardSet | ImageFolder, numbers: np.ndarray, config: Config, world: World) -> list[Example]:
-    """Decode the examples as an evaluation does. Those that cannot be used are left out, with a warning. Not collective.
-
-    Args:
-        split: the split.
-        numbers: (n,) of samples.
-        config: image size, normalization and decoding.
-        world: for device and threads.
-    """
+    """Decode the examples, by their sample numbers (n,), as an evaluation does. Those that cannot be used are left out, with a warning.
+    Not collective."""
     if len(numbers) == 0:
         return []
     images = ChosenImages(split, numbers)
     size, data = config.model.image_size, config.data.model_copy(update={"read_ahead": 1, "prefetch": 1})
-    batches = EvalBatches(
-        shards=images, image_size=size, batch_size=len(numbers), rank=0, world_size=1, eval_crop=data.eval_crop
-    )
+    alone = {"rank": 0, "world_size": 1}
+    batches = EvalBatches(shards=images, image_size=size, batch_size=len(numbers), **alone, eval_crop=data.eval_crop)
     loader = Loader(batches, data, world.device, world.cpu_threads)
     batch = next(loader)
     loader.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -30,52 +31,39 @@ REGIONS: tuple[Region, ...] = ("c", "p", "m", "f")
 _ANGLES, _FIELD = (5, 40, 120, 220), 220  # degrees of the visual field (PerViT, Appendix B)
 
 
-def query_key_distances(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
-    """R^euc: Euclidean distance of every query from every key, in patches.
+def places(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
+    """Row and column of each patch of a grid: (N, 2) float64."""
+    y, x = torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
+    return torch.stack([y, x], dim=-1).flatten(0, 1).double()
 
-    Returns:
-        (N, N) float64.
-    """
-    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    places = torch.stack([y, x], dim=-1).flatten(0, 1).double().to(device)  # (N, 2)
-    return torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")
+
+def distances_between(queries: Tensor, keys: Tensor) -> Tensor:
+    """Euclidean distances of places (..., L, 2) from places (..., S, 2): (..., L, S), exactly 0 where they are the same."""
+    return torch.cdist(queries, keys, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def query_key_distances(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
+    """R^euc: distance of every query from every key of a grid, in patches: (N, N) float64."""
+    return distances_between(places(rows, columns, device), places(rows, columns, device))
 
 
 def nonlocality(phi: Tensor, distances: Tensor) -> Tensor:
-    """Ω: mean over all pairs of attention times distance, in patches (PerViT, Eq. 13).
-
-    Args:
-        phi: (..., N, N).
-        distances: (N, N), see :func:`query_key_distances`.
-
-    Returns:
-        (...) float64.
-    """
+    """Ω: mean over all pairs of attention (..., N, N) times distance (N, N), in patches (PerViT, Eq. 13): (...) float64."""
     return (phi.double() * distances).mean(dim=(-2, -1))
 
 
 def mean_attention_distance(attention: Tensor, distances: Tensor) -> Tensor:
-    """D_loc: distance from the query at which a head looks, in patches, mean over queries (ConViT, Eq. 8).
+    """D_loc: distance from the query at which a head looks, in patches, mean over queries (ConViT, Eq. 8): (...) float64.
 
-    Args:
-        attention: (..., N, N), rows sum to 1.
-        distances: (N, N).
-
-    Returns:
-        (...) float64: N times :func:`nonlocality`.
+    Of attention (..., N, N) whose rows sum to 1 it is N times :func:`nonlocality`.
     """
     return (attention.double() * distances).sum(dim=(-2, -1)) / distances.shape[0]
 
 
 def impact(phi: Tensor, mixed: Tensor) -> Tensor:
-    """Ψ: inverse of the Frobenius distance of one attention from the mixed one (PerViT, Eq. 12).
+    """Ψ: inverse of the Frobenius distance of Φp or Φc (..., N, N) from the mixed Φa (PerViT, Eq. 12): (...) float64.
 
-    Args:
-        phi: (..., N, N), Φp or Φc.
-        mixed: (..., N, N), Φa.
-
-    Returns:
-        (...) float64; infinite where both are equal.
+    It is infinite where both are equal.
     """
     return torch.linalg.matrix_norm(mixed.double() - phi.double()).reciprocal()
 
@@ -86,39 +74,29 @@ def region_radii(rows: int, columns: int) -> tuple[float, float, float, float]:
     return tuple(math.sqrt(rows * columns * angle / (_FIELD * math.pi)) for angle in _ANGLES)  # type: ignore[return-value]
 
 
+def region_masks(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
+    """Pairs of tokens in each of :data:`REGIONS`: (4, N, N) bool. Pairs beyond the last radius are in none."""
+    distances, radii = query_key_distances(rows, columns, device), region_radii(rows, columns)
+    return torch.stack([(distances >= inner) & (distances < outer) for inner, outer in pairwise((0.0, *radii))])
+
+
 def region_scores(phi: Tensor, rows: int, columns: int) -> Tensor:
-    """The bracket of PerViT's Eq. 11: attention that falls into each region, mean over all pairs.
-
-    Args:
-        phi: (..., N, N).
-        rows, columns: of the grid.
-
-    Returns:
-        (..., 4) float64, in the order of :data:`REGIONS`. Pairs beyond the last radius count nowhere.
-    """
-    distances = query_key_distances(rows, columns, phi.device)
-    inner, scores = 0.0, []
-    for outer in region_radii(rows, columns):
-        inside = (distances >= inner) & (distances < outer)  # (N, N)
-        scores.append((phi.double() * inside).mean(dim=(-2, -1)))
-        inner = outer
-    return torch.stack(scores, dim=-1)
+    """The bracket of PerViT's Eq. 11: attention (..., N, N) in each region, mean over all pairs: (..., 4) float64."""
+    masks = region_masks(rows, columns, phi.device)
+    return torch.stack([(phi.double() * inside).mean(dim=(-2, -1)) for inside in masks], dim=-1)
 
 
-def rounded(values: Tensor, digits: int = 5) -> Any:
-    """Nested lists with so many significant digits, for ``analysis.json``; None for what is not finite, which JSON cannot hold."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, list):
-            return [convert(item) for item in value]
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
-
-    return convert(values.tolist())
-
-
-def finite(values: Tensor) -> Any:
-    """Nested lists, in full precision; None for what is not finite."""
-    return rounded(values, 17)
+def plain(value: Any, digits: int = 17) -> Any:
+    """Tensors, and lists and dictionaries of them, as JSON: floats with so many significant digits, None for infinity and NaN."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, digits) for item in value]
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 class Collector:
@@ -151,13 +129,11 @@ class Collector:
         """Add a value of each image (B, ...) to ``sums[name][layer]``; padding does not count."""
         mask = self.valid.view(-1, *[1] * (per_image.dim() - 1))  # (B, 1, ...)
         total = per_image.double().where(mask, 0.0).sum(0)  # (...)
-        held = self.sums.get(name)
-        if held is None or len(held) <= layer:  # a layer more
-            grown = torch.zeros(layer + 1, *total.shape, dtype=torch.float64, device=total.device)
-            if held is not None:
-                grown[: len(held)] = held
-            self.sums[name] = held = grown
+        held = self.sums.get(name, total.new_zeros(0, *total.shape))
+        if len(held) <= layer:  # a layer more
+            held = torch.cat([held, held.new_zeros(layer + 1 - len(held), *total.shape)])
         held[layer] += total
+        self.sums[name] = held
 
     def mean(self, name: str) -> Tensor:
         """(layers, ...) float64 on the CPU: the mean over all images, after the pass."""
@@ -176,9 +152,7 @@ def run_pass(
 
     Args:
         forward: images (B, 3, H, W) -> anything; a model in eval mode, not compiled.
-        loader: an evaluation's, from :func:`pipeline.inference.evaluation.evaluation_loader`.
-        world: all ranks.
-        collectors: each sees the values that it names.
+        loader: an evaluation's.
         progress: wraps the range of batches, as tqdm does.
 
     Returns:
@@ -194,14 +168,7 @@ def run_pass(
 
 @torch.no_grad()
 def look(forward: Callable[[Tensor], object], images: Tensor, valid: Tensor, collectors: Sequence[Collector]) -> None:
-    """Show one forward pass to the collectors.
-
-    Args:
-        forward: as in :func:`run_pass`.
-        images: (B, 3, H, W).
-        valid: (B,) bool, False for images that must not count.
-        collectors: each sees the values that it names.
-    """
+    """Show one forward pass over images (B, 3, H, W) to the collectors. Args: valid: (B,) bool, False for those that must not count."""
     names = {name for each in collectors for name in each.probes}
 
     def observe(name: str, value: Tensor) -> None:
@@ -217,13 +184,10 @@ def look(forward: Callable[[Tensor], object], images: Tensor, valid: Tensor, col
 
 
 def add_over_ranks(count: Tensor, world: World, collectors: Sequence[Collector]) -> int:
-    """Add up what all ranks have seen, at the end of a pass. Collective.
+    """Add up what all ranks have seen, at the end of a pass. Collective. Returns the images of all ranks.
 
     Args:
         count: (), images that counted on this rank.
-
-    Returns:
-        Images of all ranks.
     """
     total = int(world.sum(count).item())
     for each in collectors:

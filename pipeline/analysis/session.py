@@ -1,56 +1,98 @@
-"""Run an analysis from a model to the files: figures of the weights, a pass over images, examples, writing."""
+"""Run an analysis from a model to the files: what the weights show, a pass over images, examples, writing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from pipeline.analysis import images as choosing
-from pipeline.analysis import survey
-from pipeline.analysis.chapter import Chapter, Example, Findings, Request
-from pipeline.analysis.chapters import chapters_of
+from pipeline.analysis.attention import AttentionChapter, DeiTChapter
+from pipeline.analysis.chapter import Chapter, Findings, Request
+from pipeline.analysis.convit import ConViTChapter
+from pipeline.analysis.gated_mlp import GatedMLPChapter
+from pipeline.analysis.lsat import LSATChapter
 from pipeline.analysis.measures import run_pass
-from pipeline.analysis.survey import Subject
+from pipeline.analysis.pervit import PerViTChapter, RegionsChapter
+from pipeline.analysis.pervit_extremes import ExtremesChapter
+from pipeline.analysis.pervit_maps import ImagesChapter, MapsChapter
 from pipeline.analysis.writing import ANALYSIS, PAGE, write_analysis
 from pipeline.cluster.world import World, disconnect, init_world
-from pipeline.config import Config
+from pipeline.config import Config, config_from_dict
+from pipeline.errors import UserError
 from pipeline.inference.evaluation import evaluation_loader
+from pipeline.inference.trained import read_trained
 from pipeline.logs import console
 from pipeline.logs.data_trouble import BadSampleReport
-from pipeline.shards.image_folder import ImageFolder
-from pipeline.shards.shard_set import ShardSet
+from pipeline.models import create_model, list_models, model_entry
+from pipeline.models.common.base import VisionModel
+from pipeline.models.common.vit import patch_grid
+from pipeline.models.gated_mlp.posmlp import PosMLP
+from pipeline.models.lsat.model import LSAT
+from pipeline.models.timm_names import is_timm
 from pipeline.stores.place import Place
+
+CHAPTERS: tuple[type[Chapter], ...] = (  # in the page's order
+    AttentionChapter, DeiTChapter, MapsChapter, RegionsChapter, ImagesChapter, PerViTChapter, ExtremesChapter, ConViTChapter, LSATChapter,
+    GatedMLPChapter,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in eval mode, on the CPU, and where it is from."""
+
+    model: VisionModel
+    config: Config  # of its training; for fresh weights, the defaults with this model
+    classes: list[str]  # names by output index; empty for fresh weights, which fit any
+    origin: dict[str, object]  # JSON: checkpoint as given, step (None: fresh), weights (model, ema or fresh)
+
+
+def read_subject(source: str, step: int | str | None = None, seed: int = 0) -> Subject:
+    """Read a run folder, one of its checkpoints or an exported file, or build the model of that name with fresh weights.
+
+    Raises:
+        UserError: neither a path nor a model's name; damaged; weights not finite; a step of fresh weights.
+    """
+    path = Path(source)
+    if path.exists() or "/" in source or path.suffix:
+        trained = read_trained(path, step)
+        origin = {"checkpoint": source, "step": trained.step, "weights": trained.kind}
+        return Subject(trained.build_model(), trained.config, trained.classes, origin)
+    if not is_timm(source) and source not in list_models():
+        raise UserError(
+            f"{source} is neither a file or folder nor a model",
+            f"pass a run folder, an exported file, or one of {', '.join(list_models())}",
+        )
+    if step is not None:
+        raise UserError(f"--step is {step}, but {source} is a model with fresh weights", "leave it out, or pass a run folder")
+    entry = model_entry(source)
+    tree = {"model": {"name": source, "image_size": entry.image_size, "num_classes": entry.num_classes}}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = create_model(source, entry.num_classes, entry.image_size).eval()
+    origin = {"checkpoint": source, "step": None, "weights": "fresh"}
+    return Subject(model, config_from_dict(tree, source=source), [], origin)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command was asked for, see :mod:`pipeline.analyze`.
+    """What the command was asked for, see :mod:`pipeline.analyze`."""
 
-    Attributes:
-        data: None: what the weights alone show.
-        images: at most so many, of ``split``.
-        only: names of figures; empty: all.
-        query: (row, column) of a token; None: the centre.
-        example: keys of images that are shown; empty: ``examples`` at random.
-        batch_size: images per process and forward pass.
-        seed: of the choice of images.
-        output: an existing folder.
-    """
-
-    output: Path
-    data: Place | None = None
+    output: Path  # an existing folder
+    data: Place | None = None  # None: what the weights alone show
     split: str = "val"
-    images: int = 1024
-    only: Sequence[str] = ()
-    query: tuple[int, int] | None = None
-    example: Sequence[str] = ()
+    images: int = 1024  # at most so many
+    only: Sequence[str] = ()  # names of figures; empty: all
+    query: tuple[int, int] | None = None  # (row, column) of a token; None: the centre
+    example: Sequence[str] = ()  # keys of images that are shown; empty: ``examples`` at random
     examples: int = 4
-    batch_size: int = 16
-    seed: int = 0
+    batch_size: int = 16  # images per process and forward pass
+    seed: int = 0  # of the choice of images
 
 
 def analyze(subject: Subject, options: Options) -> None:
@@ -60,75 +102,138 @@ def analyze(subject: Subject, options: Options) -> None:
         UserError: the images are not there or not the model's, or nothing that was asked for applies.
     """
     its = subject.config.model
-    survey.check_has_chapter(subject.model, its.name)
-    survey.check_query(subject.model, its.image_size, options.query)
-    findings = survey.weights_findings(Request(subject.model, its.image_size, options.query))
-    survey.check_names(options.only, findings, its.name)
-    split = numbers = None
+    request = Request(subject.model, its.image_size, options.query)
+    chapters = chapters_of(request)
+    if not chapters:
+        raise UserError(f"pipeline.analyze requires a model of this project's families, got {its.name}", "analyze one of them")
+    check_query(request)
+    findings = findings_of(chapters)  # of the weights
+    check_names(options.only, findings, its.name)
     if options.data is None:
-        survey.restrict(findings, options.only)  # raises before the start of several processes
+        restrict(findings, options.only)  # raises before the start of several processes
     else:
-        split = choosing.open_images(options.data, options.split, subject)
+        split = choosing.open_images(options.data, options.split, subject.classes, str(subject.origin["checkpoint"]))
         numbers = choosing.example_numbers(split, options.example, options.examples, options.seed)
     world = init_world()
-    images, examples = None, []
-    if split is not None and numbers is not None and survey.needs_images(findings, options.only):
+    images: dict[str, Any] | None = None
+    if options.data is not None and needs_images(findings, options.only):
         subject.model.to(world.device)
-        config = _with_batch_size(subject.config, options.batch_size)
+        config = subject.config.with_values({"eval.batch_size": options.batch_size})
         examples = choosing.load_examples(split, numbers, config, world) if world.is_main else []
-        chapters = chapters_of(Request(subject.model, its.image_size, options.query, examples))
-        images = _pass(subject, chapters, split, options, config, world)
-        findings = Findings()
-        if world.is_main:
-            with torch.no_grad():
-                for chapter in chapters:
-                    chapter.add_findings(findings)
+        request = replace(request, examples=examples)
+        chapters = chapters_of(request)
+        chosen = choosing.chosen_images(split, options.images, options.seed)
+        count = _pass(subject.model, chapters, chosen, config, world)
+        where = {"of": len(split), "data": str(options.data), "split": split.split, "seed": options.seed}
+        images = {"count": count, "left_out": len(chosen) - count, **where}
+        findings = findings_of(chapters) if world.is_main else findings
     if world.is_main:
-        findings = survey.restrict(findings, options.only)
-        write_analysis(options.output, _about(subject, options, images, examples), findings)
+        findings = restrict(findings, options.only)
+        about = {
+            "model": its.name,
+            "switches": its.switches,
+            "image_size": its.image_size,
+            "origin": subject.origin,
+            "images": images,
+            "query": None if options.query is None else list(options.query),
+            "examples": [{"key": example.key, "label": example.label} for example in request.examples],
+        }
+        write_analysis(options.output, about, findings)
         made = f"figures: {len(findings.plots)}" + (f", omitted: {len(findings.omitted)}" if findings.omitted else "")
         console.say(f"{made}; {options.output / PAGE}, numbers in {options.output / ANALYSIS}")
     disconnect()
 
 
-def _pass(
-    subject: Subject, chapters: list[Chapter], split: ShardSet | ImageFolder, options: Options, config: Config, world: World
-) -> dict[str, object]:
-    """Show the chosen images to the chapters' collectors, in fp32. Collective; returns ``images`` of ``analysis.json``."""
-    chosen = choosing.chosen_images(split, options.images, options.seed)
-    collectors = [collector for chapter in chapters for collector in chapter.collectors()]
+def chapters_of(request: Request) -> list[Chapter]:
+    """The chapters that apply to the model, in the page's order."""
+    return [chapter(request) for chapter in CHAPTERS if chapter.applies(request.model)]
+
+
+@torch.no_grad()
+def findings_of(chapters: Sequence[Chapter]) -> Findings:
+    """What the chapters found. Before a pass over images: what the weights show, with figures that need images among the omitted."""
+    findings = Findings()
+    for chapter in chapters:
+        chapter.add_findings(findings)
+    return findings
+
+
+def _pass(model: VisionModel, chapters: list[Chapter], chosen: choosing.ChosenImages, config: Config, world: World) -> int:
+    """Show the chosen images to the chapters' collectors, in fp32. Collective; returns the images that counted."""
+    collectors = [collector for chapter in chapters for collector in chapter.collectors]
 
     def progress(batches: range) -> Iterable[int]:
         return tqdm(batches, desc="analyzing", unit="batch", leave=False, disable=None if world.is_main else True)
 
     loader = evaluation_loader(chosen, config, world)
-    count = run_pass(subject.model, loader, world, collectors, progress)
+    count = run_pass(model, loader, world, collectors, progress)
     BadSampleReport(world).update(loader.bad.take_unreported())
     loader.close()
-    return {
-        "count": count,
-        "left_out": len(chosen) - count,
-        "of": len(split),
-        "data": str(options.data),
-        "split": split.split,
-        "seed": options.seed,
-    }
+    return count
 
 
-def _with_batch_size(config: Config, batch_size: int) -> Config:
-    return config.with_values({"eval.batch_size": batch_size})
+def check_names(only: Sequence[str], findings: Findings, model: str) -> None:
+    """Check the names given to ``--only``.
+
+    Args:
+        only: the names; empty: all.
+        findings: of the weights.
+        model: its name.
+
+    Raises:
+        UserError: the model has no figure of that name, whether the name is wrong or another family's.
+    """
+    known = [plot.name for plot in findings.plots] + list(findings.omitted)
+    for name in only:
+        if not any(_is_of(each, name) or _is_of(name, each) for each in known):
+            raise UserError(
+                f"{model} has no figure {name!r}, it has {', '.join(dict.fromkeys(known))}", "pass some of these to --only"
+            )
 
 
-def _about(
-    subject: Subject, options: Options, images: dict[str, object] | None, examples: Sequence[Example]
-) -> dict[str, object]:
-    its = subject.config.model
-    return {
-        "model": its.name,
-        "switches": its.switches,
-        "image_size": its.image_size,
-        "origin": subject.origin,
-        "images": images,
-        "query": None if options.query is None else list(options.query),
-        "examples": [{"key": each.key, "label": each.label} for each in examples],
-    }
+def restrict(findings: Findings, only: Sequence[str]) -> Findings:
+    """The findings with the named figures alone; the numbers stay. Empty ``only``: all.
+
+    Raises:
+        UserError: none of them applies.
+    """
+    if not only:
+        return findings
+    plots = [plot for plot in findings.plots if any(_is_of(plot.name, name) for name in only)]
+    omitted = {each: why for each, why in findings.omitted.items() if any(_is_of(each, name) for name in only)}
+    if not plots:
+        reasons = "; ".join(f"{name}: {why.rstrip('.')}" for name, why in omitted.items())
+        raise UserError(f"none of the figures of --only can be made ({reasons})", "choose others, or see to the reasons")
+    return replace(findings, plots=plots, omitted=omitted)
+
+
+def needs_images(findings: Findings, only: Sequence[str]) -> bool:
+    """Whether a pass over images can add anything to the figures asked for. Args: findings: of the weights."""
+    complete = [plot.name for plot in findings.plots if not plot.more_with_images]
+    return not only or not all(name in complete for name in only)
+
+
+def check_query(request: Request) -> None:
+    """Check that the query is inside the model's token grid, where there is one for all layers.
+
+    Raises:
+        UserError: it is not, or no figure of the model has a query.
+    """
+    query, size = request.query, request.image_size
+    if query is None:
+        return
+    asked = f"--query is {query[0]},{query[1]}, but"
+    if isinstance(request.model, LSAT):
+        raise UserError(f"{asked} LSAT's figures show all patches", "leave it out")
+    # PosMLP's layers have grids of several sizes: the chapter knows them
+    rows, columns = (size, size) if isinstance(request.model, PosMLP) else patch_grid(size, size)
+    if not (0 <= query[0] < rows and 0 <= query[1] < columns):
+        raise UserError(
+            f"{asked} the model has {rows} x {columns} tokens",
+            f"pass a row from 0 to {rows - 1} and a column from 0 to {columns - 1}",
+        )
+
+
+def _is_of(figure: str, name: str) -> bool:
+    """Whether a figure has the name, or the name and a number, ``maps_2``."""
+    return figure == name or (figure.startswith(f"{name}_") and figure[len(name) + 1 :].isdigit())

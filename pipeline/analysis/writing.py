@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 import platform
 import re
@@ -17,20 +16,24 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pipeline.analysis.chapter import Findings
+from pipeline.analysis.chapter import Findings, Plot
 from pipeline.analysis.style import style
 from pipeline.errors import UserError
 from pipeline.files import sync_folder
 from pipeline.page import Html, Section, facts, html, join, page, table
 
+ANALYSIS, PAGE, FIGURES = "analysis.json", "index.html", "figures"
+_DOTS_PER_INCH = 150
+_HIDDEN = ".analysis.tmp"
+
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as it is on the page. ``entry``: of ``analysis.json``; ``png``: its bytes; ``width``: in CSS pixels."""
+    """A figure as it is on the page."""
 
-    entry: dict[str, Any]
+    entry: dict[str, Any]  # of analysis.json
     png: bytes
-    width: int
+    width: int  # in CSS pixels
 
 
 def analysis_page(result: dict[str, Any], pictures: list[Picture]) -> str:
@@ -57,9 +60,8 @@ def _facts(result: dict[str, Any]) -> dict[str, str]:
     rows["Images"] = "none"
     if images:
         left_out = f"; {images['left_out']} could not be used" if images["left_out"] else ""
-        split = f", {images['split']}" if images["split"] else ""
-        chosen = f"chosen with seed {images['seed']}{left_out}"
-        rows["Images"] = f"{images['count']:,} of {images['of']:,} ({images['data']}{split}), {chosen}"
+        where = f"{images['data']}, {images['split']}" if images["split"] else images["data"]
+        rows["Images"] = f"{images['count']:,} of {images['of']:,} ({where}), chosen with seed {images['seed']}{left_out}"
     if result["examples"]:
         rows["Examples"] = "; ".join(f"{example['key']} ({example['label']})" for example in result["examples"])
     return rows
@@ -75,13 +77,8 @@ def _figure(picture: Picture) -> Html:
         base64.b64encode(picture.png).decode(),
         entry["title"],
         entry["caption"],
-        join([*([entry["source"]] if entry["source"] else []), *links], " · "),
+        join([*filter(None, [entry["source"]]), *links], " · "),
     )
-
-
-ANALYSIS, PAGE, FIGURES = "analysis.json", "index.html", "figures"
-_DOTS_PER_INCH = 150
-_HIDDEN = ".analysis.tmp"
 
 
 def prepare_output(folder: Path) -> None:
@@ -104,15 +101,12 @@ def prepare_output(folder: Path) -> None:
 
 
 def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> list[Path]:
-    """Write an analysis instead of a former one.
+    """Write an analysis instead of a former one; returns the files, relative to the folder.
 
     Args:
         folder: from :func:`prepare_output`.
         about: ``model``, ``origin``, ``images`` and what else describes the analysis; JSON.
         findings: of all chapters.
-
-    Returns:
-        The files, relative to ``folder``.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -125,13 +119,13 @@ def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> l
         pictures = [_draw(plot, hidden / FIGURES) for plot in findings.plots]
         result = {
             **about,
-            "measures": _plain(findings.measures),
+            "measures": findings.measures,
             "units": findings.units,
-            "figures": [each.entry for each in pictures],
+            "figures": [picture.entry for picture in pictures],
             "omitted": findings.omitted,
             "versions": _versions(),
         }
-        files = [Path(file) for each in pictures for file in each.entry["files"]] + [Path(ANALYSIS), Path(PAGE)]
+        files = [Path(file) for picture in pictures for file in picture.entry["files"]] + [Path(ANALYSIS), Path(PAGE)]
         (hidden / ANALYSIS).write_text(_json(result), encoding="utf-8")
         (hidden / PAGE).write_text(analysis_page(result, pictures), encoding="utf-8")
         former = _former_files(folder)
@@ -146,22 +140,16 @@ def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> l
     return files
 
 
-def _draw(plot: Any, folder: Path) -> Picture:
+def _draw(plot: Plot, folder: Path) -> Picture:
+    png, svg = (folder / f"{plot.name}.{suffix}" for suffix in ("png", "svg"))
     with style():
         figure = plot.draw()
-        for suffix in ("png", "svg"):
-            figure.savefig(
-                folder / f"{plot.name}.{suffix}", dpi=_DOTS_PER_INCH, metadata={"Date": None} if suffix == "svg" else None
-            )
+        figure.savefig(png, dpi=_DOTS_PER_INCH)
+        figure.savefig(svg, dpi=_DOTS_PER_INCH, metadata={"Date": None})
         width, _ = figure.get_size_inches()
-    entry = {
-        "name": plot.name,
-        "title": plot.title,
-        "caption": plot.caption,
-        "source": plot.source,
-        "files": [f"{FIGURES}/{plot.name}.{suffix}" for suffix in ("png", "svg")],
-    }
-    return Picture(entry, (folder / f"{plot.name}.png").read_bytes(), round(96 * width))
+    entry: dict[str, Any] = {name: getattr(plot, name) for name in ("name", "title", "caption", "source")}
+    entry["files"] = [f"{FIGURES}/{file.name}" for file in (png, svg)]
+    return Picture(entry, png.read_bytes(), round(96 * width))
 
 
 def _former_files(folder: Path) -> set[Path]:
@@ -177,15 +165,6 @@ def _json(value: Any) -> str:
     """JSON in which lists of numbers take one line."""
     text = json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     return re.sub(r'\[\n[^\[\]{}"]*\]', lambda found: " ".join(found[0].split()), text)
-
-
-def _plain(value: Any) -> Any:
-    """JSON has neither infinity nor NaN: null."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _versions() -> dict[str, str]:

@@ -17,9 +17,9 @@ import torch
 from pipeline import analyze
 from pipeline.analysis import images as choosing
 from pipeline.analysis.chapter import Findings, Plot
-from pipeline.analysis.chapters.attention import layer_head_plot
 from pipeline.analysis.measures import mean_attention_distance, nonlocality, query_key_distances
 from pipeline.analysis.session import Options
+from pipeline.analysis.style import layer_plot
 from pipeline.analysis.writing import write_analysis
 from pipeline.cluster.world import World
 from pipeline.config import Config
@@ -176,7 +176,7 @@ def test_a_damaged_image_is_left_out(copied_shards: Path) -> None:
 
 
 def plots(*names: str) -> Findings:
-    findings = Findings(plots=[Plot(each, each, "<b>&", "", lambda: layer_head_plot([[1.0, 2.0]], "x")) for each in names])
+    findings = Findings(plots=[Plot("<b>&", lambda: layer_plot([[1.0, 2.0]], "x"), title=name, name=name) for name in names])
     findings.measure("a.b", torch.tensor([1.0, float("inf")]), "[head]")
     return findings
 

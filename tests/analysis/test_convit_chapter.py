@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.analysis.attention import AttentionDistance
 from pipeline.analysis.chapter import Example, Findings, Request
-from pipeline.analysis.chapters import chapters_of
-from pipeline.analysis.chapters.attention import AttentionDistance
-from pipeline.analysis.chapters.convit import ConViTChapter, gates, initial_positions, positions
+from pipeline.analysis.convit import ConViTChapter, gates, initial_positions, positions
 from pipeline.analysis.measures import look
+from pipeline.analysis.session import chapters_of
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.common.probe import recorded
 from pipeline.models.convit import ConViT
@@ -38,7 +38,7 @@ def found(model: ConViT, images: torch.Tensor | None = None, query: tuple[int, i
     size = 64 if images is None else images.shape[-1]
     examples = [] if images is None else [Example("a/1.JPEG", "a", torch.rand(3, size, size), images[0])]
     chapter = ConViTChapter(Request(model, size, query, examples))
-    collectors = chapter.collectors()
+    collectors = chapter.collectors
     if images is not None:
         with torch.no_grad():
             look(model, images, torch.ones(len(images), dtype=torch.bool), collectors)

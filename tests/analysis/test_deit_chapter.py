@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.analysis.chapters.attention import QueryMaps
-from pipeline.analysis.chapters.deit import DeiTChapter, DeiTMeasures
+from pipeline.analysis.attention import DeiTChapter, PhiMeasures, QueryMaps
 from pipeline.models import create_model
 from pipeline.models.common.irpe import KeyPositions
 from pipeline.models.common.probe import observed
@@ -61,7 +60,8 @@ def test_measures_are_those_of_exponentiated_scores(model: DeiT) -> None:
     torch.manual_seed(1)
     images = torch.randn(3, 3, 16 * SIDE, 16 * SIDE, dtype=torch.float64)
     valid = torch.tensor([True, True, False])
-    measures, average = DeiTMeasures((SIDE, SIDE), model.relative_position), QueryMaps(query=5, tokens=TOKENS)
+    measures = PhiMeasures((SIDE, SIDE), "attention", model.relative_position)
+    average = QueryMaps(query=5, tokens=TOKENS)
 
     def observe(name: str, value: Tensor) -> None:
         for each in (measures, average):
@@ -93,7 +93,7 @@ def test_measures_are_those_of_exponentiated_scores(model: DeiT) -> None:
                 row += (s + r)[5 + 1].softmax(-1)[1:] / 2
                 psi_p += 1 / math.sqrt(near_p) / 2
                 psi_c += 1 / math.sqrt(near_c) / 2 if near_c else math.inf
-            assert measures.mean("omega")[layer, head] == pytest.approx(omega, rel=1e-6)
+            assert measures.mean("omega_a")[layer, head] == pytest.approx(omega, rel=1e-6)
             torch.testing.assert_close(average.mean("maps")[layer, head], row, rtol=1e-6, atol=1e-12)
             if model.relative_position:
                 assert measures.mean("psi_p")[layer, head] == pytest.approx(psi_p, rel=1e-6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.analysis.chapters.gated_mlp import (
+from pipeline.analysis.gated_mlp import (
     SINGULAR,
     GatedMLPChapter,
     covariance_gain,

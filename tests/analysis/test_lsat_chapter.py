@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pipeline.analysis.chapters.lsat import LSATChapter, pair_distances
-from pipeline.analysis.chapters.lsat_figures import place_name
+from pipeline.analysis.lsat import LSATChapter, pair_distances, place_name
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.common.probe import recorded
 from pipeline.models.lsat.model import LSAT, LSATLayout, LSATSwitches

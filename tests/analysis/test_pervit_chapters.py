@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from pipeline.analysis.chapter import Example, Findings, Request
-from pipeline.analysis.chapters.pervit import PerViTChapter, RegionsChapter
-from pipeline.analysis.chapters.pervit_extremes import ExtremesChapter, as_convolution, as_self_attention, convolved
-from pipeline.analysis.chapters.pervit_maps import ImagesChapter, MapsChapter, initial_maps
+from pipeline.analysis.pervit import PerViTChapter, RegionsChapter
+from pipeline.analysis.pervit_extremes import ExtremesChapter, as_convolution, as_self_attention, convolved
+from pipeline.analysis.pervit_maps import ImagesChapter, MapsChapter, initial_maps
+from pipeline.analysis.session import check_query
 from pipeline.analysis.style import style
-from pipeline.analysis.survey import check_query
 from pipeline.errors import UserError
 from pipeline.models import create_model
 from pipeline.models.common.probe import observed
@@ -35,7 +35,7 @@ def analysed(model: nn.Module, images: int = 2, query: tuple[int, int] | None = 
     pixels = torch.rand(images, 3, 64, 64)
     request = Request(model, 64, query, [Example(f"n{i}.JPEG", "a class", each, each) for i, each in enumerate(pixels)])
     chapters = [chapter(request) for chapter in CHAPTERS]
-    for collector in [each for chapter in chapters for each in chapter.collectors()] if images else []:
+    for collector in [each for chapter in chapters for each in chapter.collectors] if images else []:
         collector.begin(torch.ones(images, dtype=torch.bool))
         collector.count = images
 
@@ -111,7 +111,7 @@ def test_without_images_the_figures_of_the_weights_remain() -> None:
 def test_a_query_outside_the_grid_is_refused() -> None:
     """Guards against an index error, or another token's maps."""
     with pytest.raises(UserError, match="--query is 4,0, but the model has 4 x 4 tokens"):
-        check_query(small_model(), 64, (4, 0))
+        check_query(Request(small_model(), 64, (4, 0)))
 
 
 @torch.no_grad()
@@ -121,8 +121,8 @@ def test_heads_are_sorted_by_nonlocality() -> None:
     for block in model.blocks:
         nn.init.normal_(block.position.norm2.bias, std=3)
     chapter = MapsChapter(Request(model, 64))
-    omega = chapter.phi_p_nonlocality()
-    assert (omega.gather(1, chapter.order()).diff(dim=1) >= 0).all()
+    omega = chapter.omega_p
+    assert (omega.gather(1, chapter.order).diff(dim=1) >= 0).all()
     assert (omega.diff(dim=1) < 0).any()
 
 

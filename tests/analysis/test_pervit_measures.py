@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.analysis.chapters.pervit import PeripheralMeasures, count_regions
+from pipeline.analysis.attention import PhiMeasures
 from pipeline.analysis.measures import REGIONS, impact, nonlocality, query_key_distances, region_radii, region_scores
+from pipeline.analysis.pervit import count_regions
 from pipeline.models import create_model, load_reference_state_dict
 from pipeline.models.common.probe import observed, recorded
 from pipeline.models.common.vit import ViTLayout, content_scores, patch_grid, split_heads
@@ -42,7 +43,7 @@ def small_model(kind: str = "pervit") -> PerViT | DeiT:
 @torch.no_grad()
 def collected(model: PerViT | DeiT, images: Tensor, batch: int, padding: int = 0) -> dict[str, Tensor]:
     """name -> (layers, heads), the means over the images in batches of this size, each with more images that do not count."""
-    collector = PeripheralMeasures(patch_grid(*images.shape[-2:]), model.has_phi)
+    collector = PhiMeasures(patch_grid(*images.shape[-2:]), "phi_c", model.has_phi)
 
     def observe(name: str, value: Tensor) -> None:
         collector.see(name, value)

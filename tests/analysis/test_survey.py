@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from pipeline.analysis.chapter import Findings, Request
-from pipeline.analysis.survey import check_names, check_query, needs_images, weights_findings
+from pipeline.analysis.session import chapters_of, check_names, check_query, findings_of, needs_images
 from pipeline.errors import UserError
 from pipeline.models import create_model
 
 
 def of_weights(name: str, **switches: object) -> Findings:
     """What the weights of a model on 4 x 4 patches show."""
-    return weights_findings(Request(create_model(name, 5, 64, switches=switches).eval(), 64))
+    return findings_of(chapters_of(Request(create_model(name, 5, 64, switches=switches).eval(), 64)))
 
 
 def test_a_figure_to_which_images_add_has_the_pass() -> None:
@@ -37,6 +37,6 @@ def test_figures_of_single_images_are_known_before_the_images() -> None:
 def test_a_query_of_a_model_without_one_is_refused() -> None:
     """Guards against figures that look as if they were of the query: LSAT's are of all patches."""
     lsat = create_model("lsat_t_32", 5, 32)
-    check_query(lsat, 32, None)
+    check_query(Request(lsat, 32))
     with pytest.raises(UserError, match="--query is 1,2, but LSAT's figures show all patches: leave it out"):
-        check_query(lsat, 32, (1, 2))
+        check_query(Request(lsat, 32, (1, 2)))

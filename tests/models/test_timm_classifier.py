@@ -274,8 +274,7 @@ def test_a_model_without_activation_checkpointing_is_one_sentence() -> None:
 
 def test_an_analysis_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """Guards against an empty page."""
-    from pipeline.analysis.session import Options, analyze
-    from pipeline.analysis.survey import read_subject
+    from pipeline.analysis.session import Options, analyze, read_subject
 
     with pytest.raises(UserError, match="requires a model of this project's families, got timm:resnet18"):
         analyze(read_subject(CONVNET), Options(output=tmp_path))

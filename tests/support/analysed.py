@@ -52,7 +52,7 @@ def findings_of(
     """What a chapter finds. Args: images: (B, 3, size, size) to average over, and to show the first of; None: without --data."""
     examples = [] if images is None else [Example("1", "one", images[0].sigmoid().float(), images[0])]
     of_model = chapter(Request(model.eval(), size, query, examples))
-    collectors = of_model.collectors()
+    collectors = of_model.collectors
     if images is not None and collectors:
         run_pass(model, InMemory(images, batch), Alone(0, 1, torch.device("cpu"), 1), collectors)  # type: ignore[arg-type]
     findings = Findings()

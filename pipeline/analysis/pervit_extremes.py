@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.analysis.chapter import Drawn, Findings, figure
-from pipeline.analysis.chapters.pervit_position import PHI, PeripheralChapter, map_figure
+from pipeline.analysis.chapter import Findings, Plot, figure
+from pipeline.analysis.maps import map_figure
+from pipeline.analysis.pervit import PHI, PeripheralChapter
+from pipeline.analysis.style import numbers
 from pipeline.models.common.vit import SelfAttention
 from pipeline.models.pervit.attention import PeripheralAttention
 from pipeline.models.pervit.position import DistanceScales, PeripheralPosition, position_distances
@@ -119,7 +122,7 @@ class ExtremesChapter(PeripheralChapter):
 
     @figure("extremes", "Convolution and self-attention as extremes", "PerViT, Appendix C, Fig. S3")
     @torch.no_grad()
-    def _extremes(self, findings: Findings) -> Drawn:
+    def _extremes(self, findings: Findings) -> Plot:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             convolution, plain = nn.Conv2d(4, 4, 3, padding=1).double(), SelfAttention(36, 9, qkv_bias=False).double()
@@ -134,11 +137,16 @@ class ExtremesChapter(PeripheralChapter):
         # (9, N) each; the first's exp is below float64
         logs = [layer.log_phi(self.grid)[:, self.query_index] for layer in (local, uniform)]
         maps = torch.stack([(log - log.amax(-1, keepdim=True)).exp().unflatten(1, self.grid) for log in logs])
-        labels = {0: "convolution", 1: "self-attention"}
-        return Drawn(
+        labels: dict[str, Any] = {
+            "rows": ("convolution", "self-attention"),
+            "columns": numbers(len(TAPS)),
+            "xlabel": "Head",
+            "limits": (0.0, 1.0),
+        }
+        return Plot(
             "Φp of two layers with nine heads that were built by hand, for the framed query. Above, each head attends to one neighbour and "
             "the layer is a 3 x 3 convolution; below, Φp is 1 and the layer is plain self-attention. Their outputs differ from those of a "
             f"convolution and of self-attention by {errors['convolution_error']:.0e} and {errors['self_attention_error']:.0e} at most, "
             "rounding of float64. They do not depend on the checkpoint.",
-            partial(map_figure, maps, self.query, f"{PHI['phi_p']}, largest = 1", title="Head", rows=labels),
+            partial(map_figure, maps, f"{PHI['phi_p']}, largest = 1", self.query, **labels, cell=0.8),
         )

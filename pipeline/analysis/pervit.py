@@ -7,27 +7,21 @@ of Ωc, Ωa and Ψc ("averaged over all test samples"). Of Ψp it does not, but 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pipeline.analysis.chapter import NO_IMAGES, Drawn, Findings, figure
-from pipeline.analysis.chapters.attention import ImageMeasures, layer_head_plots
-from pipeline.analysis.chapters.pervit_position import NO_PHI_C, NO_PHI_P, PHI, PeripheralChapter
-from pipeline.analysis.measures import (
-    REGIONS,
-    Collector,
-    finite,
-    impact,
-    nonlocality,
-    query_key_distances,
-    region_radii,
-    region_scores,
-)
-from pipeline.analysis.style import legend_beside, new_figure
+from pipeline.analysis.attention import IMPACT_UNIT, GridChapter, PhiMeasures
+from pipeline.analysis.chapter import NO_IMAGES, Findings, Plot, Request, figure
+from pipeline.analysis.measures import REGIONS, nonlocality, query_key_distances, region_masks, region_radii, region_scores
+from pipeline.analysis.style import figure_of, layer_plots, legend_beside, new_figure
+from pipeline.models.common.base import VisionModel
+from pipeline.models.pervit.model import PerViT
+from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.page import BLUE, GREEN, ORANGE, PINK
 
 if TYPE_CHECKING:
@@ -35,37 +29,69 @@ if TYPE_CHECKING:
 
 OMEGA = {"phi_p": "$\\Omega_p$", "phi_c": "$\\Omega_c$", "attention": "$\\Omega_a$"}
 _PSI = {"phi_p": "$\\Psi_p$", "phi_c": "$\\Psi_c$"}
-_UNIT = "[layer][head], patches"
+PHI = {"phi_p": "$\\Phi_p$", "phi_c": "$\\Phi_c$", "attention": "$\\Phi_a$"}
+NO_PHI_P = "The model has no position-based attention (model.switches.phi_p=false)."
+NO_PHI_C = (
+    "The model has no content-based attention (model.switches.phi_c=false): its attention is Φp, the same for all images."
+)
 # The rows of PerViT's Table 1 and S1 by the components that are there: Φp, Φc, convolutional stem, CPE.
 _TABLE_1 = {"1111": "a", "0111": "b", "1011": "c", "1101": "d", "1110": "e", "0101": "f", "0110": "g", "1100": "h", "0100": "i"}
+_BARS = "A bar is a head, in the model's order; the line is the mean of a layer."
 
 
-class PeripheralMeasures(ImageMeasures):
-    """``omega_c``, ``omega_a`` and, with Φp, ``psi_p`` and ``psi_c``. Without Φp, Φa is Φc."""
+class PeripheralChapter(GridChapter):
+    """Base of the chapters on PerViT and its ablations, and on DeiT with Φp.
 
-    def __init__(self, grid: tuple[int, int], has_phi_p: bool) -> None:
-        super().__init__(grid, *(["phi_p"] if has_phi_p else []), "phi_c")
+    Attributes:
+        has_phi_p, has_phi_c: whether the model has this attention; one that it lacks is 1 everywhere.
+    """
 
-    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
-        phi_c = self.patches(value)
-        omega_c = nonlocality(phi_c, self.distances)
-        if phi_p is None:
-            return {"omega_c": omega_c, "omega_a": omega_c}
-        mixed = phi_c * phi_p
-        return {
-            "omega_c": omega_c,
-            "omega_a": nonlocality(mixed, self.distances),
-            "psi_p": impact(phi_p, mixed),
-            "psi_c": impact(phi_c, mixed),
-        }
+    model: PhiModel
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.has_phi_p = self.model.phi_design is not None
+        self.has_phi_c = getattr(self.model.switches, "phi_c", True)
+
+    @classmethod
+    def applies(cls, model: VisionModel) -> bool:
+        return isinstance(model, PerViT) or (isinstance(model, PhiModel) and model.phi_design is not None)
+
+    @property
+    def query_text(self) -> str:
+        """For captions, counted from 0."""
+        return f"row {self.query[0]}, column {self.query[1]} of the {self.grid[0]} x {self.grid[1]} tokens"
+
+    @torch.no_grad()
+    def phi_p(self) -> Iterator[Tensor]:
+        """Φp of one layer after the other, (heads, N, N)."""
+        for log_phi in self.model.log_phi(self.grid):
+            assert log_phi is not None, NO_PHI_P
+            yield log_phi.exp()
+
+    @cached_property
+    def omega_p(self) -> Tensor:
+        """Ωp, (layers, heads) float64 on the CPU, in patches (PerViT, Eq. 13)."""
+        distances = query_key_distances(*self.grid, next(self.model.parameters()).device)
+        return torch.stack([nonlocality(phi, distances) for phi in self.phi_p()]).cpu()
+
+    @cached_property
+    def order(self) -> Tensor:
+        """(layers, heads): the heads of each layer, the most local first, as the authors draw them (PerViT, Fig. 4)."""
+        return self.omega_p.argsort(dim=1, stable=True)
+
+    def query_maps(self) -> Tensor:
+        """Φp of the query: (layers, heads, rows, columns), on the CPU, in the model's order of heads."""
+        return torch.stack([self.query_row(phi) for phi in self.phi_p()]).cpu()
 
 
 class PerViTChapter(PeripheralChapter):
     """``nonlocality.{phi_p,phi_c,attention}`` and ``impact.{phi_p,phi_c}``."""
 
-    def make_collectors(self) -> list[Collector]:
-        self._measures = PeripheralMeasures(self.grid, self.has_phi_p)
-        return [self._measures] if self.has_phi_c else []
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        if self.has_phi_c:
+            self._measures = self.collect(PhiMeasures(self.grid, "phi_c", self.has_phi_p))
 
     def lacks(self, name: str) -> str | None:
         if name == "impact" and not self.has_phi_p:
@@ -79,55 +105,50 @@ class PerViTChapter(PeripheralChapter):
     def measure(self, findings: Findings) -> None:
         omega: dict[str, Tensor] = {}
         if self.has_phi_p:
-            omega["phi_p"] = self.phi_p_nonlocality()
+            omega["phi_p"] = self.omega_p
         if not self.has_phi_c:
             omega["attention"] = omega["phi_p"]
         elif self.count:
             omega["phi_c"], omega["attention"] = self._measures.mean("omega_c"), self._measures.mean("omega_a")
         for name, values in omega.items():
-            findings.measure(f"nonlocality.{name}", finite(values), _UNIT)
+            findings.measure(f"nonlocality.{name}", values, "[layer][head], patches")
         self._omega = omega
 
     @figure("nonlocality", "Nonlocality", "PerViT, Fig. 8 and S16")
-    def _nonlocality(self, findings: Findings) -> Drawn:
-        parts, waiting = (
-            "A bar is a head, in the model's order; the line is the mean of a layer.",
-            self.has_phi_c and not self.count,
-        )
+    def _nonlocality(self, findings: Findings) -> Plot:
+        parts, waiting = _BARS, self.has_phi_c and not self.count
         if not self.has_phi_p:
             parts += f" {NO_PHI_P} So Φa is Φc."
         elif not self.has_phi_c:
             parts += f" {NO_PHI_C}"
         elif waiting:
             parts += " Ωc and Ωa need images (--data)."
-        shown = list(self._omega)[
-            : 1 if len(self._omega) == 2 else None
-        ]  # where one attention is missing, Ωa repeats the other
-        panels = {OMEGA[name]: self._omega[name] for name in shown}
-        return Drawn(
+        panels = {OMEGA[name]: values for name, values in self._omega.items()}
+        if len(panels) == 2:  # one attention is missing, and Ωa repeats the other
+            del panels[OMEGA["attention"]]
+        return Plot(
             "How far each head attends: query-key distance, weighted with attention and averaged over all pairs, in patches. Φp is the "
             f"position-based attention, Φc the content-based one, Φa their product. {parts}",
-            partial(_bars_by_head, panels, "nonlocality (patches)", one_scale=True),
+            partial(layer_plots, panels, "nonlocality (patches)", one_scale=True),
             more_with_images=waiting,
         )
 
-    @figure("impact", "Impact", "PerViT, Fig. 7 and S15", needs="images")
-    def _impact(self, findings: Findings) -> Drawn:
-        psi = {name: self._measures.mean(key) for name, key in (("phi_p", "psi_p"), ("phi_c", "psi_c"))}
+    @figure("impact", "Impact", "PerViT, Fig. 7 and S15", "images")
+    def _impact(self, findings: Findings) -> Plot:
+        psi = {name: self._measures.mean(f"psi_{name[-1]}") for name in _PSI}
         for name, values in psi.items():
-            unit = "[layer][head], no unit; null: infinite, both attentions are equal"
-            findings.measure(f"impact.{name}", finite(values), unit)
+            findings.measure(f"impact.{name}", values, IMPACT_UNIT)
         equal = " A head without a bar has an infinite impact: both attentions are equal."
         some = not all(bool(values.isfinite().all()) for values in psi.values())
-        return Drawn(
+        return Plot(
             "What shapes the mixed attention Φa: the inverse of its Frobenius distance from the position-based Φp (above) and from the "
             "content-based Φc (below), averaged over the images. The higher, the closer Φa is to that attention. "
-            f"A bar is a head, in the model's order; the line is the mean of a layer.{equal if some else ''}",
-            partial(_bars_by_head, {_PSI[name]: values for name, values in psi.items()}, "impact", one_scale=False),
+            f"{_BARS}{equal if some else ''}",
+            partial(layer_plots, {_PSI[name]: values for name, values in psi.items()}, "impact"),
         )
 
     @figure("nonlocality_by_component", "Nonlocality by component", "PerViT, Fig. S8")
-    def _components(self, findings: Findings) -> Drawn:
+    def _components(self, findings: Findings) -> Plot:
         switches, omega = self.model.switches, self._omega
         is_pervit = hasattr(switches, "conv_stem")
         parts = {
@@ -142,7 +163,7 @@ class PerViTChapter(PeripheralChapter):
         told = ", ".join(f"{'with' if there else 'without'} {names[part]}" for part, there in parts.items())
         title = (f"({row}) {told}" if row else told) if is_pervit else f"DeiT with {PHI['phi_p']}"
         removed = "The gap between Ωc and Ωa is what Φp removes. " if "phi_c" in omega and self.has_phi_p else ""
-        return Drawn(
+        return Plot(
             "Nonlocality by layer, in patches: the line is the mean of the heads, the band reaches from the most local to the most global "
             f"head. {removed}One checkpoint gives one curve of the paper's figure; its other curves are models that "
             "were trained without a component.",
@@ -162,21 +183,7 @@ def _curves(omega: dict[str, Tensor], title: str) -> Figure:
     axes.grid(axis="y")
     axes.set(xlabel="Layer", ylabel="nonlocality (patches)", title=title)
     legend_beside(axes)
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    return figure
-
-
-def _bars_by_head(panels: Mapping[str, Tensor], ylabel: str, *, one_scale: bool) -> Figure:
-    """Bars of the heads and a line of each layer's mean, for values (layers, heads) by title, under each other."""
-    figure = layer_head_plots(panels, ylabel)
-    top = max(axes.get_ylim()[1] for axes in figure.axes)
-    for axes in figure.axes:
-        axes.set_ylim(0, top if one_scale else None)
-        legend = axes.get_legend()
-        if legend is not None:  # it hides bars; the caption says what it does
-            legend.remove()
-    return figure
+    return figure_of(axes)
 
 
 NAMES = {"c": "central", "p": "para-central", "m": "mid peripheral", "f": "far peripheral"}
@@ -190,49 +197,33 @@ class RegionsChapter(PeripheralChapter):
         return None if self.has_phi_p else NO_PHI_P
 
     @figure("regions", "Peripheral regions", "PerViT, Fig. 5")
-    def _regions(self, findings: Findings) -> Drawn:
+    def _regions(self, findings: Findings) -> Plot:
         scores = torch.stack([region_scores(phi, *self.grid) for phi in self.phi_p()]).cpu()  # (layers, heads, 4)
         regions = scores.argmax(-1)  # (layers, heads)
-        others = self.other_layers()
+        others = 2 + int(getattr(self.model.switches, "cpe", False))  # the MLP's two linear layers, and the CPE if there is one
         counts = count_regions(regions, others)  # (layers, 4)
         radii = region_radii(*self.grid)
+        intervals = [
+            f"{name} [{inner:.2f}, {outer:.2f})" for name, (inner, outer) in zip(NAMES.values(), pairwise((0.0, *radii)))
+        ]
+        empty = [name for name, inside in zip(NAMES.values(), region_masks(*self.grid)) if not inside.any()]
+        nowhere = f" On this grid no two tokens are at a {' or '.join(empty)} distance." if empty else ""
         order = "|".join(REGIONS)
         named = [[REGIONS[head] for head in layer] for layer in regions.tolist()]
         for name, value, unit in (
             ("regions", named, f"[layer][head] of {order}"),
-            ("region_scores", finite(scores), f"[layer][head][{order}], attention in the region, mean over all pairs"),
-            ("region_radii", list(radii), f"[{order}], outer radius in patches"),
+            ("region_scores", scores, f"[layer][head][{order}], attention in the region, mean over all pairs"),
+            ("region_radii", radii, f"[{order}], outer radius in patches"),
             ("region_counts.by_layer", counts, f"[layer][{order}], heads and {others} other layers, which count as central"),
             ("region_counts.model", counts.sum(0), f"[{order}], the sum of region_counts.by_layer"),
         ):
             findings.measure(name, value, unit)
-        return Drawn(
-            f"{self._intervals(radii)} A head is in the region that gets most of its Φp. As in the paper the other layers count as central: "
+        return Plot(
+            f"Distances from the query, in patches: {', '.join(intervals)}. A head is in the region that gets most of its Φp. As in the paper the other layers count as central: "
             f"{'the 3 x 3 convolution (CPE) and ' if others == 3 else ''}the two linear layers of the MLP in each block. "
-            f"The unit is one head, or one such layer.{self._empty(radii)}",
-            partial(_draw, counts),
+            f"The unit is one head, or one such layer.{nowhere}",
+            partial(_pie_and_bars, counts),
         )
-
-    def other_layers(self) -> int:
-        """Layers of a block that are not heads: the two linear layers of its MLP, and its CPE if it has one."""
-        return 2 + int(getattr(self.model.switches, "cpe", False))
-
-    def _intervals(self, radii: tuple[float, ...]) -> str:
-        inner, told = 0.0, []
-        for region, outer in zip(REGIONS, radii):
-            told.append(f"{NAMES[region]} [{inner:.2f}, {outer:.2f})")
-            inner = outer
-        return f"Distances from the query, in patches: {', '.join(told)}."
-
-    def _empty(self, radii: tuple[float, ...]) -> str:
-        """A sentence on regions that no pair of tokens falls into, as on a very small grid."""
-        distances = query_key_distances(*self.grid)
-        inner, empty = 0.0, []
-        for region, outer in zip(REGIONS, radii):
-            if not bool(((distances >= inner) & (distances < outer)).any()):
-                empty.append(NAMES[region])
-            inner = outer
-        return f" On this grid no two tokens are at a {' or '.join(empty)} distance." if empty else ""
 
 
 def count_regions(regions: Tensor, other_layers: int) -> Tensor:
@@ -250,9 +241,9 @@ def count_regions(regions: Tensor, other_layers: int) -> Tensor:
     return counts
 
 
-def _draw(counts: Tensor) -> Figure:
-    drawn = new_figure(9.0, 3.2)
-    pie, bars = drawn.subplots(1, 2, width_ratios=(1, 2.2))
+def _pie_and_bars(counts: Tensor) -> Figure:
+    figure = new_figure(9.0, 3.2)
+    pie, bars = figure.subplots(1, 2, width_ratios=(1, 2.2))
     total = counts.sum(0).tolist()
     present = [index for index, count in enumerate(total) if count]
     pie.pie(
@@ -273,4 +264,4 @@ def _draw(counts: Tensor) -> Figure:
     bars.set(xlabel="Layer", ylabel="heads and other layers")
     bars.yaxis.get_major_locator().set_params(integer=True)
     legend_beside(bars, reverse=True)
-    return drawn
+    return figure

@@ -1,0 +1,272 @@
+"""Self-attention of any family with a square grid of tokens (DeiT, DeiT III, ConViT, PerViT): how far heads look (ConViT, Eq. 8, Fig. 5).
+
+What other chapters on attention share is here too: measures of each image, and maps of a query. And what is of DeiT: nonlocality Ω,
+attention maps of images, and maps averaged over images (ConViT, Fig. 10, 15 and 16; PerViT, Appendix D, Fig. S4). Its Ω has the
+definition of PerViT's Appendix D for models without Φp: Φa = exp(Q Kᵀ), with the row maximum subtracted before exp. It is not
+ConViT's, whose rows sum to 1. The class token has no place: Ω leaves it out, as query and as key; the row maximum is over all tokens,
+as in the model. With iRPE, Φc = exp(Q Kᵀ), Φp = exp(R) of its scores R, which depend on the query's content, and Φa = Φc ⊙ Φp
+(Appendix D, footnote 14). Ω and Ψ are taken of each image and averaged.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipeline.analysis.chapter import Chapter, Declared, Example, Findings, Plot, Request, figure
+from pipeline.analysis.maps import map_figure, overlay_grid
+from pipeline.analysis.measures import Collector, impact, mean_attention_distance, nonlocality, query_key_distances
+from pipeline.analysis.style import layer_plot, layer_plots, numbers
+from pipeline.models.common.probe import recorded
+from pipeline.models.common.vit import patch_grid
+from pipeline.models.convit import ConViT
+from pipeline.models.deit import DeiT
+from pipeline.models.deit3 import DeiT3
+from pipeline.models.pervit.model import PerViT
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+IMPACT_UNIT = "[layer][head], no unit; null: infinite, both attentions are equal"
+_MAPS = "[layer][head][row][column], attention of the query to each patch; with the class token's share a row sums to 1"
+_DIGITS = 6  # significant, of maps in analysis.json
+
+
+class ImageMeasures(Collector):
+    """Sums over images of measures per layer and head, (layers, heads) each by its name.
+
+    Args:
+        grid: (rows, columns) of patches.
+        probes: see the base class. A layer offers ``phi_p`` before the last: (heads, N, N), or for each image (B, heads, M, M).
+    """
+
+    def __init__(self, grid: tuple[int, int], *probes: str) -> None:
+        super().__init__(*probes)
+        self.distances = query_key_distances(*grid)  # (N, N)
+        self._phi_p: Tensor | None = None
+
+    def see(self, name: str, value: Tensor) -> None:
+        if name != self.probes[-1]:
+            self._phi_p = value
+            return
+        self.distances = self.distances.to(value.device)
+        phi_p, self._phi_p = self._phi_p, None
+        # float64 of one image at a time; value is (B, heads, M, M), or (1, heads, M, M) where it depends on no image
+        images = []
+        for i in range(len(value)):
+            of_image = phi_p[i] if phi_p is not None and phi_p.dim() == value.dim() else phi_p
+            images.append(self.measures(value[i].double(), None if of_image is None else of_image.double()))
+        for measure in images[0]:
+            per_image = torch.stack([found[measure] for found in images])  # (B, heads)
+            self.add(measure, self.layer, per_image.expand(len(self.valid), -1))
+
+    def patches(self, attention: Tensor) -> Tensor:
+        """(heads, M, M) -> (heads, N, N): without a class token, which has no place."""
+        tokens = len(self.distances)
+        return attention[..., -tokens:, -tokens:]
+
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        """Of one image: (heads, M, M) float64 -> name -> (heads,)."""
+        raise NotImplementedError
+
+
+class AttentionDistance(ImageMeasures):
+    """Mean attention distance, ``distance``. A class token, as query and as key, is left out; the rows of the rest are normalized
+    again."""
+
+    def __init__(self, grid: tuple[int, int]) -> None:
+        super().__init__(grid, "attention")
+
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        patches = self.patches(value)
+        return {"distance": mean_attention_distance(patches / patches.sum(-1, keepdim=True), self.distances)}
+
+
+class PhiMeasures(ImageMeasures):
+    """Ω of Φc and of Φa = Φc ⊙ Φp, ``omega_c`` and ``omega_a``, and with Φp Ψ of both, ``psi_p`` and ``psi_c``. Without, Φa is Φc.
+
+    Args:
+        probe: ``phi_c``; or ``attention``, softmax(Q Kᵀ + log Φp), of which Φc is exp(Q Kᵀ - row maximum over all tokens).
+        has_phi_p: whether layers offer ``phi_p``.
+    """
+
+    def __init__(self, grid: tuple[int, int], probe: str, has_phi_p: bool) -> None:
+        super().__init__(grid, *(["phi_p"] if has_phi_p else []), probe)
+
+    def measures(self, value: Tensor, phi_p: Tensor | None) -> dict[str, Tensor]:
+        if self.probes[-1] == "attention":
+            content = value if phi_p is None else value / phi_p
+            value = content / content.amax(-1, keepdim=True)
+        phi_c = self.patches(value)
+        omega_c = nonlocality(phi_c, self.distances)
+        if phi_p is None:
+            return {"omega_c": omega_c, "omega_a": omega_c}
+        phi_p = self.patches(phi_p)
+        mixed = phi_c * phi_p
+        psi = {"psi_p": impact(phi_p, mixed), "psi_c": impact(phi_c, mixed)}
+        return {"omega_c": omega_c, "omega_a": nonlocality(mixed, self.distances), **psi}
+
+
+class QueryMaps(Collector):
+    """Attention of one query (its number, row by row) to all N patches, mean over images: ``mean("maps")`` is (layers, heads, N)."""
+
+    def __init__(self, query: int, tokens: int) -> None:
+        super().__init__("attention")
+        self.query, self.tokens = query, tokens
+
+    def see(self, name: str, value: Tensor) -> None:
+        self.add("maps", self.layer, patch_row(value, self.query, self.tokens).expand(len(self.valid), -1, -1))
+
+
+def patch_row(attention: Tensor, query: int, tokens: int) -> Tensor:
+    """Attention of a patch to all patches: (..., M, M), M >= N -> (..., N); what comes before the patches is left out."""
+    return attention[..., -tokens:, -tokens:][..., query, :]
+
+
+class GridChapter(Chapter):
+    """Base of the chapters on attention over one grid of patches.
+
+    Attributes:
+        grid: (rows, columns) of patches; tokens: N of them.
+        query: (row, column) of the patch whose maps are shown; query_index: its number, row by row.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.grid = rows, columns = patch_grid(request.image_size, request.image_size)
+        self.tokens = rows * columns
+        self.query = request.query or (rows // 2, columns // 2)
+        self.query_index = self.query[0] * columns + self.query[1]
+
+    def query_row(self, attention: Tensor) -> Tensor:
+        """The query's attention to the patches, (..., M, M) -> (..., rows, columns)."""
+        return patch_row(attention, self.query_index, self.tokens).unflatten(-1, self.grid)
+
+    @torch.no_grad()
+    def attention_on(self, example: Example) -> list[Tensor]:
+        """Attention of each layer, (heads, M, M), on the CPU."""
+        with recorded("attention") as values:
+            self.model(example.image[None])
+        return [value[0].cpu() for value in values["attention"]]
+
+
+class AttentionChapter(GridChapter):
+    """Mean attention distance per layer and head."""
+
+    models = (DeiT, DeiT3, ConViT, PerViT)
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._distance = self.collect(AttentionDistance(self.grid))
+
+    @figure("attention_distance", "Mean attention distance", "ConViT, Eq. 8 and Fig. 5, at one time of the training", "images")
+    def _distances(self, findings: Findings) -> Plot:
+        distance, even = self._distance.mean("distance"), float(self._distance.distances.mean())
+        findings.measure("mean_attention_distance", distance, "[layer][head], patches")
+        return Plot(
+            "How far from the query a head looks: the mean distance of the patches that it attends to, weighted by the attention, in "
+            f"patches, over all queries and {self.count:,} images. One bar per head. Attention spread evenly over "
+            f"the grid gives {even:.2f} (dashed).",
+            partial(layer_plot, distance, "Distance in patches", dashed=("even attention", even)),
+        )
+
+
+class DeiTChapter(GridChapter):
+    """DeiT with any of its switches; what Φp adds is in PerViT's chapters."""
+
+    model: DeiT
+    models = (DeiT,)
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._average = self.collect(QueryMaps(self.query_index, self.tokens))
+        if self.model.phi_design is None:  # its nonlocality and impact are in PerViT's chapters
+            self._measures = self.collect(PhiMeasures(self.grid, "attention", self.model.relative_position))
+
+    def figures(self) -> list[Declared]:
+        """Without Ψ of a model that has no second attention, and without Ω of one that PerViT's chapters measure."""
+        without = {"nonlocality", "impact"} if self.model.phi_design is not None else set()
+        if not self.model.relative_position:
+            without.add("impact")
+        return [declared for declared in self.declared if declared.name not in without]
+
+    @figure("nonlocality", "Nonlocality", "PerViT, Eq. 13, Appendix D and Fig. S4, left", "images")
+    def _nonlocality(self, findings: Findings) -> Plot:
+        omega = self._measures.mean("omega_a")
+        findings.measure("nonlocality.attention", omega, "[layer][head], patches")
+        times = ", times exp(R) of iRPE's scores R" if self.model.relative_position else ""
+        return Plot(
+            f"Ω of each head: attention before its rows are normalized, exp(Q Kᵀ) with each row's maximum at 1{times}, times the distance "
+            f"between query and key in patches, mean over all pairs of patches and {self.count:,} images. Unlike the mean attention "
+            "distance it grows with the number of keys that a head attends to.",
+            partial(layer_plot, omega, "$\\Omega_a$ in patches"),
+        )
+
+    @figure("impact", "Impact of content and position", "PerViT, Eq. 12, Appendix D and Fig. S4, middle and right", "images")
+    def _impact(self, findings: Findings) -> Plot:
+        psi = {name: self._measures.mean(f"psi_{name[-1]}") for name in ("phi_p", "phi_c")}
+        for name, values in psi.items():
+            findings.measure(f"impact.{name}", values, IMPACT_UNIT)
+        panels = {"Content, $\\Psi_c$": psi["phi_c"], "Position (iRPE), $\\Psi_p$": psi["phi_p"]}
+        return Plot(
+            "Ψ of each head: the inverse of the Frobenius distance of the attention by content alone (above), or by position alone "
+            f"(below), from their product, mean over {self.count:,} images. The higher, the closer the product is to that attention.",
+            partial(layer_plots, panels, "Impact"),
+        )
+
+    @figure("average_maps", "Attention averaged over images", "ConViT, Fig. 15", "images")
+    def _average_maps(self, findings: Findings) -> Plot:
+        maps = self._average.mean("maps").unflatten(-1, self.grid)  # (layers, heads, rows, columns)
+        findings.measure("average_attention", maps, f"{_MAPS}, mean over the images", _DIGITS)
+        return Plot(
+            "Attention of the marked patch to all patches, mean over the images, which leaves what does not depend on their content. "
+            "One column per layer, one row per head; the colours are logarithmic.",
+            partial(_draw_maps, maps, self.query),
+            title=f"Attention averaged over {self.count:,} images",
+        )
+
+    @figure("class_attention", "What the class token attends to", "DeiT's counterpart of PerViT, Fig. S12 to S14", "examples")
+    def _class_attention(self, findings: Findings) -> Plot:
+        unit = "[example][head][row][column], attention of the last layer's class token to each patch"
+        maps = [of_class for _, of_class in self._shown]
+        pixels, labels = zip(*((example.pixels, example.label) for example in self.request.examples))
+        findings.measure("class_attention", maps, unit, _DIGITS)
+        return Plot(
+            "Attention of the class token in the last layer, from which the class is read, on the images themselves. One row per "
+            "image, one column per head; the colours of each picture end at its largest value.",
+            partial(overlay_grid, pixels, maps, labels, [f"Head {head}" for head in numbers(len(maps[0]))]),
+        )
+
+    @figure("attention_maps", "Attention on an image", "ConViT, Fig. 16 and 17", "examples")
+    def _attention_maps(self, findings: Findings) -> list[Plot]:
+        maps = [of_query for of_query, _ in self._shown]
+        findings.measure("attention_maps", maps, f"[example]{_MAPS}; examples in the order of examples", _DIGITS)
+        return [
+            Plot(
+                "Attention of the marked patch to all patches. One column per layer, one row per head; the colours are logarithmic.",
+                partial(_draw_maps, of_image, self.query, example.pixels),
+                title=f"Attention on {example.label} ({example.key})",
+            )
+            for example, of_image in zip(self.request.examples, maps)
+        ]
+
+    @cached_property
+    def _shown(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each example, the query's maps (layers, heads, rows, columns), and the last class token's (heads, rows, columns)."""
+        shown = []
+        for example in self.request.examples:
+            layers = self.attention_on(example)  # (heads, N + 1, N + 1) each
+            of_query = torch.stack([self.query_row(layer) for layer in layers])
+            shown.append((of_query, layers[-1][:, 0, 1:].unflatten(-1, self.grid)))
+        return shown
+
+
+def _draw_maps(maps: Tensor, query: tuple[int, int], picture: Tensor | None = None) -> Figure:
+    layers, heads = maps.shape[:2]
+    limits = (max(float(maps.min()), float(maps.max()) * 1e-4), float(maps.max()))
+    labels: dict[str, Any] = {"rows": numbers(heads), "columns": numbers(layers), "ylabel": "Head"}
+    # layers across, which are more
+    return map_figure(maps.transpose(0, 1), "Attention", query, **labels, limits=limits, log=True, picture=picture)

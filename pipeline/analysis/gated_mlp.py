@@ -1,0 +1,247 @@
+"""Token mixing of gMLP and PosMLP (Wang et al., "PosMLP", ACM MM 2022): maps, biases and the covariance of the Gaussians.
+
+All of it is a function of the weights; no image is needed. A map mixes the tokens of a window: with PosMLP the windows of a stage
+share it, and a token of stage i is a patch of 4 · 2^(i-1) pixels. With shifted windows, a window that is cut by the image's border
+has the same map without the pairs that the border separates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipeline.analysis.chapter import Chapter, Findings, Plot, Request, figure
+from pipeline.analysis.gated_mixing import SINGULAR, MixingLayer, covariance_gain, mixing_layers, spread, token_mixing_distance
+from pipeline.analysis.maps import ATTENTION, DIVERGING, map_figure
+from pipeline.analysis.style import layer_plot, legend_beside, new_figure
+from pipeline.models.gated_mlp.gmlp import GMLP
+from pipeline.models.gated_mlp.posmlp import PosMLP
+from pipeline.models.gated_mlp.token_mixing import GaussianMap
+from pipeline.page import COLOURS, RED
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NO_FIGURE = "PosMLP has no such figure; the measure is that of ConViT, Fig. 5"
+
+
+class GatedMLPChapter(Chapter):
+    """Token-mixing maps (PosMLP, Fig. 1d-e, 4), bias maps (Fig. 5), rows of the maps (Fig. 7), g(Σ) (Fig. 8)."""
+
+    model: GMLP | PosMLP
+    models = (GMLP, PosMLP)
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._layers = mixing_layers(self.model)
+        self._stages = [layer.stage for layer in self._layers]
+        self._mixing = self.model.switches.mixing
+        self._signed = self._mixing != "ggqpe"
+
+    def measure(self, findings: Findings) -> None:
+        findings.measure("token_mixing_layers.stage", self._stages, "[layer], from 1; null: gMLP")
+        findings.measure("token_mixing_layers.window", [layer.window for layer in self._layers], "[layer], side in tokens")
+
+    def lacks(self, name: str) -> str | None:
+        if name == "bias_maps" and all(layer.gate.bias is None for layer in self._layers):
+            return "The model has no bias after token mixing (model.switches.token_bias: false)."
+        if name == "covariance_gain" and self._signed:
+            return f"Σ is that of the Gaussian maps of ggqpe, and model.switches.mixing is {self._mixing}."
+        return None
+
+    @figure("token_mixing_maps", "Token-mixing maps of a query", "PosMLP, Fig. 1d, 1e and 4")
+    def _maps(self, findings: Findings) -> Plot:
+        single = max(len(layer.maps) for layer in self._layers) == 1
+        shown = self._some(len(self._layers) if single else 8)
+        queries, groups = [self._query(layer) for layer in shown], [spread(len(layer.maps), 8) for layer in shown]
+        maps = [
+            layer.maps[chosen, row * layer.window + column].unflatten(-1, (layer.window, layer.window))
+            for layer, (row, column), chosen in zip(shown, queries, groups)
+        ]  # (chosen, window, window) each
+        numbers = [[i + 1 for i in chosen] for chosen in groups]
+        for name, value, unit in (
+            ("layers", [layer.number for layer in shown], "[shown layer], from 1"),
+            ("groups", numbers, "[shown layer][shown group], from 1"),
+            ("queries", queries, "[shown layer][row, column of the query in the window]"),
+            ("weights", [_rounded(of_layer) for of_layer in maps], "[shown layer][shown group][row][column of the key]"),
+        ):
+            findings.measure(f"token_mixing_maps.{name}", value, unit)
+        return Plot(
+            "Weights with which the tokens of a window are summed into the framed query, by layer and channel group "
+            f"(model.switches.mixing: {self._mixing}). Each map is divided by its largest {'magnitude' if self._signed else 'weight'}, so "
+            f"that colours show shape and not size. {self._windows()}",
+            partial(_mixing_maps, maps, queries, [layer.label for layer in shown], numbers, self._signed),
+        )
+
+    def _some(self, count: int) -> list[MixingLayer]:
+        return [self._layers[i] for i in spread(len(self._layers), count)]
+
+    def _query(self, layer: MixingLayer) -> tuple[int, int]:
+        return layer.query(self.request.query, self.request.image_size)
+
+    def _windows(self) -> str:
+        if isinstance(self.model, GMLP):
+            return "The window is the whole image, in patches of 16 pixels."
+        windows = list(dict.fromkeys((layer.stage, layer.window) for layer in self._layers))
+        sides = ", ".join(f"{side} x {side}" for _, side in windows)
+        return f"The windows of stages 1 to 4 have {sides} tokens, of 4, 8, 16 and 32 pixels; a window of fewer tokens is drawn as large as the others."
+
+    @figure("token_mixing_distance", "Distance that token mixing bridges", _NO_FIGURE)
+    def _distances(self, findings: Findings) -> Plot:
+        distances = [token_mixing_distance(layer.maps, layer.window) for layer in self._layers]
+        windows = [layer.window for layer in self._layers]
+        uniform = [token_mixing_distance(torch.ones(side**2, side**2), side).item() for side in windows]
+        findings.measure("token_mixing_distance", distances, "[layer][group], patches of the layer")
+        findings.measure("token_mixing_distance_uniform", uniform, "[layer], patches of the layer: of equal weights")
+        return Plot(
+            "Mean distance between a query and the tokens that the map sums into it, by the magnitude of their weights (ConViT's "
+            "Eq. 8, of the map with rows that sum to 1). One point per channel group, in patches of the layer's stage; the dashed "
+            "line is a map of equal weights.",
+            partial(self._per_group, distances, "mean distance, patches", dashed=("equal weights", uniform)),
+        )
+
+    def _per_group(self, values: Sequence[Tensor], ylabel: str, **drawing: Any) -> Figure:
+        return layer_plot(values, ylabel, part="group", points=True, stages=self._stages, ylim=(0, None), **drawing)
+
+    @figure("token_mixing_rows", "Token-mixing maps as matrices, and a row of them", "PosMLP, Fig. 7")
+    def _rows(self, findings: Findings) -> Plot:
+        shown = self._some(4)
+        parts = [layer.parts() for layer in shown]
+        rows = [row * layer.window + column for layer in shown for row, column in (self._query(layer),)]
+        weights = [{name: _rounded(part[row]) for name, part in of_layer.items()} for of_layer, row in zip(parts, rows)]
+        for name, value, unit in (
+            ("layers", [layer.number for layer in shown], "[shown layer], from 1"),
+            ("rows", rows, "[shown layer], index of the query, from 0, row by row of the window"),
+            ("weights", weights, "[shown layer]{map}[key]"),
+        ):
+            findings.measure(f"token_mixing_rows.{name}", value, unit)
+        return Plot(
+            "Queries down, keys across, both row by row of the window; at the right, the marked row (the query of the maps above) "
+            "as a curve over the keys. W has a weight for each pair of tokens and r for each relative position, which repeats along "
+            "the diagonals. The paper draws row 40.",
+            partial(_mixing_rows, parts, rows, [layer.label for layer in shown], self._signed),
+        )
+
+    @figure("bias_maps", "Bias of every token", "PosMLP, Fig. 5")
+    def _biases(self, findings: Findings) -> Plot:
+        flat = [(layer.gate.bias, layer.window) for layer in self._layers if layer.gate.bias is not None]
+        biases = [bias.detach().double().cpu().reshape(window, window) for bias, window in flat]
+        findings.measure("token_bias", biases, "[layer][row][column], b of Eq. 15 (gMLP: Eq. 1)")
+        return Plot(
+            "The scalar that is added to each token of a window after mixing. Colours show the difference from the layer's mean in "
+            "standard deviations; both figures are above each map. PosMLP's windows of a stage share it.",
+            partial(_bias_maps, biases, [layer.label for layer in self._layers]),
+        )
+
+    @figure("covariance_gain", "Locality of the Gaussians: g(Σ)", "PosMLP, Fig. 8")
+    def _covariance(self, findings: Findings) -> Plot:
+        gaussians = [layer.gate.mixing for layer in self._layers if isinstance(layer.gate.mixing, GaussianMap)]
+        gains = [covariance_gain(gaussian.covariance().detach().cpu()) for gaussian in gaussians]
+        left_out = [int(gain.isnan().sum()) for gain in gains]
+        centers = [gaussian.centers.detach().double().cpu() * torch.tensor([1.0, -1.0]) for gaussian in gaussians]
+        for name, value, unit in (
+            ("covariance_gain", gains, "[layer][group], 1/patches²; null: left out"),
+            ("covariance_gain_mean", [gain.nanmean() for gain in gains], "[layer], 1/patches²: g(Σ) of Eq. 16"),
+            ("covariance_left_out", left_out, f"[layer], groups with an eigenvalue below {SINGULAR:g}"),
+            ("token_mixing_centers", centers, "[layer][group][right, down], patches: Δ of Eq. 5, from the query"),
+        ):
+            findings.measure(name, value, unit)
+        forms = {"semidefinite": "ΓΓᵀ", "free": "Γ, of which this is the symmetric part", "isotropic": "αI"}
+        form = forms[gaussians[0].covariance_form]
+        return Plot(
+            f"Square root of the product of Σ's eigenvalues, one point per channel group, and their mean g(Σ) (Eq. 16); Σ = {form}. "
+            f"Small values: a wide Gaussian, non-local. {sum(left_out)} of {sum(map(len, gains))} groups with an eigenvalue below "
+            f"{SINGULAR:g}, which are all but constant along an axis, are left out, as in the paper.",
+            partial(self._per_group, gains, "g(Σ), 1/patches²"),
+        )
+
+
+def _rounded(values: Tensor) -> list:
+    """Lists with six significant decimals: a map has thousands of numbers."""
+    scale = float(values.abs().max()) or 1.0
+    decimals = 6 - int(torch.tensor(scale).log10().floor())
+    return values.round(decimals=decimals).tolist()
+
+
+def _mixing_maps(
+    maps: Sequence[Tensor],
+    queries: Sequence[tuple[int, int]],
+    labels: Sequence[str],
+    groups: Sequence[Sequence[int]],
+    signed: bool,
+) -> Figure:
+    """PosMLP, Fig. 4: a row per layer, a column per channel group; with one group, layer after layer (Fig. 1d).
+
+    Args:
+        maps: per layer (groups, window, window); windows and numbers of groups may differ.
+        queries: (row, column) within the window, per layer.
+        groups: numbers of the shown groups per layer.
+    """
+    label = f"weight / largest {'magnitude' if signed else 'weight'}"
+    drawing: dict[str, Any] = {"limits": (-1.0, 1.0), "colors": DIVERGING} if signed else {"limits": (0.0, 1.0)}
+    shares = [of_layer / of_layer.abs().amax((1, 2), keepdim=True).clamp_min(1e-300) for of_layer in maps]
+    if max(map(len, maps)) == 1:
+        titles = [f"layer {layer}" for layer in labels]
+        return _layer_maps([of_layer[0] for of_layer in shares], titles, label, queries, **drawing)
+    names = [[str(group) for group in of_layer] for of_layer in groups]
+    if all(of_layer == names[0] for of_layer in names):
+        drawing |= {"columns": names[0], "xlabel": "Channel group"}
+    else:
+        drawing |= {"notes": names, "xlabel": "Channel groups, evenly chosen"}
+    marked = [[query] * len(of_layer) for query, of_layer in zip(queries, maps)]
+    return map_figure(shares, label, marked, rows=labels, ylabel="Layer", **drawing)
+
+
+def _bias_maps(biases: Sequence[Tensor], labels: Sequence[str]) -> Figure:
+    """PosMLP, Fig. 5: the bias of each token, a map (window, window) per layer."""
+    titles, maps = [], []
+    for bias, label in zip(biases, labels):
+        mean, deviation = float(bias.mean()), float(bias.std(correction=0))
+        maps.append((bias - mean) / deviation if deviation > 1e-12 * max(abs(mean), 1.0) else bias * 0)
+        titles.append(f"layer {label}\n{mean:.2g} ± {deviation:.1g}")
+    return _layer_maps(maps, titles, "(bias - mean) / deviation", limits=(-2.5, 2.5), colors=DIVERGING)
+
+
+def _layer_maps(
+    maps: Sequence[Tensor], titles: Sequence[str], label: str, queries: Sequence[tuple[int, int]] = (), **drawing: Any
+) -> Figure:
+    """A map (side, side) per layer, one after another; sides may differ."""
+    across = 6 if len(maps) <= 12 else 8 if len(maps) <= 24 else 10
+
+    def in_rows(values: Sequence) -> list[Sequence]:
+        return [values[first : first + across] for first in range(0, len(values), across)]
+
+    return map_figure(in_rows(maps), label, in_rows(queries) or None, notes=in_rows(titles), xlabel="", cell=1.1, **drawing)
+
+
+def _mixing_rows(parts: Sequence[Mapping[str, Tensor]], rows: Sequence[int], labels: Sequence[str], signed: bool) -> Figure:
+    """PosMLP, Fig. 7: per layer the maps (N, N) by their symbols as matrices, as many in each, and one of their rows as curves."""
+    columns = len(parts[0])
+    figure = new_figure(2.0 * columns + 4.2, 1.9 * len(parts) + 0.3)
+    grid = figure.subplots(len(parts), columns + 1, squeeze=False, width_ratios=[1.0] * columns + [1.9])
+    for (*matrices, curves), of_layer, row, label in zip(grid, parts, rows, labels):
+        largest = max(float(part.abs().max()) for part in of_layer.values()) or 1e-12
+        colors: dict[str, Any] = {"cmap": DIVERGING, "vmin": -largest} if signed else {"cmap": ATTENTION, "vmin": 0.0}
+        for axes, (name, matrix), color in zip(matrices, of_layer.items(), COLOURS, strict=False):
+            image = axes.imshow(matrix.numpy(), interpolation="nearest", **colors, vmax=largest)
+            axes.axhline(row, color="black" if signed else RED, linewidth=0.6)
+            axes.set_title(name, fontsize=8)
+            axes.set(xticks=[0, len(matrix) - 1], yticks=[0, row, len(matrix) - 1])
+            curves.plot(matrix[row].numpy(), color=color, linewidth=1.0, label=name)
+        matrices[0].set_ylabel(f"Layer {label}", fontsize=8)
+        bar = figure.colorbar(image, ax=matrices, fraction=0.025, pad=0.01, aspect=18)
+        bar.ax.tick_params(labelsize=7)
+        bar.ax.locator_params(axis="y", nbins=4)
+        for axes in (bar.ax, curves):
+            axes.ticklabel_format(axis="y", scilimits=(-2, 3))
+        curves.grid()
+        curves.set_title(f"row {row}", fontsize=8)
+        if columns > 1:
+            legend_beside(curves, fontsize=7)
+    for axes in grid[-1]:
+        axes.set_xlabel("key", fontsize=8)
+    return figure
