@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipeline.analysis.chapter import Chapter, Declared, Example, Findings, Plot, Request, figure
+from pipeline.analysis.chapter import Chapter, Example, Findings, Plot, Request, figure
 from pipeline.analysis.maps import map_figure, overlay_grid
 from pipeline.analysis.measures import Collector, impact, mean_attention_distance, nonlocality, query_key_distances
 from pipeline.analysis.style import layer_plot, layer_plots, numbers
@@ -186,12 +186,10 @@ class DeiTChapter(GridChapter):
         if self.model.phi_design is None:  # its nonlocality and impact are in PerViT's chapters
             self._measures = self.collect(PhiMeasures(self.grid, "attention", self.model.relative_position))
 
-    def figures(self) -> list[Declared]:
-        """Without Ψ of a model that has no second attention, and without Ω of one that PerViT's chapters measure."""
-        without = {"nonlocality", "impact"} if self.model.phi_design is not None else set()
-        if not self.model.relative_position:
-            without.add("impact")
-        return [declared for declared in self.declared if declared.name not in without]
+    def lacks(self, name: str) -> str | None:
+        """Nothing is said of Ψ of a model that has no second attention, and of Ω and Ψ of one that PerViT's chapters measure."""
+        measured_there = self.model.phi_design is not None and name in ("nonlocality", "impact")
+        return "" if measured_there or (name == "impact" and not self.model.relative_position) else None
 
     @figure("nonlocality", "Nonlocality", "PerViT, Eq. 13, Appendix D and Fig. S4, left", "images")
     def _nonlocality(self, findings: Findings) -> Plot:

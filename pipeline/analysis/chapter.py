@@ -128,12 +128,8 @@ class Chapter:
         """Images of the pass."""
         return max((collector.count for collector in self.collectors), default=0)
 
-    def figures(self) -> list[Declared]:
-        """The figures that the model has or lacks for a reason; the others are not named."""
-        return self.declared
-
     def lacks(self, name: str) -> str | None:
-        """Why the model has no figure of that name, whatever the images; None: it may have one."""
+        """Why the model has no figure of that name, whatever the images; None: it may have one. Empty: nothing is said of it."""
         return None
 
     def measure(self, findings: Findings) -> None:
@@ -142,9 +138,12 @@ class Chapter:
     def add_findings(self, findings: Findings) -> None:
         """Add numbers, figures and what does not apply."""
         self.measure(findings)
-        for declared in self.figures():
-            if reason := self.lacks(declared.name) or self._missing(declared.needs):
+        for declared in self.declared:
+            reason = self.lacks(declared.name)
+            reason = self._missing(declared.needs) if reason is None else reason
+            if reason:
                 findings.omitted[declared.name] = reason
+            if reason is not None:
                 continue
             made = declared.make(self, findings)
             plots = (

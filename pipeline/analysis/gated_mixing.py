@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pipeline.analysis.measures import mean_attention_distance, query_key_distances
-from pipeline.errors import UserError
 from pipeline.models.common.layers import relative_index
 from pipeline.models.gated_mlp.gating import GatingUnit
 from pipeline.models.gated_mlp.gmlp import GMLP, PATCH
@@ -60,20 +59,10 @@ class MixingLayer:
             return {symbol: self.maps[0]}
         return {f"{symbol}, group {group + 1}": self.maps[group] for group in spread(len(self.maps), 3)}
 
-    def query(self, patch: tuple[int, int] | None, image_size: int) -> tuple[int, int]:
-        """(row, column) within its window of the token at the centre of a patch of 16 x 16 pixels; None: the window's centre.
-
-        Raises:
-            UserError: the patch is outside of the image.
-        """
+    def query(self, patch: tuple[int, int] | None) -> tuple[int, int]:
+        """(row, column) within its window of the token at the centre of a patch of 16 x 16 pixels; None: the window's centre."""
         if patch is None:
             return self.window // 2, self.window // 2
-        patches = image_size // PATCH
-        if not all(0 <= place < patches for place in patch):
-            raise UserError(
-                f"--query is {patch[0]},{patch[1]}, but at {image_size} pixels there are {patches} x {patches} patches of {PATCH} pixels",
-                f"pass a row and a column from 0 to {patches - 1}",
-            )
         row, column = (int((place + 0.5) * PATCH / self.stride) % self.window for place in patch)
         return row, column
 

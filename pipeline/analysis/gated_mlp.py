@@ -57,7 +57,7 @@ class GatedMLPChapter(Chapter):
     def _maps(self, findings: Findings) -> Plot:
         single = max(len(layer.maps) for layer in self._layers) == 1
         shown = self._some(len(self._layers) if single else 8)
-        queries, groups = [self._query(layer) for layer in shown], [spread(len(layer.maps), 8) for layer in shown]
+        queries, groups = [layer.query(self.request.query) for layer in shown], [spread(len(layer.maps), 8) for layer in shown]
         maps = [
             layer.maps[chosen, row * layer.window + column].unflatten(-1, (layer.window, layer.window))
             for layer, (row, column), chosen in zip(shown, queries, groups)
@@ -79,9 +79,6 @@ class GatedMLPChapter(Chapter):
 
     def _some(self, count: int) -> list[MixingLayer]:
         return [self._layers[i] for i in spread(len(self._layers), count)]
-
-    def _query(self, layer: MixingLayer) -> tuple[int, int]:
-        return layer.query(self.request.query, self.request.image_size)
 
     def _windows(self) -> str:
         if isinstance(self.model, GMLP):
@@ -111,7 +108,7 @@ class GatedMLPChapter(Chapter):
     def _rows(self, findings: Findings) -> Plot:
         shown = self._some(4)
         parts = [layer.parts() for layer in shown]
-        rows = [row * layer.window + column for layer in shown for row, column in (self._query(layer),)]
+        rows = [row * layer.window + column for layer in shown for row, column in (layer.query(self.request.query),)]
         weights = [{name: _rounded(part[row]) for name, part in of_layer.items()} for of_layer, row in zip(parts, rows)]
         for name, value, unit in (
             ("layers", [layer.number for layer in shown], "[shown layer], from 1"),

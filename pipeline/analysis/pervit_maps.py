@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.analysis.chapter import Declared, Example, Findings, Plot, figure
+from pipeline.analysis.chapter import Example, Findings, Plot, figure
 from pipeline.analysis.maps import ATTENTION, draw_maps, map_figure, show_image, stretched
 from pipeline.analysis.pervit import NO_PHI_C, NO_PHI_P, PHI, PeripheralChapter
 from pipeline.analysis.style import new_figure, numbers
@@ -36,15 +36,11 @@ class MapsChapter(PeripheralChapter):
     """``phi_p_maps`` and ``initialization``: needs no images."""
 
     def lacks(self, name: str) -> str | None:
-        if not self.has_phi_p:
-            return NO_PHI_P
+        if not self.has_phi_p:  # the norm of its initialization has no reason of its own
+            return "" if name == "initialization_norm" else NO_PHI_P
         if name == "initialization_norm" and self.model.phi_design != PhiDesign():
             return "The paper shows it for its own Φp (Euc + N + ML) with peripheral initialization, which this model does not have."
         return None
-
-    def figures(self) -> list[Declared]:
-        """Without Φp, the norm of its initialization has no reason of its own."""
-        return self.declared if self.has_phi_p else self.declared[:2]
 
     @figure("phi_p", "Learned position-based attention", "PerViT, Fig. 4 and S9 to S11")
     def _learned(self, findings: Findings) -> Plot:

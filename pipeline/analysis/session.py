@@ -30,8 +30,7 @@ from pipeline.logs import console
 from pipeline.logs.data_trouble import BadSampleReport
 from pipeline.models import create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
-from pipeline.models.common.vit import patch_grid
-from pipeline.models.gated_mlp.posmlp import PosMLP
+from pipeline.models.common.vit import PATCH, patch_grid
 from pipeline.models.lsat.model import LSAT
 from pipeline.models.timm_names import is_timm
 from pipeline.stores.place import Place
@@ -173,12 +172,7 @@ def _pass(model: VisionModel, chapters: list[Chapter], chosen: choosing.ChosenIm
 
 
 def check_names(only: Sequence[str], findings: Findings, model: str) -> None:
-    """Check the names given to ``--only``.
-
-    Args:
-        only: the names; empty: all.
-        findings: of the weights.
-        model: its name.
+    """Check the names given to ``--only``. Args: findings: of the weights.
 
     Raises:
         UserError: the model has no figure of that name, whether the name is wrong or another family's.
@@ -214,7 +208,7 @@ def needs_images(findings: Findings, only: Sequence[str]) -> bool:
 
 
 def check_query(request: Request) -> None:
-    """Check that the query is inside the model's token grid, where there is one for all layers.
+    """Check that the query is inside the model's grid of patches.
 
     Raises:
         UserError: it is not, or no figure of the model has a query.
@@ -225,13 +219,10 @@ def check_query(request: Request) -> None:
     asked = f"--query is {query[0]},{query[1]}, but"
     if isinstance(request.model, LSAT):
         raise UserError(f"{asked} LSAT's figures show all patches", "leave it out")
-    # PosMLP's layers have grids of several sizes: the chapter knows them
-    rows, columns = (size, size) if isinstance(request.model, PosMLP) else patch_grid(size, size)
-    if not (0 <= query[0] < rows and 0 <= query[1] < columns):
-        raise UserError(
-            f"{asked} the model has {rows} x {columns} tokens",
-            f"pass a row from 0 to {rows - 1} and a column from 0 to {columns - 1}",
-        )
+    side, _ = patch_grid(size, size)
+    if not all(0 <= place < side for place in query):
+        problem = f"{asked} at {size} pixels there are {side} x {side} patches of {PATCH} pixels"
+        raise UserError(problem, f"pass a row and a column from 0 to {side - 1}")
 
 
 def _is_of(figure: str, name: str) -> bool:

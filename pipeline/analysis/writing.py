@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,10 @@ _DOTS_PER_INCH = 150
 _HIDDEN = ".analysis.tmp"
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A figure as it is on the page."""
-
-    entry: dict[str, Any]  # of analysis.json
-    png: bytes
-    width: int  # in CSS pixels
-
-
-def analysis_page(result: dict[str, Any], pictures: list[Picture]) -> str:
-    """The page. Args: result: what is in ``analysis.json``; pictures: in its order."""
+def analysis_page(result: dict[str, Any], shown: list[Html]) -> str:
+    """The page. Args: result: what is in ``analysis.json``; shown: its figures, in their order."""
     sections = [Section("What was analyzed", facts(_facts(result).items()), name="analyzed")]
-    sections += [Section(picture.entry["title"], _figure(picture), name=picture.entry["name"]) for picture in pictures]
+    sections += [Section(entry["title"], picture, name=entry["name"]) for entry, picture in zip(result["figures"], shown)]
     if result["omitted"]:
         omitted = table((), result["omitted"].items())
         sections.append(Section("Figures that this analysis does not have", omitted, name="omitted"))
@@ -67,20 +57,6 @@ def _facts(result: dict[str, Any]) -> dict[str, str]:
     return rows
 
 
-def _figure(picture: Picture) -> Html:
-    entry = picture.entry
-    links = [html('<a href="{}">{}</a>', file, file.rpartition(".")[2].upper()) for file in entry["files"]]
-    return html(
-        '<figure><div class="drawing" tabindex="0"><img width="{}" src="data:image/png;base64,{}" alt="{}"></div>'
-        '<p>{}</p><p class="quiet">{}</p></figure>',
-        picture.width,
-        base64.b64encode(picture.png).decode(),
-        entry["title"],
-        entry["caption"],
-        join([*filter(None, [entry["source"]]), *links], " · "),
-    )
-
-
 def prepare_output(folder: Path) -> None:
     """Create the folder and check, before the work begins, that figures can be drawn and files be written to it.
 
@@ -100,13 +76,12 @@ def prepare_output(folder: Path) -> None:
             raise UserError(f"--output {folder}: {place} cannot be written", "change its permissions, or choose another folder")
 
 
-def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> list[Path]:
-    """Write an analysis instead of a former one; returns the files, relative to the folder.
+def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> None:
+    """Write an analysis instead of a former one.
 
     Args:
         folder: from :func:`prepare_output`.
         about: ``model``, ``origin``, ``images`` and what else describes the analysis; JSON.
-        findings: of all chapters.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -116,18 +91,14 @@ def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> l
     shutil.rmtree(hidden, ignore_errors=True)
     try:
         (hidden / FIGURES).mkdir(parents=True)
-        pictures = [_draw(plot, hidden / FIGURES) for plot in findings.plots]
-        result = {
-            **about,
-            "measures": findings.measures,
-            "units": findings.units,
-            "figures": [picture.entry for picture in pictures],
-            "omitted": findings.omitted,
-            "versions": _versions(),
-        }
-        files = [Path(file) for picture in pictures for file in picture.entry["files"]] + [Path(ANALYSIS), Path(PAGE)]
+        drawn = [_draw(plot, hidden / FIGURES) for plot in findings.plots]
+        entries, shown = [entry for entry, _ in drawn], [picture for _, picture in drawn]
+        versions = {"python": platform.python_version(), **{name: version(name) for name in ("torch", "numpy", "matplotlib")}}
+        found = {"measures": findings.measures, "units": findings.units, "figures": entries, "omitted": findings.omitted}
+        result = {**about, **found, "versions": versions}
+        files = [Path(file) for entry in entries for file in entry["files"]] + [Path(ANALYSIS), Path(PAGE)]
         (hidden / ANALYSIS).write_text(_json(result), encoding="utf-8")
-        (hidden / PAGE).write_text(analysis_page(result, pictures), encoding="utf-8")
+        (hidden / PAGE).write_text(analysis_page(result, shown), encoding="utf-8")
         former = _former_files(folder)
         (folder / FIGURES).mkdir(exist_ok=True)
         for file in files:  # the page is the last
@@ -137,10 +108,10 @@ def write_analysis(folder: Path, about: dict[str, Any], findings: Findings) -> l
             (folder / file).unlink(missing_ok=True)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    return files
 
 
-def _draw(plot: Plot, folder: Path) -> Picture:
+def _draw(plot: Plot, folder: Path) -> tuple[dict[str, Any], Html]:
+    """Draw a figure into the folder; returns its entry in ``analysis.json``, and what the page shows."""
     png, svg = (folder / f"{plot.name}.{suffix}" for suffix in ("png", "svg"))
     with style():
         figure = plot.draw()
@@ -149,7 +120,17 @@ def _draw(plot: Plot, folder: Path) -> Picture:
         width, _ = figure.get_size_inches()
     entry: dict[str, Any] = {name: getattr(plot, name) for name in ("name", "title", "caption", "source")}
     entry["files"] = [f"{FIGURES}/{file.name}" for file in (png, svg)]
-    return Picture(entry, png.read_bytes(), round(96 * width))
+    links = [html('<a href="{}">{}</a>', file, file.rpartition(".")[2].upper()) for file in entry["files"]]
+    picture = html(
+        '<figure><div class="drawing" tabindex="0"><img width="{}" src="data:image/png;base64,{}" alt="{}"></div>'
+        '<p>{}</p><p class="quiet">{}</p></figure>',
+        round(96 * width),  # CSS pixels
+        base64.b64encode(png.read_bytes()).decode(),
+        plot.title,
+        plot.caption,
+        join([*filter(None, [plot.source]), *links], " · "),
+    )
+    return entry, picture
 
 
 def _former_files(folder: Path) -> set[Path]:
@@ -165,7 +146,3 @@ def _json(value: Any) -> str:
     """JSON in which lists of numbers take one line."""
     text = json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     return re.sub(r'\[\n[^\[\]{}"]*\]', lambda found: " ".join(found[0].split()), text)
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "numpy", "matplotlib")}}

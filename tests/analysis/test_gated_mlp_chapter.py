@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.analysis.gated_mlp import (
-    SINGULAR,
-    GatedMLPChapter,
-    covariance_gain,
-    mixing_layers,
-    token_mixing_distance,
-)
+from pipeline.analysis.chapter import Request
+from pipeline.analysis.gated_mlp import SINGULAR, GatedMLPChapter, covariance_gain, mixing_layers, token_mixing_distance
+from pipeline.analysis.session import check_query
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
 from pipeline.models import create_model, load_reference_state_dict
@@ -163,14 +159,14 @@ def test_biases_are_maps_row_by_row() -> None:
 )
 def test_a_query_is_followed_into_the_windows_of_each_stage(query: tuple[int, int], expected: list[tuple[int, int]]) -> None:
     """Guards against a patch of 16 pixels that is looked up in another window: at 64 pixels the stages have grids of 16, 8, 4, 2."""
-    queries = [layer.query(query, 64) for layer in mixing_layers(small_posmlp())]
+    queries = [layer.query(query) for layer in mixing_layers(small_posmlp())]
     assert [queries[0], queries[2], queries[4], queries[-1]] == expected
 
 
 def test_a_query_outside_of_the_image_is_refused() -> None:
     """Guards against the map of another query without a word."""
     with pytest.raises(UserError, match="--query is 1,4, but at 64 pixels there are 4 x 4 patches of 16 pixels"):
-        findings_of(GatedMLPChapter, small_posmlp(), 64, query=(1, 4))
+        check_query(Request(small_posmlp(), 64, (1, 4)))
 
 
 @pytest.mark.parametrize("mixing", MIXINGS)

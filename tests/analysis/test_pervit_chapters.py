@@ -110,7 +110,7 @@ def test_without_images_the_figures_of_the_weights_remain() -> None:
 
 def test_a_query_outside_the_grid_is_refused() -> None:
     """Guards against an index error, or another token's maps."""
-    with pytest.raises(UserError, match="--query is 4,0, but the model has 4 x 4 tokens"):
+    with pytest.raises(UserError, match="--query is 4,0, but at 64 pixels there are 4 x 4 patches of 16 pixels"):
         check_query(Request(small_model(), 64, (4, 0)))
 
 
