@@ -10,6 +10,7 @@ as in the model. With iRPE, Φc = exp(Q Kᵀ), Φp = exp(R) of its scores R, whi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,8 @@ _DIGITS = 6  # significant, of maps in analysis.json
 class ImageMeasures(Collector):
     """Sums over images of measures per layer and head, (layers, heads) each by its name.
 
-    Args:
-        grid: (rows, columns) of patches.
-        probes: see the base class. A layer offers ``phi_p`` before the last: (heads, N, N), or for each image (B, heads, M, M).
+    The layers of a grid (rows, columns) of patches offer ``phi_p`` before the last probe: (heads, N, N), or for each image
+    (B, heads, M, M).
     """
 
     def __init__(self, grid: tuple[int, int], *probes: str) -> None:
@@ -111,46 +111,56 @@ class PhiMeasures(ImageMeasures):
 
 
 class QueryMaps(Collector):
-    """Attention of one query (its number, row by row) to all N patches, mean over images: ``mean("maps")`` is (layers, heads, N)."""
+    """A query's attention to all patches, mean over images: ``mean("maps")`` is (layers, heads, rows, columns).
 
-    def __init__(self, query: int, tokens: int) -> None:
+    Args:
+        query_row: (..., M, M) -> (..., rows, columns), the query's attention.
+    """
+
+    def __init__(self, query_row: Callable[[Tensor], Tensor]) -> None:
         super().__init__("attention")
-        self.query, self.tokens = query, tokens
+        self._query_row = query_row
 
     def see(self, name: str, value: Tensor) -> None:
-        self.add("maps", self.layer, patch_row(value, self.query, self.tokens).expand(len(self.valid), -1, -1))
-
-
-def patch_row(attention: Tensor, query: int, tokens: int) -> Tensor:
-    """Attention of a patch to all patches: (..., M, M), M >= N -> (..., N); what comes before the patches is left out."""
-    return attention[..., -tokens:, -tokens:][..., query, :]
+        self.add("maps", self.layer, self._query_row(value).expand(len(self.valid), -1, -1, -1))
 
 
 class GridChapter(Chapter):
     """Base of the chapters on attention over one grid of patches.
 
     Attributes:
-        grid: (rows, columns) of patches; tokens: N of them.
+        grid: (rows, columns) of patches.
         query: (row, column) of the patch whose maps are shown; query_index: its number, row by row.
     """
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.grid = rows, columns = patch_grid(request.image_size, request.image_size)
-        self.tokens = rows * columns
         self.query = request.query or (rows // 2, columns // 2)
         self.query_index = self.query[0] * columns + self.query[1]
 
     def query_row(self, attention: Tensor) -> Tensor:
-        """The query's attention to the patches, (..., M, M) -> (..., rows, columns)."""
-        return patch_row(attention, self.query_index, self.tokens).unflatten(-1, self.grid)
+        """The query's attention to the patches, (..., M, M) -> (..., rows, columns); what comes before the patches is left out."""
+        tokens = self.grid[0] * self.grid[1]
+        return attention[..., -tokens:, -tokens:][..., self.query_index, :].unflatten(-1, self.grid)
 
     @torch.no_grad()
-    def attention_on(self, example: Example) -> list[Tensor]:
+    def attention_on(self, example: Example, probe: str = "attention") -> list[Tensor]:
         """Attention of each layer, (heads, M, M), on the CPU."""
-        with recorded("attention") as values:
+        with recorded(probe) as values:
             self.model(example.image[None])
-        return [value[0].cpu() for value in values["attention"]]
+        return [value[0].cpu() for value in values[probe]]
+
+    def maps_on(self, example: Example, probe: str = "attention") -> Tensor:
+        """The query's attention: (layers, heads, rows, columns), on the CPU."""
+        return torch.stack([self.query_row(layer) for layer in self.attention_on(example, probe)])
+
+    def plots_on_examples(self, caption: str, maps: Sequence[Tensor], draw: Callable[..., Figure]) -> list[Plot]:
+        """A figure of each example. Args: maps: of each; draw: takes them, the query and the image."""
+        return [
+            Plot(caption, partial(draw, of_image, self.query, example.pixels), f"Attention on {example.label} ({example.key})")
+            for example, of_image in zip(self.request.examples, maps)
+        ]
 
 
 class AttentionChapter(GridChapter):
@@ -182,7 +192,7 @@ class DeiTChapter(GridChapter):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self._average = self.collect(QueryMaps(self.query_index, self.tokens))
+        self._average = self.collect(QueryMaps(self.query_row))
         if self.model.phi_design is None:  # its nonlocality and impact are in PerViT's chapters
             self._measures = self.collect(PhiMeasures(self.grid, "attention", self.model.relative_position))
 
@@ -217,7 +227,7 @@ class DeiTChapter(GridChapter):
 
     @figure("average_maps", "Attention averaged over images", "ConViT, Fig. 15", "images")
     def _average_maps(self, findings: Findings) -> Plot:
-        maps = self._average.mean("maps").unflatten(-1, self.grid)  # (layers, heads, rows, columns)
+        maps = self._average.mean("maps")  # (layers, heads, rows, columns)
         findings.measure("average_attention", maps, f"{_MAPS}, mean over the images", _DIGITS)
         return Plot(
             "Attention of the marked patch to all patches, mean over the images, which leaves what does not depend on their content. "
@@ -242,14 +252,10 @@ class DeiTChapter(GridChapter):
     def _attention_maps(self, findings: Findings) -> list[Plot]:
         maps = [of_query for of_query, _ in self._shown]
         findings.measure("attention_maps", maps, f"[example]{_MAPS}; examples in the order of examples", _DIGITS)
-        return [
-            Plot(
-                "Attention of the marked patch to all patches. One column per layer, one row per head; the colours are logarithmic.",
-                partial(_draw_maps, of_image, self.query, example.pixels),
-                title=f"Attention on {example.label} ({example.key})",
-            )
-            for example, of_image in zip(self.request.examples, maps)
-        ]
+        caption = (
+            "Attention of the marked patch to all patches. One column per layer, one row per head; the colours are logarithmic."
+        )
+        return self.plots_on_examples(caption, maps, _draw_maps)
 
     @cached_property
     def _shown(self) -> list[tuple[Tensor, Tensor]]:

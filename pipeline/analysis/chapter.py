@@ -41,13 +41,7 @@ class Findings:
     omitted: dict[str, str] = field(default_factory=dict)  # name of a figure -> why this model has none, one sentence
 
     def measure(self, name: str, value: Any, unit: str, digits: int = 17) -> None:
-        """Put numbers under a dotted name.
-
-        Args:
-            value: what :func:`~pipeline.analysis.measures.plain` takes.
-            unit: shape and unit.
-            digits: significant ones.
-        """
+        """Put numbers, :func:`~pipeline.analysis.measures.plain` with so many digits, under a dotted name. Args: unit: shape and unit."""
         *path, last = name.split(".")
         place = self.measures
         for part in path:

@@ -6,7 +6,6 @@ self-attention (GPSA) have no class token; the attention that the others pay to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,6 @@ from pipeline.page import RED
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Gates = Sequence[Sequence[float] | None]  # [layer][head]; None: a layer without
 LOCALITY_STRENGTHS = (0.1, 0.3, 1.0, 3.0)  # α of the initial maps that are shown; 1 is the paper's choice
 _DIGITS = 4  # significant digits of maps in analysis.json
 _LOWEST = 1e-5  # attention below it has the lowest colour of a logarithmic scale
@@ -42,7 +40,7 @@ class ConViTChapter(GridChapter):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self._gates = gates(self.model)
-        self._maps = self.collect(QueryMaps(self.query_index, self.tokens))
+        self._maps = self.collect(QueryMaps(self.query_row))
 
     def lacks(self, name: str) -> str | None:
         switches = self.model.switches
@@ -74,29 +72,24 @@ class ConViTChapter(GridChapter):
 
     @figure("attention_maps", "Attention on an image", "ConViT, Fig. 7, 16 and 17", "examples")
     def _on_images(self, findings: Findings) -> list[Plot]:
-        examples = self.request.examples
-        maps = [torch.stack([self.query_row(layer) for layer in self.attention_on(example)]) for example in examples]
-        # (layers, heads, rows, columns) each
+        maps = [self.maps_on(example) for example in self.request.examples]  # (layers, heads, rows, columns) each
         findings.measure("attention_maps", maps, self._unit("", "[example][layer][head]"), _DIGITS)
-        return [
-            Plot(
-                "Attention of the marked patch to all patches, one row per layer, one column per head, on a logarithmic scale. The number "
-                "above a map is its head's gate, from white (content) to red (position); layers without are plain self-attention, whose "
-                "attention to the class token is not shown.",
-                partial(_maps_and_gates, of_image, self._gates, self.query, example.pixels),
-                title=f"Attention on {example.label} ({example.key})",
-            )
-            for example, of_image in zip(examples, maps)
-        ]
+        return self.plots_on_examples(
+            "Attention of the marked patch to all patches, one row per layer, one column per head, on a logarithmic scale. The number "
+            "above a map is its head's gate, from white (content) to red (position); layers without are plain self-attention, whose "
+            "attention to the class token is not shown.",
+            maps,
+            self._draw_maps,
+        )
 
     @figure("average_maps", "Attention averaged over images", "ConViT, Fig. 15", "images")
     def _average(self, findings: Findings) -> Plot:
-        maps = self._maps.mean("maps").unflatten(-1, self.grid)  # (layers, heads, rows, columns)
+        maps = self._maps.mean("maps")  # (layers, heads, rows, columns)
         findings.measure("average_attention", maps, self._unit("mean over the images, "), _DIGITS)
         return Plot(
             "Attention of the marked patch to all patches, mean over the images, which leaves what does not depend on their content. One "
             "row per layer, one column per head, on a logarithmic scale; the numbers are gates, from white (content) to red (position).",
-            partial(_maps_and_gates, maps, self._gates, self.query),
+            partial(self._draw_maps, maps, self.query),
             title=f"Attention averaged over {self.count:,} images",
         )
 
@@ -120,7 +113,7 @@ class ConViTChapter(GridChapter):
         return Plot(
             "The positional term's attention from the marked patch, the same for all images: one row per GPSA layer, one column per head, on "
             "a logarithmic scale. Numbers are gates, from white (the term is not used) to red (nothing else is).",
-            partial(_maps_and_gates, maps, self._gates, self.query),
+            partial(self._draw_maps, maps, self.query),
         )
 
     def _initial_distance(self) -> float | None:
@@ -170,6 +163,29 @@ class ConViTChapter(GridChapter):
             fresh(example.image[None].float().cpu())
         return self.query_row(values["attention"][0])[0]
 
+    def _draw_maps(self, maps: Tensor, query: tuple[int, int], pixels: Tensor | None = None) -> Figure:
+        """Maps of a query (layers, heads, rows, columns), their gates above them, and the image (3, S, S) if there is one."""
+        import matplotlib
+
+        layers, heads = maps.shape[:2]
+        low, shown = max(float(maps.min()), _LOWEST), [of_layer or () for of_layer in self._gates[:layers]]
+        colors = matplotlib.colormaps["Reds"]  # white: content, red: position
+        return map_figure(
+            maps,
+            "Attention (logarithmic)",
+            query,
+            rows=numbers(layers),
+            columns=numbers(heads),
+            xlabel="Head",
+            ylabel="Layer",
+            limits=(low, max(float(maps.max()), 1.01 * low)),
+            log=True,
+            cell=min(0.62, max(0.44, 7 / heads)),
+            picture=pixels,
+            notes=[[f"{gate:.2f}" for gate in of_layer] for of_layer in shown],
+            note_colors=[[colors(0.75 * gate) for gate in of_layer] for of_layer in shown],
+        )
+
     def _unit(self, what: str = "", first: str = "[layer][head]") -> str:
         row, column = self.query
         return f"{first}[row][column], {what}attention of the patch at row {row}, column {column}, counted from 0"
@@ -202,27 +218,3 @@ def initial_positions(heads: int, grid: tuple[int, int], strength: float) -> Ten
     torch.nn.init.zeros_(attention.position_projection.bias)
     attention.init_convolution(strength)
     return attention.position_scores(relative_positions(*grid, torch.device("cpu"), torch.float64)).softmax(-1)
-
-
-def _maps_and_gates(maps: Tensor, values: Gates, query: tuple[int, int], pixels: Tensor | None = None) -> Figure:
-    """Maps of a query (layers, heads, rows, columns), their gates above them, and the image (3, S, S) if there is one."""
-    import matplotlib
-
-    layers, heads = maps.shape[:2]
-    low, shown = max(float(maps.min()), _LOWEST), [of_layer or () for of_layer in values[:layers]]
-    colors = matplotlib.colormaps["Reds"]  # white: content, red: position
-    return map_figure(
-        maps,
-        "Attention (logarithmic)",
-        query,
-        rows=numbers(layers),
-        columns=numbers(heads),
-        xlabel="Head",
-        ylabel="Layer",
-        limits=(low, max(float(maps.max()), 1.01 * low)),
-        log=True,
-        cell=min(0.62, max(0.44, 7 / heads)),
-        picture=pixels,
-        notes=[[f"{gate:.2f}" for gate in of_layer] for of_layer in shown],
-        note_colors=[[colors(0.75 * gate) for gate in of_layer] for of_layer in shown],
-    )

@@ -53,8 +53,6 @@ class FirstImages:
 
     Args:
         forward: (B, 3, H, W) -> anything; in eval mode.
-        image_size: side of the images in pixels.
-        world: all ranks.
     """
 
     def __init__(self, forward: Callable[[Tensor], object], image_size: int, world: World) -> None:

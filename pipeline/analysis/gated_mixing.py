@@ -83,13 +83,7 @@ def token_mixing_distance(mixing: Tensor, window: int) -> Tensor:
     |A_qk| / Σ_k |A_qk|.
 
     PosMLP defines no such number. The rows of ggqpe are a softmax, and the shares are the map itself. The other maps have no
-    softmax and signed weights, with which they sum tokens of norm 1 (Eq. 9): their magnitude is their share.
-
-    Args:
-        mixing: (..., N, N); N = window².
-
-    Returns:
-        (...) float64.
+    softmax and signed weights, with which they sum tokens of norm 1 (Eq. 9): their magnitude is their share. (..., N, N) -> (...)
     """
     shares = mixing.double().abs()
     shares = shares / shares.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
@@ -102,12 +96,9 @@ def covariance_gain(covariance: Tensor) -> Tensor:
     Despite its name Σ is what Eq. 5 writes as an inverse: 1 / √λ is the standard deviation along an axis in patches. Of
     ``covariance: free`` (Σ = Γ) it takes the symmetric part, which is all that the quadratic form depends on.
 
-    Args:
-        covariance: (..., 2, 2).
-
     Returns:
-        (...) float64; NaN where the smaller eigenvalue is below :data:`SINGULAR`, which Eq. 16 leaves out. With ``free`` it may be
-        negative: no Gaussian.
+        (..., 2, 2) -> (...) float64; NaN where the smaller eigenvalue is below :data:`SINGULAR`, which Eq. 16 leaves out. With
+        ``free`` it may be negative: no Gaussian.
     """
     sigma = covariance.double()
     smaller, larger = torch.linalg.eigvalsh((sigma + sigma.transpose(-1, -2)) / 2).unbind(-1)

@@ -12,9 +12,7 @@ from pipeline.analysis.chapter import Example
 from pipeline.cluster.world import World
 from pipeline.config import Config
 from pipeline.errors import UserError
-from pipeline.inference.evaluation import check_same_classes
-from pipeline.loader.batches import EvalBatches
-from pipeline.loader.loader import Loader
+from pipeline.inference.evaluation import check_same_classes, evaluation_loader
 from pipeline.shards.image_folder import ImageFolder, open_split
 from pipeline.shards.shard_set import ShardSet
 from pipeline.stores.place import Place
@@ -68,10 +66,7 @@ def open_images(data: Place, split: str, classes: Sequence[str], checkpoint: str
 def choose(size: int, count: int, seed: int) -> np.ndarray:
     """Numbers of ``count`` samples out of ``size``, at random without replacement; all of them if there are fewer.
 
-    A function of its arguments alone. The first of them are a random choice too, and the same for every count.
-
-    Returns:
-        (min(count, size),) int64, in random order.
+    The first of them are a random choice too, and the same for every count: (min(count, size),) int64, in random order.
     """
     return sample_at(np.arange(min(count, size)), 0, size, seed, Stream.SUBSET)
 
@@ -106,15 +101,15 @@ def load_examples(split: ShardSet | ImageFolder, numbers: np.ndarray, config: Co
     if len(numbers) == 0:
         return []
     images = ChosenImages(split, numbers)
-    size, data = config.model.image_size, config.data.model_copy(update={"read_ahead": 1, "prefetch": 1})
-    alone = {"rank": 0, "world_size": 1}
-    batches = EvalBatches(shards=images, image_size=size, batch_size=len(numbers), **alone, eval_crop=data.eval_crop)
-    loader = Loader(batches, data, world.device, world.cpu_threads)
+    one_batch = {"eval.batch_size": len(numbers), "data.read_ahead": 1, "data.prefetch": 1}
+    loader = evaluation_loader(images, config.with_values(one_batch), World(0, 1, world.device, world.cpu_threads))
     batch = next(loader)
     loader.close()
     for sentence in loader.bad.take_unreported().values():
         _log.warning(sentence)
-    mean, std = (torch.tensor(values, device=world.device)[:, None, None] for values in (data.mean, data.std))  # (3, 1, 1)
+    mean, std = (
+        torch.tensor(values, device=world.device)[:, None, None] for values in (config.data.mean, config.data.std)
+    )  # (3, 1, 1)
     return [
         Example(
             key=images.key(place),

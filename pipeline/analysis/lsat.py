@@ -35,27 +35,9 @@ Grid = tuple[int, int]  # (rows, columns) of patches
 _NO_SUCH = "Eq. 3 (the paper has no such figure)"
 
 
-def shift_distance(weights: Tensor, shifts: Tensor) -> Tensor:
-    """Distance in pixels of a variant's patch from the unshifted one, mean over variants by their weight: Σ_s W_is |shift_s|.
-
-    Args:
-        weights: (..., T), rows sum to 1 (Eq. 3).
-        shifts: (T, 2) in pixels.
-    """
-    return (weights.double() * torch.linalg.vector_norm(shifts.double(), dim=-1)).sum(-1)
-
-
-def used_shifts(weights: Tensor) -> Tensor:
-    """How many variants a patch uses: exp of the entropy of W_i (..., T), from 1 (a single one) to T (all alike)."""
-    return torch.special.entr(weights.double()).sum(-1).exp()
-
-
 def pair_distances(block: AnyBlock, grid: Grid, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Distances of a block's queries from its keys in patches, in the layout of its probe ``attention``.
-
-    Args:
-        block: a global block, or one of Table 6. CvT's keys are every second patch along both axes.
-        grid: of its patches.
+    """Distances of a block's queries from its keys in patches, in the layout of its probe ``attention``. The block is a global one, or
+    one of Table 6; CvT's keys are every second patch along both axes.
 
     Returns:
         distances (groups, L, S) float64; queries (groups, L) bool, False for the padding of Swin's windows.
@@ -75,8 +57,8 @@ def pair_distances(block: AnyBlock, grid: Grid, device: torch.device | None = No
 
 
 class LSATAttention(Collector):
-    """Over images: weights of the variants by head and patch, what :func:`shift_distance` and :func:`used_shifts` make of them, and
-    the mean attention distance (ConViT, Eq. 8) of every other layer and head.
+    """Over images, weights of the variants by head and patch, their mean distance in pixels and how many of them a patch uses, and the
+    mean attention distance (ConViT, Eq. 8) of every other layer and head.
 
     Sums: ``weights`` (1, heads, N, T), ``shift_distance`` and ``used_shifts`` (1, heads), ``distance_<layer>`` (1, heads).
     """
@@ -87,10 +69,11 @@ class LSATAttention(Collector):
 
     def see(self, name: str, value: Tensor) -> None:
         if self.layer == 0 and self.shifts is not None:
-            weights, self.shifts = value.squeeze(3), self.shifts.to(value.device)  # (B, heads, N, T)
+            weights, lengths = value.squeeze(3), self.shifts.double().norm(dim=-1).to(value.device)  # (B, heads, N, T), (T,)
             self.add("weights", 0, weights)
-            self.add("shift_distance", 0, shift_distance(weights, self.shifts).mean(-1))
-            self.add("used_shifts", 0, used_shifts(weights).mean(-1))
+            self.add("shift_distance", 0, (weights.double() * lengths).sum(-1).mean(-1))
+            # exp of the entropy: from 1 (a single variant) to T (all alike)
+            self.add("used_shifts", 0, torch.special.entr(weights.double()).sum(-1).exp().mean(-1))
             return
         distances, queries = pair_distances(*self.blocks[self.layer], value.device)  # 79 MB for LSAT-S's first level
         # One image at a time: in double precision, a batch of them would not fit for 3136 patches.

@@ -28,12 +28,7 @@ def bare(axes: Axes) -> None:
 
 
 def mark_query(axes: Axes, query: Query, corner: tuple[float, float] = (0, 0), side: float = 1.0) -> None:
-    """Frame a patch in a map drawn by imshow.
-
-    Args:
-        corner: (row, column) of the map's first pixel in the axes.
-        side: of a patch, in pixels of the axes.
-    """
+    """Frame a patch in a map that begins at a corner (row, column) of the axes. Args: side: of a patch, in pixels of the axes."""
     from matplotlib.patches import Rectangle
 
     place = (corner[1] + query[1] * side - 0.5, corner[0] + query[0] * side - 0.5)

@@ -203,10 +203,9 @@ class RegionsChapter(PeripheralChapter):
         others = 2 + int(getattr(self.model.switches, "cpe", False))  # the MLP's two linear layers, and the CPE if there is one
         counts = count_regions(regions, others)  # (layers, 4)
         radii = region_radii(*self.grid)
-        intervals = [
-            f"{name} [{inner:.2f}, {outer:.2f})" for name, (inner, outer) in zip(NAMES.values(), pairwise((0.0, *radii)))
-        ]
-        empty = [name for name, inside in zip(NAMES.values(), region_masks(*self.grid)) if not inside.any()]
+        limits, masks = pairwise((0.0, *radii)), region_masks(*self.grid)
+        intervals = [f"{name} [{inner:.2f}, {outer:.2f})" for name, (inner, outer) in zip(NAMES.values(), limits)]
+        empty = [name for name, inside in zip(NAMES.values(), masks) if not inside.any()]
         nowhere = f" On this grid no two tokens are at a {' or '.join(empty)} distance." if empty else ""
         order = "|".join(REGIONS)
         named = [[REGIONS[head] for head in layer] for layer in regions.tolist()]
@@ -219,8 +218,8 @@ class RegionsChapter(PeripheralChapter):
         ):
             findings.measure(name, value, unit)
         return Plot(
-            f"Distances from the query, in patches: {', '.join(intervals)}. A head is in the region that gets most of its Φp. As in the paper the other layers count as central: "
-            f"{'the 3 x 3 convolution (CPE) and ' if others == 3 else ''}the two linear layers of the MLP in each block. "
+            f"Distances from the query, in patches: {', '.join(intervals)}. A head is in the region that gets most of its Φp. As in the "
+            f"paper the other layers count as central: {'the 3 x 3 convolution (CPE) and ' if others == 3 else ''}the two linear layers of the MLP in each block. "
             f"The unit is one head, or one such layer.{nowhere}",
             partial(_pie_and_bars, counts),
         )
@@ -232,9 +231,6 @@ def count_regions(regions: Tensor, other_layers: int) -> Tensor:
     Args:
         regions: (layers, heads), indices into :data:`~pipeline.analysis.measures.REGIONS`.
         other_layers: of a block; PerViT: 3, the CPE and the MLP's two linear layers (footnote 7).
-
-    Returns:
-        (layers, 4) integers.
     """
     counts = torch.nn.functional.one_hot(regions, len(REGIONS)).sum(1)  # (layers, 4)
     counts[:, 0] += other_layers

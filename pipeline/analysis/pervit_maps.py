@@ -14,7 +14,6 @@ from pipeline.analysis.chapter import Example, Findings, Plot, figure
 from pipeline.analysis.maps import ATTENTION, draw_maps, map_figure, show_image, stretched
 from pipeline.analysis.pervit import NO_PHI_C, NO_PHI_P, PHI, PeripheralChapter
 from pipeline.analysis.style import new_figure, numbers
-from pipeline.models.common.probe import observed
 from pipeline.models.pervit.phi_model import PhiModel
 from pipeline.models.pervit.position import (
     NORM_BIAS,
@@ -140,9 +139,8 @@ def _query_map(log_phi: Tensor, grid: tuple[int, int], query: tuple[int, int]) -
 
 _LAYERS = (3, 4, 8)  # of Fig. 6, from 1
 _HEADS = 4  # shown side by side; PerViT-T has no more
-_Parts = Mapping[
-    str, Tensor
-]  # symbol of an attention -> maps of one image and query, heads sorted: (layers, heads, rows, columns)
+# Symbol of an attention -> maps of one image and query, heads sorted: (layers, heads, rows, columns)
+_Parts = Mapping[str, Tensor]
 
 
 class ImagesChapter(PeripheralChapter):
@@ -184,17 +182,9 @@ class ImagesChapter(PeripheralChapter):
     def _heads(self) -> str:
         return "the heads sorted by Ωp" if self.has_phi_p else "the heads in the model's order"
 
-    @torch.no_grad()
     def _parts(self, example: Example) -> _Parts:
         """Φc, and with Φp all three, on the CPU. Without Φp, Φa is Φc."""
-        contents: list[Tensor] = []
-
-        def keep(name: str, value: Tensor) -> None:  # (1, heads, M, M), of which only the query's row is kept
-            contents.append(self.query_row(value[0]).float().cpu())
-
-        with observed(keep, "phi_c"):
-            self.model(example.image[None])
-        phi_c = torch.stack(contents)  # (layers, heads, rows, columns)
+        phi_c = self.maps_on(example, "phi_c").float()
         if not self.has_phi_p:
             return {PHI["phi_c"]: phi_c}
         phi_p, phi_c = reordered(self.query_maps(), self.order), reordered(phi_c, self.order)

@@ -177,9 +177,9 @@ def check_names(only: Sequence[str], findings: Findings, model: str) -> None:
     Raises:
         UserError: the model has no figure of that name, whether the name is wrong or another family's.
     """
-    known = [plot.name for plot in findings.plots] + list(findings.omitted)
+    known = [*(plot.name for plot in findings.plots), *findings.omitted]
     for name in only:
-        if not any(_is_of(each, name) or _is_of(name, each) for each in known):
+        if not any(_is_of(figure, name) or _is_of(name, figure) for figure in known):
             raise UserError(
                 f"{model} has no figure {name!r}, it has {', '.join(dict.fromkeys(known))}", "pass some of these to --only"
             )

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.analysis.attention import DeiTChapter, PhiMeasures, QueryMaps
+from pipeline.analysis.attention import DeiTChapter
+from pipeline.analysis.chapter import Request
 from pipeline.models import create_model
 from pipeline.models.common.irpe import KeyPositions
 from pipeline.models.common.probe import observed
@@ -60,8 +61,7 @@ def test_measures_are_those_of_exponentiated_scores(model: DeiT) -> None:
     torch.manual_seed(1)
     images = torch.randn(3, 3, 16 * SIDE, 16 * SIDE, dtype=torch.float64)
     valid = torch.tensor([True, True, False])
-    measures = PhiMeasures((SIDE, SIDE), "attention", model.relative_position)
-    average = QueryMaps(query=5, tokens=TOKENS)
+    average, measures = DeiTChapter(Request(model, 16 * SIDE, query=(1, 2))).collectors
 
     def observe(name: str, value: Tensor) -> None:
         for each in (measures, average):
@@ -94,7 +94,7 @@ def test_measures_are_those_of_exponentiated_scores(model: DeiT) -> None:
                 psi_p += 1 / math.sqrt(near_p) / 2
                 psi_c += 1 / math.sqrt(near_c) / 2 if near_c else math.inf
             assert measures.mean("omega_a")[layer, head] == pytest.approx(omega, rel=1e-6)
-            torch.testing.assert_close(average.mean("maps")[layer, head], row, rtol=1e-6, atol=1e-12)
+            torch.testing.assert_close(average.mean("maps")[layer, head].flatten(), row, rtol=1e-6, atol=1e-12)
             if model.relative_position:
                 assert measures.mean("psi_p")[layer, head] == pytest.approx(psi_p, rel=1e-6)
                 assert measures.mean("psi_c")[layer, head] == pytest.approx(psi_c, rel=1e-6)
