@@ -74,8 +74,7 @@ class ImageMeasures(Collector):
 
 
 class AttentionDistance(ImageMeasures):
-    """Mean attention distance, ``distance``. A class token, as query and as key, is left out; the rows of the rest are normalized
-    again."""
+    """Mean attention distance, ``distance``. A class token, as query and key, is left out; the rest's rows are normalized again."""
 
     def __init__(self, grid: tuple[int, int]) -> None:
         super().__init__(grid, "attention")

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NO_IMAGES = "It needs images: pass --data."
-_Needs = Literal["weights", "images", "examples"]
 _AnyCollector = TypeVar("_AnyCollector", bound=Collector)
 
 
@@ -70,24 +69,23 @@ class Request:
     examples: Sequence[Example] = ()  # empty without --data
 
 
-@dataclass(frozen=True)
-class Declared:
-    """A figure of a chapter, see :func:`figure`."""
+@dataclass
+class figure:
+    """Decorator: declare the figure that a chapter's method makes. Figures are on the page in the order of their methods.
+
+    The method gets the findings, to which it adds the figure's numbers. It returns a :class:`Plot`, or a list of them, whose figures
+    are called ``name_1``, ``name_2``, ... It is called if the model does not lack the figure and what it needs is there.
+    """
 
     name: str
     title: str
     source: str
-    needs: _Needs
-    make: Callable[[Any, Findings], Plot | list[Plot]]
+    needs: Literal["weights", "images", "examples"] = "weights"
+    make: Callable[[Any, Findings], Plot | list[Plot]] = field(init=False)
 
-
-def figure(name: str, title: str, source: str, needs: _Needs = "weights") -> Callable[[Callable], Declared]:
-    """Decorator: declare the figure that a chapter's method makes. Figures are on the page in the order of their methods.
-
-    The method gets the findings, to which it adds the figure's numbers. It returns a :class:`Plot`, or a list of them, whose figures
-    are called ``name_1``, ``name_2``, ... It is called if the model does not lack the figure and ``needs`` are there.
-    """
-    return lambda make: Declared(name, title, source, needs, make)
+    def __call__(self, make: Callable[[Any, Findings], Plot | list[Plot]]) -> figure:
+        self.make = make
+        return self
 
 
 class Chapter:
@@ -98,10 +96,10 @@ class Chapter:
     """
 
     models: ClassVar[tuple[type[VisionModel], ...]] = ()
-    declared: ClassVar[list[Declared]] = []
+    declared: ClassVar[list[figure]] = []
 
     def __init_subclass__(cls) -> None:
-        cls.declared = [value for value in vars(cls).values() if isinstance(value, Declared)]
+        cls.declared = [value for value in vars(cls).values() if isinstance(value, figure)]
 
     def __init__(self, request: Request) -> None:
         self.request, self.model = request, request.model
@@ -133,23 +131,15 @@ class Chapter:
         """Add numbers, figures and what does not apply."""
         self.measure(findings)
         for declared in self.declared:
+            there = {"weights": True, "images": self.count, "examples": self.request.examples}[declared.needs]
             reason = self.lacks(declared.name)
-            reason = self._missing(declared.needs) if reason is None else reason
+            if reason is None and not there:
+                reason = "It shows examples: pass --examples." if declared.needs == "examples" and self.count else NO_IMAGES
             if reason:
                 findings.omitted[declared.name] = reason
             if reason is not None:
                 continue
             made = declared.make(self, findings)
-            plots = (
-                {f"{declared.name}_{i}": plot for i, plot in enumerate(made, 1)}
-                if isinstance(made, list)
-                else {declared.name: made}
-            )
-            for name, plot in plots.items():
+            for number, plot in enumerate(made if isinstance(made, list) else [made], start=1):
+                name = f"{declared.name}_{number}" if isinstance(made, list) else declared.name
                 findings.plots.append(replace(plot, name=name, title=plot.title or declared.title, source=declared.source))
-
-    def _missing(self, needs: _Needs) -> str | None:
-        if needs == "examples" and self.count and not self.request.examples:
-            return "It shows examples: pass --examples."
-        there = {"weights": True, "images": self.count, "examples": self.request.examples}[needs]
-        return None if there else NO_IMAGES

@@ -98,7 +98,10 @@ class ConViTChapter(GridChapter):
         maps = positions(self.model, self.grid)  # (GPSA layers, heads, N, N)
         distances = mean_attention_distance(maps, query_key_distances(*self.grid))  # (GPSA layers, heads)
         found = [*distances.tolist(), *[None] * (len(self.model.blocks) - self.model.gpsa_layers)]
-        initial = self._initial_distance()
+        initial = None
+        if self.model.switches.conv_init:
+            start = initial_positions(maps.shape[1], self.grid, self.model.switches.locality_strength)
+            initial = float(mean_attention_distance(start, query_key_distances(*self.grid)).mean())
         findings.measure("position_distance", found, "[layer][head], patches; null: a layer without position")
         return Plot(
             "Mean distance from the query to where a head's positional term attends (Eq. 8, for the second term of Eq. 7), in patches, "
@@ -115,13 +118,6 @@ class ConViTChapter(GridChapter):
             "a logarithmic scale. Numbers are gates, from white (the term is not used) to red (nothing else is).",
             partial(self._draw_maps, maps, self.query),
         )
-
-    def _initial_distance(self) -> float | None:
-        if not self.model.switches.conv_init:
-            return None
-        heads = positional_layers(self.model)[0].heads
-        maps = initial_positions(heads, self.grid, self.model.switches.locality_strength)
-        return float(mean_attention_distance(maps, query_key_distances(*self.grid)).mean())
 
     @figure("initial_positions", "Initialized as a convolution", "ConViT, Fig. 3")
     def _initialization(self, findings: Findings) -> Plot:

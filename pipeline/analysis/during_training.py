@@ -29,10 +29,8 @@ _DIGITS = 6  # significant digits in metrics.jsonl
 
 
 class _OfWeights(Collector):
-    """A value (heads, ...) of each layer that depends on no image, as ``measure`` of it, (heads,). A layer offers it before ``attention``.
-
-    Layers that do not offer it have None, as have those whose value is of images: iRPE's scores, which depend on the queries.
-    """
+    """What ``measure`` makes, (heads,), of a value (heads, ...) that a layer offers before ``attention``, whatever the image. Layers that
+    do not offer it have None, as have those whose value is of images: iRPE's scores, which depend on the queries."""
 
     def __init__(self, probe: str, measure: Callable[[Tensor], Tensor]) -> None:
         super().__init__(probe, "attention")

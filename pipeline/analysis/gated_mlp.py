@@ -7,7 +7,7 @@ has the same map without the pairs that the border separates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +74,28 @@ class GatedMLPChapter(Chapter):
             "Weights with which the tokens of a window are summed into the framed query, by layer and channel group "
             f"(model.switches.mixing: {self._mixing}). Each map is divided by its largest {'magnitude' if self._signed else 'weight'}, so "
             f"that colours show shape and not size. {self._windows()}",
-            partial(_mixing_maps, maps, queries, [layer.label for layer in shown], numbers, self._signed),
+            partial(self._mixing_maps, shown, maps, numbers),
         )
 
     def _some(self, count: int) -> list[MixingLayer]:
         return [self._layers[i] for i in spread(len(self._layers), count)]
+
+    def _mixing_maps(self, shown: list[MixingLayer], maps: list[Tensor], groups: list[list[int]]) -> Figure:
+        """PosMLP, Fig. 4: a row per layer, a column per channel group; with one group, layer after layer (Fig. 1d)."""
+        label = f"weight / largest {'magnitude' if self._signed else 'weight'}"
+        drawing: dict[str, Any] = {"limits": (-1.0, 1.0), "colors": DIVERGING} if self._signed else {"limits": (0.0, 1.0)}
+        labels, queries = [layer.label for layer in shown], [layer.query(self.request.query) for layer in shown]
+        shares = [of_layer / of_layer.abs().amax((1, 2), keepdim=True).clamp_min(1e-300) for of_layer in maps]
+        if max(map(len, maps)) == 1:
+            titles = [f"layer {layer}" for layer in labels]
+            return _layer_maps([of_layer[0] for of_layer in shares], titles, label, queries, **drawing)
+        names = [[str(group) for group in of_layer] for of_layer in groups]
+        if all(of_layer == names[0] for of_layer in names):
+            drawing |= {"columns": names[0], "xlabel": "Channel group"}
+        else:
+            drawing |= {"notes": names, "xlabel": "Channel groups, evenly chosen"}
+        marked = [[query] * len(of_layer) for query, of_layer in zip(queries, maps)]
+        return map_figure(shares, label, marked, rows=labels, ylabel="Layer", **drawing)
 
     def _windows(self) -> str:
         if isinstance(self.model, GMLP):
@@ -120,8 +137,36 @@ class GatedMLPChapter(Chapter):
             "Queries down, keys across, both row by row of the window; at the right, the marked row (the query of the maps above) "
             "as a curve over the keys. W has a weight for each pair of tokens and r for each relative position, which repeats along "
             "the diagonals. The paper draws row 40.",
-            partial(_mixing_rows, parts, rows, [layer.label for layer in shown], self._signed),
+            partial(self._mixing_rows, shown, rows, parts),
         )
+
+    def _mixing_rows(self, shown: list[MixingLayer], rows: list[int], parts: list[dict[str, Tensor]]) -> Figure:
+        """PosMLP, Fig. 7: per layer the maps (N, N) by their symbols as matrices, as many in each, and one of their rows as curves."""
+        columns = len(parts[0])
+        figure = new_figure(2.0 * columns + 4.2, 1.9 * len(parts) + 0.3)
+        grid = figure.subplots(len(parts), columns + 1, squeeze=False, width_ratios=[1.0] * columns + [1.9])
+        for (*matrices, curves), of_layer, row, layer in zip(grid, parts, rows, shown):
+            largest = max(float(part.abs().max()) for part in of_layer.values()) or 1e-12
+            colors: dict[str, Any] = {"cmap": DIVERGING, "vmin": -largest} if self._signed else {"cmap": ATTENTION, "vmin": 0.0}
+            for axes, (name, matrix), color in zip(matrices, of_layer.items(), COLOURS, strict=False):
+                image = axes.imshow(matrix.numpy(), interpolation="nearest", **colors, vmax=largest)
+                axes.axhline(row, color="black" if self._signed else RED, linewidth=0.6)
+                axes.set_title(name, fontsize=8)
+                axes.set(xticks=[0, len(matrix) - 1], yticks=[0, row, len(matrix) - 1])
+                curves.plot(matrix[row].numpy(), color=color, linewidth=1.0, label=name)
+            matrices[0].set_ylabel(f"Layer {layer.label}", fontsize=8)
+            bar = figure.colorbar(image, ax=matrices, fraction=0.025, pad=0.01, aspect=18)
+            bar.ax.tick_params(labelsize=7)
+            bar.ax.locator_params(axis="y", nbins=4)
+            for axes in (bar.ax, curves):
+                axes.ticklabel_format(axis="y", scilimits=(-2, 3))
+            curves.grid()
+            curves.set_title(f"row {row}", fontsize=8)
+            if columns > 1:
+                legend_beside(curves, fontsize=7)
+        for axes in grid[-1]:
+            axes.set_xlabel("key", fontsize=8)
+        return figure
 
     @figure("bias_maps", "Bias of every token", "PosMLP, Fig. 5")
     def _biases(self, findings: Findings) -> Plot:
@@ -164,35 +209,6 @@ def _rounded(values: Tensor) -> list:
     return values.round(decimals=decimals).tolist()
 
 
-def _mixing_maps(
-    maps: Sequence[Tensor],
-    queries: Sequence[tuple[int, int]],
-    labels: Sequence[str],
-    groups: Sequence[Sequence[int]],
-    signed: bool,
-) -> Figure:
-    """PosMLP, Fig. 4: a row per layer, a column per channel group; with one group, layer after layer (Fig. 1d).
-
-    Args:
-        maps: per layer (groups, window, window); windows and numbers of groups may differ.
-        queries: (row, column) within the window, per layer.
-        groups: numbers of the shown groups per layer.
-    """
-    label = f"weight / largest {'magnitude' if signed else 'weight'}"
-    drawing: dict[str, Any] = {"limits": (-1.0, 1.0), "colors": DIVERGING} if signed else {"limits": (0.0, 1.0)}
-    shares = [of_layer / of_layer.abs().amax((1, 2), keepdim=True).clamp_min(1e-300) for of_layer in maps]
-    if max(map(len, maps)) == 1:
-        titles = [f"layer {layer}" for layer in labels]
-        return _layer_maps([of_layer[0] for of_layer in shares], titles, label, queries, **drawing)
-    names = [[str(group) for group in of_layer] for of_layer in groups]
-    if all(of_layer == names[0] for of_layer in names):
-        drawing |= {"columns": names[0], "xlabel": "Channel group"}
-    else:
-        drawing |= {"notes": names, "xlabel": "Channel groups, evenly chosen"}
-    marked = [[query] * len(of_layer) for query, of_layer in zip(queries, maps)]
-    return map_figure(shares, label, marked, rows=labels, ylabel="Layer", **drawing)
-
-
 def _bias_maps(biases: Sequence[Tensor], labels: Sequence[str]) -> Figure:
     """PosMLP, Fig. 5: the bias of each token, a map (window, window) per layer."""
     titles, maps = [], []
@@ -213,32 +229,3 @@ def _layer_maps(
         return [values[first : first + across] for first in range(0, len(values), across)]
 
     return map_figure(in_rows(maps), label, in_rows(queries) or None, notes=in_rows(titles), xlabel="", cell=1.1, **drawing)
-
-
-def _mixing_rows(parts: Sequence[Mapping[str, Tensor]], rows: Sequence[int], labels: Sequence[str], signed: bool) -> Figure:
-    """PosMLP, Fig. 7: per layer the maps (N, N) by their symbols as matrices, as many in each, and one of their rows as curves."""
-    columns = len(parts[0])
-    figure = new_figure(2.0 * columns + 4.2, 1.9 * len(parts) + 0.3)
-    grid = figure.subplots(len(parts), columns + 1, squeeze=False, width_ratios=[1.0] * columns + [1.9])
-    for (*matrices, curves), of_layer, row, label in zip(grid, parts, rows, labels):
-        largest = max(float(part.abs().max()) for part in of_layer.values()) or 1e-12
-        colors: dict[str, Any] = {"cmap": DIVERGING, "vmin": -largest} if signed else {"cmap": ATTENTION, "vmin": 0.0}
-        for axes, (name, matrix), color in zip(matrices, of_layer.items(), COLOURS, strict=False):
-            image = axes.imshow(matrix.numpy(), interpolation="nearest", **colors, vmax=largest)
-            axes.axhline(row, color="black" if signed else RED, linewidth=0.6)
-            axes.set_title(name, fontsize=8)
-            axes.set(xticks=[0, len(matrix) - 1], yticks=[0, row, len(matrix) - 1])
-            curves.plot(matrix[row].numpy(), color=color, linewidth=1.0, label=name)
-        matrices[0].set_ylabel(f"Layer {label}", fontsize=8)
-        bar = figure.colorbar(image, ax=matrices, fraction=0.025, pad=0.01, aspect=18)
-        bar.ax.tick_params(labelsize=7)
-        bar.ax.locator_params(axis="y", nbins=4)
-        for axes in (bar.ax, curves):
-            axes.ticklabel_format(axis="y", scilimits=(-2, 3))
-        curves.grid()
-        curves.set_title(f"row {row}", fontsize=8)
-        if columns > 1:
-            legend_beside(curves, fontsize=7)
-    for axes in grid[-1]:
-        axes.set_xlabel("key", fontsize=8)
-    return figure

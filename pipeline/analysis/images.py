@@ -84,8 +84,7 @@ def example_numbers(split: ShardSet | ImageFolder, keys: Sequence[str], count: i
     """
     if not keys:
         return choose(len(split), count, seed)
-    wanted = dict.fromkeys(keys)
-    found = {key: index for index in range(len(split)) if (key := split.key(index)) in wanted}
+    found = {key: index for index in range(len(split)) if (key := split.key(index)) in keys}
     for key in keys:
         if key not in found:
             raise UserError(

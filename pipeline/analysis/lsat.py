@@ -241,12 +241,11 @@ def _shift_planes(weights: Tensor, shifts: Tensor) -> Figure:
     figure = new_figure(2.1 * across + 0.9, 2.3 * down * max(rows / columns, 0.6))
     grid = figure.subplots(down, across, squeeze=False)
     lowest, highest = float(weights.min()), float(weights.max())
-    for axes in grid.flat:
+    for axes in grid.flat[len(weights) :]:
         axes.set_axis_off()
     for head, (axes, of_head) in enumerate(zip(grid.flat, weights.numpy()), start=1):
         plane = np.full((rows, columns), np.nan)
         plane[offsets[:, 0] - top, offsets[:, 1] - left] = of_head
-        axes.set_axis_on()
         axes.spines[:].set_visible(False)
         image = axes.imshow(plane, cmap=ATTENTION, vmin=lowest, vmax=highest)
         for (y, x), weight in zip(offsets, of_head):

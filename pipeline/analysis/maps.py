@@ -168,16 +168,14 @@ def map_figure(
 
 def overlay(image: Any, attention: Any, limits: tuple[float, float]) -> np.ndarray:
     """Attention (h, w) on an image (3, H, W) in [0, 1], as (H, W, 3): grey, and each patch coloured by the map within the limits."""
-    import matplotlib
+    from matplotlib import colormaps
 
     pixels = np.asarray(image, dtype=np.float64).transpose(1, 2, 0)  # (H, W, 3)
     values, (low, high) = np.asarray(attention, dtype=np.float64), limits
     shares = np.clip((values - low) / ((high - low) or 1.0), 0, 1)
     tiled = np.kron(shares, np.ones((pixels.shape[0] // values.shape[0], pixels.shape[1] // values.shape[1])))  # (H, W)
-    tint = matplotlib.colormaps[ATTENTION](tiled)[..., :3]  # (H, W, 3)
-    grey = pixels @ np.array([0.299, 0.587, 0.114])
-    blended: np.ndarray = 0.45 * grey[..., None] + 0.55 * tint
-    return blended
+    grey = pixels @ np.array([0.299, 0.587, 0.114])[:, None]  # (H, W, 1)
+    return np.asarray(0.45 * grey + 0.55 * colormaps[ATTENTION](tiled)[..., :3])
 
 
 def overlay_grid(

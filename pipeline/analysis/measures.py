@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Loader
 from pipeline.models.common.probe import observed
 
-Region = Literal["c", "p", "m", "f"]  # central, para-central, mid and far peripheral
-REGIONS: tuple[Region, ...] = ("c", "p", "m", "f")
+REGIONS = ("c", "p", "m", "f")  # central, para-central, mid and far peripheral
 _ANGLES, _FIELD = (5, 40, 120, 220), 220  # degrees of the visual field (PerViT, Appendix B)
 
 
@@ -53,18 +52,13 @@ def nonlocality(phi: Tensor, distances: Tensor) -> Tensor:
 
 
 def mean_attention_distance(attention: Tensor, distances: Tensor) -> Tensor:
-    """D_loc: distance from the query at which a head looks, in patches, mean over queries (ConViT, Eq. 8): (...) float64.
-
-    Of attention (..., N, N) whose rows sum to 1 it is N times :func:`nonlocality`.
-    """
+    """D_loc: distance from the query at which a head looks, in patches, mean over queries (ConViT, Eq. 8): (...) float64. Of attention
+    (..., N, N) whose rows sum to 1 it is N times :func:`nonlocality`."""
     return (attention.double() * distances).sum(dim=(-2, -1)) / distances.shape[0]
 
 
 def impact(phi: Tensor, mixed: Tensor) -> Tensor:
-    """Ψ: inverse of the Frobenius distance of Φp or Φc (..., N, N) from the mixed Φa (PerViT, Eq. 12): (...) float64.
-
-    It is infinite where both are equal.
-    """
+    """Ψ: inverse of the Frobenius distance of Φp or Φc (..., N, N) from the mixed Φa; infinite if equal (PerViT, Eq. 12): (...) float64."""
     return torch.linalg.matrix_norm(mixed.double() - phi.double()).reciprocal()
 
 
@@ -105,17 +99,13 @@ class Collector:
     Args:
         probes: names of the values to look at, in the order in which a layer offers them. The last must be one that every layer
             offers exactly once: it ends the layer.
-
-    Attributes:
-        sums: name -> float64 tensor on the device; :meth:`add` creates and adds. All are summed over the ranks.
-        count: images seen by all ranks, after the pass.
     """
 
     def __init__(self, *probes: str) -> None:
         self.probes = probes
         self.layer = 0
-        self.sums: dict[str, Tensor] = {}
-        self.count = 0
+        self.sums: dict[str, Tensor] = {}  # float64, on the device; they are added up over the ranks
+        self.count = 0  # images seen by all ranks, after the pass
 
     def begin(self, valid: Tensor) -> None:
         """Before a batch. Args: valid: (B,) bool, False for padding, which must not count."""
@@ -148,15 +138,11 @@ def run_pass(
     collectors: Sequence[Collector],
     progress: Callable[[range], Iterable[int]] = lambda batches: batches,
 ) -> int:
-    """One pass over the loader's set. Collective.
+    """One pass over the loader's set. Collective. Returns the images seen by all ranks.
 
     Args:
         forward: images (B, 3, H, W) -> anything; a model in eval mode, not compiled.
-        loader: an evaluation's.
         progress: wraps the range of batches, as tqdm does.
-
-    Returns:
-        Images seen by all ranks.
     """
     count = torch.zeros((), dtype=torch.float64, device=world.device)
     for _ in progress(range(len(loader.batches))):
@@ -184,11 +170,7 @@ def look(forward: Callable[[Tensor], object], images: Tensor, valid: Tensor, col
 
 
 def add_over_ranks(count: Tensor, world: World, collectors: Sequence[Collector]) -> int:
-    """Add up what all ranks have seen, at the end of a pass. Collective. Returns the images of all ranks.
-
-    Args:
-        count: (), images that counted on this rank.
-    """
+    """Add up what all ranks have seen at the end of a pass, of which ``count`` () images are this rank's. Collective; returns all."""
     total = int(world.sum(count).item())
     for each in collectors:
         each.count = total

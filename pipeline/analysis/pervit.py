@@ -98,9 +98,8 @@ class PerViTChapter(PeripheralChapter):
             return f"{NO_PHI_P} So Φa is Φc."
         if name == "impact" and not self.has_phi_c:
             return NO_PHI_C
-        if name == "nonlocality" and not self._omega:
-            return NO_IMAGES
-        return NO_IMAGES if name == "nonlocality_by_component" and "attention" not in self._omega else None
+        there = {"nonlocality": bool(self._omega), "nonlocality_by_component": "attention" in self._omega}
+        return None if there.get(name, True) else NO_IMAGES
 
     def measure(self, findings: Findings) -> None:
         omega: dict[str, Tensor] = {}

@@ -49,10 +49,8 @@ def as_convolution(convolution: nn.Conv2d) -> Layer:
     """The layer whose nine heads are a 3x3 convolution (Eq. 42 to 54), for any content attention.
 
     The layer is 9 · in_channels wide: the appendix assumes heads as wide as the input. Its input has the convolution's in its first
-    channels and anything in the others; its output has the convolution's in its first. :func:`convolved` applies it to an image.
-
-    Args:
-        convolution: 3x3, stride 1, zero padding of 1, not dilated, one group, out_channels at most 9 · in_channels.
+    channels and anything in the others; its output has the convolution's in its first. The convolution is 3x3, with stride 1 and zero
+    padding of 1, not dilated, of one group and with out_channels of at most 9 · in_channels. :func:`convolved` applies the layer.
     """
     channels, outputs = convolution.in_channels, convolution.out_channels
     layer = _new_layer(9 * channels)
@@ -83,11 +81,7 @@ def as_convolution(convolution: nn.Conv2d) -> Layer:
 
 @torch.no_grad()
 def as_self_attention(attention: SelfAttention) -> Layer:
-    """The layer that is self-attention (Eq. 55 to 58): the bias of the last norm is so large that Φp = 1.
-
-    Args:
-        attention: without bias of queries, keys and values.
-    """
+    """The layer that is self-attention without bias of queries, keys and values (Eq. 55 to 58): the last norm's bias makes Φp = 1."""
     layer = _new_layer(attention.proj.in_features, attention.heads)
     layer.attention.load_state_dict(attention.state_dict())
     layer.position.norm2.bias.fill_(1e3)  # log σ(1000) is 0
@@ -98,15 +92,10 @@ def convolved(layer: Layer, images: Tensor) -> Tensor:
     """Apply :func:`as_convolution`'s layer to images as a convolution that pads with zeros.
 
     The padding is a border of zero tokens, which are keys like others; as queries they are left out of the result.
-
-    Args:
-        images: (B, in_channels, rows, columns) float64.
-
-    Returns:
-        (B, 9 · in_channels, rows, columns).
+    (B, in_channels, rows, columns) float64 -> (B, 9 · in_channels, rows, columns).
     """
     padded = F.pad(images, (1, 1, 1, 1))  # (B, in_channels, rows + 2, columns + 2)
-    grid = (padded.shape[2], padded.shape[3])
+    grid = padded.shape[2], padded.shape[3]
     tokens = F.pad(padded.flatten(2).transpose(1, 2), (0, 8 * images.shape[1]))  # (B, N, 9 * in_channels)
     return layer(tokens, grid).transpose(1, 2).unflatten(2, grid)[..., 1:-1, 1:-1]
 

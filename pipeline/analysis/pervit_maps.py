@@ -91,19 +91,17 @@ class MapsChapter(PeripheralChapter):
 
 
 @torch.no_grad()
-def initial_maps(model: PhiModel, grid: tuple[int, int], query: tuple[int, int], seed: int = 0) -> Tensor:
+def initial_maps(model: PhiModel, grid: tuple[int, int], query: tuple[int, int]) -> Tensor:
     """Φp of a query before training: of new networks with the model's design.
 
-    What the design draws at random is drawn anew from ``seed``: an initialization of the same kind, not the one that the model had.
-
-    Returns:
-        (layers, heads, rows, columns) on the CPU.
+    What the design draws at random is drawn anew: an initialization of the same kind, not the one that the model had.
+    (layers, heads, rows, columns) on the CPU.
     """
     design, depth = model.phi_design, len(model.blocks)
     assert design is not None, NO_PHI_P
     heads = model.blocks[0].attn.heads
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         distance = _distances(grid, design, 4 * heads)
         scale, offset = DistanceScales(4 * heads, design.init)()
         layers = [PeripheralPosition(heads, layer, depth, design) for layer in range(depth)]
@@ -204,9 +202,7 @@ def _few_layers(examples: Sequence[Example], of_images: Sequence[_Parts], query:
     figure = new_figure(0.58 * len(shown) * len(layers) + 2.4, 0.64 * sum(heights) + 0.1 * len(blocks) + 0.4)
     widths = (2, *[len(shown)] * len(layers))
     grid = figure.add_gridspec(len(blocks), 1 + len(layers), height_ratios=heights, width_ratios=widths)
-    engine = figure.get_layout_engine()
-    assert engine is not None
-    engine.set(wspace=0.1)  # type: ignore[call-arg]  # layers stand further apart than heads
+    figure.set_layout_engine("constrained", wspace=0.1)  # layers stand further apart than heads
     for number, (example, parts) in enumerate(blocks):
         if example is not None:
             show_image(figure.add_subplot(grid[number, 0]), example.pixels, query, patches)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pipeline.analysis.pervit import PerViTChapter, RegionsChapter
 from pipeline.analysis.pervit_extremes import ExtremesChapter
 from pipeline.analysis.pervit_maps import ImagesChapter, MapsChapter
 from pipeline.analysis.writing import ANALYSIS, PAGE, write_analysis
-from pipeline.cluster.world import World, disconnect, init_world
+from pipeline.cluster.world import disconnect, init_world
 from pipeline.config import Config, config_from_dict
 from pipeline.errors import UserError
 from pipeline.inference.evaluation import evaluation_loader
@@ -122,7 +123,11 @@ def analyze(subject: Subject, options: Options) -> None:
         request = replace(request, examples=examples)
         chapters = chapters_of(request)
         chosen = choosing.chosen_images(split, options.images, options.seed)
-        count = _pass(subject.model, chapters, chosen, config, world)
+        progress = partial(tqdm, desc="analyzing", unit="batch", leave=False, disable=None if world.is_main else True)
+        loader = evaluation_loader(chosen, config, world)
+        count = run_pass(subject.model, loader, world, [seen for chapter in chapters for seen in chapter.collectors], progress)
+        BadSampleReport(world).update(loader.bad.take_unreported())
+        loader.close()
         where = {"of": len(split), "data": str(options.data), "split": split.split, "seed": options.seed}
         images = {"count": count, "left_out": len(chosen) - count, **where}
         findings = findings_of(chapters) if world.is_main else findings
@@ -155,20 +160,6 @@ def findings_of(chapters: Sequence[Chapter]) -> Findings:
     for chapter in chapters:
         chapter.add_findings(findings)
     return findings
-
-
-def _pass(model: VisionModel, chapters: list[Chapter], chosen: choosing.ChosenImages, config: Config, world: World) -> int:
-    """Show the chosen images to the chapters' collectors, in fp32. Collective; returns the images that counted."""
-    collectors = [collector for chapter in chapters for collector in chapter.collectors]
-
-    def progress(batches: range) -> Iterable[int]:
-        return tqdm(batches, desc="analyzing", unit="batch", leave=False, disable=None if world.is_main else True)
-
-    loader = evaluation_loader(chosen, config, world)
-    count = run_pass(model, loader, world, collectors, progress)
-    BadSampleReport(world).update(loader.bad.take_unreported())
-    loader.close()
-    return count
 
 
 def check_names(only: Sequence[str], findings: Findings, model: str) -> None:
