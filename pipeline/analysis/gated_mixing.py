@@ -66,6 +66,11 @@ class MixingLayer:
         row, column = (int((place + 0.5) * PATCH / self.stride) % self.window for place in patch)
         return row, column
 
+    def index(self, patch: tuple[int, int] | None) -> int:
+        """The number of that token, row by row."""
+        row, column = self.query(patch)
+        return row * self.window + column
+
 
 def mixing_layers(model: GMLP | PosMLP) -> list[MixingLayer]:
     """The layers in order of execution."""

@@ -57,16 +57,18 @@ class GatedMLPChapter(Chapter):
     def _maps(self, findings: Findings) -> Plot:
         single = max(len(layer.maps) for layer in self._layers) == 1
         shown = self._some(len(self._layers) if single else 8)
-        queries, groups = [layer.query(self.request.query) for layer in shown], [spread(len(layer.maps), 8) for layer in shown]
-        maps = [
-            layer.maps[chosen, row * layer.window + column].unflatten(-1, (layer.window, layer.window))
-            for layer, (row, column), chosen in zip(shown, queries, groups)
-        ]  # (chosen, window, window) each
+        groups = [spread(len(layer.maps), 8) for layer in shown]
+        rows = [layer.maps[chosen, layer.index(self.request.query)] for layer, chosen in zip(shown, groups)]  # (chosen, N) each
+        maps = [of_layer.unflatten(-1, (layer.window, layer.window)) for layer, of_layer in zip(shown, rows)]
         numbers = [[i + 1 for i in chosen] for chosen in groups]
         for name, value, unit in (
             ("layers", [layer.number for layer in shown], "[shown layer], from 1"),
             ("groups", numbers, "[shown layer][shown group], from 1"),
-            ("queries", queries, "[shown layer][row, column of the query in the window]"),
+            (
+                "queries",
+                [layer.query(self.request.query) for layer in shown],
+                "[shown layer][row, column of the query in the window]",
+            ),
             ("weights", [_rounded(of_layer) for of_layer in maps], "[shown layer][shown group][row][column of the key]"),
         ):
             findings.measure(f"token_mixing_maps.{name}", value, unit)
@@ -125,7 +127,7 @@ class GatedMLPChapter(Chapter):
     def _rows(self, findings: Findings) -> Plot:
         shown = self._some(4)
         parts = [layer.parts() for layer in shown]
-        rows = [row * layer.window + column for layer in shown for row, column in (layer.query(self.request.query),)]
+        rows = [layer.index(self.request.query) for layer in shown]
         weights = [{name: _rounded(part[row]) for name, part in of_layer.items()} for of_layer, row in zip(parts, rows)]
         for name, value, unit in (
             ("layers", [layer.number for layer in shown], "[shown layer], from 1"),
