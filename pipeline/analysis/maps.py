@@ -163,6 +163,7 @@ def map_figure(
     bar = figure.colorbar(image, ax=axes, label=label, fraction=0.03, pad=0.02, aspect=30, extend=beyond)
     if own_scales:
         bar.set_ticks([0, 1], labels=["least", "largest"])
+    figure.draw_without_rendering()  # the first layout takes maps as wide as high, and cuts labels off
     return figure
 
 
