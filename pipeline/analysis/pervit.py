@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.analysis.attention import IMPACT_UNIT, GridChapter, PhiMeasures
 from pipeline.analysis.chapter import NO_IMAGES, Findings, Plot, Request, figure
 from pipeline.analysis.measures import REGIONS, nonlocality, query_key_distances, region_masks, region_radii, region_scores
-from pipeline.analysis.style import figure_of, layer_plots, legend_beside, new_figure
+from pipeline.analysis.style import layer_plots, legend_beside, new_figure
 from pipeline.models.common.base import VisionModel
 from pipeline.models.pervit.model import PerViT
 from pipeline.models.pervit.phi_model import PhiModel
@@ -172,17 +172,16 @@ class PerViTChapter(PeripheralChapter):
 
 def _curves(omega: dict[str, Tensor], title: str) -> Figure:
     """Mean and range of the heads by layer, (layers, heads) each."""
-    axes = new_figure(6.0, 3.4).add_subplot()
+    figure = new_figure(6.0, 3.4)
+    axes = figure.add_subplot()
     for (name, values), color in zip(omega.items(), (BLUE, GREEN, ORANGE)):
         layers = range(1, len(values) + 1)
         axes.fill_between(layers, values.amin(1), values.amax(1), color=color, alpha=0.15, linewidth=0)
         axes.plot(layers, values.mean(1), color=color, marker="o", markersize=3, label=OMEGA[name])
-    axes.set_xticks(layers)
-    axes.set_ylim(bottom=0)
     axes.grid(axis="y")
-    axes.set(xlabel="Layer", ylabel="nonlocality (patches)", title=title)
+    axes.set(xlabel="Layer", ylabel="nonlocality (patches)", title=title, xticks=layers, ylim=(0, None))
     legend_beside(axes)
-    return figure_of(axes)
+    return figure
 
 
 NAMES = {"c": "central", "p": "para-central", "m": "mid peripheral", "f": "far peripheral"}

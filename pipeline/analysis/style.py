@@ -126,7 +126,9 @@ def layer_plot(
         legend_beside(axes)
     else:
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1, ncols=2)
-    return figure_of(axes)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return figure
 
 
 def layer_plots(panels: Mapping[str, Any], ylabel: str, one_scale: bool = False) -> Figure:
@@ -138,12 +140,6 @@ def layer_plots(panels: Mapping[str, Any], ylabel: str, one_scale: bool = False)
         layer_plot(values, ylabel, title, color=color, axes=axes, ylim=(0, None))
         if axes is not grid[-1, 0]:
             axes.set_xlabel("")
-    return figure
-
-
-def figure_of(axes: Axes) -> Figure:
-    figure = axes.get_figure(root=True)
-    assert figure is not None
     return figure
 
 
