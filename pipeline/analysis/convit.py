@@ -7,7 +7,7 @@ self-attention (GPSA) have no class token; the attention that the others pay to 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -129,20 +129,15 @@ class ConViTChapter(GridChapter):
         kept = {label.replace("α = ", "alpha_"): of_row for label, of_row in shown.items()}
         unit = self._unit("", "locality strength, or untrained content -> [head]")
         findings.measure("initial_positions", kept, unit, _DIGITS)
+        shares = [of_row / of_row.max() for of_row in shown.values()]
+        layout: dict[str, Any] = {"rows": list(shown), "columns": numbers(heads), "xlabel": "Head", "limits": (0.0, 1.0)}
+        if self.request.examples:
+            layout["picture"] = self.request.examples[0].pixels
         return Plot(
             "Positional attention of the marked patch before training (Eq. 5): each head looks at one offset of the kernel, the more "
             "sharply the larger the locality strength α. Each row has a scale of its own, from 0 to its largest value."
             + (" Above, an untrained self-attention layer, which sees the image's content." if "content" in shown else ""),
-            partial(
-                map_figure,
-                [of_row / of_row.max() for of_row in shown.values()],
-                "attention / largest of the row",
-                self.query,
-                rows=list(shown),
-                columns=numbers(heads),
-                xlabel="Head",
-                picture=self.request.examples[0].pixels if self.request.examples else None,
-            ),
+            partial(map_figure, shares, "attention / largest of the row", self.query, **layout),
             more_with_images="content" not in shown,
         )
 

@@ -84,9 +84,7 @@ class FirstImages:
     def measures(self) -> dict[str, Any]:
         """What was found, as in ``analysis.json``; a key is missing where the model has no such value. Collective.
 
-        Returns:
-            ``mean_attention_distance`` [layer][head] in patches, ``gate`` [layer][head] with None for a layer without, and
-            ``nonlocality``: ``phi_p`` [layer][head] in patches.
+        ``mean_attention_distance`` and ``nonlocality``: ``phi_p``, [layer][head] in patches; ``gate``, with None for a layer without.
         """
         add_over_ranks(self._count, self._world, self._collectors)
         found: dict[str, Any] = {"mean_attention_distance": plain(self._distance.mean("distance"), _DIGITS)}

@@ -131,20 +131,13 @@ class LSATChapter(Chapter):
     def _by_place(self, findings: Findings) -> Plot:
         maps = self._attention.mean("weights")[0].transpose(1, 2).unflatten(-1, self._grid)  # (heads, T, rows, columns)
         unit = "[head][shift][row][column of the patch], share; mean over images"
+        names: dict[str, Any] = {"rows": numbers(len(maps)), "columns": list(map(place_name, self._shifts))}
+        names["xlabel"] = "Place of the variant, pixels down, right"
         findings.measure("shift_weights_by_place", maps.round(decimals=6), unit)
         return Plot(
             "The same weights for every patch, mean over images: one map of all patches for each head and variant, which is named by "
             "where its patch lies (pixels down, right).",
-            partial(
-                map_figure,
-                maps,
-                "weight",
-                rows=numbers(len(maps)),
-                columns=list(map(place_name, self._shifts)),
-                xlabel="Place of the variant, pixels down, right",
-                ylabel="Head",
-                cell=max(0.6, 8 / len(self._shifts)),
-            ),
+            partial(map_figure, maps, "weight", **names, ylabel="Head", cell=max(0.6, 8 / len(self._shifts))),
         )
 
     @figure("shift_offsets_on_images", "Where each patch looks, on images", f"LSAT, {_NO_SUCH}", "examples")

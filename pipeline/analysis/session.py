@@ -171,9 +171,8 @@ def check_names(only: Sequence[str], findings: Findings, model: str) -> None:
     known = [*(plot.name for plot in findings.plots), *findings.omitted]
     for name in only:
         if not any(_is_of(figure, name) or _is_of(name, figure) for figure in known):
-            raise UserError(
-                f"{model} has no figure {name!r}, it has {', '.join(dict.fromkeys(known))}", "pass some of these to --only"
-            )
+            has = ", ".join(dict.fromkeys(known))
+            raise UserError(f"{model} has no figure {name!r}, it has {has}", "pass some of these to --only")
 
 
 def restrict(findings: Findings, only: Sequence[str]) -> Findings:
