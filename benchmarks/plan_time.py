@@ -30,10 +30,10 @@ from pipeline.command_line import run_command
 from pipeline.config import Config, load_config
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS
-from pipeline.planning.machine import measure_cpu
 from pipeline.planning.memory import Subject
-from pipeline.planning.rates import GpuRates, fused
-from pipeline.planning.time import Options, step_parts
+from pipeline.planning.rates import GpuRates, measure_cpu
+from pipeline.planning.time import step_parts
+from pipeline.planning.trace import fused
 from pipeline.planning.traced_step import Layout, trace_evaluation, trace_step
 
 _RECIPE = Path("configs/pervit_t.yaml")
@@ -85,7 +85,7 @@ def here(args: argparse.Namespace) -> None:
                     planned = measured = math.inf
                     for _ in range(args.rounds):
                         rates = measure_cpu(precision, time.process_time)
-                        parts = step_parts(Subject(config, 1, 1, None), rates, Options()).parts
+                        parts = step_parts(Subject(config, 1, 1, None), rates).parts
                         planned = min(planned, sum(parts.values()))
                         began = time.process_time()
                         step()

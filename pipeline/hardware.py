@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,26 +117,13 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
 def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.1) -> float:
     """FLOP/s of the fastest square matrix product within ``seconds``."""
     import torch
+    from torch.utils.benchmark import Timer
 
     # Large enough to be compute-bound, small enough for many repetitions.
     side = 8192 if device.type == "cuda" else 1024
     a, b = torch.randn(2, side, side, device=device, dtype=dtype)
-    best = float("inf")
-    end = time.perf_counter() + seconds
-    while best == float("inf") or time.perf_counter() < end:
-        _synchronize(device)
-        started = time.perf_counter()
-        a @ b
-        _synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2 * side**3 / best
-
-
-def _synchronize(device: torch.device) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+    return 2 * side**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
@@ -152,8 +138,6 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / GIB, torch.cuda.max_memory_allocated(device) / GIB
     # Not getrusage's ru_maxrss: that starts from the parent's resident set at the time of the fork.
-    status = Path("/proc/self/status").read_text()
-    high_water = re.search(r"VmHWM:\s*(\d+)", status)
+    high_water = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())  # KiB
     assert high_water  # Linux has this line
-    peak_kib = int(high_water[1])
-    return psutil.Process().memory_info().rss / GIB, peak_kib / 2**20
+    return psutil.Process().memory_info().rss / GIB, int(high_water[1]) / 2**20

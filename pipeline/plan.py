@@ -22,9 +22,8 @@ from pipeline.files import check_writable
 from pipeline.stores.place import place_argument
 
 if TYPE_CHECKING:
-    from pipeline.planning.measured import Measured
     from pipeline.planning.memory import Subject
-    from pipeline.planning.time import Options
+    from pipeline.planning.time import Measured
 
 _EPILOG = """The exit code is 0 if the run fits into the GPUs' memory, 1 if it does not. The configs of configs/ are known by their names."""
 CPU = "cpu"  # --gpu for processes without one
@@ -38,7 +37,6 @@ def subject_of(args: argparse.Namespace) -> Subject:
     gpu = None if args.gpu == CPU else hardware.gpu_named(args.gpu)
     from pipeline.config import load_config
     from pipeline.models.registry import check_name
-    from pipeline.planning.memory import Subject
 
     overrides = list(args.overrides)
     if args.micro_batch is not None:
@@ -49,20 +47,9 @@ def subject_of(args: argparse.Namespace) -> Subject:
         overrides.append(f"train.micro_batch_size={args.micro_batch}")
     config = load_config(args.config, overrides)
     check_name(config.model.name)
+    from pipeline.planning.memory import Subject  # PyTorch takes seconds
+
     return Subject(config, args.nodes, args.gpus_per_node, gpu)
-
-
-def options_of(args: argparse.Namespace) -> Options:
-    """The options of time, cost and data."""
-    from pipeline.planning.length import parse_time_limit
-    from pipeline.planning.time import Options
-
-    if args.price is not None and not (math.isfinite(args.price) and args.price >= 0):
-        raise UserError(f"--price must be at least 0, got {args.price:g}", "correct it")
-    if not (math.isfinite(args.network) and args.network > 0):
-        raise UserError(f"--network must be positive, in GB/s, got {args.network:g}", "25 is a port of 200 Gbit/s")
-    limit = None if args.time_limit is None else parse_time_limit(args.time_limit)
-    return Options(limit, args.price, 1e9 * args.network, args.data)
 
 
 def earlier_run(given: Path | None, subject: Subject) -> tuple[Measured | None, str | None]:
@@ -74,7 +61,7 @@ def earlier_run(given: Path | None, subject: Subject) -> tuple[Measured | None, 
     Raises:
         UserError: the one of ``--measured`` does not fit, or has too few steps.
     """
-    from pipeline.planning.measured import difference, read_measured
+    from pipeline.planning.time import difference, read_measured
     from pipeline.runs.folder import is_run
 
     path = given or Path(subject.config.output_dir)
@@ -120,22 +107,27 @@ def main() -> int:
     )
     add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_intermixed_args()
-    subject, options = subject_of(args), options_of(args)
+    if args.price is not None and not (math.isfinite(args.price) and args.price >= 0):
+        raise UserError(f"--price must be at least 0, got {args.price:g}", "correct it")
+    if not (math.isfinite(args.network) and args.network > 0):
+        raise UserError(f"--network must be positive, in GB/s, got {args.network:g}", "25 is a port of 200 Gbit/s")
     if args.json:
         check_writable(args.json)
+    subject = subject_of(args)
 
     from pipeline.planning import page
-    from pipeline.planning.length import count_images
+    from pipeline.planning.length import count_images, measure_loader, parse_time_limit
     from pipeline.planning.memory import plan_memory, settled
-    from pipeline.planning.time import time_of
+    from pipeline.planning.time import Time, rates_of
 
+    limit = None if args.time_limit is None else parse_time_limit(args.time_limit)
     subject = settled(subject)
     # First what may be wrong with the arguments, which takes no time.
     measured, passed_over = earlier_run(args.measured, subject)
-    if options.data:
-        count_images(subject.config, options.data)
+    images = count_images(subject.config, args.data)
     memory = plan_memory(subject)
-    time = time_of(subject, options, measured)
+    loader = measure_loader(subject.config, args.data) if args.data else None
+    time = Time(subject, rates_of(subject), images, 1e9 * args.network, limit, args.price, loader, measured)
     print(page.text(subject, memory, time, passed_over))
     if args.json:
         args.json.write_text(json.dumps(page.figures(subject, memory, time), indent=1) + "\n")

@@ -20,6 +20,7 @@ from pipeline.files import GrowingFile, remove_leftovers, replace_text, write_er
 from pipeline.hardware import memory_gib
 from pipeline.logs import console
 from pipeline.logs.run_log import drop_rows_after
+from pipeline.logs.tensorboard import EventFile
 from pipeline.runs import METRICS, TENSORBOARD
 
 
@@ -56,8 +57,6 @@ class DetectionLog:
         do_in_main(lambda: self._open(Path(config.output_dir), first_step), world)
 
     def _open(self, run: Path, first_step: int) -> None:
-        from pipeline.logs.event_file import EventFile  # TensorBoard takes a second to import
-
         path = run / METRICS
         try:
             remove_leftovers(path)

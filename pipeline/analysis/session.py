@@ -28,7 +28,7 @@ from pipeline.errors import UserError
 from pipeline.inference.evaluation import evaluation_loader
 from pipeline.inference.trained import read_trained
 from pipeline.logs import console
-from pipeline.logs.data_trouble import BadSampleReport
+from pipeline.logs.reduction import report_bad_samples
 from pipeline.models import create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import PATCH, patch_grid
@@ -126,7 +126,7 @@ def analyze(subject: Subject, options: Options) -> None:
         progress = partial(tqdm, desc="analyzing", unit="batch", leave=False, disable=None if world.is_main else True)
         loader = evaluation_loader(chosen, config, world)
         count = run_pass(subject.model, loader, world, [seen for chapter in chapters for seen in chapter.collectors], progress)
-        BadSampleReport(world).update(loader.bad.take_unreported())
+        report_bad_samples(world, loader.bad.take_unreported(), {})
         loader.close()
         where = {"of": len(split), "data": str(options.data), "split": split.split, "seed": options.seed}
         images = {"count": count, "left_out": len(chosen) - count, **where}

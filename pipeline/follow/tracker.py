@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pipeline.logs import curves
+from pipeline.logs import tensorboard
 from pipeline.runs.rows import Row, is_number
 
 WHERE = "where"  # group of what makes straight lines: trackers sort groups by name, so it stands last
@@ -117,10 +117,10 @@ def row_values(row: Mapping[str, Any]) -> dict[str, float | str]:
     if "analysis" in row:
         return {**values, **_leaves(row["analysis"], "analysis")}
     evaluated = "weights" in row
-    group, suffix = ("eval", curves.suffix(str(row["weights"]))) if evaluated else ("train", "")
-    named = curves.of_row({name: value for name, value in row.items() if is_number(value)}, group, suffix)
+    group, suffix = ("eval", tensorboard.suffix(str(row["weights"]))) if evaluated else ("train", "")
+    named = tensorboard.of_row({name: value for name, value in row.items() if is_number(value)}, group, suffix)
     for name, value in row.items():
-        if is_number(value) and name not in (*_ALWAYS, *_NOT_VALUES) and name in curves.NO_CURVES:
+        if is_number(value) and name not in (*_ALWAYS, *_NOT_VALUES) and name in tensorboard.NO_CURVES:
             named[f"{WHERE}/{group}_{name}{suffix}"] = value
     return {**values, **named}
 

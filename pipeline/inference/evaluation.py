@@ -18,7 +18,7 @@ from pipeline.config import Config
 from pipeline.errors import UserError
 from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Batch, Loader
-from pipeline.logs.data_trouble import BadSampleReport
+from pipeline.logs.reduction import report_bad_samples
 from pipeline.models.weights.transfer import first_difference
 from pipeline.shards.image_folder import ImageFolder
 from pipeline.shards.mixed_set import MixedSet
@@ -84,7 +84,7 @@ def evaluate(
         by_class.index_add_(1, batch.labels, torch.stack([hits[:, 0], batch.valid]).double())
         if consumer:
             consumer(batch, scores, best, losses)
-    BadSampleReport(world).update(loader.bad.take_unreported())
+    report_bad_samples(world, loader.bad.take_unreported(), {})
     correct1, correct5, loss, count, nonfinite = world.sum(totals).tolist()
     class_correct, class_count = world.sum(by_class).long().tolist()
     return {

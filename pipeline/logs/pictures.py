@@ -1,4 +1,7 @@
-"""Draw images for TensorBoard: training samples with their labels, peripheral attention, and accuracy by class."""
+"""Draw images for TensorBoard: training samples with their labels, peripheral attention, and accuracy by class.
+
+Every picture is (3, height, width) uint8.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,6 @@ def image_grid(batch: Batch, classes: list[str], mean: tuple[float, ...], std: t
     Args:
         batch: images (B, 3, H, W), normalized.
         mean, std: per channel.
-
-    Returns:
-        (3, height, width) uint8.
     """
     shown = batch.images[:count].float().cpu()
     colours = (shown * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]).clamp(0, 1)
@@ -62,29 +62,23 @@ def peripheral_maps(model: VisionModel, image_size: int) -> Tensor | None:
     Call in eval mode. Collective under ZeRO-3, which gathers the parameters.
 
     Args:
-        model: the model; one without Φp has no such maps.
         image_size: side of the square input in pixels.
 
     Returns:
-        (layers, heads, rows, columns) in [0, 1], on the CPU; or None.
+        (layers, heads, rows, columns) in [0, 1], on the CPU; None for a model without Φp.
     """
     if not model.has_phi:
         return None
-    rows, columns = patch_grid(image_size, image_size)
+    rows, columns = grid = patch_grid(image_size, image_size)
     centre = rows // 2 * columns + columns // 2
-    maps = (
-        torch.stack([layer[:, centre] for layer in model.log_phi((rows, columns)) if layer is not None]).exp().float().cpu()
-    )  # (layers, heads, N)
-    return maps.unflatten(2, (rows, columns))
+    maps = torch.stack([layer[:, centre] for layer in model.log_phi(grid) if layer is not None])  # (layers, heads, N)
+    return maps.exp().float().cpu().unflatten(2, grid)
 
 
 def map_grid(maps: Tensor) -> Tensor:
     """An image of :func:`peripheral_maps`: one row per layer, one column per head, from 0 (violet) to 1 (yellow).
 
     The axes count patches, and have the row and the column of the query.
-
-    Returns:
-        (3, height, width) uint8.
     """
     layers, heads, rows, columns = maps.shape
     tiles = [_enlarge(_coloured(phi), _SMALLEST_MAP) for phi in maps.flatten(0, 1).numpy()]
@@ -115,12 +109,10 @@ def _ticks(sheet: Image.Image, x: int, y: int, patches: int, size: int, downward
 
     Args:
         x, y: where the axis begins.
-        patches: along the axis.
-        size: of a patch in pixels.
+        patches: along the axis, each of ``size`` pixels.
     """
-    shown = dict.fromkeys((0, patches // 2, patches - 1))
     draw, font = ImageDraw.Draw(sheet), _font()
-    for patch in shown:
+    for patch in dict.fromkeys((0, patches // 2, patches - 1)):
         if patch not in (0, patches - 1) and (patches - 1 - patch) * size < _TEXT + 1:
             continue  # it would run into the last
         place, text = round((patch + 0.5) * size), str(patch)
@@ -138,13 +130,9 @@ def class_bars(classes: Sequence[str], correct: Sequence[int], count: Sequence[i
 
     Args:
         correct, count: right and all images of each class; a class without images is left out.
-
-    Returns:
-        (3, height, width) uint8.
     """
-    shares = sorted(
-        (right / total, name[:_MOST_LETTERS], total) for name, right, total in zip(classes, correct, count) if total
-    )
+    found = zip(classes, correct, count)
+    shares = sorted((right / total, name[:_MOST_LETTERS], total) for name, right, total in found if total)
     few = len(shares) <= 2 * _MANY_CLASSES
     parts = [shares] if few else [shares[:_MANY_CLASSES], shares[-_MANY_CLASSES:]]
     titles = ["top-1 by class"] if few else [f"the {_MANY_CLASSES} worst of {len(shares)} classes", f"the {_MANY_CLASSES} best"]

@@ -16,9 +16,9 @@ import gzip
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,20 +38,18 @@ _ALLOCATIONS = 1_000_000  # that a GPU's snapshot keeps, the latest: some 100 st
 
 
 class StepProfiler:
-    """Records the steps of ``log.profile_steps`` that this start takes.
+    """Records the steps of ``log.profile_steps`` that this start takes, on each rank its own.
 
     Args:
-        run_folder: of the run.
         window: first and last step to record (``log.profile_steps``); None: none.
-        world: all ranks; each records itself.
-        first_step: done before this start.
+        done: steps before this start.
         last_step: of the schedule.
     """
 
-    def __init__(self, run_folder: Path, window: tuple[int, int] | None, world: World, first_step: int, last_step: int) -> None:
+    def __init__(self, run_folder: Path, window: tuple[int, int] | None, world: World, done: int, last_step: int) -> None:
         self._world, self._folder, self._window = world, run_folder / PROFILE, window
         self._first, self._last = window or (0, -1)
-        self._done, self._end = first_step, last_step
+        self._done, self._end = done, last_step
         self._recording: profile | None = None
         self._begun = self._reached = 0
 
@@ -137,23 +135,19 @@ class StepProfiler:
         plain = stem.with_name(f".{stem.name}.trace.json")  # PyTorch writes it in pieces
         try:
             recording.export_chrome_trace(str(plain))
-            with open(plain, "rb") as trace:
-                replace_file(stem.with_name(f"{stem.name}.pt.trace.json.gz"), lambda file: _compress(trace, file))
-            curve = memory_curve(json.loads(plain.read_bytes())["traceEvents"])
+            trace = plain.read_bytes()
         finally:
             plain.unlink(missing_ok=True)
-        text = json.dumps({"traceEvents": curve}).encode()
-        replace_file(stem.with_name(f"{stem.name}.memory.json.gz"), lambda file: file.write(gzip.compress(text)))
+        curve = json.dumps({"traceEvents": memory_curve(json.loads(trace)["traceEvents"])}).encode()
+        for kind, content in {"pt.trace": trace, "memory": curve}.items():
+            packed = gzip.compress(content, compresslevel=5, mtime=0)
+            replace_file(stem.with_name(f"{stem.name}.{kind}.json.gz"), methodcaller("write", packed))
         if self._world.device.type == "cuda":
             replace_file(stem.with_name(f"{stem.name}.memory.pickle"), lambda file: torch.cuda.memory._dump_snapshot(file.name))
 
 
 def memory_curve(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events of a trace that are allocations, as counters, which viewers draw as a curve of MiB for each device.
-
-    Args:
-        events: ``traceEvents`` of a trace with ``profile_memory``.
-    """
+    """Those of ``traceEvents`` that are allocations, as counters, which viewers draw as a curve of MiB for each device."""
     curve = []
     for event in events:
         if event.get("name") == "[memory]":
@@ -162,8 +156,3 @@ def memory_curve(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             mib = round(said["Total Allocated"] / 2**20, 3)
             curve.append({"ph": "C", "name": f"memory of {device}", "pid": 0, "ts": event["ts"], "args": {"MiB": mib}})
     return sorted(curve, key=lambda each: each["ts"])
-
-
-def _compress(source: Any, target: Any) -> None:
-    with gzip.GzipFile(fileobj=target, mode="wb", compresslevel=5, mtime=0) as packed:
-        shutil.copyfileobj(source, packed)

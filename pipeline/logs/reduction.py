@@ -1,8 +1,10 @@
-"""Reduce the metrics of some steps over all ranks."""
+"""Reduce over all ranks what each has recorded: metrics of steps, bad samples, requests to a store."""
 
 from __future__ import annotations
 
+import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +14,22 @@ from torch import Tensor
 
 from pipeline.cluster.world import World
 from pipeline.metrics import Metric, Reduction
+from pipeline.shards.mixed_set import MixedSet
+from pipeline.shards.shard_set import ShardSet
 
+_log = logging.getLogger(__name__)
 # The values of one rank in one step -> its value.
 _COMBINE: dict[Reduction, Callable[[list[float]], Any]] = {"mean": np.mean, "max": np.max, "sum": np.sum, "slowest": np.sum}
+# What Store.take_counts calls a failure, in metrics.jsonl with "store_" -> in a warning. Each was followed by another try, or by
+# a bad sample.
+_FAILURES = {
+    "throttled": "throttled",
+    "cut": "cut off",
+    "errors": "without a proper answer",
+    "missing": "for objects that are not there",
+    "denied": "refused",
+    "changed": "answered from an object that was replaced",
+}
 
 
 class MetricReduction:
@@ -79,13 +94,11 @@ def _fetched(steps: Sequence[Mapping[str, Metric]], device: torch.device) -> lis
     tensors = [value for step in steps for metric in step.values() for value in metric.values if isinstance(value, Tensor)]
     moved = [value.to(device, torch.float64, non_blocking=True).reshape(()) for value in tensors]
     numbers = iter(torch.stack(moved).tolist() if moved else [])
-    return [
-        {
-            name: [next(numbers) if isinstance(value, Tensor) else float(value) for value in metric.values]
-            for name, metric in step.items()
-        }
-        for step in steps
-    ]
+
+    def fetch(metric: Metric) -> list[float]:
+        return [next(numbers) if isinstance(value, Tensor) else float(value) for value in metric.values]
+
+    return [{name: fetch(metric) for name, metric in step.items()} for step in steps]
 
 
 def _reduce(values: Tensor, known: Tensor, reduction: Reduction) -> Tensor:
@@ -98,3 +111,51 @@ def _reduce(values: Tensor, known: Tensor, reduction: Reduction) -> Tensor:
 
 def _is_whole(metric: Metric) -> bool:
     return metric.reduce in ("max", "sum") and all(type(value) is int for value in metric.values)
+
+
+def report_bad_samples(world: World, met: Mapping[int, str], known: dict[int, str]) -> None:
+    """Add those that any rank has met, as sample -> message, to those that are known, and warn of the new ones. Collective."""
+    for part in world.gather(list(met.items())):  # JSON keys are strings
+        for sample, sentence in part:
+            if sample not in known:
+                known[sample] = sentence
+                if world.is_main:
+                    _log.warning(sentence)
+
+
+class StoreReport:
+    """Requests of this start to the store that has the data, over all ranks, which read from the same.
+
+    Args:
+        sets: the run's.
+    """
+
+    def __init__(self, world: World, sets: Sequence[ShardSet | MixedSet]) -> None:
+        self._world, self._sets = world, sets
+        self._in_store = any(shard_set.take_counts() is not None for shard_set in sets)
+        self._totals = {name: 0 for name in ("requests", "bytes", *_FAILURES)}
+        self._said_at = 0
+
+    def row(self) -> dict[str, float]:
+        """Totals for a row: requests, MiB, and failed requests by kind; empty if the data is not in a store. Collective."""
+        if not self._in_store:
+            return {}
+        new = Counter[str]()
+        for shard_set in self._sets:
+            new.update(shard_set.take_counts() or {})
+        counts = torch.tensor([float(new[name]) for name in self._totals], dtype=torch.float64, device=self._world.device)
+        for name, count in zip(self._totals, self._world.sum(counts).tolist()):
+            self._totals[name] += int(count)
+        failures = {kind: self._totals[kind] for kind in _FAILURES}
+        self._warn(self._totals["requests"], failures)
+        mib = round(self._totals["bytes"] / 2**20, 3)
+        return {"store_requests": self._totals["requests"], "store_mib": mib, **{f"store_{k}": n for k, n in failures.items()}}
+
+    def _warn(self, requests: int, failures: dict[str, int]) -> None:
+        """Warn at the first failed request, and each time there are ten times as many."""
+        failed = sum(failures.values())
+        if self._world.is_main and failed >= max(1, 10 * self._said_at):
+            self._said_at = failed
+            kinds = ", ".join(f"{count:,} {_FAILURES[kind]}" for kind, count in failures.items() if count)
+            place = self._sets[0].folder
+            _log.warning(f"{place}: {failed:,} of {requests + failed:,} requests failed so far: {kinds}")

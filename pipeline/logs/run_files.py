@@ -22,7 +22,6 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -64,11 +63,10 @@ def write_run_files(
     Raises:
         UserError: on every rank: a file cannot be written, or ``environment.json`` is damaged.
     """
-    hosts = sorted(set(world.gather(socket.gethostname())))
     start = {
         **_environment(config, world),
         "precision": precision,
-        "hosts": hosts,
+        "hosts": sorted(set(world.gather(socket.gethostname()))),
         "first_step": first_step,
         "micro_batch_size": config.train.micro_batch,
         **({AUTO_REASON: micro_batch} if micro_batch else {}),
@@ -79,12 +77,8 @@ def write_run_files(
 def _write(config: Config, start: dict) -> int:
     run_dir = Path(config.output_dir)
     earlier = earlier_starts(run_dir)
-    starts = [*earlier, start]
-    contents = {
-        CONFIG: f"# {start['precision']}\n{config_to_yaml(config)}",
-        ENVIRONMENT: json.dumps(starts, indent=1) + "\n",
-    }
-    for name, content in contents.items():
+    about = f"# {start['precision']}\n{config_to_yaml(config)}"
+    for name, content in {CONFIG: about, ENVIRONMENT: json.dumps([*earlier, start], indent=1) + "\n"}.items():
         path = run_dir / name
         try:
             remove_leftovers(path)
@@ -93,7 +87,7 @@ def _write(config: Config, start: dict) -> int:
             raise write_error(path, error) from None
     if earlier and (changes := _changed_packages(earlier[-1], start)):
         console.say(f"note: since the run's last start {changes}: results may differ from those of an unbroken run")
-    return len(starts)
+    return len(earlier) + 1
 
 
 def _changed_packages(before: object, now: dict) -> str:
@@ -101,10 +95,8 @@ def _changed_packages(before: object, now: dict) -> str:
     known = before.get("packages") if isinstance(before, dict) else None
     if not isinstance(known, dict):
         return ""
-    found = now["packages"]
-    return ", ".join(
-        f"{name} {known[name]} has become {found[name]}" for name in found if known.get(name, found[name]) != found[name]
-    )
+    changed = ((name, version) for name, version in now["packages"].items() if known.get(name, version) != version)
+    return ", ".join(f"{name} {known[name]} has become {version}" for name, version in changed)
 
 
 def earlier_starts(run_dir: Path) -> list[dict]:
@@ -130,26 +122,20 @@ def check_run_files(run_dir: Path) -> None:
 
 
 def _environment(config: Config, world: World) -> dict:
-    on_gpu, job = world.device.type == "cuda", job_name(os.environ)
+    on_gpu, job, packages = world.device.type == "cuda", job_name(os.environ), {}
+    for name in (*_PACKAGES, "timm") if is_timm(config.model.name) else _PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
-        "packages": _packages((*_PACKAGES, "timm") if is_timm(config.model.name) else _PACKAGES),
+        "packages": packages,
         "git_commit": _git_commit(),
         "world_size": world.size,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else platform.processor() or "cpu",
         # What squeue and scontrol call the job, ARRAY_TASK in a job array; the rest as Slurm has it. Empty outside of a job.
         "slurm": {**({"job": job} if job else {}), **{name: os.environ[name] for name in _SLURM if name in os.environ}},
     }
-
-
-def _packages(names: Iterable[str]) -> dict[str, str]:
-    """The versions of those that are installed."""
-    found = {}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _git_commit() -> str | None:

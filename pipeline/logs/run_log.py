@@ -1,12 +1,4 @@
-"""Log the metrics of a run to ``metrics.jsonl``, TensorBoard and the console. The run folder:
-
-::
-
-    RUN/config.yaml         the resolved config                                              (run_files.py)
-    RUN/environment.json    versions, git commit, hosts, Slurm job; one entry per start      (run_files.py)
-    RUN/metrics.jsonl       one JSON object per line, for each step, evaluation and analysis; ``time`` is Unix time in s
-    RUN/events.jsonl        starts, evaluations, saves, ends                                 (run_files.py)
-    RUN/tensorboard/        the same as scalars, and images                                  (event_file.py)
+"""Log the metrics of a run to ``metrics.jsonl``, TensorBoard and the console.
 
 If a file cannot be written, or was removed, the run ends on all ranks with one error: a run without its log is of no use.
 """
@@ -30,9 +22,8 @@ from pipeline.config import Config, config_to_yaml
 from pipeline.errors import UserError
 from pipeline.files import DiskRefuses, GrowingFile, remove_leftovers, replace_text, write_error
 from pipeline.hardware import memory_gib, peak_flops
-from pipeline.logs import console, curves
-from pipeline.logs.data_trouble import BadSampleReport, StoreReport
-from pipeline.logs.reduction import MetricReduction
+from pipeline.logs import console, tensorboard
+from pipeline.logs.reduction import MetricReduction, StoreReport, report_bad_samples
 from pipeline.metrics import Metric
 from pipeline.runs import METRICS, TENSORBOARD
 from pipeline.runs.rows import parse_row
@@ -48,8 +39,8 @@ class RunLog:
         start_step: the step that this start resumes from; later rows, of a start that was killed, are removed.
         total_steps: the last step of the schedule.
         flops_per_image: of a training step, for the model FLOPs utilization (MFU).
-        bad_samples: those of earlier starts; None: there were none. As an attribute: all so far.
-        store: where the data comes from; None: from a file system.
+        bad_samples: sample -> message, those of earlier starts. As an attribute: all so far, the same on every rank.
+        store: where the data comes from.
 
     Raises:
         UserError: on every rank: rank 0 cannot write the files.
@@ -62,30 +53,26 @@ class RunLog:
         start_step: int,
         total_steps: int,
         flops_per_image: float,
-        bad_samples: BadSampleReport | None = None,
+        bad_samples: dict[int, str] | None = None,
         store: StoreReport | None = None,
     ) -> None:
         self._config, self._world, self._store = config, world, store
-        self._flops_per_image = flops_per_image
+        self._flops_per_image, self._total_steps = flops_per_image, total_steps
         self._peak, source = peak_flops(world.device, config.train.precision)
         self._pending: list[tuple[dict[str, Any], Mapping[str, Metric]]] = []  # of each step: where it is, its metrics
-        self._bad_samples: dict[int, str] = {}  # that this rank has met in these steps
+        self._met: dict[int, str] = {}  # bad samples of this rank in these steps
         self._reduction = MetricReduction(world)
         self._refused_since: float | None = None  # when writing first failed
-        self.bad_samples = BadSampleReport(world) if bad_samples is None else bad_samples
-        self._since = time.perf_counter()
-        self._total_steps = total_steps
+        self.bad_samples = {} if bad_samples is None else bad_samples
         self._pace: tuple[int, float] | None = None  # step and time from which the remaining time is extrapolated
         self._bar = tqdm(
             total=total_steps, initial=start_step, desc="training", unit="step", disable=None if world.is_main else True
         )
+        self.restart_clock()
         do_in_main(lambda: self._open_files(Path(config.output_dir), start_step), world)
         self.say(f"peak of one device: {self._peak / 1e12:.3g} TFLOP/s {config.train.precision} ({source})")
 
     def _open_files(self, run_dir: Path, start_step: int) -> None:
-        # Imported here: TensorBoard takes a second to import, and only rank 0 needs it.
-        from pipeline.logs.event_file import EventFile
-
         path = run_dir / METRICS
         try:
             remove_leftovers(path)
@@ -93,8 +80,8 @@ class RunLog:
         except OSError as error:
             raise write_error(path, error) from None
         self._metrics = GrowingFile(path)
-        self._events = EventFile(run_dir / TENSORBOARD, purge_step=start_step + 1)
-        self._events.hyperparameters(curves.hyperparameters(self._config), start_step)
+        self._events = tensorboard.EventFile(run_dir / TENSORBOARD, purge_step=start_step + 1)
+        self._events.hyperparameters(tensorboard.hyperparameters(self._config), start_step)
         if start_step == 0:
             self._events.text("config", f"```yaml\n{config_to_yaml(self._config)}```", step=0)
 
@@ -108,9 +95,9 @@ class RunLog:
             metrics: what :func:`pipeline.metrics.recording` has collected of it.
             bad_samples: new on this rank: sample -> message.
         """
-        counted = {**metrics, "bad_samples": Metric("sum", [len(bad_samples or {})])}
-        self._pending.append((_where(step, epoch, samples), counted))
-        self._bad_samples.update(bad_samples or {})
+        met = bad_samples or {}
+        self._pending.append((_where(step, epoch, samples), {**metrics, "bad_samples": Metric("sum", [len(met)])}))
+        self._met.update(met)
         self._pace = self._pace or (step, time.perf_counter())
         self._bar.update()
         if step % self._config.log.every_steps == 0:
@@ -130,7 +117,7 @@ class RunLog:
         if pending:
             self._note_rows(pending)
         self._write_files(to_disk)
-        self._since = time.perf_counter()
+        self.restart_clock()
         limit = self._config.data.max_bad_samples
         if len(self.bad_samples) > limit:
             raise UserError(
@@ -143,15 +130,15 @@ class RunLog:
         seconds = time.perf_counter() - self._since
         reduced = self._reduction.rows([metrics for _, metrics in pending], seconds)
         if any(row["bad_samples"] for row in reduced):  # rare: gathering objects is slow
-            self.bad_samples.update(self._bad_samples)
-        self._bad_samples = {}
-        store = self._store.row() if self._store else {}
+            report_bad_samples(self._world, self._met, self.bad_samples)
+        self._met = {}
+        after = {"bad_samples": len(self.bad_samples), **(self._store.row() if self._store else {})}
         if self._world.is_main:
-            after = {**self._speed(len(pending), seconds), "bad_samples": len(self.bad_samples), **store}
+            after = {**self._speed(len(pending), seconds), **after}
             rows = [{**where, **metrics, **after} for (where, _), metrics in zip(pending, reduced, strict=True)]
             for row in rows:
                 self._add_row(row, group="train")
-            self._events.scalars(curves.of_steps(rows), rows[-1]["step"])
+            self._events.scalars(tensorboard.of_steps(rows), rows[-1]["step"])
             self._show(rows[-1])
 
     def _speed(self, steps: int, seconds: float) -> dict[str, float]:
@@ -169,21 +156,20 @@ class RunLog:
         """
         where = _where(step, epoch, samples)
         for weights, result in results.items():
-            if self._world.is_main:
-                self._add_row({**where, "weights": weights, **result}, "eval", curves.suffix(weights))
+            self._add_row({**where, "weights": weights, **result}, "eval", tensorboard.suffix(weights))
             self.say(
                 f"step {step} epoch {epoch:.2f}: {weights} top-1 {result['top1']:.2f} % top-5 {result['top5']:.2f} % "
                 f"loss {result['loss']:.4f} on {result['count']} images"
             )
         if self._world.is_main:
-            self._events.scalars(curves.of_evaluation(results), step)
+            self._events.scalars(tensorboard.of_evaluation(results), step)
         self._write_files()
-        self._since = time.perf_counter()  # evaluation time is not training time
+        self.restart_clock()  # evaluation time is not training time
 
     def analysis(self, step: int, epoch: float, samples: int, measures: dict[str, Any], curves: dict[str, float]) -> None:
         """Add a row ``analysis`` with measures of the weights, and its curves for TensorBoard, to the next flush."""
+        self._add_row({**_where(step, epoch, samples), "analysis": measures}, "analysis")
         if self._world.is_main:
-            self._add_row({**_where(step, epoch, samples), "analysis": measures}, "analysis")
             self._events.scalars({f"weights/{name}": value for name, value in curves.items()}, step)
 
     def image(self, name: str, picture: Tensor, step: int) -> None:
@@ -192,7 +178,7 @@ class RunLog:
             self._events.image(name, picture, step)
 
     def restart_clock(self) -> None:
-        """Exclude the time since the last flush from the throughput: it was not training, but a checkpoint."""
+        """Exclude the time since the last flush from the throughput: it was not training."""
         self._since = time.perf_counter()
 
     def say(self, text: str) -> None:
@@ -213,9 +199,11 @@ class RunLog:
             self._events.close()
 
     def _add_row(self, row: dict[str, Any], group: str, suffix: str = "") -> None:
+        if not self._world.is_main:
+            return
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}  # JSON has no NaN
         self._metrics.add(json.dumps(plain).encode() + b"\n")
-        self._events.scalars(curves.of_row(row, group, suffix), row["step"])
+        self._events.scalars(tensorboard.of_row(row, group, suffix), row["step"])
 
     def _write_files(self, to_disk: bool = False) -> None:
         """Collective, so that all ranks stop when rank 0 cannot write."""

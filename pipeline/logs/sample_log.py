@@ -12,8 +12,9 @@ that was repeated after a resume has several lines; the weights come from the la
 from __future__ import annotations
 
 import json
-import os
+import mmap
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +27,10 @@ from pipeline.runs import SAMPLES
 
 
 class SampleLog:
-    """This rank's record.
+    """This rank's record. Every method raises a ``UserError`` on this rank if its file cannot be written.
 
     Args:
         start: the first step of this start, counted from 1.
-
-    Raises:
-        UserError: on this rank: its file cannot be written.
     """
 
     def __init__(self, run_dir: Path, world: World, start: int) -> None:
@@ -42,9 +40,9 @@ class SampleLog:
             _cut_half_a_line(path)
         except OSError as error:
             raise write_error(path, error) from None
-        self._file = GrowingFile(path)
-        self._start = start
-        self._step: dict[str, list] = {}
+        self._file, self._start = GrowingFile(path), start
+        self.close = self._file.close
+        self._step: dict[str, list] = defaultdict(list)
 
     def add(self, request: BatchRequest) -> None:
         """Add a micro-batch to the current step."""
@@ -55,21 +53,14 @@ class SampleLog:
             "augmentation": augmentation_digests(request),
         }
         for name, of_images in values.items():
-            self._step.setdefault(name, []).extend(of_images)
+            self._step[name].extend(of_images)
 
     def write(self, step: int) -> None:
-        """Write the line of a step. The kernel has it when this returns, so a kill loses nothing.
-
-        Raises:
-            UserError: on this rank: the disk is full, or the file was removed.
-        """
+        """Write the line of a step. The kernel has it when this returns, so a kill loses nothing."""
         line = {"start": self._start, "step": step, "time": round(time.time(), 3), **self._step}
         self._file.add(json.dumps(line).encode() + b"\n")
         self._file.flush()
-        self._step = {}
-
-    def close(self) -> None:
-        self._file.close()
+        self._step.clear()
 
 
 def augmentation_digests(request: BatchRequest) -> list[str]:
@@ -78,28 +69,15 @@ def augmentation_digests(request: BatchRequest) -> list[str]:
     These are the crop and flip, the filters if they are chosen, and what each augmentation drew, of mixing the partner's sample too. For
     equal samples, equal digests mean equal pixels.
     """
-    rows = np.concatenate([_bytes_of_images(values) for values in request.digested()], axis=1)  # (B, bytes)
-    return [xxh3_64_hexdigest(row.tobytes()) for row in rows]
-
-
-def _bytes_of_images(values: np.ndarray) -> np.ndarray:
-    """(B, ...) of any type -> (B, bytes) uint8."""
-    return np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+    drawn = [np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8) for values in request.digested()]
+    return [xxh3_64_hexdigest(row.tobytes()) for row in np.concatenate(drawn, axis=1)]  # (bytes,) each
 
 
 def _cut_half_a_line(path: Path) -> None:
     """Remove a partial last line, left by a kill, which would corrupt the next one."""
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return
     with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        whole = end
-        while whole:  # backwards in blocks: the file may be gigabytes, a line is rarely longer than one block
-            begin = max(0, whole - 65536)
-            file.seek(begin)
-            newline = file.read(whole - begin).rfind(b"\n")
-            whole = begin + newline + 1 if newline >= 0 else begin
-            if newline >= 0:
-                break
-        if whole < end:
-            file.truncate(whole)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # the file may be gigabytes
+            whole = content.rfind(b"\n") + 1
+        file.truncate(whole)

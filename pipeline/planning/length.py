@@ -1,23 +1,25 @@
-"""Find the length of a run: its images, steps, evaluations, checkpoints, and the Slurm jobs that it takes."""
+"""Find the length of a run: its images, steps, evaluations, checkpoints, and the Slurm jobs that it takes; measure its loader."""
 
 from __future__ import annotations
 
 import math
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from pipeline.config import Config
 from pipeline.errors import UserError
+from pipeline.loader.batches import TrainBatches
+from pipeline.loader.loader import CPU, Loader
+from pipeline.planning.traced_step import TracedStep
 from pipeline.shards.manifest import MANIFEST, SplitInfo
-from pipeline.shards.shard_set import open_files
+from pipeline.shards.shard_set import ShardSet, open_files
 from pipeline.stores.place import Place, parse_place
 from pipeline.stream.samples import Mixture
 from pipeline.stream.schedule import make_schedule
-
-if TYPE_CHECKING:
-    from pipeline.planning.traced_step import TracedStep
 
 # Images of the train and the val split by the number of classes, for a plan without shards.
 _KNOWN_SETS = {
@@ -26,12 +28,12 @@ _KNOWN_SETS = {
     1000: ("ImageNet-1k", 1_281_167, 50_000),
     1010: ("iNaturalist 2019", 265_213, 3_030),
 }
-SPLITS = ("train", "val")
 SIGNAL_SECONDS = 300  # of a job's end that the job scripts keep for the last checkpoint (--signal=USR1@300)
-_DAY, _HOUR, _MINUTE = 86400, 3600, 60
 _FLOAT = 4  # bytes
 HEADER_ENTRY = 146  # bytes that a file's header has of each tensor, about
 _HOLD_UP_RATE = 5e9  # bytes per second of the copy to the CPU's memory for which a save holds up the training; an assumption
+_LARGEST_BATCH = 32  # images with which the loader is measured: small batches begin soon, and cost as much each
+_WARM_UP = 2  # batches
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,9 @@ def count_images(config: Config, data: Place | None) -> Images | None:
 
 def _of_shards(config: Config, place: Place) -> Images:
     """Those of a set in a folder or a store, and in an epoch of the training those that ``data.mix`` adds."""
-    train, val = (_split_of(place, split, config.model.num_classes) for split in SPLITS)
-    mixed = [_split_of(parse_place(folder), SPLITS[0]) for folder in config.data.mix]
-    sizes = (train.samples, *(split.samples for split in mixed))
-    mixture = Mixture(sizes, (1.0, *config.data.mix.values()))
+    train, val = (_split_of(place, split, config.model.num_classes) for split in ("train", "val"))
+    mixed = [_split_of(parse_place(folder), "train") for folder in config.data.mix]
+    mixture = Mixture((train.samples, *(split.samples for split in mixed)), (1.0, *config.data.mix.values()))
     source = f"{place} and {len(mixed)} more of data.mix" if mixed else str(place)
     return Images(mixture.images, val.samples, train.source.get("subset", 1.0), source)
 
@@ -94,7 +95,7 @@ def _split_of(place: Place, split: str, classes: int | None = None) -> SplitInfo
         )
     if split not in manifest.splits:
         raise UserError(
-            f"{place / MANIFEST} must have the splits {' and '.join(SPLITS)}, got {', '.join(manifest.splits) or 'none'}",
+            f"{place / MANIFEST} must have the splits train and val, got {', '.join(manifest.splits) or 'none'}",
             "pass a complete shard set",
         )
     return manifest.splits[split]
@@ -132,7 +133,7 @@ def parse_time_limit(text: str) -> float:
     numbers = [int(part) for part in given if part is not None]
     from_hours = days is not None or len(numbers) == 3
     hours, minutes, seconds = ((*numbers, 0, 0) if from_hours else (0, *numbers, 0))[:3]
-    total = int(days or 0) * _DAY + hours * _HOUR + minutes * _MINUTE + seconds
+    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     if total <= 2 * SIGNAL_SECONDS:
         raise UserError(
             f"--time-limit must be longer than {2 * SIGNAL_SECONDS} seconds, of which the job scripts keep {SIGNAL_SECONDS} for the last "
@@ -159,8 +160,7 @@ class Checkpoints:
     size: int  # of one checkpoint, the parts of all processes together
     part: int  # of one process
     kept: int  # that lie on the disk at the end, the best one included
-    regular: int  # written over the whole run by ``checkpoint.every_steps``, and at its end
-    written: int  # at most: an evaluation that is the best so far adds one
+    written: int  # at most, over the whole run: an evaluation that is the best so far adds one
 
     @property
     def hold_up(self) -> float:
@@ -177,4 +177,47 @@ def plan_checkpoints(config: Config, step: TracedStep, length: Length, world_siz
     by_multiple = length.steps // chosen.keep_every_steps if chosen.keep_every_steps else 0
     kept = min(chosen.keep_last, length.saves) + int(chosen.keep_best) + by_multiple
     written = length.saves + (length.evaluations if chosen.keep_best else 0)
-    return Checkpoints(size, math.ceil(size / world_size), kept, length.saves, written)
+    return Checkpoints(size, math.ceil(size / world_size), kept, written)
+
+
+@dataclass(frozen=True)
+class LoaderNeed:
+    """CPU seconds of an image, decoded and augmented on the CPU; bytes of an encoded one; images measured."""
+
+    cpu_seconds: float
+    bytes: float
+    images: int
+
+    def cores(self, images_per_second: float) -> float:
+        """CPU cores, as fast as this machine's, that keep up with so many images per second."""
+        return self.cpu_seconds * images_per_second
+
+
+def measure_loader(config: Config, shards: Place, threads: int = 2, seconds: float = 3.0) -> LoaderNeed:
+    """Load training batches from a shard set as a run would on CPUs, and drop them.
+
+    Args:
+        config: data and augmentation.
+        shards: a shard set with a train split, in a folder or a store.
+        seconds: how long to measure; at least two batches.
+
+    Raises:
+        UserError: the shards cannot be read, or too many samples are bad.
+    """
+    train_set = ShardSet(shards, "train")
+    unit = config.augment.unit
+    batch = max(unit, min(config.train.micro_batch, _LARGEST_BATCH) // unit * unit)
+    batches = TrainBatches.for_one_process(train_set, config, batch)
+    loader = Loader(batches, config.data, torch.device("cpu"), threads, decode=CPU)
+    try:
+        for _ in range(_WARM_UP):
+            next(loader)
+        # Of all threads. The queues are as full at the end as at the beginning.
+        began, cpu, taken = time.perf_counter(), time.process_time(), 0
+        while taken < 2 or time.perf_counter() - began < seconds:
+            next(loader)
+            taken += 1
+        spent = time.process_time() - cpu
+    finally:
+        loader.close()
+    return LoaderNeed(spent / (taken * batch), float(train_set.samples["bytes"].mean()), taken * batch)

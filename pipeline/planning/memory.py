@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
+from bisect import bisect
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import psutil
+import torch
 
 from pipeline.config import AUTO, Config, TrainConfig, accumulation_steps, fitting_micro_batches
 from pipeline.hardware import Gpu, native_bf16
-
-if TYPE_CHECKING:
-    from pipeline.planning.engine_memory import Layout
-    from pipeline.planning.traced_step import TracedStep
+from pipeline.optim.engine import zero_stage
+from pipeline.planning.planned_machine import Layout
+from pipeline.planning.traced_step import TracedStep, fake_teacher, trace_evaluation, trace_step
 
 MIB = 2**20
 LOADER, CONTEXT = "data loader (estimate)", "CUDA context and libraries (estimate)"
@@ -37,9 +39,8 @@ class Subject:
     """A run that may be submitted."""
 
     config: Config  # the run; ``train.micro_batch_size`` is a number
-    # One process for each GPU.
     nodes: int
-    gpus_per_node: int
+    gpus_per_node: int  # one process for each
     gpu: Gpu | None  # the kind of all GPUs; None: processes on CPUs, whose memory is that of PyTorch's allocator
 
     @property
@@ -52,23 +53,22 @@ class Subject:
         asked = self.config.train.precision
         if asked != AUTO:
             return asked
-        if self.gpu:
-            return "bf16" if self.gpu.bf16_flops else "fp32"
-        import torch
-
-        return "bf16" if native_bf16(torch.device("cpu"))[0] else "fp32"
+        return "bf16" if (self.gpu.bf16_flops if self.gpu else native_bf16(torch.device("cpu"))[0]) else "fp32"
 
     @property
     def stage(self) -> int:
         """Of ZeRO. Raises UserError: the optimizer cannot take it."""
-        from pipeline.optim.engine import zero_stage
-
         return zero_stage(self.config, self.world_size)
 
     @property
     def accumulation(self) -> int:
         """Micro-batches of a step. Raises UserError: the batch sizes do not divide."""
         return accumulation_steps(self.config.train, self.world_size, self.config.augment.unit)
+
+    @property
+    def layout(self) -> Layout:
+        kernels = self.gpu is not None and self.gpu.bf16_flops is not None
+        return Layout(self.world_size, self.stage, self.accumulation > 1, self.gpu is not None, kernels)
 
     def changed(self, section: str, **values: Any) -> Subject:
         """The subject with other values in a section of its config."""
@@ -111,28 +111,21 @@ def plan_memory(subject: Subject, micro_batch: int | None = None) -> Memory:
     """
     if micro_batch is not None:
         subject = subject.changed("train", micro_batch_size=micro_batch)
-    from pipeline.planning.traced_step import fake_teacher  # PyTorch takes seconds
-
-    config, world = subject.config, subject.world_size
+    config = subject.config
     step, evaluation = traced_step(subject).parts, traced_evaluation(subject).parts
-    in_evaluation = sum(evaluation.values()) > sum(step.values())
+    in_evaluation = evaluation.total() > step.total()
     traced = evaluation if in_evaluation else step
-    parts = Counter(dict(traced))
-    remarks = [sentence] if (sentence := fake_teacher(config)[1]) else []
+    parts, (_, missing) = traced.copy(), fake_teacher(config)
+    remarks = [missing] if missing else []
     parts[LOADER] = _loader_bytes(config, subject.gpu is not None)
     if subject.gpu:
         parts[CONTEXT] = _CONTEXT
-        parts[NCCL] = _NCCL if world > 1 else 0
-        parts[FRAGMENTS] = int(_FRAGMENTS * sum(traced.values()))
+        parts[NCCL] = _NCCL if subject.world_size > 1 else 0
+        parts[FRAGMENTS] = int(_FRAGMENTS * traced.total())
         if config.train.compile != "off" and subject.stage < 3:
             remarks.append("train.compile is not in the figures: compiled blocks keep as much or less")
-    parts += Counter()  # without those of 0 bytes
-    return Memory(
-        dict(sorted(parts.items(), key=lambda part: -part[1])),
-        subject.gpu.memory if subject.gpu else _cpu_memory() // subject.gpus_per_node,
-        in_evaluation,
-        remarks,
-    )
+    capacity = subject.gpu.memory if subject.gpu else _cpu_memory() // subject.gpus_per_node
+    return Memory(dict((+parts).most_common()), capacity, in_evaluation, remarks)
 
 
 def largest_micro_batch(subject: Subject) -> int:
@@ -142,25 +135,10 @@ def largest_micro_batch(subject: Subject) -> int:
         UserError: no size divides the global batch by the number of processes.
     """
     sizes = fitting_micro_batches(subject.config.train, subject.world_size, subject.config.augment.unit)
-    low, high = 0, len(sizes)  # of so many, the smallest fit; of so many, the last does not
-    probe, known = high, {}  # the largest first: with a small model all fit
-    while low < high:
-        plan = plan_memory(subject, sizes[probe - 1])
-        known[sizes[probe - 1]] = plan.total
-        low, high = (probe, high) if plan.fits else (low, probe - 1)
-        probe = min(max(_expected(known, sizes, plan.capacity), low + 1), high)
-    return sizes[low - 1] if low else 0
-
-
-def _expected(known: dict[int, int], sizes: list[int], capacity: int) -> int:
-    """How many of the sizes fit if memory grows evenly with the micro-batch, as it nearly does; from one plan alone, half of them."""
-    if len(known) < 2:
-        return (len(sizes) + 1) // 2
-    (small, least), *_, (large, most) = sorted(known.items())
-    if most <= least:
-        return len(sizes)
-    limit = small + (capacity - least) / (most - least) * (large - small)
-    return sum(size <= limit for size in sizes)
+    if plan_memory(subject, sizes[-1]).fits:  # as with a small model
+        return sizes[-1]
+    fitting = bisect(sizes[:-1], False, key=lambda size: not plan_memory(subject, size).fits)
+    return sizes[fitting - 1] if fitting else 0
 
 
 def settled(subject: Subject) -> Subject:
@@ -174,14 +152,14 @@ def settled(subject: Subject) -> Subject:
 
 def traced_step(subject: Subject) -> TracedStep:
     """The trace of the run's step, of which the plan's memory and time are made."""
-    return _trace(_traced_config(subject).model_dump_json(), _layout(subject), evaluation=False)
+    return _trace(_traced_config(subject).model_dump_json(), subject.layout, evaluation=False)
 
 
 def traced_evaluation(subject: Subject) -> TracedStep:
     """The trace of the run's evaluation, which does not depend on the training's batches."""
-    config = _traced_config(subject)
-    train = config.train.model_copy(update={name: getattr(TrainConfig(), name) for name in _OF_TRAINING})
-    layout = replace(_layout(subject), accumulates=False)
+    config, default = _traced_config(subject), TrainConfig()
+    train = config.train.model_copy(update={name: getattr(default, name) for name in _OF_TRAINING})
+    layout = replace(subject.layout, accumulates=False)
     return _trace(config.model_copy(update={"train": train}).model_dump_json(), layout, evaluation=True)
 
 
@@ -192,17 +170,8 @@ def _traced_config(subject: Subject) -> Config:
     return config.model_copy(update=same)
 
 
-def _layout(subject: Subject) -> Layout:
-    from pipeline.planning.engine_memory import Layout  # PyTorch takes seconds
-
-    kernels = subject.gpu is not None and subject.gpu.bf16_flops is not None
-    return Layout(subject.world_size, subject.stage, subject.accumulation > 1, subject.gpu is not None, kernels)
-
-
 @lru_cache(maxsize=128)
 def _trace(config: str, layout: Layout, evaluation: bool) -> TracedStep:
-    from pipeline.planning.traced_step import trace_evaluation, trace_step
-
     return (trace_evaluation if evaluation else trace_step)(Config.model_validate_json(config), layout)
 
 
@@ -225,12 +194,8 @@ def _loader_bytes(config: Config, on_gpu: bool) -> int:
 
 def _cpu_memory() -> int:
     """Bytes of this machine, or that its cgroup may use."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = psutil.virtual_memory().total
     for file in map(Path, _CPU_LIMITS):
-        try:
-            limit = file.read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            total = min(total, int(limit))
+        with suppress(OSError, ValueError):  # it is not there; "max"
+            total = min(total, int(file.read_text()))
     return total

@@ -25,35 +25,30 @@ _CPU_ERROR = "up to 26 % against steps measured on one CPU"
 
 
 def text(subject: Subject, memory: Memory, time: Time, passed_over: str | None = None) -> str:
-    """The page: what is planned, the memory by part, micro-batches, what to change where it does not fit; time, length, storage.
-
-    Args:
-        passed_over: a sentence about an earlier run that does not measure this one.
-    """
-    title = (
-        f"Memory per {'GPU' if subject.gpu else 'process'} at its peak{', in an evaluation' if memory.in_evaluation else ''}"
-    )
-    parts = [_title(subject, memory), _section(title, _parts(memory)), _section("Micro-batch", _sizes(subject))]
+    """The page. Args: passed_over: a sentence about an earlier run that does not measure this one."""
+    at_peak = f"Memory per {'GPU' if subject.gpu else 'process'} at its peak"
+    sections = {
+        f"{at_peak}{', in an evaluation' if memory.in_evaluation else ''}": _parts(memory),
+        "Micro-batch": _sizes(subject),
+    }
     if not memory.fits:
-        parts.append(_section("What would help, each by itself", _advice(subject, memory)))
-    for title, rows in time_sections(time):
-        parts.append(_section(title, rows))
-    notes = [f"note: {remark}" for remark in (*memory.remarks, *([passed_over] if passed_over else []))]
-    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
+        sections["What would help, each by itself"] = _advice(subject, memory)
+    notes = [f"note: {remark}" for remark in (*memory.remarks, passed_over) if remark]
+    pages = [_title(subject, memory), *(_section(*section) for section in {**sections, **time_sections(time)}.items())]
+    return "\n\n".join([*pages, *(["\n".join(notes)] if notes else [])])
 
 
 def _section(title: str, rows: Rows) -> str:
     """A headline and its rows, in two columns."""
     rows = list(rows)
-    width = max((len(name) for name, _ in rows), default=0)
+    width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
 def figures(subject: Subject, memory: Memory, time: Time) -> dict[str, Any]:
     """The keys of ``--json``; hours are null where the number of images is not known."""
-    parts = {name: round(size / GIB, 4) for name, size in memory.parts.items()}
     return {
-        "memory_gib": {**parts, "total": round(memory.total / GIB, 4)},
+        "memory_gib": {name: round(size / GIB, 4) for name, size in {**memory.parts, "total": memory.total}.items()},
         "capacity_gib": round(memory.capacity / GIB, 4),
         "fits": memory.fits,
         "micro_batch": subject.config.train.micro_batch,
@@ -61,23 +56,22 @@ def figures(subject: Subject, memory: Memory, time: Time) -> dict[str, Any]:
         "largest_micro_batch": largest_micro_batch(subject),
         "step_seconds": time.step_seconds,
         "images_per_second": time.images_per_second,
-        "hours": time.hours,
-        "gpu_hours": time.gpu_hours,
+        "hours": time.run.hours if time.run else None,
+        "gpu_hours": time.run.gpu_hours if time.run else None,
     }
 
 
 def _title(subject: Subject, memory: Memory) -> str:
     config, world = subject.config, subject.world_size
     device = subject.gpu.name if subject.gpu else "CPU"
-    nodes = "1 node" if subject.nodes == 1 else f"{subject.nodes} nodes"
-    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    checkpointing = "on" if config.train.activation_checkpointing else "off"
     return (
         f"{config.model.name}, {config.model.image_size} px, {subject.precision}, ZeRO stage {subject.stage}, activation checkpointing "
-        f"{'on' if config.train.activation_checkpointing else 'off'}\n"
-        f"{nodes} {_TIMES} {subject.gpus_per_node} {device} = {counted(world, 'process')}; global batch "
+        f"{checkpointing}\n"
+        f"{counted(subject.nodes, 'node')} {_TIMES} {subject.gpus_per_node} {device} = {counted(world, 'process')}; global batch "
         f"{config.train.global_batch_size} = {config.train.micro_batch} {_TIMES} {world} {_TIMES} {subject.accumulation} "
         f"(micro-batch, processes, accumulation)\n"
-        f"{verdict}: {_gib(memory.total)} of {_gib(memory.capacity)}"
+        f"{'fits' if memory.fits else 'DOES NOT FIT'}: {_gib(memory.total)} of {_gib(memory.capacity)}"
     )
 
 
@@ -95,11 +89,9 @@ def _sizes(subject: Subject) -> Rows:
         other = subject.changed("train", activation_checkpointing=checkpointing)
         planned, largest = plan_memory(other), largest_micro_batch(other)
         steps = subject.config.train.global_batch_size // (max(1, largest) * subject.world_size)
-        yield (
-            f"checkpointing {'on' if checkpointing else 'off'}",
-            f"activations {_gib(planned.parts.get(ACTIVATIONS, 0)):>11}, total {_gib(planned.total):>11}; "
-            + (f"largest micro-batch {largest}, accumulation {steps}" if largest else "no micro-batch fits"),
-        )
+        fitting = f"largest micro-batch {largest}, accumulation {steps}" if largest else "no micro-batch fits"
+        activations = f"activations {_gib(planned.parts.get(ACTIVATIONS, 0)):>11}"
+        yield f"checkpointing {'on' if checkpointing else 'off'}", f"{activations}, total {_gib(planned.total):>11}; {fitting}"
 
 
 @dataclass(frozen=True)
@@ -164,11 +156,9 @@ def _advice(subject: Subject, memory: Memory) -> Rows:
             yield "nothing in the config alone", "take GPUs with more memory, a smaller model or smaller images"
 
 
-def time_sections(time: Time) -> Iterator[tuple[str, Rows]]:
+def time_sections(time: Time) -> dict[str, Rows]:
     """Title and rows of each section about time, length and storage."""
-    yield "Time of an optimizer step", _step(time)
-    yield "The whole run", _run(time)
-    yield "Data and storage", _storage(time)
+    return {"Time of an optimizer step": _step(time), "The whole run": _run(time), "Data and storage": _storage(time)}
 
 
 def _step(time: Time) -> Rows:
@@ -188,32 +178,32 @@ def _step(time: Time) -> Rows:
         yield "measured", f"{measured.source}, {layout}: {duration(measured.step_seconds)} a step, {scaled}"
         if measured.data_wait > 0.02:
             yield "", f"of which {measured.data_wait:.0%} waited for data"
-    yield "rates", time.source
+    yield "rates", time.rates.source
     if not measured:
         yield "error", _GPU_ERROR if gpu else _CPU_ERROR
 
 
 def _run(time: Time) -> Rows:
-    length, images, hours, limit = time.length, time.images, time.hours, time.options.time_limit
-    if length is None or images is None or hours is None:
-        classes = time.subject.config.model.num_classes
+    run, classes = time.run, time.subject.config.model.num_classes
+    if run is None:
         yield "hours", f"not known: {classes} classes are of no set that the plan knows; pass --data SHARDS"
         return
+    length, images = run.length, run.images
     yield "images", f"{images.train:,} for training, {images.val:,} for validation ({images.source})"
-    evaluations = f"{_count(length.evaluations, 'evaluation', 's')} of {duration(time.evaluation_seconds)}"
+    evaluations = f"{_count(length.evaluations, 'evaluation')} of {duration(run.evaluation_seconds)}"
     yield "steps", f"{length.steps:,} in {length.epochs:.4g} epochs; {evaluations}"
-    yield "hours", f"{hours:,.3g}, of which {duration(time.start_seconds)} for each start"
-    if time.jobs is not None and limit is not None:
+    yield "hours", f"{run.hours:,.3g}, of which {duration(time.start_seconds)} for each start"
+    if run.jobs is not None and time.time_limit is not None:
         last = f"the last {SIGNAL_SECONDS} s of each for its checkpoint"
-        yield "Slurm jobs", f"{time.jobs:,} at a time limit of {limit / 3600:.4g} h, {last}"
+        yield "Slurm jobs", f"{run.jobs:,} at a time limit of {time.time_limit / 3600:.4g} h, {last}"
     if time.subject.gpu:
-        yield "GPU hours", f"{time.gpu_hours:,.3g} on {_count(time.subject.world_size, 'GPU', 's')}"
-        if time.cost is not None:
-            yield "cost", f"{time.cost:,.0f} at {time.options.price:g} per GPU hour"
+        yield "GPU hours", f"{run.gpu_hours:,.3g} on {_count(time.subject.world_size, 'GPU')}"
+        if run.cost is not None:
+            yield "cost", f"{run.cost:,.0f} at {time.price:g} per GPU hour"
 
 
 def _storage(time: Time) -> Rows:
-    subject, need, saved = time.subject, time.loader, time.checkpoints
+    subject, need = time.subject, time.loader
     per_process = time.images_per_second / subject.world_size
     if need:
         measured = f"{1e3 * need.cpu_seconds:.1f} ms of CPU time per image, measured here on {need.images:,} images"
@@ -225,17 +215,18 @@ def _storage(time: Time) -> Rows:
     else:
         yield "loader", "not measured: --data SHARDS measures it on the shards for a few seconds"
     if subject.world_size > 1:
-        between = f"; {size(time.options.network)}/s between nodes" if subject.nodes > 1 else ""
+        between = f"; {size(time.network)}/s between nodes" if subject.nodes > 1 else ""
         sent = f"{size(time.step.traffic.bytes)} sent by each process and step"
         yield "gradients", f"{sent}, {duration(time.step.traffic.total)} of the links' time{between}"
-    if saved:
+    if time.run:
+        saved = time.run.checkpoints
         each = f"{size(saved.part)} from each process, which it holds up for {duration(saved.hold_up)}"
         yield "checkpoint", f"{size(saved.size)}, {each}"
         best = " and one for each best accuracy" if subject.config.checkpoint.keep_best else ""
-        yield "checkpoints", f"{saved.kept} kept, {size(saved.kept * saved.size)}; {saved.regular:,} written{best}"
+        yield "checkpoints", f"{saved.kept} kept, {size(saved.kept * saved.size)}; {time.run.length.saves:,} written{best}"
 
 
-def _count(number: int, word: str, ending: str) -> str:
+def _count(number: int, word: str, ending: str = "s") -> str:
     return f"{number:,} {word}{ending if number != 1 else ''}"
 
 

@@ -1,4 +1,4 @@
-"""Estimate seconds at the rates of a machine: of operators, and of a step's collectives by ZeRO stage.
+"""Estimate seconds at the rates of a machine: of operators, on a GPU or on this CPU, and of a step's collectives by ZeRO stage.
 
 An operator takes the slower of computing and moving bytes (Williams et al., "Roofline", 2009). Gradients and weights travel over the
 links of a node and the network between nodes.
@@ -6,25 +6,28 @@ links of a node and the network between nodes.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.benchmark import Timer
 
-from pipeline.errors import UserError
+from pipeline.errors import UserError, counted
 from pipeline.hardware import Gpu
 from pipeline.optim.engine import REDUCE_BUCKET
-from pipeline.planning.machine import CpuRates
 from pipeline.planning.trace import ATTENTION, CONVOLUTION, MAP, NARROW, PRODUCT, TRANSCENDENTAL, Operator
 
 # Shares of a data sheet's figures that kernels reach. Of products and bandwidth they fit the step times that timm publishes for an
 # RTX 3090 and an RTX 4090 (benchmarks/plan_time.py compares them); the others are assumptions, as no GPU has run this project yet.
 GPU_SHARES = {PRODUCT: 0.80, ATTENTION: 0.25, CONVOLUTION: 0.40, NARROW: 0.05}
-GPU_BANDWIDTH_SHARE = 0.90
 _HOPPER_PRODUCTS = 0.65  # their clock falls under load, as vendors' and users' figures of large products show; an assumption
-GPU_HOST = 8e-6  # seconds of the CPU to start an operator, by PyTorch without CUDA graphs; an assumption
 _SHORTEST_KERNEL = 2e-6  # seconds
 _NUMBER = 4  # bytes: gradients and weights travel in float32 (pipeline.optim.engine)
 _BUCKET = _NUMBER * REDUCE_BUCKET
@@ -32,14 +35,20 @@ CPU_LINK = 1e9  # gloo between processes of one machine, which copies through so
 _LINK_SHARE = 0.8  # of a link's bandwidth that NCCL's rings reach with messages of megabytes; an assumption
 _ROUND = 20e-6  # seconds to begin a collective
 
+_SIZES = (2**20, 2**23, 2**26)  # bytes that a copy moves: within a core's cache, within the last cache, beyond
+_LINEAR_SHARE = 0.9  # of the large product's speed in linear layers (benchmarks/RESULTS.md, "The training step on a CPU")
+_BATCHED_SHARE = 0.65  # likewise in attention's products, whose matrices are small
+_BUSY = 1.5  # times the cores, from which on others slow a measurement down
+_FRESH = 0.12  # seconds for each measurement
+
 
 @dataclass(frozen=True)
 class GpuRates:
     """A GPU by its data sheet and the shares of it that kernels reach."""
 
     gpu: Gpu
-    host: float = GPU_HOST
-    bandwidth_share: float = GPU_BANDWIDTH_SHARE
+    host = 8e-6  # seconds of the CPU to start an operator, by PyTorch without CUDA graphs; an assumption
+    bandwidth_share = 0.90
 
     @property
     def shares(self) -> dict[str, float]:
@@ -57,9 +66,9 @@ class GpuRates:
         return self.gpu.bandwidth * self.bandwidth_share
 
     def seconds(self, operator: Operator) -> float:
-        moving = operator.bytes / self.copies
+        least = max(operator.bytes / self.copies, operator.kernels * _SHORTEST_KERNEL)
         if not operator.flops:
-            return max(moving, operator.kernels * _SHORTEST_KERNEL)
+            return least
         half = operator.dtype in (torch.bfloat16, torch.float16)
         peak = self.gpu.bf16_flops if half else self.gpu.fp32_flops
         if peak is None:
@@ -67,7 +76,56 @@ class GpuRates:
                 f"train.precision=bf16 requires a GPU with bf16, got {self.gpu.name}",
                 "set train.precision=fp32, or choose another GPU",
             )
-        return max(operator.flops / (peak * self.shares[operator.kind]), moving, operator.kernels * _SHORTEST_KERNEL)
+        return max(operator.flops / (peak * self.shares[operator.kind]), least)
+
+
+@dataclass(frozen=True)
+class CpuRates:
+    """A CPU with a number of threads, as measured."""
+
+    # Floating-point operations per second, in the run's precision where nothing else is said.
+    product: float  # of two large matrices
+    single: float  # the same in float32, in which attention is computed, and what autocast leaves alone
+    convolution: float  # 3 x 3, of 64 channels
+    narrow: float  # a depthwise one
+    bandwidth: tuple[float, ...]  # bytes per second of an addition that moves ``_SIZES`` bytes
+    elementary: float  # seconds for an element of GELU
+    score: float  # and for one of a softmax over a map that is in a cache, forward
+    score_backward: float
+    host: float  # seconds to start an operator
+    threads: int
+    load: float = 0.0  # processes that wanted a core each, of all users
+
+    @property
+    def source(self) -> str:
+        cores = len(os.sched_getaffinity(0))
+        busy = f", while {self.load:.0f} processes wanted its {cores} cores" if self.load > _BUSY * cores else ""
+        return (
+            f"measured on this machine, {counted(self.threads, 'thread')}: {self.product / 1e9:.0f} GFLOP/s in products, "
+            f"{self.bandwidth[-1] / 1e9:.1f} GB/s of memory{busy}"
+        )
+
+    @property
+    def copies(self) -> float:
+        return self.bandwidth[-1]
+
+    def seconds(self, operator: Operator) -> float:
+        moving = operator.bytes / self._bandwidth_at(operator.bytes)
+        if operator.kind == MAP:
+            computing = operator.elements * self.elementary if operator.name in TRANSCENDENTAL else 0.0
+        elif operator.kind == ATTENTION:
+            per_score = self.score_backward if operator.backward and not operator.recomputed else self.score
+            computing = operator.flops / (self.single * _BATCHED_SHARE) + operator.elements * per_score
+        elif operator.kind in (CONVOLUTION, NARROW):
+            computing = operator.flops / (self.convolution if operator.kind == CONVOLUTION else self.narrow)
+        else:
+            rate = self.single if operator.dtype is torch.float32 else self.product
+            computing = operator.flops / (rate * (_BATCHED_SHARE if "b" in operator.name else _LINEAR_SHARE))
+        return max(computing, moving) + self.host
+
+    def _bandwidth_at(self, moved: int) -> float:
+        """Between the measured sizes by the logarithm."""
+        return float(np.exp(np.interp(np.log(max(moved, 1)), np.log(_SIZES), np.log(self.bandwidth))))
 
 
 # How fast a device computes: ``seconds`` of an operator, ``host`` seconds of the CPU to start one, during which a GPU may be busy with
@@ -75,63 +133,65 @@ class GpuRates:
 Rates = GpuRates | CpuRates
 
 
-def seconds_by_kind(operators: Iterable[Operator], rates: Rates) -> dict[str, float]:
-    """Sums by kind, in order of first appearance."""
-    sums: dict[str, float] = defaultdict(float)
-    for operator in operators:
-        sums[operator.kind] += rates.seconds(operator)
-    return dict(sums)
-
-
-def fused(operators: Sequence[Operator], kept: set[int]) -> list[Operator]:
-    """What a compiler makes of them: adjacent bandwidth-bound operators become one, which reads what others have written and writes what
-    others read.
+def measure_cpu(precision: str, clock: Callable[[], float] = time.perf_counter) -> CpuRates:
+    """Measure this process's share of the machine by a small operator of each kind, at PyTorch's number of threads.
 
     Args:
-        operators: in order.
-        kept: numbers of the memory that is read after the last of them.
+        precision: of products, "bf16" or "fp32".
+        clock: seconds; ``time.process_time`` on a machine that others use, with one thread.
     """
-    last_read: dict[int, int] = {}
-    for place, operator in enumerate(operators):
-        for number, _ in operator.reads:
-            last_read[number] = place
-    joined: list[Operator] = []
-    end = 0
-    for (fuses, *_), alike in groupby(
-        operators, lambda operator: (operator.kind == MAP, operator.backward, operator.recomputed)
-    ):
-        group = list(alike)
-        end += len(group)
-        joined += [_joined(group, end, last_read, kept)] if fuses else group
-    return joined
-
-
-def _joined(group: list[Operator], end: int, last_read: dict[int, int], kept: set[int]) -> Operator:
-    """The operators of a group, which ends before place ``end``, as one."""
-    written: dict[int, int] = {}
-    read: dict[int, int] = {}
-    for operator in group:
-        for number, size in operator.reads:
-            if number not in written:
-                read[number] = max(size, read.get(number, 0))
-        for number, size in operator.writes:
-            written[number] = max(size, written.get(number, 0))
-    needed = {n: size for n, size in written.items() if last_read.get(n, -1) >= end or n in kept}
-    slow = next((o.name for o in group if o.name in TRANSCENDENTAL), group[0].name)
-    return replace(
-        group[0],
-        name=slow,
-        reads=tuple(read.items()),
-        writes=tuple(needed.items()),
-        elements=max(operator.elements for operator in group),
-        kernels=1 + sum(operator.name.endswith("_backward") and "norm" in operator.name for operator in group),
+    least, dtype = partial(_least, clock), torch.bfloat16 if precision == "bf16" else torch.float32
+    matrices = torch.randn(2, 1024, 1024)
+    a, b = matrices.to(dtype)
+    images = torch.randn(8, 64, 56, 56).contiguous(memory_format=torch.channels_last).to(dtype)
+    tokens = torch.randn(16, 192, 14, 14).to(dtype)
+    values, scores = torch.randn(2**18), torch.randn(256, 1024)
+    weights = scores.softmax(-1)
+    bandwidth = []
+    for size in _SIZES:
+        x, y = torch.ones(2, size // 12)
+        bandwidth.append(size / least(partial(torch.add, x, y, out=torch.empty_like(x))))
+    forward = least(lambda: torch.softmax(scores + scores, -1)) / scores.numel()
+    backward = least(lambda: torch._softmax_backward_data(scores, weights, -1, torch.float32) + scores) / scores.numel()
+    return CpuRates(
+        product=2 * 1024**3 / least(lambda: a @ b),
+        single=2 * 1024**3 / least(lambda: matrices[0] @ matrices[1]),
+        convolution=_convolution_rate(least, images, torch.randn(64, 64, 3, 3).to(dtype), 1),
+        narrow=_convolution_rate(least, tokens, torch.randn(192, 1, 3, 3).to(dtype), 192),
+        bandwidth=tuple(bandwidth),
+        elementary=least(lambda: F.gelu(values)) / values.numel(),
+        score=forward,
+        score_backward=backward,
+        host=least(partial(_many_operators, torch.randn(8, requires_grad=True))) / 200,
+        threads=torch.get_num_threads(),
+        load=os.getloadavg()[0],
     )
 
 
-def product_seconds(flops: float, precision: str, rates: Rates) -> float:
-    """Seconds of matrix products with so many floating-point operations."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return rates.seconds(Operator("mm", PRODUCT, flops, (), (), 0, dtype))
+def _convolution_rate(least: Callable[[Callable[[], Any]], float], images: Tensor, weight: Tensor, groups: int) -> float:
+    """Operations per second of a 3 x 3 convolution's forward and backward pass."""
+    x, w = images.clone().requires_grad_(), weight.clone().requires_grad_()
+
+    def step() -> None:
+        F.conv2d(x, w, padding=1, groups=groups).backward(images)
+        x.grad = w.grad = None
+
+    return 3 * 2 * images.numel() * weight[0].numel() / least(step)
+
+
+def _many_operators(x: Tensor) -> None:
+    """100 forward, and as many backward."""
+    y, factor = x, x.detach()
+    for _ in range(100):
+        y = y * factor
+    y.sum().backward()
+    x.grad = None
+
+
+def _least(clock: Callable[[], float], call: Callable[[], Any]) -> float:
+    """Seconds of a call, the least of those that ``_FRESH`` seconds have room for."""
+    timer = Timer("call()", timer=clock, globals={"call": call}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=_FRESH).times)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +61,6 @@ class Operator:
 
     @property
     def bytes(self) -> int:
-        """Read and written."""
         return sum(size for _, size in (*self.reads, *self.writes))
 
 
@@ -79,9 +79,8 @@ class Trace(TorchDispatchMode):
     PyTorch's own ``MemTracker`` counts memory in a private module, with labels of its own and hooks on every module.
 
     Attributes:
-        live: bytes by label, now.
-        peak: bytes by label at the moment at which their sum was largest.
-        peak_total: that sum.
+        live: bytes by label, now; total: their sum.
+        peak: bytes by label at the moment at which their sum was largest; peak_total: that sum.
         operators: in order.
         kept: numbers of the memory that is needed after the operators.
     """
@@ -134,12 +133,23 @@ class Trace(TorchDispatchMode):
         self.kept.add(self._known(tensor).number)
 
     def attention(
-        self, flops: float, scores: int, read: list[Tensor], written: list[Tensor], backward: bool, kernels: int = 1
+        self, products: int, qkv: Sequence[Tensor], read: list[Tensor], written: list[Tensor], kernels: int = 1
     ) -> None:
-        """Write down attention, or its gradients, of so many scores as one operator."""
+        """Write down attention, or its gradients, as one operator.
+
+        Args:
+            products: of matrices: 2 forward, more backward.
+            qkv: queries, keys and values, (..., N, head_dim) each.
+            kernels: that it starts on a GPU.
+        """
         if self._records:
+            q, k, v = qkv
+            scores = q.shape[:-1].numel() * k.shape[-2]
+            flops = float(products * scores * (q.shape[-1] + v.shape[-1]))
             # A forward pass within a backward pass is that of a recomputation.
-            self._add("attention", ATTENTION, flops, read, written, scores, self._backward and not backward, kernels)
+            again = self._backward and products == 2
+            facts = {"kind": ATTENTION, "flops": flops, "elements": scores, "recomputed": again, "kernels": kernels}
+            self._add("attention", read, written, **facts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -150,9 +160,8 @@ class Trace(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default:
             copied = self._memory.get(args[0].untyped_storage()._cdata)
             label = WEIGHT_COPIES if copied and copied.label == PARAMETERS else label
-        for value in tree_iter(result):
-            if isinstance(value, Tensor):
-                self._count_memory(value, label)
+        for value in _tensors(result):
+            self._count_memory(value, label)
         if self._records and func.namespace == "aten" and not func.is_view:
             self._write_down(func, args, kwargs, result)
         return result
@@ -191,54 +200,37 @@ class Trace(TorchDispatchMode):
             # The sum with the gradient of earlier micro-batches, which the first of a step does not have, is not written down.
             self.keep(args[1])
             return
-        read = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        written = [value for value in tree_iter(result) if isinstance(value, Tensor)]
+        read, written = _tensors((args, kwargs)), _tensors(result)
         if not read and not written:
             return
         if name.startswith("_scaled_dot_product"):
             backward = name.endswith("_backward")
-            q, k, v = args[1:4] if backward else args[:3]
-            times = 2.5 if backward else 1.0  # five products instead of two
-            flops, scores = times * product_flops(q, k, v), score_count(q, k)
+            qkv = args[1:4] if backward else args[:3]
             # Without the sums of the rows, (B, heads, N).
-            read, written = ([tensor for tensor in tensors if tensor.ndim == q.ndim] for tensors in (read, written))
-            self.attention(flops, scores, read, written, backward)
+            read, written = ([tensor for tensor in tensors if tensor.ndim == qkv[0].ndim] for tensors in (read, written))
+            self.attention(5 if backward else 2, qkv, read, written)
             return
-        flops = 0.0
+        kind, flops = MAP, 0.0
         if "convolution" in name:
-            flops = _convolution_flops(name, args, result)
+            kind, flops = _convolution(name, args, result)
         elif counter := flop_registry.get(func._overloadpacket):
-            flops = float(counter(*args, **kwargs, out_val=result))
+            kind, flops = PRODUCT, float(counter(*args, **kwargs, out_val=result))
         largest = max(tensor.numel() for tensor in (*read, *written))
         # Autograd computes gradients without a graph, and a checkpoint recomputes with one.
-        self._add(name, _kind(name, flops, args), flops, read, written, largest, self._backward and torch.is_grad_enabled())
+        again = self._backward and torch.is_grad_enabled()
+        self._add(name, read, written, kind=kind, flops=flops, elements=largest, recomputed=again)
 
-    def _add(
-        self,
-        name: str,
-        kind: str,
-        flops: float,
-        read: list[Tensor],
-        written: list[Tensor],
-        elements: int,
-        recomputed: bool,
-        kernels: int = 1,
-    ) -> None:
+    def _add(self, name: str, read: list[Tensor], written: list[Tensor], **facts: Any) -> None:
         times = 2 if name in _READS_TWICE else 1
         reads = tuple((self._known(tensor).number, times * _size(tensor)) for tensor in read)
         writes = tuple((self._known(tensor).number, _size(tensor)) for tensor in written)
         dtype = next((tensor.dtype for tensor in (*written, *read) if tensor.is_floating_point()), torch.int64)
-        self.operators.append(Operator(name, kind, flops, reads, writes, elements, dtype, self._backward, recomputed, kernels))
+        operator = Operator(name=name, reads=reads, writes=writes, dtype=dtype, backward=self._backward, **facts)
+        self.operators.append(operator)
 
 
-def product_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Floating-point operations of q kᵀ and of the weights times v; (..., N, head_dim) each."""
-    return 2.0 * score_count(q, k) * (q.shape[-1] + v.shape[-1])
-
-
-def score_count(q: Tensor, k: Tensor) -> int:
-    """Elements of q kᵀ; (..., N, head_dim) each."""
-    return q.shape[:-1].numel() * k.shape[-2]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [value for value in tree_iter(tree) if isinstance(value, Tensor)]
 
 
 def _size(tensor: Tensor) -> int:
@@ -246,18 +238,53 @@ def _size(tensor: Tensor) -> int:
     return tensor.element_size() * math.prod(n for n, stride in zip(tensor.shape, tensor.stride()) if stride or n == 0)
 
 
-def _convolution_flops(name: str, args: Any, result: Any) -> float:
-    """PyTorch's own count takes no notice of groups in the backward pass."""
-    if name != "convolution_backward":
-        return 2.0 * result.numel() * args[1][0].numel()
-    return 2.0 * args[0].numel() * args[2][0].numel() * sum(args[10][:2])
-
-
-def _kind(name: str, flops: float, args: Any) -> str:
-    if not flops:
-        return MAP
-    if "convolution" not in name:
-        return PRODUCT
+def _convolution(name: str, args: Any, result: Any) -> tuple[str, float]:
+    """Kind and operations; PyTorch's own count takes no notice of groups in the backward pass."""
     backward = name == "convolution_backward"
     weight, groups = (args[2], args[9]) if backward else (args[1], args[8])  # (out, in / groups, rows, columns)
-    return NARROW if min(weight.shape[0] // groups, weight[0].numel()) < _NARROW_SIDE else CONVOLUTION
+    products = args[0].numel() * sum(args[10][:2]) if backward else result.numel()
+    narrow = min(weight.shape[0] // groups, weight[0].numel()) < _NARROW_SIDE
+    return NARROW if narrow else CONVOLUTION, 2.0 * products * weight[0].numel()
+
+
+def fused(operators: Sequence[Operator], kept: set[int]) -> list[Operator]:
+    """What a compiler makes of them: adjacent bandwidth-bound operators become one, which reads what others have written and writes what
+    others read.
+
+    Args:
+        operators: in order.
+        kept: numbers of the memory that is read after the last of them.
+    """
+    last_read: dict[int, int] = {}
+    for place, operator in enumerate(operators):
+        for number, _ in operator.reads:
+            last_read[number] = place
+    joined: list[Operator] = []
+    end = 0
+    for (fuses, *_), alike in groupby(operators, lambda each: (each.kind == MAP, each.backward, each.recomputed)):
+        group = list(alike)
+        end += len(group)
+        joined += [_joined(group, end, last_read, kept)] if fuses else group
+    return joined
+
+
+def _joined(group: list[Operator], end: int, last_read: dict[int, int], kept: set[int]) -> Operator:
+    """The operators of a group, which ends before place ``end``, as one."""
+    written: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for operator in group:
+        for number, size in operator.reads:
+            if number not in written:
+                read[number] = max(size, read.get(number, 0))
+        for number, size in operator.writes:
+            written[number] = max(size, written.get(number, 0))
+    needed = {n: size for n, size in written.items() if last_read.get(n, -1) >= end or n in kept}
+    slow = next((o.name for o in group if o.name in TRANSCENDENTAL), group[0].name)
+    return replace(
+        group[0],
+        name=slow,
+        reads=tuple(read.items()),
+        writes=tuple(needed.items()),
+        elements=max(operator.elements for operator in group),
+        kernels=1 + sum(operator.name.endswith("_backward") and "norm" in operator.name for operator in group),
+    )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,8 @@ from pipeline.inference.trained import read_trained
 from pipeline.models import model_of
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import keep_fake_tables
-from pipeline.planning.engine_memory import EngineMemory, Layout
-from pipeline.planning.forms import forms_of
+from pipeline.optim.engine import weights_cast_once
+from pipeline.planning.planned_machine import EngineMemory, Layout, forms_of
 from pipeline.planning.trace import PARAMETERS, Operator, Trace
 from pipeline.step.loss import Objective, label_loss
 from pipeline.step.precision import autocast
@@ -61,31 +63,24 @@ def trace_step(config: Config, layout: Layout) -> TracedStep:
     Raises:
         UserError: the model cannot be built, or does not run without values.
     """
-    train = config.train
+    train, side = config.train, config.model.image_size
     teacher, _ = fake_teacher(config)
     taught: list[Operator] = []
     with _fake_run(config, layout) as (model, engine, trace):
         model.train()
-        average = trace.new(_held_weights(model, layout), AVERAGE) if train.ema_decay else None
-        if teacher:
-            with trace.labelled(TEACHER):
-                teacher = teacher.to_empty(device="cpu").requires_grad_(False)
-                side = config.model.image_size
-                _teach(teacher, torch.empty(1, 3, side, side), train.precision)  # for its tables
+        average = trace.new(engine.weights, AVERAGE) if train.ema_decay else None
 
         def forward(images: Tensor, noise: Tensor | None) -> Tensor:
-            engine.before_forward()
-            with autocast(_CPU, train.precision):
+            with engine.forward(), autocast(_CPU, train.precision):
                 scores: Tensor = model(images, noise)
-            engine.after_forward()
             trace.keep(scores)
             return scores
 
         def teach(images: Tensor) -> Tensor:
             assert teacher
             begin = len(trace.operators)
-            with trace.labelled(TEACHER):
-                scores = _teach(teacher, images, train.precision)
+            with trace.labelled(TEACHER), torch.no_grad(), autocast(_CPU, train.precision):
+                scores: Tensor = teacher(images)
             taught[:], trace.operators[begin:] = trace.operators[begin:], []
             return scores
 
@@ -98,7 +93,11 @@ def trace_step(config: Config, layout: Layout) -> TracedStep:
                     (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
                 )
 
-        with _weights_cast_once(layout.stage, train.precision == "bf16"):
+        if teacher:
+            with trace.labelled(TEACHER):
+                teacher = teacher.to_empty(device="cpu").requires_grad_(False)
+                teach(torch.empty(1, 3, side, side))  # for its tables
+        with weights_cast_once(layout.stage):
             if layout.accumulates:
                 engine.accumulate()
             with trace.labelled(IMAGES):
@@ -116,23 +115,18 @@ def trace_step(config: Config, layout: Layout) -> TracedStep:
 def trace_evaluation(config: Config, layout: Layout) -> TracedStep:
     """Trace an evaluation between two steps, of the average's weights where there is one; arguments as of :func:`trace_step`."""
     side = config.model.image_size
-    with _fake_run(config, layout) as (model, engine, trace):
+    with _fake_run(config, layout) as (model, engine, trace), torch.no_grad():
         model.eval()
-        copies = []
-        if config.train.ema_decay:
-            copies = [trace.new(_held_weights(model, layout), label) for label in (AVERAGE, SWAPPED)]
-        with torch.no_grad():
-            for _ in range(_EVALUATED_BATCHES):
-                with trace.labelled(IMAGES):
-                    images = torch.empty(config.eval.batch_size, 3, side, side)
-                trace.operators.clear()
-                engine.before_forward()
-                with trace.labelled(ACTIVATIONS), trace.recording():
-                    with autocast(_CPU, config.train.precision):
-                        scores = model(images)
-                    scores = scores.float()
-                engine.after_forward()
-                del images, scores
+        copies = [trace.new(engine.weights, label) for label in (AVERAGE, SWAPPED) if config.train.ema_decay]
+        for _ in range(_EVALUATED_BATCHES):
+            with trace.labelled(IMAGES):
+                images = torch.empty(config.eval.batch_size, 3, side, side)
+            trace.operators.clear()
+            with engine.forward(), trace.labelled(ACTIVATIONS), trace.recording():
+                with autocast(_CPU, config.train.precision):
+                    scores = model(images)
+                scores = scores.float()
+            del images, scores
         del copies
         return _traced(model, engine, trace, [])
 
@@ -145,7 +139,7 @@ def _traced(model: nn.Module, engine: EngineMemory, trace: Trace, taught: list[O
         teacher=taught,
         kept=trace.kept,
         tensors=len(engine.parameters),
-        elements=sum(parameter.numel() for parameter in engine.parameters),
+        elements=engine.elements,
         state_elements=engine.state_elements,
         optimizer_passes=engine.optimizer.passes,
         optimizer_flops=engine.matrix_flops,
@@ -158,64 +152,35 @@ def _fake_run(config: Config, layout: Layout) -> Iterator[tuple[VisionModel, Eng
     """The model with fake parameters, what the engine holds, and the record of it all, while tensors are fake."""
     with torch.device("meta"):
         model = model_of(config)
-    with keep_fake_tables(), FakeTensorMode(allow_non_fake_inputs=True), Trace() as trace, ExitStack() as stack:
+    with keep_fake_tables(), FakeTensorMode(allow_non_fake_inputs=True), Trace() as trace:
         with trace.labelled(PARAMETERS):
             model = model.to_empty(device="cpu")
-        stack.enter_context(forms_of(trace, model, layout.on_gpu, layout.stage, layout.kernels))
-        stack.enter_context(_phi_labelled(model, trace))
-        engine = EngineMemory(trace, model, config.optim, layout)
-        try:
-            yield model, engine, trace
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            if not config.model.name.startswith("timm:"):
-                raise
-            reason = first_line(error)[:200]
-            raise UserError(
-                f"model.name is {config.model.name}, whose step cannot be planned without values of tensors ({reason})",
-                "measure it instead: pipeline.train with train.max_steps=100, then --measured with its output_dir",
-            ) from None
+        with forms_of(trace, model, layout), _phi_labelled(model, trace):
+            engine = EngineMemory(trace, model, config.optim, layout)
+            try:
+                yield model, engine, trace
+            except (RuntimeError, NotImplementedError, TypeError) as error:
+                if not config.model.name.startswith("timm:"):
+                    raise
+                raise UserError(
+                    f"model.name is {config.model.name}, whose step cannot be planned without values of tensors ({first_line(error)[:200]})",
+                    "measure it instead: pipeline.train with train.max_steps=100, then --measured with its output_dir",
+                ) from None
 
 
-def _held_weights(model: nn.Module, layout: Layout) -> float:
-    """Elements of the weights that a process holds between steps, and of a copy of them."""
-    return sum(parameter.numel() for parameter in model.parameters()) / (layout.world_size if layout.stage == 3 else 1)
-
-
-@contextmanager
-def _weights_cast_once(stage: int, casts: bool) -> Iterator[None]:
-    """:func:`pipeline.optim.engine.micro_batches`: the weights' bf16 copies stay for a whole step, but with ZeRO 3."""
-    if stage == 3 or not casts:
-        yield
-        return
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-
-
-@contextmanager
-def _phi_labelled(model: VisionModel, trace: Trace) -> Iterator[None]:
-    """Give Φp its label; in an evaluation it is computed once, as in a run: the model keeps no fake tensors."""
-    if not model.has_phi:
-        yield
-        return
+def _phi_labelled(model: VisionModel, trace: Trace) -> Any:
+    """In the block, give Φp its label; in an evaluation it is computed once, as in a run: the model keeps no fake tensors."""
     compute = model.log_phi
     kept: list[Tensor | None] = []
 
-    def labelled(grid: tuple[int, int]) -> list[Tensor | None]:
+    def log_phi(grid: tuple[int, int]) -> list[Tensor | None]:
         with trace.labelled(PHI):
             maps = kept or compute(grid)
         if not model.training:
             kept[:] = maps
         return maps
 
-    model.log_phi = labelled  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del model.log_phi
+    return patch.object(model, "log_phi", log_phi)
 
 
 def fake_teacher(config: Config) -> tuple[nn.Module | None, str]:
@@ -224,10 +189,9 @@ def fake_teacher(config: Config) -> tuple[nn.Module | None, str]:
     Returns:
         None if there is none, or if it is not at hand; and in the latter case a sentence that says why.
     """
-    train = config.train
+    train, missing = config.train, "the teacher is not in the figures:"
     if not train.teacher:
         return None, ""
-    missing = "the teacher is not in the figures:"
     try:
         trained = None if train.teacher_weights else _trained_config(train.teacher)
         with torch.device("meta"):
@@ -241,11 +205,3 @@ def fake_teacher(config: Config) -> tuple[nn.Module | None, str]:
 @lru_cache(maxsize=8)
 def _trained_config(source: str) -> Config:
     return read_trained(Path(source)).config
-
-
-@torch.no_grad()
-def _teach(teacher: nn.Module, images: Tensor, precision: str) -> Tensor:
-    """(B, classes)."""
-    with autocast(_CPU, precision):
-        scores: Tensor = teacher(images)
-    return scores

@@ -16,7 +16,7 @@ from pipeline.config import Config, Recipe
 from pipeline.errors import PREEMPTED
 from pipeline.inference.evaluation import evaluate
 from pipeline.loader.loader import Batch
-from pipeline.logs import curves, pictures
+from pipeline.logs import pictures, tensorboard
 from pipeline.logs.console import say_once
 from pipeline.metrics import record, recording
 from pipeline.optim.build import learning_rate
@@ -205,7 +205,7 @@ def note_results(run: Run, results: dict[str, dict[str, Any]]) -> bool:
         if "nonfinite" in result:
             run.log.warn(f"{weights} scores of {result['nonfinite']} images are not finite: these count as wrong")
         bars = pictures.class_bars(run.train_set.class_names, result["class_correct"], result["class_count"])
-        run.log.image(pictures.CLASSES + curves.suffix(weights), bars, run.step)
+        run.log.image(pictures.CLASSES + tensorboard.suffix(weights), bars, run.step)
     phi = pictures.peripheral_maps(run.train_state.engine.module, run.config.model.image_size)
     if phi is not None:
         run.log.image(pictures.PHI, pictures.map_grid(phi), run.step)

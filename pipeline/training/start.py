@@ -19,8 +19,8 @@ from pipeline.errors import UserError, counted
 from pipeline.inference.evaluation import check_classes, check_same_classes, evaluation_loader
 from pipeline.logs import pictures
 from pipeline.logs.console import say_once
-from pipeline.logs.data_trouble import BadSampleReport, store_report
 from pipeline.logs.profiling import StepProfiler
+from pipeline.logs.reduction import StoreReport
 from pipeline.logs.run_files import RunEvents, write_run_files
 from pipeline.logs.run_log import RunLog
 from pipeline.logs.sample_log import SampleLog
@@ -161,7 +161,7 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
     events.start(step, number=number, last_step=last_step, world_size=world.size, zero_stage=settled.zero_stage)
     heartbeat.on_loss = lambda sentence, at: events.add("end", at, reason=sentence, whole=False)
     known = {int(sample): sentence for sample, sentence in before.bad_samples.items()} if before else {}
-    reports = BadSampleReport(world, known), store_report(world, (data.train_set, data.val_set))
+    store = StoreReport(world, (data.train_set, data.val_set))
     flops_per_image = prepared.cost.training_flops_per_image(config.train.micro_batch)
     compilation = Compilation(
         settled.compile, settled.precision.name, folder, world, train_state.engine.module, train_state.objective
@@ -180,7 +180,7 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         val_loader=evaluation_loader(data.val_set, config, world),
         agreement=agreement,
         saver=checkpoint.Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),
-        log=RunLog(config, world, step, last_step, flops_per_image, *reports),
+        log=RunLog(config, world, step, last_step, flops_per_image, known, store),
         events=events,
         samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
         profiler=StepProfiler(folder, config.log.profile_steps, world, step, last_step),

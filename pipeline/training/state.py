@@ -99,7 +99,7 @@ class Run:
             world_size=self.world.size,
             zero_stage=int(self.train_state.engine.zero_optimization_stage()),
             last_step=self.schedule.last_step,
-            bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.state().items()},
+            bad_samples={str(sample): sentence for sample, sentence in self.log.bad_samples.items()},
             best=self.best,
             evaluation_due=self.evaluation_due,
         )

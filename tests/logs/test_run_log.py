@@ -28,7 +28,6 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from pipeline.logs.data_trouble import BadSampleReport
 from pipeline.config import config_from_dict
 from pipeline.cluster.world import World
 from pipeline.command_line import run_command
@@ -197,13 +196,10 @@ def test_a_resumed_log_has_each_step_once(tmp_path: Path) -> None:
 def test_bad_samples_are_named_once_and_counted_on_over_a_resume(tmp_path: Path) -> None:
     """Guards against a limit on bad samples that each restart sets back, and against the same warnings at every start."""
     scenario = """
-report = BadSampleReport(world, {3: "sample 3 is bad"})
-log = RunLog(config, world, 0, 100, 1.0, report)
+log = RunLog(config, world, 0, 100, 1.0, {3: "sample 3 is bad"})
 steps(log, 1, 4)
 take(log, 5, bad_samples={3: "sample 3 is bad", 7 + rank: f"sample {7 + rank} is bad"}, replaced=2)
-assert log.bad_samples is report and report.state() == {n: f"sample {n} is bad" for n in (3, 7, 8)}, report.state()
-empty = BadSampleReport(world)
-assert RunLog(config, world, 5, 100, 1.0, empty).bad_samples is empty
+assert log.bad_samples == {n: f"sample {n} is bad" for n in (3, 7, 8)}, log.bad_samples
 """
     ended = run(tmp_path, scenario, processes=2)
     assert [code for code, _, _ in ended] == [0, 0], ended

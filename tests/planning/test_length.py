@@ -8,8 +8,7 @@ import pytest
 
 from pipeline.config import load_config
 from pipeline.errors import UserError
-from pipeline.planning.length import Images, count_images, jobs_within, length_of, parse_time_limit
-from pipeline.planning.machine import measure_loader
+from pipeline.planning.length import Images, count_images, jobs_within, length_of, measure_loader, parse_time_limit
 from pipeline.stores.place import place_argument
 from pipeline.stream.schedule import Schedule
 from support.runs import write_small_config

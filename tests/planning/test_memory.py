@@ -14,7 +14,7 @@ from pipeline.hardware import GPUS, Gpu
 from pipeline.models import create_model
 from pipeline.models.weights.exported import Description, write_exported
 from pipeline.optim.engine import deepspeed_config
-from pipeline.planning import engine_memory
+from pipeline.planning import planned_machine
 from pipeline.planning.memory import Memory, Subject, largest_micro_batch, plan_memory, traced_step
 from pipeline.planning.page import changes
 from pipeline.planning.traced_step import ACTIVATIONS, SWAPPED, TEACHER
@@ -75,7 +75,7 @@ def test_activation_checkpointing_saves_activations_alone() -> None:
 
 def test_each_stage_shares_out_more() -> None:
     """Guards against shards that are not of this number of processes."""
-    states = [plan_memory(subject(f"train.zero_stage={stage}")).parts[engine_memory.OPTIMIZER] for stage in range(4)]
+    states = [plan_memory(subject(f"train.zero_stage={stage}")).parts[planned_machine.OPTIMIZER] for stage in range(4)]
     assert states[1:] == pytest.approx([states[0] / 2] * 3, rel=0.01)
 
 
@@ -89,7 +89,7 @@ def test_optimizers_and_the_average_take_what_they_keep() -> None:
         plan_memory(subject(*more, gpus=1))
         for more in ((), ("optim.name=lamb",), ("optim.name=muon",), ("train.ema_decay=0.99",))
     )
-    state = engine_memory.OPTIMIZER
+    state = planned_machine.OPTIMIZER
     assert lamb.parts[state] == plain.parts[state] > muon.parts[state] > plain.parts[state] / 2
     assert averaged.parts["weight average"] == pytest.approx(plain.parts["parameters"], rel=0.01)
 
@@ -156,7 +156,7 @@ def test_advice_is_a_plan_of_its_own() -> None:
 
 def test_its_settings_are_those_of_the_engine() -> None:
     settings = deepspeed_config(load_config("pervit_t", SMALL), 2)["zero_optimization"]
-    assert settings["reduce_bucket_size"] == engine_memory.REDUCE_BUCKET
+    assert settings["reduce_bucket_size"] == planned_machine.REDUCE_BUCKET
     assert settings["overlap_comm"]  # two buffers
 
 

@@ -10,9 +10,8 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS
-from pipeline.planning.machine import CpuRates, measure_cpu
-from pipeline.planning.rates import GpuRates, fused, seconds_by_kind
-from pipeline.planning.trace import MAP, PRODUCT, Operator
+from pipeline.planning.rates import CpuRates, GpuRates, measure_cpu
+from pipeline.planning.trace import MAP, PRODUCT, Operator, fused
 
 GPU = GPUS["a100-80g"]
 MB = 10**6
@@ -31,7 +30,6 @@ def test_the_slower_of_computing_and_moving_counts() -> None:
     assert GPU.bf16_flops and rates.seconds(computes) == pytest.approx(1e13 / (GPU.bf16_flops * rates.shares[PRODUCT]))
     single = replace(computes, dtype=torch.float32)
     assert rates.seconds(single) == pytest.approx(1e13 / (GPU.fp32_flops * rates.shares[PRODUCT]))
-    assert seconds_by_kind([moves, moves], rates) == {PRODUCT: 2 * rates.seconds(moves)}
 
 
 def test_bf16_on_a_gpu_without_it_is_refused() -> None:

@@ -7,6 +7,7 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,12 +17,10 @@ from pipeline.config import Config, config_to_yaml, load_config
 from pipeline.errors import UserError
 from pipeline.hardware import GPUS, gpu_of_driver
 from pipeline.planning import page
-from pipeline.planning.length import HEADER_ENTRY, count_images, plan_checkpoints
-from pipeline.planning.machine import measure_loader
-from pipeline.planning.measured import Measured, difference, read_measured
+from pipeline.planning.length import HEADER_ENTRY, count_images, measure_loader
 from pipeline.planning.memory import Subject, traced_step
 from pipeline.planning.rates import GpuRates
-from pipeline.planning.time import NETWORKED, OPTIMIZER, RECOMPUTED, Options, Time, plan_time
+from pipeline.planning.time import NETWORKED, OPTIMIZER, RECOMPUTED, Measured, Time, difference, read_measured
 from pipeline.planning.trace import CONVOLUTION, KINDS, NARROW
 from support.ranks import run_forked
 from support.runs import step_rows, write_small_config
@@ -35,8 +34,8 @@ def subject(*overrides: str, nodes: int = 1, gpus: int = 2) -> Subject:
     return Subject(load_config("configs/pervit_t.yaml", [*small, *overrides]), nodes, gpus, GPU)
 
 
-def planned(run: Subject, options: Options | None = None, measured: Measured | None = None) -> Time:
-    return plan_time(run, GpuRates(GPU), count_images(run.config, None), options, measured=measured)
+def planned(run: Subject, **more: Any) -> Time:
+    return Time(run, GpuRates(GPU), count_images(run.config, None), **more)
 
 
 def earlier(run: Subject, step_seconds: float, **facts: object) -> Measured:
@@ -72,19 +71,27 @@ def test_a_step_has_its_parts() -> None:
     assert NETWORKED not in planned(subject(gpus=1)).parts
 
 
+def test_stage_3_has_all_parameters() -> None:
+    """Guards against a traceback, or a step without traffic and optimizer, where ZeRO leaves none of the parameters in place."""
+    one, three = (planned(subject(f"train.zero_stage={stage}", "train.compile=off")) for stage in (1, 3))
+    assert three.step.traffic.bytes > one.step.traffic.bytes and three.parts[OPTIMIZER] == one.parts[OPTIMIZER]
+    assert three.run and one.run and three.run.checkpoints == one.run.checkpoints
+
+
 def test_hours_and_what_they_cost() -> None:
     """Guards against hours without evaluations or starts, and against a price for each node."""
-    time = planned(subject("train.epochs=30"), options=Options(time_limit=3600.0, price=2.0))
-    assert time.length and time.hours and time.gpu_hours and time.jobs and time.checkpoints
-    training = time.length.steps * time.step_seconds + 30 * time.evaluation_seconds
-    assert 3600 * time.hours - time.jobs * time.start_seconds == pytest.approx(training, rel=1e-3)
-    assert time.gpu_hours == 2 * time.hours and time.cost == 2.0 * time.gpu_hours
-    twice = planned(subject("train.epochs=30", "train.ema_decay=0.999"))
-    assert twice.evaluation_seconds == 2 * time.evaluation_seconds
-    text = "\n".join(value for _, rows in page.time_sections(time) for _, value in rows)
+    time = planned(subject("train.epochs=30"), time_limit=3600.0, price=2.0)
+    whole = time.run
+    assert whole and whole.jobs
+    training = whole.length.steps * time.step_seconds + 30 * whole.evaluation_seconds
+    assert 3600 * whole.hours - whole.jobs * time.start_seconds == pytest.approx(training, rel=1e-3)
+    assert whole.gpu_hours == 2 * whole.hours and whole.cost == 2.0 * whole.gpu_hours
+    twice = planned(subject("train.epochs=30", "train.ema_decay=0.999")).run
+    assert twice and twice.evaluation_seconds == 2 * whole.evaluation_seconds
+    text = "\n".join(value for rows in page.time_sections(time).values() for _, value in rows)
     assert "at 2 per GPU hour" in text and "ImageNet-1k" in text
-    unknown = plan_time(subject("model.num_classes=17"), GpuRates(GPU), None)
-    assert unknown.hours is None and unknown.step_seconds > 0
+    unknown = Time(subject("model.num_classes=17"), GpuRates(GPU), None)
+    assert unknown.run is None and unknown.step_seconds > 0
 
 
 def test_a_measured_run_replaces_the_model() -> None:
@@ -93,8 +100,8 @@ def test_a_measured_run_replaces_the_model() -> None:
     model = planned(run)
     same = planned(run, measured=earlier(run, 3 * model.step_seconds, evaluation_seconds=7.0, start_seconds=11.0))
     assert same.step_seconds == pytest.approx(3 * model.step_seconds)
-    assert same.evaluation_seconds == 7.0 and same.start_seconds == 11.0
-    assert "3.00 times what the rates give" in "".join(value for _, rows in page.time_sections(same) for _, value in rows)
+    assert same.run and same.run.evaluation_seconds == 7.0 and same.start_seconds == 11.0
+    assert "3.00 times what the rates give" in "".join(value for rows in page.time_sections(same).values() for _, value in rows)
     wider = subject(gpus=8)
     assert planned(wider, measured=earlier(run, 3 * model.step_seconds)).step_seconds == pytest.approx(
         3 * planned(wider).step_seconds
@@ -130,9 +137,7 @@ def test_optimizers_differ() -> None:
     seconds = [planned(each).parts[OPTIMIZER] for each in (adamw, lamb, muon)]
     assert seconds[0] < seconds[1] < seconds[2]
     step = traced_step(adamw)
-    length = planned(adamw).length
-    assert length
-    sizes = [plan_checkpoints(run.config, traced_step(run), length, 2).size for run in (adamw, muon)]
+    sizes = [whole.checkpoints.size for run in (adamw, muon) if (whole := planned(run).run)]
     assert sizes[1] < sizes[0] == pytest.approx(12 * step.elements + 3 * HEADER_ENTRY * step.tensors, rel=1e-3)
 
 
@@ -168,15 +173,14 @@ def test_against_a_run_that_was_trained(digits_shards: Path, tmp_path: Path) -> 
     assert (measured.world_size, measured.stage, measured.steps) == (1, 0, STEPS - 2) and gpu_of_driver(measured.device) is None
     assert measured.start_seconds and measured.start_seconds > 0
     run = Subject(config, 1, 1, None)
-    rates_of_a_gpu = GpuRates(GPU)  # the ratio makes up for any rates
-    time = plan_time(run, rates_of_a_gpu, count_images(config, None), measured=measured)
+    time = planned(run, measured=measured)  # whose ratio makes up for any rates
     assert time.step_seconds == pytest.approx(
         measured.step_seconds, rel=0.01
     )  # a model's tables are computed in its first pass alone
-    assert time.length and time.length.steps == STEPS and time.length.evaluations == 1
+    assert time.run and time.run.length.steps == STEPS and time.run.length.evaluations == 1
     (manifest,) = read_manifests(folder).values()
-    assert not isinstance(manifest, UserError) and time.checkpoints
-    assert time.checkpoints.size == pytest.approx(sum(file.bytes for file in manifest.files), rel=0.05)
+    assert not isinstance(manifest, UserError)
+    assert time.run.checkpoints.size == pytest.approx(sum(file.bytes for file in manifest.files), rel=0.05)
 
     said, passed_over = plan.earlier_run(None, run)
     assert said and said.source == str(folder) and passed_over is None

@@ -27,7 +27,7 @@ class GrowingRun:
 
     def start(self, step: int = 0) -> None:
         """Begin, or resume from a checkpoint of this step."""
-        from pipeline.logs.event_file import EventFile
+        from pipeline.logs.tensorboard import EventFile
 
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / ".lock").write_text('{"pid": 1, "host": "node7"}')

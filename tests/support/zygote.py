@@ -33,8 +33,9 @@ _IMPORTED_LATE = (  # by DeepSpeed and the log when a run starts: six seconds
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "functorch.compile",
     "fvcore.nn",
-    "pipeline.logs.event_file",
     "setuptools",
+    "tensorboard.summary.writer.record_writer",
+    "torch.utils.tensorboard",
 )
 _MODULES = (*_IMPORTED_LATE, "pipeline.train", "pipeline.training.loop", "faults.save_in_a_loop")
 

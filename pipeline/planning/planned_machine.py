@@ -1,0 +1,299 @@
+"""Do in a trace what the planned machine does: run its forms of attention and autocast, hold what DeepSpeed's engine holds.
+
+PyTorch builds without CUDA know no tensors of a GPU. Three things differ there: attention runs in a fused kernel, with a learned bias
+too, Φp of all layers is one network, and CUDA's autocast computes norms, softmax and sums in float32, which the CPU's leaves in bf16.
+On a CPU, what :mod:`pipeline.kernels.chunked` does in a loop counts as the one operator that it is to the model.
+
+The engine's allocations are those of DeepSpeed 0.19's ``stage_1_and_2.py`` and ``stage3.py`` with the settings of
+:func:`pipeline.optim.engine.deepspeed_config`, of the rank that holds most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from pipeline.config import OptimConfig
+from pipeline.kernels import chunked
+from pipeline.kernels.peripheral import biased_attention
+from pipeline.models import convit
+from pipeline.models.common import vit
+from pipeline.models.common.base import VisionModel
+from pipeline.optim.build import optimizer_description, parameter_groups
+from pipeline.optim.description import MATRICES
+from pipeline.optim.engine import GATHER_BUCKET, REDUCE_BUCKET
+from pipeline.planning.trace import GRADIENTS, PARAMETERS, Trace
+
+OPTIMIZER, BUCKETS = "optimizer state", "communication buckets"
+MASTER, TEMPORARIES = "ZeRO's copy of its weights", "optimizer's temporaries"
+_PREFETCH = 50_000_000  # elements that ZeRO-3 gathers ahead: DeepSpeed's default
+_GROUPS = 8  # of images whose gradients of the bias the Triton kernel keeps apart (pipeline.kernels.fused.GROUPS)
+# What CUDA's autocast computes in float32: "CUDA Ops that can autocast to float32" in PyTorch's documentation of torch.amp.
+_FLOAT32 = frozenset(
+    "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cross_entropy dist erfinv exp expm1 "
+    "group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 log_softmax margin_ranking_loss mse_loss "
+    "multi_margin_loss multilabel_margin_loss nll_loss norm pdist poisson_nll_loss pow reciprocal renorm rsqrt sinh smooth_l1_loss "
+    "soft_margin_loss softmax softmin softplus tan triplet_margin_loss".split()
+)
+_FLOAT32_SUMS = frozenset("cumprod cumsum prod sum".split())  # which read bf16, without a copy
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is divided, and on what: together with its config all that a trace depends on."""
+
+    world_size: int
+    stage: int  # of ZeRO that the run takes, 0 on one process
+    accumulates: bool  # a step has several micro-batches
+    on_gpu: bool  # the devices are GPUs, else CPUs
+    kernels: bool  # the Triton kernels run there
+
+
+@contextmanager
+def forms_of(trace: Trace, model: VisionModel, layout: Layout) -> Iterator[None]:
+    """In the block, the model's functions keep in memory and run what they do on the planned device; attention is one operator."""
+    with ExitStack() as stack:
+        if layout.on_gpu:
+            model.groups_phi = layout.stage < 3
+            stack.enter_context(patch.object(vit, "suits_chunks", lambda qkv, bias: False))
+            for module in (vit, convit) if layout.kernels else ():
+                stack.enter_context(patch.object(module, "peripheral_attention", partial(_triton_attention, trace)))
+            stack.enter_context(_CudaFunctions(trace))
+        else:
+            stack.enter_context(patch.object(chunked, "_InChunks", _chunks_of(trace)))
+        yield
+
+
+def _triton_attention(trace: Trace, q: Tensor, k: Tensor, v: Tensor, log_phi: Tensor | None) -> Tensor:
+    """:func:`pipeline.kernels.peripheral_attention` on a GPU that runs the Triton kernels."""
+    return biased_attention(q, k, v, None) if log_phi is None else _Fused.apply(trace, *_cast(q, k, v), log_phi, True)
+
+
+def _sdpa(trace: Trace, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *_: Any, **more: Any) -> Tensor:
+    """PyTorch's attention on a GPU, which writes the bias's gradient for every image."""
+    q, k, v = _cast(q, k, v)
+    bias = None if attn_mask is None else _cast(attn_mask)[0].expand(*q.shape[:-1], k.shape[-2])
+    return _Fused.apply(trace, q, k, v, bias, False)
+
+
+class _CudaFunctions(TorchFunctionMode):
+    """CUDA's autocast beyond that of the CPU, and its fused attention."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "").strip("_")
+        if func is F.scaled_dot_product_attention:
+            return _sdpa(self._trace, *args, **kwargs)
+        casts = torch.is_autocast_enabled("cpu") and [getattr(value, "dtype", None) is torch.bfloat16 for value in args]
+        if casts and name in _FLOAT32:
+            args = tuple(value.float() if cast else value for value, cast in zip(args, casts))
+        elif casts and name in _FLOAT32_SUMS and casts[0]:
+            kwargs = {"dtype": torch.float32, **kwargs}
+        return func(*args, **kwargs)
+
+
+def _cast(*tensors: Tensor) -> list[Tensor]:
+    """To bf16 under autocast."""
+    casts = torch.is_autocast_enabled("cpu")
+    return [tensor.to(torch.bfloat16) if casts and tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+class _Fused(torch.autograd.Function):
+    """Attention as its fused kernels do it, :mod:`pipeline.kernels.fused` or PyTorch's: what they allocate and keep, and one operator.
+
+    q, k, v (..., N, head_dim); bias (heads, N, N) with the Triton kernels, (..., N, N) without.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, trace: Trace, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kernels: bool) -> Tensor:
+        with trace.recording(False):
+            *batch, heads, tokens, _ = q.shape
+            # The heads of a token are side by side, so that merging them needs no copy.
+            out = q.new_empty(*batch, tokens, heads, v.shape[-1]).transpose(-3, -2)
+            ctx.save_for_backward(q, k, v, bias, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        ctx.trace, ctx.kernels = trace, kernels
+        trace.attention(2, (q, k, v), [tensor for tensor in (q, k, v, bias) if tensor is not None], [out])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, out, log_sums = ctx.saved_tensors
+        learned = bias is not None and ctx.needs_input_grad[4]
+        with ctx.trace.recording(False):
+            gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
+            if learned and ctx.kernels:
+                sums = q.new_empty(min(_GROUPS, len(q)), *bias.shape, dtype=bias.dtype)
+                torch.empty_like(log_sums)
+                gradients.append(sums.sum(0))
+            elif learned:
+                gradients.append(q.new_empty(bias.shape))
+        read = [tensor for tensor in (q, k, v, out, bias, grad) if tensor is not None]
+        ctx.trace.attention(5, (q, k, v), read, gradients, kernels=2 + learned)
+        return None, *gradients, *([] if learned else [None]), None
+
+
+def _chunks_of(trace: Trace) -> Any:
+    """:mod:`pipeline.kernels.chunked`, which is traced for its memory, as one operator."""
+    computed = chunked._InChunks
+
+    class InChunks(computed):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def forward(ctx: Any, qkv: Tensor, bias: Tensor, heads: int) -> Tensor:
+            with trace.recording(False):
+                out = computed.forward(ctx, qkv, bias, heads)
+            trace.attention(2, vit.split_heads(qkv, 3, heads), [qkv, bias], [out])
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+            qkv, weights = saved = ctx.saved_tensors  # which may be asked for once
+            known = SimpleNamespace(saved_tensors=saved, **vars(ctx))
+            with trace.recording(False):
+                grad_qkv, grad_bias, _ = computed.backward(known, grad)
+            # Four products, as the weights are kept.
+            trace.attention(4, vit.split_heads(qkv, 3, ctx.heads), [qkv, weights, grad], [grad_qkv, grad_bias])
+            return grad_qkv, grad_bias, None
+
+    return InChunks
+
+
+class EngineMemory:
+    """What the engine of a ZeRO stage holds, and allocates at each moment of a step.
+
+    ===== ====================================================================================================================
+    0     all of the parameters, gradients and optimizer state on every rank
+    1, 2  a shard of the optimizer's state, of the weights that it updates and, once reduced, of the gradients: of every
+          micro-batch with 2, of the step with 1
+    3     a shard of everything; a model of less than 1e9 parameters keeps what it has gathered until its backward pass is done
+    ===== ====================================================================================================================
+    """
+
+    def __init__(self, trace: Trace, model: nn.Module, optim: OptimConfig, layout: Layout) -> None:
+        self._new, self._trace, self._layout, self._stage = trace.new, trace, layout, layout.stage
+        self.optimizer = optimizer_description(optim)
+        self._groups = [group for group in parameter_groups(model, optim) if group["params"]]
+        self.parameters: list[Tensor] = [parameter for group in self._groups for parameter in group["params"]]
+        self._every, kept = list(model.parameters()), [len(self.optimizer.state(group).tensors) for group in self._groups]
+        # Of the whole run, before ZeRO 3 empties the parameters.
+        self.elements, self._all_elements = _elements(self.parameters), _elements(self._every)
+        self.state_elements = sum(_elements(group["params"]) * numbers for group, numbers in zip(self._groups, kept))
+        matrices = (parameter for group in self._groups if group[MATRICES] for parameter in group["params"])
+        self.matrix_flops = sum(self.optimizer.matrix_flops(tuple(matrix.shape)) for matrix in matrices)
+        # Of this process.
+        self.weights = self._all_elements / (layout.world_size if self._stage == 3 else 1)
+        processes = layout.world_size if self._stage else 1
+        self._shards = [math.ceil(_elements(group["params"]) / processes) for group in self._groups]
+        self._held = [self._new(size * numbers, OPTIMIZER) for size, numbers in zip(self._shards, kept)]
+        if self._stage:
+            self._held.append(self._new(sum(self._shards), MASTER))
+        if self._stage == 3:
+            held = {PARAMETERS: self.weights, GRADIENTS: sum(self._shards), BUCKETS: REDUCE_BUCKET}
+            self._held += [self._new(size, label) for label, size in held.items()]
+        self._filled = 0  # elements of the bucket
+        self._buffers: list[Tensor] = []
+        self._large: list[Tensor] = []  # gradients that are not copied into a buffer
+        self._partition: Tensor | None = None  # gradients of this rank's parameters, of this micro-batch
+        self._sums: Tensor | None = None  # of the micro-batches before
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def accumulate(self) -> None:
+        """A step's other micro-batches are done: what they leave. With ZeRO 3, nothing: its shard is there from the beginning."""
+        if self._stage < 2:
+            with self._trace.labelled(GRADIENTS):
+                for parameter in self.parameters:
+                    parameter.grad = torch.empty_like(parameter)
+        if self._stage == 1:
+            self._allocate_buffers()
+        if self._stage == 2:
+            self._sums = self._new(self._own_elements(), GRADIENTS)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """In the block, what is gathered ahead, in one tensor until the last parameter of it, which is a copy, has been used."""
+        gathered = self._new(min(self._all_elements, _PREFETCH), BUCKETS) if self._stage == 3 else None
+        yield
+        del gathered
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """A parameter's gradient of this micro-batch is complete."""
+        assert parameter.grad is not None
+        self._trace.relabel(parameter.grad, GRADIENTS)
+        self._trace.keep(parameter.grad)
+        if not self._stage:
+            return
+        self._allocate_buffers()
+        if self._filled + parameter.numel() > REDUCE_BUCKET:
+            self._reduce()
+        if self._stage < 3 and parameter.numel() > REDUCE_BUCKET:
+            self._large.append(parameter.grad)
+        parameter.grad = None
+        if self._stage == 3:
+            parameter.data = torch.empty(0)  # what was gathered is let go: nothing of this step needs it any more
+        self._filled += parameter.numel()
+
+    def after_backward(self) -> None:
+        """The backward pass of the step's last micro-batch is over."""
+        if self._stage:
+            self._reduce()
+        elif self._layout.world_size > 1:  # all gradients in one tensor
+            self._new(self.elements, BUCKETS)
+        self._buffers = []
+        self._sums = self._sums if self._sums is not None else self._partition
+        self._partition = None
+
+    def step(self) -> None:
+        if self._stage == 3:
+            for weight in self._every:  # frozen ones
+                weight.data = torch.empty(0)
+        for group, size in zip(self._groups, self._shards):
+            gradient = self._new(size if self._stage else 0, GRADIENTS)
+            self._new(self.optimizer.temporaries(group, size, self._stage > 0), TEMPORARIES)
+            del gradient
+        self._sums = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self._stage in (1, 2) and not self._layout.on_gpu:  # NCCL gathers in place; gloo into a tensor of its own
+            for group in self._groups:
+                self._new(min(_elements(group["params"]), GATHER_BUCKET), BUCKETS)
+
+    def _allocate_buffers(self) -> None:
+        if self._stage < 3 and not self._buffers:
+            self._buffers = [self._new(REDUCE_BUCKET, BUCKETS) for _ in range(2)]
+
+    def _reduce(self) -> None:
+        if self._filled:
+            copies = 2 if self._stage == 3 and not self._layout.on_gpu else 1  # gloo's own
+            self._new(copies * self._filled, BUCKETS)  # the slices of all ranks in one tensor
+            if self._stage < 3 and self._partition is None:
+                self._partition = self._new(self._own_elements(), GRADIENTS)
+        self._large, self._filled = [], 0
+
+    def _own_elements(self) -> int:
+        """Of the parameters that the fullest rank's shards have a part of, whole, as ZeRO 1 and 2 keep their gradients."""
+        held = [0] * self._layout.world_size
+        for group, shard in zip(self._groups, self._shards):
+            end = 0
+            for parameter in group["params"]:
+                begin, end = end, end + parameter.numel()
+                for rank in range(begin // shard, (end - 1) // shard + 1):
+                    held[rank] += parameter.numel()
+        return max(held)
+
+
+def _elements(tensors: list) -> int:
+    return sum(tensor.numel() for tensor in tensors)
