@@ -61,13 +61,8 @@ def main() -> None:
     parser = command_parser("pipeline.flops", __doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all models")
     parser.add_argument("--image-size", type=int, help="in pixels (default: that of the model's paper)")
-    parser.add_argument(
-        "--switch",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a switch of the models, as model.switches; repeatable",
-    )
+    said = "a switch of the models, as model.switches; repeatable"
+    parser.add_argument("--switch", action="append", default=[], metavar="NAME=VALUE", help=said)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     if args.json:
@@ -79,9 +74,7 @@ def main() -> None:
 
     rows = [count(name, args.image_size, switches=switches) for name in args.models or models.list_models()]
     print(table(rows))
-    for sentence in [sentence for row in rows for sentence in row.remarks()]:
-        print(sentence)
-    print(_NOTES)
+    print(*(sentence for row in rows for sentence in row.remarks()), _NOTES, sep="\n")
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 

@@ -31,9 +31,9 @@ CPU = "cpu"  # --gpu for processes without one
 
 def subject_of(args: argparse.Namespace) -> Subject:
     """What the command line asks about."""
-    for name in ("nodes", "gpus_per_node"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}", "correct it")
+    for option, count in {"--nodes": args.nodes, "--gpus-per-node": args.gpus_per_node}.items():
+        if count < 1:
+            raise UserError(f"{option} must be at least 1, got {count}", "correct it")
     gpu = None if args.gpu == CPU else hardware.gpu_named(args.gpu)
     from pipeline.config import load_config
     from pipeline.models.registry import check_name
@@ -47,6 +47,7 @@ def subject_of(args: argparse.Namespace) -> Subject:
         overrides.append(f"train.micro_batch_size={args.micro_batch}")
     config = load_config(args.config, overrides)
     check_name(config.model.name)
+
     from pipeline.planning.memory import Subject  # PyTorch takes seconds
 
     return Subject(config, args.nodes, args.gpus_per_node, gpu)
@@ -56,10 +57,7 @@ def earlier_run(given: Path | None, subject: Subject) -> tuple[Measured | None, 
     """The run whose steps replace the model of time: ``--measured``, else what lies in the run's own folder.
 
     Returns:
-        None where there is none that fits; and why the one in the run's own folder does not.
-
-    Raises:
-        UserError: the one of ``--measured`` does not fit, or has too few steps.
+        None where there is none that fits, which is an error of ``--measured``; and why the one in the run's own folder does not.
     """
     from pipeline.planning.time import difference, read_measured
     from pipeline.runs.folder import is_run
@@ -92,19 +90,10 @@ def main() -> int:
     add("--data", type=place_argument, metavar="SHARDS", help="measure the loader on this shard set, a folder or a URL")
     add("--time-limit", metavar="TIME", help="of each Slurm job, as sbatch takes it: 24:00:00 or 3-00:00:00")
     add("--price", type=float, metavar="P", help="price of one GPU for an hour, in any currency")
-    add(
-        "--network",
-        type=float,
-        default=hardware.NETWORK / 1e9,
-        metavar="GB/s",
-        help="bandwidth of a node to the others, all ports together; default: %(default)g, a port of 200 Gbit/s",
-    )
-    add(
-        "--measured",
-        type=Path,
-        metavar="RUN",
-        help="run folder whose measured steps replace the estimate; default: output_dir, if it holds a comparable run",
-    )
+    network = "bandwidth of a node to the others, all ports together; default: %(default)g, a port of 200 Gbit/s"
+    add("--network", type=float, default=hardware.NETWORK / 1e9, metavar="GB/s", help=network)
+    measured = "run folder whose measured steps replace the estimate; default: output_dir, if it holds a comparable run"
+    add("--measured", type=Path, metavar="RUN", help=measured)
     add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_intermixed_args()
     if args.price is not None and not (math.isfinite(args.price) and args.price >= 0):
@@ -123,11 +112,11 @@ def main() -> int:
     limit = None if args.time_limit is None else parse_time_limit(args.time_limit)
     subject = settled(subject)
     # First what may be wrong with the arguments, which takes no time.
-    measured, passed_over = earlier_run(args.measured, subject)
+    run, passed_over = earlier_run(args.measured, subject)
     images = count_images(subject.config, args.data)
     memory = plan_memory(subject)
     loader = measure_loader(subject.config, args.data) if args.data else None
-    time = Time(subject, rates_of(subject), images, 1e9 * args.network, limit, args.price, loader, measured)
+    time = Time(subject, rates_of(subject), images, 1e9 * args.network, limit, args.price, loader, run)
     print(page.text(subject, memory, time, passed_over))
     if args.json:
         args.json.write_text(json.dumps(page.figures(subject, memory, time), indent=1) + "\n")

@@ -27,6 +27,7 @@ from pipeline.logs.reduction import MetricReduction, StoreReport, report_bad_sam
 from pipeline.metrics import Metric
 from pipeline.runs import METRICS, TENSORBOARD
 from pipeline.runs.rows import parse_row
+from pipeline.stream.schedule import Schedule
 
 _log = logging.getLogger(__name__)
 _MUCH_WAITING = 0.05  # of the time: the console then names the rank that waits most for data
@@ -37,7 +38,6 @@ class RunLog:
 
     Args:
         start_step: the step that this start resumes from; later rows, of a start that was killed, are removed.
-        total_steps: the last step of the schedule.
         flops_per_image: of a training step, for the model FLOPs utilization (MFU).
         bad_samples: sample -> message, those of earlier starts. As an attribute: all so far, the same on every rank.
         store: where the data comes from.
@@ -51,13 +51,13 @@ class RunLog:
         config: Config,
         world: World,
         start_step: int,
-        total_steps: int,
+        schedule: Schedule,
         flops_per_image: float,
         bad_samples: dict[int, str] | None = None,
         store: StoreReport | None = None,
     ) -> None:
         self._config, self._world, self._store = config, world, store
-        self._flops_per_image, self._total_steps = flops_per_image, total_steps
+        self._flops_per_image, self._schedule, self._last_step = flops_per_image, schedule, schedule.last_step
         self._peak, source = peak_flops(world.device, config.train.precision)
         self._pending: list[tuple[dict[str, Any], Mapping[str, Metric]]] = []  # of each step: where it is, its metrics
         self._met: dict[int, str] = {}  # bad samples of this rank in these steps
@@ -65,9 +65,8 @@ class RunLog:
         self._refused_since: float | None = None  # when writing first failed
         self.bad_samples = {} if bad_samples is None else bad_samples
         self._pace: tuple[int, float] | None = None  # step and time from which the remaining time is extrapolated
-        self._bar = tqdm(
-            total=total_steps, initial=start_step, desc="training", unit="step", disable=None if world.is_main else True
-        )
+        hidden = None if world.is_main else True  # None: where there is no terminal
+        self._bar = tqdm(total=self._last_step, initial=start_step, desc="training", unit="step", disable=hidden)
         self.restart_clock()
         do_in_main(lambda: self._open_files(Path(config.output_dir), start_step), world)
         self.say(f"peak of one device: {self._peak / 1e12:.3g} TFLOP/s {config.train.precision} ({source})")
@@ -85,18 +84,16 @@ class RunLog:
         if start_step == 0:
             self._events.text("config", f"```yaml\n{config_to_yaml(self._config)}```", step=0)
 
-    def step(
-        self, step: int, epoch: float, samples: int, metrics: Mapping[str, Metric], bad_samples: Mapping[int, str] | None = None
-    ) -> None:
+    def step(self, step: int, metrics: Mapping[str, Metric], bad_samples: Mapping[int, str] | None = None) -> None:
         """Record a step; every ``log.every_steps`` steps write what was recorded. Collective.
 
         Args:
-            step, epoch, samples: done.
+            step: done.
             metrics: what :func:`pipeline.metrics.recording` has collected of it.
             bad_samples: new on this rank: sample -> message.
         """
         met = bad_samples or {}
-        self._pending.append((_where(step, epoch, samples), {**metrics, "bad_samples": Metric("sum", [len(met)])}))
+        self._pending.append((self._where(step), {**metrics, "bad_samples": Metric("sum", [len(met)])}))
         self._met.update(met)
         self._pace = self._pace or (step, time.perf_counter())
         self._bar.update()
@@ -148,17 +145,17 @@ class RunLog:
         mfu = rate * self._flops_per_image / (self._peak * self._world.size)
         return {"images_per_second": rate, "mfu": mfu, "memory_gib": memory, "peak_memory_gib": peak_memory}
 
-    def evaluation(self, step: int, epoch: float, samples: int, results: dict[str, dict[str, Any]]) -> None:
+    def evaluation(self, step: int, results: dict[str, dict[str, Any]]) -> None:
         """Write an evaluation's results by name of the weights (``model``, ``ema``). Collective.
 
         Raises:
             UserError: on every rank: a file cannot be written or is gone.
         """
-        where = _where(step, epoch, samples)
+        where = self._where(step)
         for weights, result in results.items():
             self._add_row({**where, "weights": weights, **result}, "eval", tensorboard.suffix(weights))
             self.say(
-                f"step {step} epoch {epoch:.2f}: {weights} top-1 {result['top1']:.2f} % top-5 {result['top5']:.2f} % "
+                f"step {step} epoch {where['epoch']:.2f}: {weights} top-1 {result['top1']:.2f} % top-5 {result['top5']:.2f} % "
                 f"loss {result['loss']:.4f} on {result['count']} images"
             )
         if self._world.is_main:
@@ -166,9 +163,9 @@ class RunLog:
         self._write_files()
         self.restart_clock()  # evaluation time is not training time
 
-    def analysis(self, step: int, epoch: float, samples: int, measures: dict[str, Any], curves: dict[str, float]) -> None:
+    def analysis(self, step: int, measures: dict[str, Any], curves: dict[str, float]) -> None:
         """Add a row ``analysis`` with measures of the weights, and its curves for TensorBoard, to the next flush."""
-        self._add_row({**_where(step, epoch, samples), "analysis": measures}, "analysis")
+        self._add_row({**self._where(step), "analysis": measures}, "analysis")
         if self._world.is_main:
             self._events.scalars({f"weights/{name}": value for name, value in curves.items()}, step)
 
@@ -197,6 +194,11 @@ class RunLog:
         if self._world.is_main:
             self._metrics.close()
             self._events.close()
+
+    def _where(self, step: int) -> dict[str, Any]:
+        """What every row begins with."""
+        epoch, samples = self._schedule.epoch(step), self._schedule.samples(step)
+        return {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
 
     def _add_row(self, row: dict[str, Any], group: str, suffix: str = "") -> None:
         if not self._world.is_main:
@@ -227,7 +229,7 @@ class RunLog:
         slow = row["data_wait"] > _MUCH_WAITING and self._world.size > 1
         where = f" (rank {row['data_wait_rank']} on {row['data_wait_host']})" if slow else ""
         self.say(
-            f"step {row['step']}/{self._total_steps} epoch {row['epoch']:.2f} loss {row['loss']:.4f} lr {row['lr']:.2e} "
+            f"step {row['step']}/{self._last_step} epoch {row['epoch']:.2f} loss {row['loss']:.4f} lr {row['lr']:.2e} "
             f"grad norm {row['grad_norm']:.3g} {row['images_per_second']:.1f} images/s mfu {row['mfu']:.1%} "
             f"data wait {row['data_wait']:.1%}{where} memory {row['memory_gib']:.2f} GiB{self._time_left(row['step'])}"
         )
@@ -236,14 +238,9 @@ class RunLog:
         """Extrapolated from this start, evaluations and checkpoints included, without its first step, which is slow."""
         assert self._pace  # from the first step on
         first, began = self._pace
-        if not first < step < self._total_steps:
+        if not first < step < self._last_step:
             return ""
-        return f", {console.duration((time.perf_counter() - began) / (step - first) * (self._total_steps - step))} left"
-
-
-def _where(step: int, epoch: float, samples: int) -> dict[str, Any]:
-    """What every row begins with."""
-    return {"step": step, "time": round(time.time(), 3), "epoch": epoch, "samples": samples}
+        return f", {console.duration((time.perf_counter() - began) / (step - first) * (self._last_step - step))} left"
 
 
 def drop_rows_after(metrics: Path, step: int) -> None:

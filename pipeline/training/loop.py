@@ -123,7 +123,7 @@ def training_step(run: Run) -> Batch:
             skip_or_stop(run, step, result)
         record("skipped_steps", run.skipped_steps, reduce="max")
     run.step = step
-    run.log.step(step, schedule.epoch(step), schedule.samples(step), metrics, run.loader.bad.take_unreported())
+    run.log.step(step, metrics, run.loader.bad.take_unreported())
     if run.samples and result.taken:
         for request in result.requests:
             run.samples.add(request)
@@ -193,14 +193,13 @@ def evaluate_run(run: Run) -> dict[str, dict[str, Any]] | None:
         results["ema"] = average
     if first:  # before the rows of the evaluation, which stay the last ones
         measures = first.measures()
-        run.log.analysis(step, run.schedule.epoch(step), run.schedule.samples(step), measures, layer_means(measures))
+        run.log.analysis(step, measures, layer_means(measures))
     return results
 
 
 def note_results(run: Run, results: dict[str, dict[str, Any]]) -> bool:
     """Log an evaluation; returns whether this is the best accuracy so far, so that its checkpoint is kept."""
-    where = (run.step, run.schedule.epoch(run.step), run.schedule.samples(run.step))
-    run.log.evaluation(*where, results)
+    run.log.evaluation(run.step, results)
     for weights, result in results.items():
         if "nonfinite" in result:
             run.log.warn(f"{weights} scores of {result['nonfinite']} images are not finite: these count as wrong")

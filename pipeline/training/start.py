@@ -180,7 +180,7 @@ def _open(prepared: PreparedRun, world: World, stop: StopSignal, heartbeat: Hear
         val_loader=evaluation_loader(data.val_set, config, world),
         agreement=agreement,
         saver=checkpoint.Saver(folder, world, config.checkpoint, agreement, partial(heartbeat.still, "saving")),
-        log=RunLog(config, world, step, last_step, flops_per_image, known, store),
+        log=RunLog(config, world, step, data.schedule, flops_per_image, known, store),
         events=events,
         samples=SampleLog(folder, world, step + 1) if config.log.samples else None,
         profiler=StepProfiler(folder, config.log.profile_steps, world, step, last_step),

@@ -34,6 +34,7 @@ from pipeline.command_line import run_command
 from pipeline.logs.run_files import write_run_files
 from pipeline.logs.run_log import RunLog
 from pipeline.metrics import record, recording
+from pipeline.stream.schedule import Schedule
 
 folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
@@ -47,6 +48,8 @@ config = config_from_dict(
     "a test",
 )
 
+schedule = Schedule(images=20, global_batch_size=2, epochs=10, max_steps=None)
+
 def take(log, step, data=lambda: None, bad_samples=None, replaced=0):
     with recording() as metrics:
         began = time.perf_counter()
@@ -56,7 +59,7 @@ def take(log, step, data=lambda: None, bad_samples=None, replaced=0):
         record("loss", torch.tensor(1.0 + step + rank))
         for name, value in {"lr": 0.1, "grad_norm": 0.5, "skipped_steps": 0}.items():
             record(name, value, reduce="max")
-    log.step(step, step / 10, 2 * step, metrics, bad_samples)
+    log.step(step, metrics, bad_samples)
 
 def steps(log, first, last, **more):
     for step in range(first, last + 1):
@@ -72,7 +75,7 @@ def main():
 run_command(main)
 """
 
-START = "log = RunLog(config, world, 0, 100, 1.0); steps(log, 1, 5)\n"
+START = "log = RunLog(config, world, 0, schedule, 1.0); steps(log, 1, 5)\n"
 MOUNT = "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'none', run_dir], check=True)\n"
 
 
@@ -156,7 +159,7 @@ except OSError: pass
     assert [row["step"] for row in step_rows(tmp_path)] == list(range(1, 61))
 
     read_only = "subprocess.run(['mount', '-o', 'remount,ro', run_dir], check=True)\n"
-    log = "try: RunLog(config, world, 0, 100, 1.0)\nexcept ValueError as error: print(error)\n"
+    log = "try: RunLog(config, world, 0, schedule, 1.0)\nexcept ValueError as error: print(error)\n"
     (ended,) = run(
         tmp_path, MOUNT + read_only + log + "write_run_files(config, world, 1, 'precision fp32: a test', 2)", mounts=True
     )
@@ -174,7 +177,7 @@ def test_a_resumed_log_has_each_step_once(tmp_path: Path) -> None:
     metrics.write_text(lines[0] + '{"step": 99' + "\n" + "".join(lines[1:]) + '{"step": 11, "los')
     (tmp_path / "run" / ".metrics.jsonl.123.tmp").write_text("left by a killed run")
     second = "os.environ.update(SLURM_JOB_ID='19', SLURM_ARRAY_JOB_ID='17', SLURM_ARRAY_TASK_ID='2')\n"
-    second += "write_run_files(config, world, 8, 'precision fp32: a test', 2)\nlog = RunLog(config, world, 7, 100, 1.0); steps(log, 8, 12); log.flush(to_disk=True)\n"
+    second += "write_run_files(config, world, 8, 'precision fp32: a test', 2)\nlog = RunLog(config, world, 7, schedule, 1.0); steps(log, 8, 12); log.flush(to_disk=True)\n"
     damaged = "shutil.copy(run_dir / 'environment.json', folder); (run_dir / 'environment.json').write_text('[{')\n"
     sentence = error_of(run(tmp_path, second + damaged + "write_run_files(config, world, 8, 'precision fp32: a test', 2)")[0])
     assert "environment.json is damaged" in sentence and "move it away" in sentence
@@ -196,7 +199,7 @@ def test_a_resumed_log_has_each_step_once(tmp_path: Path) -> None:
 def test_bad_samples_are_named_once_and_counted_on_over_a_resume(tmp_path: Path) -> None:
     """Guards against a limit on bad samples that each restart sets back, and against the same warnings at every start."""
     scenario = """
-log = RunLog(config, world, 0, 100, 1.0, {3: "sample 3 is bad"})
+log = RunLog(config, world, 0, schedule, 1.0, {3: "sample 3 is bad"})
 steps(log, 1, 4)
 take(log, 5, bad_samples={3: "sample 3 is bad", 7 + rank: f"sample {7 + rank} is bad"}, replaced=2)
 assert log.bad_samples == {n: f"sample {n} is bad" for n in (3, 7, 8)}, log.bad_samples
@@ -213,7 +216,7 @@ def test_a_terminal_shows_the_history_and_may_vanish(tmp_path: Path) -> None:
     scenario = """
 from pipeline.logs import console
 console.outlive_the_terminal()
-log = RunLog(config, world, 0, 100, 1.0)
+log = RunLog(config, world, 0, schedule, 1.0)
 steps(log, 1, 10)
 while not (Path(folder) / "gone").exists(): time.sleep(0.05)
 steps(log, 11, 15)
@@ -266,12 +269,12 @@ def test_tensorboard_compares_runs_by_their_hyperparameters(tmp_path: Path) -> N
     scenario = """
 from pipeline.config import config_from_dict
 result = {"top1": 50.0, "top5": 90.0, "loss": 1.5, "correct1": 2, "correct5": 4, "count": 4, "class_correct": [2, 0], "class_count": [2, 2]}
-log = RunLog(config, world, 0, 100, 1.0); steps(log, 1, 5); log.evaluation(5, 0.5, 10, {"model": result, "ema": result}); log.close()
-log = RunLog(config, world, 5, 100, 1.0); steps(log, 6, 10); log.close()
+log = RunLog(config, world, 0, schedule, 1.0); steps(log, 1, 5); log.evaluation(5, {"model": result, "ema": result}); log.close()
+log = RunLog(config, world, 5, schedule, 1.0); steps(log, 6, 10); log.close()
 averaged = {**config.model_dump(), "output_dir": str(Path(folder) / "other"), "train": {**config.train.model_dump(), "ema_decay": 0.9}}
 averaged["model"] = {**averaged["model"], "switches": {"conv_stem": False}}
 Path(averaged["output_dir"]).mkdir()
-RunLog(config_from_dict(averaged, "a test"), world, 0, 100, 1.0).close()
+RunLog(config_from_dict(averaged, "a test"), world, 0, schedule, 1.0).close()
 """
     assert run(tmp_path, scenario)[0][0] == 0
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[5])["class_correct"] == [2, 0]
@@ -306,7 +309,7 @@ def module(step):
         record("rare", 7.0)
 
 record("outside", 1.0)
-log = RunLog(config, world, 0, 100, 1.0)
+log = RunLog(config, world, 0, schedule, 1.0)
 log.restart_clock()
 for step in range(1, 6):
     take(log, step, data=lambda: (module(step), time.sleep(0.3 * rank)))
