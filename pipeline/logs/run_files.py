@@ -167,13 +167,10 @@ class RunEvents:
             return
         row = json.dumps({"event": event, "time": round(time.time(), 3), "step": step, **facts}) + "\n"
         try:
-            descriptor = os.open(self._run_dir / EVENTS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            try:
-                size = os.fstat(descriptor).st_size
-                torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # a row that a full disk has cut
-                os.write(descriptor, ("\n" * torn + row).encode())
-            finally:
-                os.close(descriptor)
+            with open(self._run_dir / EVENTS, "a+b", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END)
+                torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"  # a row that a full disk has cut
+                file.write(("\n" * torn + row).encode())
         except OSError as error:
             self._writes = False
             _log.warning(

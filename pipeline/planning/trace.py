@@ -95,7 +95,7 @@ class Trace(TorchDispatchMode):
         self._label = "other"
         self._records = self._backward = False
         self._memory: dict[int, _Memory] = {}  # by the address of the storage
-        self._count = 0
+        self._number = 0  # of the next storage
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
@@ -161,31 +161,24 @@ class Trace(TorchDispatchMode):
             copied = self._memory.get(args[0].untyped_storage()._cdata)
             label = WEIGHT_COPIES if copied and copied.label == PARAMETERS else label
         for value in _tensors(result):
-            self._count_memory(value, label)
+            self._known(value, label, counts=True)
         if self._records and func.namespace == "aten" and not func.is_view:
             self._write_down(func, args, kwargs, result)
         return result
 
-    def _count_memory(self, tensor: Tensor, label: str) -> None:
-        if tensor.untyped_storage()._cdata in self._memory:
-            return
-        size = tensor.untyped_storage().nbytes()
-        self._register(tensor, label, size)
-        self.live[label] += size
-        self.total += size
-        if self.total > self.peak_total:
-            self.peak, self.peak_total = Counter(self.live), self.total
-
-    def _known(self, tensor: Tensor) -> _Memory:
-        key = tensor.untyped_storage()._cdata
-        return self._memory[key] if key in self._memory else self._register(tensor, "other", 0)
-
-    def _register(self, tensor: Tensor, label: str, size: int) -> _Memory:
+    def _known(self, tensor: Tensor, label: str = "other", counts: bool = False) -> _Memory:
+        """The tensor's storage, which was there before the trace unless it ``counts``."""
         storage = tensor.untyped_storage()
-        self._count += 1
-        self._memory[storage._cdata] = memory = _Memory(self._count, label, size)
-        weakref.finalize(storage, self._drop, storage._cdata)
-        return memory
+        if storage._cdata not in self._memory:
+            size = storage.nbytes() if counts else 0
+            self._memory[storage._cdata] = _Memory(self._number, label, size)
+            self._number += 1
+            weakref.finalize(storage, self._drop, storage._cdata)
+            self.live[label] += size
+            self.total += size
+            if self.total > self.peak_total:
+                self.peak, self.peak_total = Counter(self.live), self.total
+        return self._memory[storage._cdata]
 
     def _drop(self, key: int) -> None:
         memory = self._memory.pop(key)
