@@ -114,8 +114,8 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     return _measured_peak(device, torch.bfloat16 if native else torch.float32), "measured"
 
 
-def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.1) -> float:
-    """FLOP/s of the fastest square matrix product within ``seconds``."""
+def _measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest square matrix product."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -123,7 +123,7 @@ def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.
     side = 8192 if device.type == "cuda" else 1024
     a, b = torch.randn(2, side, side, device=device, dtype=dtype)
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
-    return 2 * side**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
+    return 2 * side**3 / min(timer.blocked_autorange(min_run_time=0.1).times)
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
