@@ -97,7 +97,7 @@ class RunFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._read: dict[Path, tuple[Stamp, Any, list[str]]] = {}
+        self._read: dict[Path, tuple[Stamp, Any]] = {}
         self.look()
 
     def look(self) -> None:
@@ -109,7 +109,8 @@ class RunFiles:
             self.problems.append(f"The config shown is that of the checkpoint of step {newest.state.step}.")
             self.config = dict(newest.state.config)
         self.starts = self._file(ENVIRONMENT, _entries) or []
-        self.events = self._file(EVENTS, _rows) or []
+        self.events, damaged = self._file(EVENTS, _rows) or ([], 0)
+        self.problems += [lines_left_out(damaged, EVENTS)] if damaged else []
         self.restarts = self._file(RESTARTS, _entries) or []
         self.holder = _holder(self.path / LOCK)
         try:
@@ -152,9 +153,11 @@ class RunFiles:
         """How long each of a kind of events took, such as ``evaluation`` or ``save``."""
         return [row["seconds"] for row in self.events if row.get("event") == event and is_number(row.get("seconds"))]
 
-    def _file(self, name: str, parse: Callable[[str, list[str]], _Content]) -> _Content | None:
+    def _file(self, name: str, parse: Callable[[str], _Content]) -> _Content | None:
         """A file's content; None if it is not there or cannot be read."""
-        return self._unless_changed(self.path / name, lambda problems: _parsed(self.path / name, parse, problems))
+        content, problem = self._unless_changed(self.path / name, lambda: _parsed(self.path / name, parse))
+        self.problems += [problem] if problem else []
+        return content
 
     def _checkpoints(self) -> list[Checkpoint]:
         try:
@@ -162,40 +165,35 @@ class RunFiles:
         except OSError as error:
             self.problems.append(f"{CHECKPOINTS}/ cannot be read ({error.strerror}).")
             return []
-        found = []
-        for step in steps:
-            folder = step_folder(self.path, step)
-            checkpoint = self._unless_changed(folder / MANIFEST, partial(_checkpoint, step, folder))
-            if folder.exists():
-                found.append(checkpoint)
+        folders = {step: step_folder(self.path, step) for step in steps}
+        found = [self._unless_changed(at / MANIFEST, partial(_checkpoint, step, at)) for step, at in folders.items()]
+        found = [checkpoint for checkpoint in found if checkpoint.folder.exists()]  # others were removed meanwhile
+        self.problems += [checkpoint.problem for checkpoint in found if checkpoint.problem]
         return found
 
-    def _unless_changed(self, path: Path, read: Callable[[list[str]], _Content]) -> _Content:
+    def _unless_changed(self, path: Path, read: Callable[[], _Content]) -> _Content:
         """What was read of a file before, if it is still the same."""
         stamp = _stamp(path)
         if path not in self._read or self._read[path][0] != stamp:
-            problems: list[str] = []
-            self._read[path] = (stamp, read(problems), problems)
-        _, content, problems = self._read[path]
-        self.problems += problems
-        return content
+            self._read[path] = (stamp, read())
+        return self._read[path][1]
 
 
-def _parsed(path: Path, parse: Callable[[str, list[str]], _Content], problems: list[str]) -> _Content | None:
+def _parsed(path: Path, parse: Callable[[str], _Content]) -> tuple[_Content | None, str]:
+    """A file's content, and what is wrong with it."""
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-        return parse(path.read_text(encoding="utf-8", errors="replace"), problems)
+        return parse(path.read_text(encoding="utf-8", errors="replace")), ""
     except FileNotFoundError:
-        return None
+        return None, ""
     except OSError as error:
-        problems.append(f"{path.name} cannot be read ({error.strerror}).")
+        return None, f"{path.name} cannot be read ({error.strerror})."
     except (ValueError, RecursionError) as error:
-        problems.append(f"{path.name} is damaged ({' '.join(str(error).split())[:120]}).")
-    return None
+        return None, f"{path.name} is damaged ({' '.join(str(error).split())[:120]})."
 
 
-def _config(text: str, problems: list[str]) -> tuple[dict[str, Any], str]:
+def _config(text: str) -> tuple[dict[str, Any], str]:
     tree = parse_value(text)
     if not isinstance(tree, dict) or not tree:
         raise ValueError("it holds no keys")
@@ -203,7 +201,7 @@ def _config(text: str, problems: list[str]) -> tuple[dict[str, Any], str]:
     return {str(key): value for key, value in tree.items()}, first[2:].strip() if first.startswith("# ") else ""
 
 
-def _entries(text: str, problems: list[str]) -> list[dict[str, Any]]:
+def _entries(text: str) -> list[dict[str, Any]]:
     """The objects of a JSON list; what else it holds is left out."""
     entries = json.loads(text)
     if not isinstance(entries, list):
@@ -211,15 +209,13 @@ def _entries(text: str, problems: list[str]) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
-def _rows(text: str, problems: list[str]) -> list[Row]:
-    lines = [line for line in text.encode().split(b"\n") if line.strip()]
-    rows = [row for line in lines if (row := parse_row(line)) is not None]
-    if damaged := len(lines) - len(rows):
-        problems.append(lines_left_out(damaged, EVENTS))
-    return rows
+def _rows(text: str) -> tuple[list[Row], int]:
+    """Rows, and the number of damaged lines."""
+    rows = [parse_row(line) for line in text.encode().split(b"\n") if line.strip()]
+    return [row for row in rows if row is not None], rows.count(None)
 
 
-def _checkpoint(step: int, folder: Path, problems: list[str]) -> Checkpoint:
+def _checkpoint(step: int, folder: Path) -> Checkpoint:
     manifest, problem = None, None
     try:
         manifest = CheckpointManifest.read(folder)
@@ -228,8 +224,6 @@ def _checkpoint(step: int, folder: Path, problems: list[str]) -> Checkpoint:
         problem = str(error)
     except OSError as error:
         problem = f"{folder} cannot be read ({error.strerror})."
-    if problem and folder.exists():  # else it was removed meanwhile
-        problems.append(problem)
     stamp = _stamp(folder / MANIFEST) or _stamp(folder)
     return Checkpoint(step, folder, manifest, problem, stamp[2] / 1e9 if stamp else 0.0)
 
