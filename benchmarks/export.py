@@ -18,19 +18,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.config import Config
-from pipeline.exporting import onnx_file, safetensors_file, timm_folder, torch_export
-from pipeline.exporting.subject import Options, Subject, Training, sample_images
+from pipeline.exporting import FORMATS, onnx_file
+from pipeline.exporting.subject import Subject, Training, sample_images
 from pipeline.models import create_model, load_exported, model_entry
 from pipeline.models.weights.exported import Description
 
 MODELS = ("deit_t", "convit_ti", "pervit_t", "lsat_t_32", "lsat_t_224", "posmlp_t", "gmlp_s")
 FORMS = (
-    ("safetensors", safetensors_file, ".safetensors", "fp32"),
-    ("timm", timm_folder, "", "fp32"),
-    ("torch-export", torch_export, ".pt2", "fp32"),
-    ("onnx", onnx_file, ".onnx", "fp32"),
-    ("onnx fp16", onnx_file, ".onnx", "fp16"),
+    ("safetensors", "fp32"),
+    ("timm", "fp32"),
+    ("torch-export", "fp32"),
+    ("onnx", "fp32"),
+    ("onnx", "fp16"),
 )
 
 
@@ -44,7 +43,7 @@ def fresh(name: str) -> Subject:
             parameter.add_(0.02 * torch.randn_like(parameter))
     classes = [str(number) for number in range(its.num_classes)]
     described = (name, its.num_classes, its.image_size, {}, classes, [0.5] * 3, [0.25] * 3, 0.9, "fp32", 0, "model", "ours")
-    return Subject(model, Description(*described), Config(), Training())  # type: ignore[arg-type]
+    return Subject(model, Description(*described), Training())  # type: ignore[arg-type]
 
 
 def load(form: str, file: Path) -> Callable[[Tensor], Tensor]:
@@ -89,12 +88,13 @@ def measure(subject: Subject, batch: int, rounds: int) -> None:
     images = sample_images(subject.description.image_size, batch)
     rows, runs = [], {}
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        for form, module, ending, precision in FORMS:
-            file = Path(folder, form.replace(" ", "_") + ending)
+        for name, precision in FORMS:
+            form = name if precision == "fp32" else f"{name} {precision}"
+            file = Path(folder, form.replace(" ", "_") + (FORMATS[name].ending or ""))
             with torch.inference_mode(False):  # tensors made within it have no version, which PerViT asks for
                 if form == "timm":
                     file.mkdir()
-                module.export(subject, file, Options(precision))
+                FORMATS[name].function("export")(subject, file, precision)
                 loading = min(seconds(lambda form=form, file=file: load(form, file)) for _ in range(2))  # type: ignore[misc]
                 runs[form] = load(form, file)
             expected = subject.model(images)

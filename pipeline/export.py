@@ -25,8 +25,10 @@ from pipeline.exporting import FORMATS, Format, find_format
 
 if TYPE_CHECKING:
     from pipeline.exporting.placing import Place
-    from pipeline.exporting.subject import Options, Subject, Training
+    from pipeline.exporting.subject import Subject, Training
     from pipeline.inference.trained import Trained
+    from pipeline.models.weights.exported import Kind
+    from pipeline.models.weights.reference_names import Names
 
 DAMAGED = 1  # exit code of --verify
 
@@ -34,13 +36,8 @@ DAMAGED = 1  # exit code of --verify
 def main() -> int:
     parser = command_parser("pipeline.export", __doc__)
     add = parser.add_argument
-    add(
-        "checkpoint",
-        nargs="?",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="a run folder, one of its checkpoints, or an exported file",
-    )
+    sources = "a run folder, one of its checkpoints, or an exported file"
+    add("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=sources)
     add("--format", metavar="FORMAT", help="; ".join(f"{each.name}: {each.what}" for each in FORMATS.values()))
     add("--output", type=Path, metavar="PATH", help="the file or folder to write")
     add("--step", type=parse_step, metavar="N|best", help="which checkpoint (default: the newest)")
@@ -48,11 +45,8 @@ def main() -> int:
     add("--precision", metavar="fp32|fp16", help="precision of the exported numbers; fp16 only for onnx (default: fp32)")
     add("--names", choices=("ours", "authors"), default="ours", help="tensor names in a safetensors file (default: ours)")
     add("--force", action="store_true", help="replace an existing export")
-    add(
-        "--push-to-hub",
-        metavar="REPO",
-        help="upload the export to this repository of the Hugging Face hub (NAME or OWNER/NAME)",
-    )
+    hub = "upload the export to this repository of the Hugging Face hub (NAME or OWNER/NAME)"
+    add("--push-to-hub", metavar="REPO", help=hub)
     add("--private", action="store_true", help="make the repository private if --push-to-hub creates it")
     add("--verify", type=Path, metavar="PATH", help="only compare an export with its checksums")
     return run(parser.parse_args())
@@ -67,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: there is no such model or format, the format cannot hold the model, or the output cannot be written.
     """
-    from pipeline.exporting.placing import find_place, verify
+    from pipeline.exporting.placing import check_hub, find_place, push, verify
 
     if args.verify:
         problems = verify(args.verify)
@@ -80,31 +74,16 @@ def run(args: argparse.Namespace) -> int:
     form = find_format(args.format)
     precision = check_options(args, form)
     if args.push_to_hub:
-        from pipeline.exporting.placing import check_hub
-
         check_hub(args.push_to_hub)
     place = find_place(args.output, form, args.force)
-
-    from pipeline.exporting.subject import Options  # imported only now: PyTorch takes seconds, and --help must not wait for it
-
-    subject = read_subject(args.checkpoint, args.step, args.weights)
-    size, line = export(subject, form, place, Options(precision, args.names))
-    print(f"{args.output}: {form.name} of {subject.description.model}, {subject.description.weights} weights of step ", end="")
-    print(f"{subject.description.step}, {size / 1e6:.1f} MB\n{line}")
+    subject = read_subject(args.checkpoint, args.step, args.weights, args.names)
+    size, line = export(subject, form, place, precision)
+    its = subject.description
+    print(f"{args.output}: {form.name} of {its.model}, {its.weights} weights of step {its.step}, {size / 1e6:.1f} MB\n{line}")
     if args.push_to_hub:
-        upload(args, place, f"{subject.description.model}, {form.name}, step {subject.description.step}")
+        message = f"{its.model}, {form.name}, step {its.step}"
+        print(f"pushed: {push(place.files(), args.push_to_hub, message, args.private)}")
     return 0
-
-
-def upload(args: argparse.Namespace, place: Place, message: str) -> None:
-    """Push what was written, with its card as the repository's README.md."""
-    from pipeline.exporting.placing import CARD, push
-
-    if place.folder:
-        files = {path.relative_to(place.output).as_posix(): path for path in sorted(place.output.rglob("*")) if path.is_file()}
-    else:
-        files = {path.name: path for path in (place.output, place.sums)} | {CARD: place.card}
-    print(f"pushed: {push(files, args.push_to_hub, message, args.private)}")
 
 
 def check_options(args: argparse.Namespace, form: Format) -> str:
@@ -123,21 +102,21 @@ def check_options(args: argparse.Namespace, form: Format) -> str:
     return precision
 
 
-def read_subject(source: Path, step: int | str | None = None, weights: str | None = None) -> Subject:
-    """Read a trained model and what is known of its training."""
+def read_subject(source: Path, step: int | str | None, weights: Kind | None, names: Names) -> Subject:
+    """Read a trained model and what is known of its training; PyTorch, which takes seconds, is imported only now."""
     from pipeline.checkpoint.weights import describe
     from pipeline.exporting.subject import Subject
     from pipeline.inference.trained import read_trained
 
-    trained = read_trained(source, step, weights)  # type: ignore[arg-type]  # one of argparse's choices
-    description = describe(trained.config, trained.classes, trained.step, trained.kind, "ours", trained.class_names)
-    return Subject(trained.build_model(), description, trained.config, training_of(source, step, trained))
+    trained = read_trained(source, step, weights)
+    description = describe(trained.config, trained.classes, trained.step, trained.kind, names, trained.class_names)
+    return Subject(trained.build_model(), description, training_of(source, step, trained))
 
 
 def training_of(source: Path, step: int | str | None, trained: Trained) -> Training:
     """What a run's folder, or an exported file, tells of the training of these weights."""
     from pipeline.exporting.card import without_folders
-    from pipeline.exporting.subject import Training, from_json
+    from pipeline.exporting.subject import Training, training_from_json
     from pipeline.models.weights.exported import SUFFIX, TRAINING, read_metadata
     from pipeline.models.weights.timm_folder import WEIGHTS, is_timm_folder
     from pipeline.runs.folder import read_run
@@ -145,7 +124,7 @@ def training_of(source: Path, step: int | str | None, trained: Trained) -> Train
     file = source / WEIGHTS if is_timm_folder(source) else source
     if file.suffix == SUFFIX and file.is_file():
         text = read_metadata(file).get(TRAINING)
-        return from_json(text, str(source)) if text else Training()
+        return training_from_json(text, str(source)) if text else Training()
     if is_timm_folder(source) or not source.is_dir():
         return Training()
     run_dir, found = find_checkpoint(source, step)
@@ -165,7 +144,7 @@ def training_of(source: Path, step: int | str | None, trained: Trained) -> Train
     )
 
 
-def export(subject: Subject, form: Format, place: Place, options: Options) -> tuple[int, str]:
+def export(subject: Subject, form: Format, place: Place, precision: str) -> tuple[int, str]:
     """Export to a hidden folder, compare, write card and checksums, and publish.
 
     Returns:
@@ -177,13 +156,12 @@ def export(subject: Subject, form: Format, place: Place, options: Options) -> tu
     """
     from pipeline.exporting.card import write_card
 
-    module = form.load()
     parameters = sum(tensor.numel() * tensor.element_size() for tensor in subject.model.state_dict().values())
     with place.staged(needed=2 * parameters) as (hidden, path):
-        facts = module.export(subject, path, options)
+        facts = form.function("export")(subject, path, precision)
         size = sum(file.stat().st_size for file in hidden.rglob("*") if file.is_file())
-        name = place.file if place.file and not place.folder else place.output.name + (f"/{place.file}" if place.file else "")
-        card = write_card(subject, facts, module.loading(subject, name), size, form.library if place.folder else None)
+        snippet = "\n".join(form.function("loading")(subject, place.loaded))
+        card = write_card(subject, facts, snippet, size, form.library if place.folder else None)
         place.publish(hidden, card)
     return size, facts.get("Checked", "")
 

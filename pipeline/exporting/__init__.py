@@ -1,14 +1,14 @@
 """Export a trained model as files that other programs load.
 
-A format is a module with two functions and a line in ``FORMATS``::
+A format is a line in ``FORMATS`` and two functions of a module, with the format's name after ``export_`` and ``loading_``::
 
-    def export(subject: Subject, path: Path, options: Options) -> Facts: ...
-    def loading(subject: Subject, name: str) -> str: ...
+    def export_onnx(subject: Subject, path: Path, precision: str) -> Facts: ...
+    def loading_onnx(subject: Subject, name: str) -> list[str]: ...
 
-``export`` writes to ``path``, which nobody else sees yet: a file that does not exist, with the format's ending, or, for a format
+The first writes to ``path``, which nobody else sees yet: a file that does not exist, with the format's ending, or, for a format
 without one, an empty folder. It reads back what it wrote and compares scores with the model's, and raises a ``UserError`` if it
-cannot export the model, or if they differ; then nothing is published. It returns lines for the card. ``loading`` gives the card
-five lines of Python that load the export called ``name``.
+cannot export the model, or if they differ; then nothing is published. It returns lines for the card. The second gives the card
+lines of Python that load the export called ``name``.
 """
 
 from __future__ import annotations
@@ -23,38 +23,27 @@ from pipeline.errors import UserError
 
 @dataclass(frozen=True)
 class Format:
-    """A form of export.
+    """A form of export."""
 
-    Attributes:
-        name: of ``--format``.
-        module: of this package, imported when the format is used.
-        ending: of its file; None: a folder.
-        what: one line for the help.
-        precisions: of ``--precision``; the first is the default.
-        library: that loads it, for the front matter of a card on a model hub.
-    """
+    name: str  # of --format
+    module: str  # of this package, imported when the format is used
+    ending: str | None  # of its file; None: a folder
+    what: str  # one line for the help
+    precisions: tuple[str, ...] = ("fp32",)  # of --precision; the first is the default
+    library: str = "pytorch"  # that loads it, for the front matter of a card on a model hub
 
-    name: str
-    module: str
-    ending: str | None
-    what: str
-    precisions: tuple[str, ...] = ("fp32",)
-    library: str = "pytorch"
-
-    def load(self) -> Any:
-        """The module, with ``export`` and ``loading``."""
-        return import_module(f"pipeline.exporting.{self.module}")
+    def function(self, what: str) -> Any:
+        """The format's ``export`` or ``loading``."""
+        return getattr(import_module(f"pipeline.exporting.{self.module}"), f"{what}_{self.name.replace('-', '_')}")
 
 
-FORMATS = {
-    each.name: each
-    for each in (
-        Format("safetensors", "safetensors_file", ".safetensors", "the weights with a description, for this project"),
-        Format("onnx", "onnx_file", ".onnx", "a graph for ONNX Runtime and others", ("fp32", "fp16"), "onnx"),
-        Format("torch-export", "graph", ".pt2", "an ExportedProgram, for PyTorch without this project"),
-        Format("timm", "timm_folder", None, "a folder for timm and the Hugging Face hub", library="timm"),
-    )
-}
+_ALL = (
+    Format("safetensors", "weights_file", ".safetensors", "the weights with a description, for this project"),
+    Format("onnx", "onnx_file", ".onnx", "a graph for ONNX Runtime and others", ("fp32", "fp16"), "onnx"),
+    Format("torch-export", "graph", ".pt2", "an ExportedProgram, for PyTorch without this project"),
+    Format("timm", "weights_file", None, "a folder for timm and the Hugging Face hub", library="timm"),
+)
+FORMATS = {form.name: form for form in _ALL}
 
 
 def find_format(name: str) -> Format:

@@ -33,9 +33,6 @@ def write_card(subject: Subject, facts: Facts, snippet: str, size: int, library:
         snippet: Python that loads it.
         size: of all files, in bytes.
         library: of the front matter that model hubs read; None: no front matter.
-
-    Returns:
-        The text, for a file ``README.md``.
     """
     its, known = subject.description, subject.training
     front = _FRONT.format(library=library, model=its.model.replace(":", "-")) if library else ""
@@ -59,33 +56,26 @@ def write_card(subject: Subject, facts: Facts, snippet: str, size: int, library:
 
 
 def _model_lines(subject: Subject) -> Facts:
+    from pipeline.models import model_entry
+
     its, size = subject.description, subject.description.image_size
-    what, paper = _registered(its.model)
-    short = int(size / its.eval_crop)
+    try:
+        entry = model_entry(its.model)
+        what, paper = entry.description, entry.paper
+    except UserError:  # the registry does not describe it
+        what, paper = "", ""
     parameters = sum(parameter.numel() for parameter in subject.model.parameters())
-    names = first_few(its.shown, _SHOWN)
     switches = ", ".join(f"{name}={value}" for name, value in its.switches.items())
     return {
         "Model": f"`{its.model}`" + (f": {what}" if what else ""),
         **({"Switches": f"`{switches}`"} if switches else {}),
         **({"Paper": paper} if paper else {}),
         "Parameters": f"{parameters:,}",
-        "Classes": f"{its.num_classes:,}: {names}",
+        "Classes": f"{its.num_classes:,}: {first_few(its.shown, _SHOWN)}",
         "Weights": f"{'moving average (EMA)' if its.weights == 'ema' else 'as trained'}, step {its.step:,}",
-        "Input": f"(B, 3, {size}, {size}), RGB; short side resized to {short} (bicubic), centre cropped to {size}; pixels in "
+        "Input": f"(B, 3, {size}, {size}), RGB; short side resized to {int(size / its.eval_crop)} (bicubic), centre cropped to {size}; pixels in "
         f"[0, 1], less the mean {its.mean}, divided by {its.std}",
     }
-
-
-def _registered(name: str) -> tuple[str, str]:
-    """(description, paper) of a model; empty for one that the registry does not describe."""
-    from pipeline.models import model_entry
-
-    try:
-        entry = model_entry(name)
-    except UserError:
-        return "", ""
-    return entry.description, entry.paper
 
 
 def _results(subject: Subject) -> str:

@@ -23,9 +23,10 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pipeline.errors import UserError, first_line
-from pipeline.exporting.subject import Facts, Options, Subject, checked, compare, sample_images
+from pipeline.exporting.subject import Facts, Subject, checked, compare, sample_images
 
 INPUT, OUTPUT = "images", "scores"
+DESCRIPTION = "description.json"  # file inside of the archive
 _TRACED_BATCH = 2  # 1 would become a constant
 
 
@@ -47,29 +48,21 @@ def trace(subject: Subject) -> ExportedProgram:
 
 @contextmanager
 def refusals_explained(subject: Subject, by: str) -> Iterator[None]:
-    """A block in which an exporter of PyTorch works, quietly: what it raises becomes one sentence.
-
-    Args:
-        subject: the model.
-        by: the exporter, for the sentence.
-    """
+    """A block in which an exporter of PyTorch works, quietly: what it raises becomes one sentence, with the exporter's name, ``by``."""
     try:
         with quiet():
             yield
     except (MemoryError, OSError):
         raise
     except Exception as error:  # PyTorch raises many types, none of them documented
-        raise _cannot_export(subject, error, by) from None
-
-
-def _cannot_export(subject: Subject, error: Exception, by: str) -> UserError:
-    while error.__cause__ is not None and isinstance(error.__cause__, Exception):  # torch.onnx wraps the reason in advice
-        error = error.__cause__
-    reason = re.sub(r"\x1b\[\d*m", "", first_line(error))
-    return UserError(
-        f"{subject.description.model} cannot be exported by {by} ({reason[:300]})",
-        "export its weights with --format safetensors",
-    )
+        root = error
+        while isinstance(root.__cause__, Exception):  # torch.onnx wraps the reason in advice
+            root = root.__cause__
+        reason = re.sub(r"\x1b\[\d*m", "", first_line(root))
+        raise UserError(
+            f"{subject.description.model} cannot be exported by {by} ({reason[:300]})",
+            "export its weights with --format safetensors",
+        ) from None
 
 
 @contextmanager
@@ -121,7 +114,8 @@ def fold_constants(module: nn.Module) -> nn.Module:
         if not constant[node]:
             continue
         if node.op == "get_attr":
-            values[node] = _attribute(module, node)
+            owner, _, name = str(node.target).rpartition(".")
+            values[node] = getattr(module.get_submodule(owner), name)
             continue
         if not all(each in values for each in node.all_input_nodes):  # of a list that stays
             constant[node] = False
@@ -165,11 +159,6 @@ def _is_pure(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags and not node.is_impure()
 
 
-def _attribute(module: nn.Module, node: Node) -> Any:
-    owner, _, name = str(node.target).rpartition(".")
-    return getattr(module.get_submodule(owner), name)
-
-
 def _remove_unused(module: GraphModule) -> None:
     used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
     for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]:
@@ -178,44 +167,28 @@ def _remove_unused(module: GraphModule) -> None:
             delattr(module.get_submodule(owner), own)
 
 
-def graph_snippet(subject: Subject, runtime: str, run: str) -> str:
-    """Five lines that load a graph and give the scores of an image.
+def loading_lines(subject: Subject, runtime: str, run: str) -> list[str]:
+    """Lines that load a graph and give the scores of an image.
 
     Args:
         subject: the model.
         runtime: the package that runs it.
         run: an expression of ``pixels``, (1, 3, S, S), for the scores, (classes,).
     """
-    return "\n".join(
-        [
-            f"import numpy as np, {runtime}",
-            "from PIL import Image, ImageOps",
-            _image_line(subject),
-            _pixels_line(subject),
-            f"scores = {run}  # (classes,)",
-        ]
-    )
-
-
-def _image_line(subject: Subject) -> str:
-    """The evaluation's resize and crop as one step: the part of the image that remains, resized."""
     its = subject.description
-    border = (1 - its.eval_crop) / 2
+    border = (1 - its.eval_crop) / 2  # the evaluation's resize and crop as one step: the part that remains, resized
     cut = f", bleed={border:.6g}" if border else ""
-    size = f"({its.image_size}, {its.image_size})"
-    return f'image = ImageOps.fit(Image.open("cat.jpg").convert("RGB"), {size}, Image.Resampling.BICUBIC{cut})'
+    fit = f"({its.image_size}, {its.image_size}), Image.Resampling.BICUBIC{cut}"
+    return [
+        f"import numpy as np, {runtime}",
+        "from PIL import Image, ImageOps",
+        f'image = ImageOps.fit(Image.open("cat.jpg").convert("RGB"), {fit})',
+        f"pixels = ((np.asarray(image) / 255 - {its.mean}) / {its.std}).transpose(2, 0, 1)[None].astype(np.float32)",
+        f"scores = {run}  # (classes,)",
+    ]
 
 
-def _pixels_line(subject: Subject) -> str:
-    """Normalization, and the layout of a batch of one: (1, 3, S, S) float32."""
-    its = subject.description
-    return f"pixels = ((np.asarray(image) / 255 - {its.mean}) / {its.std}).transpose(2, 0, 1)[None].astype(np.float32)"
-
-
-DESCRIPTION = "description.json"  # file inside of the archive
-
-
-def export(subject: Subject, path: Path, options: Options) -> Facts:
+def export_torch_export(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
     """Write the file and compare what is read back with the model.
 
     Raises:
@@ -227,7 +200,7 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
         torch.export.save(program, file, extra_files={DESCRIPTION: json.dumps(asdict(subject.description))})
     with quiet():
         read = torch.export.load(path).module()
-    difference = compare(subject, read, options.precision, f"the program of {path.name}")
+    difference = compare(subject, read, precision, f"the program of {path.name}")
     return {
         "Format": f"`ExportedProgram` of PyTorch {torch.__version__}, batch size free",
         "Class names": f"`classes` of `{DESCRIPTION}` in the file (`extra_files` of `torch.export.load`)",
@@ -235,5 +208,5 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
     }
 
 
-def loading(subject: Subject, name: str) -> str:
-    return graph_snippet(subject, "torch", f'torch.export.load("{name}").module()(torch.from_numpy(pixels))[0]')
+def loading_torch_export(subject: Subject, name: str) -> list[str]:
+    return loading_lines(subject, "torch", f'torch.export.load("{name}").module()(torch.from_numpy(pixels))[0]')

@@ -13,26 +13,32 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.exporting.graph import INPUT, OUTPUT, graph_snippet, quiet, refusals_explained, trace
-from pipeline.exporting.subject import Facts, Options, Subject, checked, compare
+from pipeline.exporting.graph import INPUT, OUTPUT, loading_lines, quiet, refusals_explained, trace
+from pipeline.exporting.subject import Facts, Subject, checked, compare
 
 OPSET = 18  # ONNX 1.13 of 2022: read by every runtime of the last years; 23 has an operator for attention, which few have
 LARGEST = 2**31 - 1  # bytes of a file: a limit of protobuf
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
 
 
-def export(subject: Subject, path: Path, options: Options) -> Facts:
+def export_onnx(subject: Subject, path: Path, precision: str = "fp32") -> Facts:
     """Write the file, run it in ONNX Runtime and compare the scores with the model's.
 
     Raises:
         UserError: a package is missing, the model has an operator that ONNX lacks or is too large, or the scores differ.
         OSError: the file cannot be written.
     """
-    _check_packages()
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise UserError(
+            f"--format onnx requires {', '.join(_NEEDED)}, but {' and '.join(missing)} cannot be imported",
+            "pip install 'pervit-pipeline[onnx]'",
+        )
+    import onnxruntime
+
     model = _converted(subject)
-    if options.precision == "fp16":
+    if precision == "fp16":
         model = _in_half(model)
-    description = {"description": json.dumps(asdict(subject.description)), "opset": str(OPSET), "precision": options.precision}
+    description = {"description": json.dumps(asdict(subject.description)), "opset": str(OPSET), "precision": precision}
     for key, value in description.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = key, value
@@ -43,31 +49,19 @@ def export(subject: Subject, path: Path, options: Options) -> Facts:
             "try --precision fp16, or --format torch-export",
         )
     path.write_bytes(model.SerializeToString())
-    difference = compare(subject, runner(path), options.precision, f"ONNX Runtime with {path.name}")
-    import onnxruntime
-
-    by = f"ONNX Runtime {onnxruntime.__version__}"
-    tensors = "float16, but for input and output" if options.precision == "fp16" else "float32"
+    difference = compare(subject, runner(path), precision, f"ONNX Runtime with {path.name}")
+    tensors = "float16, but for input and output" if precision == "fp16" else "float32"
     return {
         "Format": f"ONNX, opset {OPSET}, numbers in {tensors}",
         "Input and output": f"`{INPUT}` and `{OUTPUT}`, float32, batch size free",
         "Class names": "`classes` of the metadata's `description`, which is JSON",
-        "Checked": checked(difference, options.precision, by),
+        "Checked": checked(difference, precision, f"ONNX Runtime {onnxruntime.__version__}"),
     }
 
 
-def loading(subject: Subject, name: str) -> str:
+def loading_onnx(subject: Subject, name: str) -> list[str]:
     run = f'onnxruntime.InferenceSession("{name}").run(None, {{"{INPUT}": pixels}})[0][0]'
-    return graph_snippet(subject, "onnxruntime", run)
-
-
-def _check_packages() -> None:
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"--format onnx requires {', '.join(_NEEDED)}, but {' and '.join(missing)} cannot be imported",
-            "pip install 'pervit-pipeline[onnx]'",
-        )
+    return loading_lines(subject, "onnxruntime", run)
 
 
 def _converted(subject: Subject) -> Any:

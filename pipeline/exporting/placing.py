@@ -26,21 +26,14 @@ _CARD, _SUM = ".md", ".sha256"  # beside a file
 
 @dataclass(frozen=True)
 class Place:
-    """The output of an export.
+    """The output of an export."""
 
-    Attributes:
-        output: as the user gave it.
-        file: name of the format's file; None: the format makes a folder.
-        folder: whether ``output`` is a folder.
-    """
-
-    output: Path
-    file: str | None
-    folder: bool
+    output: Path  # as the user gave it
+    file: str | None  # name of the format's file; None: the format makes a folder
+    folder: bool  # whether output is one
 
     @property
     def card(self) -> Path:
-        """The model card."""
         return self.output / CARD if self.folder else self.output.with_name(self.output.name + _CARD)
 
     @property
@@ -48,16 +41,21 @@ class Place:
         """The file with the checksums."""
         return self.output / SUMS if self.folder else self.output.with_name(self.output.name + _SUM)
 
+    @property
+    def loaded(self) -> str:
+        """The name that the card loads: of the file, of the folder, or of the file in the folder."""
+        return f"{self.output.name}/{self.file}" if self.folder and self.file else self.output.name
+
+    def files(self) -> dict[str, Path]:
+        """All files by their path in a repository, where the card is ``README.md``."""
+        if not self.folder:
+            return {self.output.name: self.output, self.sums.name: self.sums, CARD: self.card}
+        return {path.relative_to(self.output).as_posix(): path for path in sorted(self.output.rglob("*")) if path.is_file()}
+
     @contextmanager
     def staged(self, needed: int) -> Iterator[tuple[Path, Path]]:
-        """A hidden folder to write the export in, which is removed at the end.
-
-        Args:
-            needed: bytes that will be written, about.
-
-        Yields:
-            The folder, and the path for the format's function: a file in it, or the folder itself.
-        """
+        """A hidden folder to write about ``needed`` bytes in, which is removed at the end, and the path for the format's function: a
+        file in it, or the folder itself."""
         folder = self.output.absolute().parent
         check_space(folder, needed)
         hidden = folder / f".{self.output.name}.{os.getpid()}.tmp"
@@ -77,8 +75,9 @@ class Place:
         sums = "".join(f"{file_sha256(hidden / name)}  {name}\n" for name in names)
         (hidden / self.card.name).write_text(card, encoding="utf-8")
         (hidden / self.sums.name).write_text(sums, encoding="utf-8")
-        for path in hidden.rglob("*"):
-            _sync(path)
+        for name in (*names, self.card.name, self.sums.name):
+            with open(hidden / name, "rb") as file:
+                os.fsync(file.fileno())
         sync_folder(hidden)
         parent = self.output.absolute().parent
         if self.folder:
@@ -137,10 +136,7 @@ def _check_is_export(place: Place) -> None:
 
 
 def verify(path: Path) -> list[str]:
-    """Compare an export with its checksums, and say each result.
-
-    Args:
-        path: an export's file or folder, or the file with the checksums.
+    """Compare an export, its file or folder or the file with the checksums, with these; print each file that is whole.
 
     Returns:
         A sentence for each file that is missing or differs.
@@ -184,25 +180,12 @@ def _entries(sums: Path) -> list[tuple[str, str]]:
     return found
 
 
-def _sync(path: Path) -> None:
-    if path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 _LOGIN = "set HF_TOKEN to a token with write permission, or log in with `hf auth login`"
 _ENDPOINT = "HF_ENDPOINT"  # of another hub; huggingface_hub reads it when it is imported, here it is read when it is used
 
 
 def check_hub(repo: str) -> None:
-    """See, before anything is exported, that a push can begin.
-
-    Args:
-        repo: ``NAME`` or ``OWNER/NAME``.
+    """See, before anything is exported, that a push to ``repo``, ``NAME`` or ``OWNER/NAME``, can begin.
 
     Raises:
         UserError: ``huggingface_hub`` is not installed, there is no token, or ``repo`` is not a repository's name.
@@ -224,10 +207,9 @@ def push(files: Mapping[str, Path], repo: str, message: str, private: bool = Fal
     """Upload files as one commit, so that a repository never has weights without their card.
 
     Args:
-        files: path in the repository -> file here. The card's is ``README.md``.
-        repo: created if it does not exist.
+        files: path in the repository -> file here.
+        repo: created if it does not exist, ``private`` or not.
         message: of the commit.
-        private: of a repository that is created.
 
     Returns:
         The commit's address.

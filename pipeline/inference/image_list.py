@@ -30,6 +30,10 @@ STDIN, LIST = "-", "@"
 _IN_FILE = -1  # place of an image that is a file of its own
 
 
+Found = tuple[str, str, int, int]
+"""Name as it is reported; the tar or zip that holds it, "" for a file; offset in the tar or number in the zip; bytes."""
+
+
 class PackedNames(Sequence[str]):
     """A list of strings, also of file names that are not UTF-8, in one block of bytes: ten million take their length and 8 bytes each."""
 
@@ -48,14 +52,9 @@ class PackedNames(Sequence[str]):
 
 
 class NamedImages:
-    """Encoded images by number.
+    """Encoded images by number."""
 
-    Args:
-        found: (name, container, place, size) each: name as it is reported; the tar or zip that holds it, "" for a file; offset in the
-            tar or number in the zip; bytes.
-    """
-
-    def __init__(self, found: Iterable[tuple[str, str, int, int]]) -> None:
+    def __init__(self, found: Iterable[Found]) -> None:
         packed = array("q")  # only of images in tars and zips: number of the image, of its container, place, size
         self._containers: list[str] = []
         number_of: dict[str, int] = {}
@@ -109,8 +108,8 @@ def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> NamedIma
 
     Args:
         arguments: files, folders (searched at any depth; a shard set's tars are read in place), patterns with ``*``, ``?`` or ``[``,
-            ``.tar`` and ``.zip`` files; ``-`` takes the names from ``lines``, ``@FILE`` from a file with a name a line. A file may have any ending, and need not exist: it
-            becomes an error of its own row.
+            ``.tar`` and ``.zip`` files; ``-`` takes the names from ``lines``, ``@FILE`` from a file with a name a line. A file may
+            have any ending, and need not exist: it becomes an error of its own row.
 
     Raises:
         UserError: a folder, archive or list without an image, a pattern without a match, or a damaged archive.
@@ -125,34 +124,34 @@ def read_list(stream: BinaryIO) -> Iterator[str]:
             yield os.fsdecode(name)
 
 
-def _found(arguments: Sequence[str], lines: Iterable[str]) -> Iterator[tuple[str, str, int, int]]:
+def _found(arguments: Sequence[str], lines: Iterable[str]) -> Iterator[Found]:
     for argument in arguments:
         if is_remote(argument):
             raise UserError(
                 f"images must be on this machine, got the URL {parse_place(argument)}",
                 "copy them here; `python -m pipeline.evaluate --data URL --predictions FILE` reads a shard set in a store",
             )
-        none = True
-        for found in _images_of(Path(argument), argument) if argument != STDIN else _files(lines):
-            none = False
-            yield found
-        if none and argument == STDIN:
+        images = iter(_files(lines) if argument == STDIN else _images_of(Path(argument), argument))
+        first = next(images, None)
+        if first is None and argument == STDIN:
             raise UserError(
                 "standard input must name at least one image, got none",
                 "pass a name a line; several processes have no input: pass them @FILE, or the images themselves",
             )
-        if none:
+        if first is None:
             raise UserError(
                 f"{argument} must hold at least one image, got none",
                 f"pass images ({', '.join(SUFFIXES)}), or folders or archives of them",
             )
+        yield first
+        yield from images
 
 
-def _files(names: Iterable[str]) -> Iterator[tuple[str, str, int, int]]:
+def _files(names: Iterable[str]) -> Iterator[Found]:
     return ((name, "", _IN_FILE, 0) for name in names)
 
 
-def _images_of(path: Path, argument: str) -> Iterator[tuple[str, str, int, int]]:
+def _images_of(path: Path, argument: str) -> Iterator[Found]:
     if path.is_dir():
         if (path / MANIFEST).exists():
             for tar in sorted(path.glob("*.tar")):
@@ -172,10 +171,8 @@ def _images_of(path: Path, argument: str) -> Iterator[tuple[str, str, int, int]]
             with open(argument[len(LIST) :], "rb") as file:
                 yield from _files(read_list(file))
         except OSError as error:
-            raise UserError(
-                f"{argument}: the list {argument[len(LIST) :]} cannot be read ({error.strerror})",
-                "pass a file with a name a line",
-            ) from None
+            problem = f"{argument}: the list {argument[len(LIST) :]} cannot be read ({error.strerror})"
+            raise UserError(problem, "pass a file with a name a line") from None
     elif not path.exists() and glob.has_magic(argument):
         matches = sorted(glob.glob(argument, recursive=True))
         for match in matches:
@@ -184,7 +181,7 @@ def _images_of(path: Path, argument: str) -> Iterator[tuple[str, str, int, int]]
         yield argument, "", _IN_FILE, 0
 
 
-def _members_of_tar(path: Path) -> Iterator[tuple[str, str, int, int]]:
+def _members_of_tar(path: Path) -> Iterator[Found]:
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
@@ -216,14 +213,11 @@ def _opened_zip(path: str) -> zipfile.ZipFile:
 
 class ImageList(CheckedImages):
     """:class:`~pipeline.stream.samples.Samples` of images that a user names. What cannot be used does not end the pass: a grey image takes
-    its place, and :attr:`errors` has the reason.
+    its place, and :attr:`errors` has the reason by its number.
 
     Args:
         classes: the model's, in index order.
         by_folder: an image's label is the class that its folder is named after; an image in another folder is an error.
-
-    Attributes:
-        errors: sample number -> why it cannot be used, of those that were read.
     """
 
     def __init__(self, images: NamedImages, classes: Sequence[str], by_folder: bool = False) -> None:

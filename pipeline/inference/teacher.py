@@ -20,7 +20,8 @@ from pipeline.checkpoint import read_initial_weights
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import UserError, first_line
 from pipeline.inference.trained import read_trained
-from pipeline.models.weights.transfer import check_finite, first_difference, listed_misfits
+from pipeline.models.weights.reference_names import misfits
+from pipeline.models.weights.transfer import check_finite, first_difference
 from pipeline.step.precision import autocast
 
 # What all of torchvision's weights for ImageNet were trained with: the preset `ImageClassification` of torchvision.transforms.
@@ -28,11 +29,10 @@ TORCHVISION_MEAN, TORCHVISION_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def load_teacher(config: Config, device: torch.device, classes: list[str] | None = None) -> Callable[[Tensor], Tensor]:
-    """Load the teacher: another run's model, with its averaged weights if it kept an average, or a network of another library.
+    """Load ``train.teacher``: another trained model, as :func:`~pipeline.inference.trained.read_trained` finds it, or a library's network.
 
     Args:
-        config: of the student; ``train.teacher`` is the other run's folder, one of its checkpoints, an exported file, or a
-            library and a name.
+        config: of the student.
         classes: the student's class names, in order; None: not compared. Libraries do not name theirs.
 
     Returns:
@@ -76,15 +76,7 @@ def describe_teacher(train: TrainConfig) -> str:
 
 
 class LibraryTeacher(nn.Module):
-    """A network behind its own normalization.
-
-    Args:
-        network: takes (B, 3, H, W) and returns (B, classes).
-        mean, std: of the images that the network was trained on.
-        run_mean, run_std: of the images that the run gives it.
-
-    ``forward``: images (B, 3, H, W), normalized as the run's -> (B, classes).
-    """
+    """A network, (B, 3, H, W) -> (B, classes), of images normalized by ``mean`` and ``std``, that takes those of a run with others."""
 
     scale: Tensor  # (3, 1, 1), a buffer
     offset: Tensor  # (3, 1, 1), a buffer
@@ -125,7 +117,12 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
             "download them; the repository's docs/models.md says from where",
         )
     weights = read_initial_weights(file, key="train.teacher_weights").weights
-    _check_fits(network, weights, config)
+    if differences := misfits(weights, network.state_dict()):
+        raise UserError(
+            f"train.teacher_weights {file} must fit {train.teacher} with {config.model.num_classes} classes, "
+            f"got tensors of which are {differences}",
+            "pass the weights of that network, trained on the classes of this data set",
+        )
     check_finite(weights, f"train.teacher_weights {file}")
     network.load_state_dict(weights)
     teacher = LibraryTeacher(network, mean, std, config.data.mean, config.data.std).eval()
@@ -177,22 +174,6 @@ def _check_name(library: str, name: str, module: ModuleType) -> None:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {library}:{close[0]}?" if close else f"{library}.list_models() has the names"
         raise UserError(f"train.teacher must name a classifier of {library}, got {library}:{name}", hint)
-
-
-def _check_fits(network: nn.Module, weights: dict[str, Tensor], config: Config) -> None:
-    own = network.state_dict()
-    missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    misfits = [
-        f"{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
-        for name, value in own.items()
-        if name in weights and weights[name].shape != value.shape
-    ]
-    if missing or unknown or misfits:
-        raise UserError(
-            f"train.teacher_weights {config.train.teacher_weights} must fit {config.train.teacher} with {config.model.num_classes} classes, "
-            f"got tensors of which are {listed_misfits(missing, unknown, misfits)}",
-            "pass the weights of that network, trained on the classes of this data set",
-        )
 
 
 def _try_out(teacher: LibraryTeacher, config: Config) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeline.errors import UserError
 from pipeline.exporting import graph, onnx_file
 from pipeline.exporting.graph import fold_constants, trace
-from pipeline.exporting.subject import TOLERANCE, Options, Subject, compare
+from pipeline.exporting.subject import TOLERANCE, Subject, compare
 from pipeline.models import create_model
 from support import parity
 from support.small_models import build
@@ -33,7 +33,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 def test_a_program_is_the_model(subject: Subject, tmp_path: Path) -> None:
     """Guards against a batch size that tracing fixes, and maps that are computed again for every batch."""
     file = tmp_path / "model.pt2"
-    facts = graph.export(subject, file, Options())
+    facts = graph.export_torch_export(subject, file)
     assert "batches of 1 and 3" in facts["Checked"]
     program = torch.export.load(file)
     images = torch.randn(5, 3, *[subject.description.image_size] * 2)
@@ -61,7 +61,7 @@ def test_an_onnx_file_is_the_model(subject: Subject, precision: str, tmp_path: P
     runtime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     pytest.importorskip("onnxscript", reason="needs the extra onnx")
     file = tmp_path / "model.onnx"
-    onnx_file.export(subject, file, Options(precision))
+    onnx_file.export_onnx(subject, file, precision)
     model = onnx.load(file)
     assert [entry.version for entry in model.opset_import if not entry.domain] == [onnx_file.OPSET]
     kept = {entry.key: entry.value for entry in model.metadata_props}
@@ -92,9 +92,9 @@ class Undecided(nn.Module):
 def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     """Guards against a traceback of PyTorch's, and half a file."""
     plain = small("deit")
-    subject = Subject(Undecided(plain.model), plain.description, plain.config, plain.training)  # type: ignore[arg-type]
+    subject = Subject(Undecided(plain.model), plain.description, plain.training)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^deit cannot be exported by torch.export \(.*\): export its weights with") as error:
-        graph.export(subject, tmp_path / "model.pt2", Options())
+        graph.export_torch_export(subject, tmp_path / "model.pt2")
     assert "\n" not in str(error.value) and not any(tmp_path.iterdir())
 
 

@@ -16,8 +16,7 @@ from pipeline import load
 from pipeline.cluster.world import World
 from pipeline.config import config_from_dict
 from pipeline.errors import UserError
-from pipeline.exporting import timm_folder
-from pipeline.exporting.subject import Options
+from pipeline.exporting import weights_file
 from pipeline.inference.trained import read_trained
 from pipeline.models.weights.exported import load_exported
 from pipeline.models.weights.timm_folder import read_timm_folder
@@ -58,7 +57,7 @@ def test_a_run_goes_to_timm_and_back(name: str, digits_shards: Path, tmp_path: P
     subject = small(name, 32, trained.config.model.switches)
     its = replace(subject.description, num_classes=10, classes=trained.classes, step=2, weights="ema")
     (tmp_path / "folder").mkdir()
-    timm_folder.export(replace(subject, model=trained.build_model(), description=its), tmp_path / "folder", Options())
+    weights_file.export_timm(replace(subject, model=trained.build_model(), description=its), tmp_path / "folder")
 
     written = json.loads((tmp_path / "folder" / "config.json").read_text())
     assert written["architecture"] == OF_TIMM.get(name, name)
@@ -226,7 +225,7 @@ def test_a_run_starts_from_a_network_of_another_size(folder: Path) -> None:
 def test_scores_that_differ_are_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check is a part of the export."""
     monkeypatch.setattr(
-        timm_folder, "_reader", lambda path: ("a test", lambda images: small("deit_t").model(images) * (1 + 2e-5))
+        weights_file, "_reader", lambda path: ("a test", lambda images: small("deit_t").model(images) * (1 + 2e-5))
     )
     with pytest.raises(UserError, match="must give the model's scores to 1e-05 of the largest .* got a difference of 2.0e-05"):
         export_small("deit_t", tmp_path / "folder")

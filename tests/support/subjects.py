@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.config import config_from_dict
 from pipeline.exporting.subject import Subject, Training
 from pipeline.models.common.base import VisionModel
 from pipeline.models.weights.exported import Description
@@ -20,4 +19,4 @@ def subject_of(model: VisionModel, name: str, image_size: int, classes: int) -> 
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     names = [*CLASSES, *map(str, range(classes))][:classes]
     described = (name, classes, image_size, {}, names, [0.5] * 3, [0.25] * 3, 0.9, "fp32", 7, "model", "ours")
-    return Subject(model.eval(), Description(*described), config_from_dict({}, source="test"), Training())
+    return Subject(model.eval(), Description(*described), Training())

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from pipeline.config import Config
-from pipeline.exporting import timm_folder
-from pipeline.exporting.subject import Options, Subject, Training
+from pipeline.exporting import weights_file
+from pipeline.exporting.subject import Subject, Training
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
 from pipeline.models.weights.exported import Description
@@ -28,13 +27,13 @@ def small(name: str, image_size: int = 32, switches: Mapping[str, Any] = Mapping
             parameter += 0.02 * torch.randn_like(parameter)
     mean, std = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
     its = Description(name, len(CLASSES), image_size, dict(switches), CLASSES, mean, std, 0.9, "bf16", 7, "ema", "ours")
-    return Subject(model, its, Config(output_dir="run"), Training())
+    return Subject(model, its, Training())
 
 
 def export_small(name: str, folder: Path, image_size: int = 32, switches: Mapping[str, Any] = MappingProxyType({})) -> Path:
     """Export :func:`small` into a new folder."""
     folder.mkdir(parents=True)
-    timm_folder.export(small(name, image_size, switches), folder, Options())
+    weights_file.export_timm(small(name, image_size, switches), folder)
     return folder
 
 
