@@ -33,7 +33,7 @@ from pipeline.models import create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import PATCH, patch_grid
 from pipeline.models.lsat.model import LSAT
-from pipeline.models.timm_names import is_timm
+from pipeline.models.entry import is_timm
 from pipeline.stores.place import Place
 
 CHAPTERS: tuple[type[Chapter], ...] = (  # in the page's order

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pipeline import models
 from pipeline.command_line import command_parser, run_command
-from pipeline.models.timm_names import is_timm
+from pipeline.models.entry import is_timm
 
 if TYPE_CHECKING:
     from pipeline.models.entry import ModelEntry

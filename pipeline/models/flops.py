@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline.models.entry import is_timm
 from pipeline.models.registry import create_model, model_entry
-from pipeline.models.timm_names import is_timm
 
 # Operators without matrix products. An operator that neither fvcore nor this list knows makes the count fail.
 _NO_PRODUCT = frozenset(

@@ -14,6 +14,7 @@ an argument, ``switches``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -36,11 +37,7 @@ except ModuleNotFoundError as error:
 
 
 class NoHead(nn.Identity):
-    """Instead of a classifier: features (B, width) as they are.
-
-    Attributes:
-        in_features: width.
-    """
+    """Instead of a classifier: features (B, in_features) as they are."""
 
     def __init__(self, in_features: int) -> None:
         super().__init__()
@@ -48,16 +45,10 @@ class NoHead(nn.Identity):
 
 
 class TimmModel(VisionModel):
-    """What timm's models have beside a forward pass. Mixed into a model's class by :func:`for_timm`.
-
-    Attributes:
-        num_classes: outputs; 0: no classifier.
-        num_features, head_hidden_size, embed_dim: width of what the classifier sees.
-        global_pool: how it is pooled, ``token`` or ``avg``.
-    """
+    """What timm's models have beside a forward pass. Mixed into a model's class by :func:`for_timm`."""
 
     head: nn.Linear | NoHead
-    num_classes: int
+    num_classes: int  # 0: no classifier
 
     @property
     def num_features(self) -> int:
@@ -74,11 +65,8 @@ class TimmModel(VisionModel):
         return 1 if isinstance(self, ClassTokenModel) else 0
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """The last block's normalized result, not pooled.
-
-        Returns:
-            (B, N + 1, width), class token first, of ConViT and DeiT; (B, rows, columns, width) of PosMLP; else (B, N, width).
-        """
+        """The last block's normalized result, not pooled: (B, N + 1, width), class token first, of ConViT and DeiT;
+        (B, rows, columns, width) of PosMLP; else (B, N, width)."""
         if isinstance(self, ClassTokenModel):
             return self.norm(self.tokens(images, None))
         seen: list[Tensor] = []
@@ -98,11 +86,7 @@ class TimmModel(VisionModel):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh classifier for ``num_classes``; 0: none.
-
-        Raises:
-            UserError: another way of pooling.
-        """
+        """A fresh classifier for ``num_classes``; 0: none. Another way of pooling is a ``UserError``."""
         if global_pool not in (None, self.global_pool):
             raise UserError(f"global_pool is {global_pool!r}, but this model has {self.global_pool!r} alone", "leave it out")
         like = self.norm.weight
@@ -136,24 +120,14 @@ class TimmModel(VisionModel):
 
 
 class FeatureMaps(nn.Module):
-    """A backbone as timm's ``features_only=True`` gives it: images (B, 3, H, W) -> list of maps.
-
-    Args:
-        model: a classifier, which becomes its feature form.
-        out_indices: which maps; None: all.
-
-    Attributes:
-        feature_info: widths and strides, timm's.
-    """
+    """A classifier as timm's ``features_only=True`` gives it: images (B, 3, H, W) -> list of maps, of ``out_indices`` or all."""
 
     def __init__(self, model: VisionModel, out_indices: Sequence[int] | None) -> None:
         super().__init__()
         self.model = as_features(model)
         levels = range(len(model.widths))
         self.out_indices = tuple(levels if out_indices is None else (levels[index] for index in out_indices))
-        info = [
-            {"num_chs": w, "reduction": s, "module": f"map.{i}"} for i, (w, s) in enumerate(zip(model.widths, model.strides))
-        ]
+        info = [{"num_chs": model.widths[i], "reduction": model.strides[i], "module": f"map.{i}"} for i in levels]
         self.feature_info = FeatureInfo(info, self.out_indices)
 
     def forward(self, images: Tensor) -> list[Tensor]:
@@ -169,13 +143,9 @@ def for_timm(model: VisionModel) -> VisionModel:
     return model
 
 
-_classes: dict[type[VisionModel], type[VisionModel]] = {}
-
-
+@cache
 def _with_interface(family: type[VisionModel]) -> type[VisionModel]:
-    if family not in _classes:
-        _classes[family] = type(family.__name__, (TimmModel, family), {"__module__": __name__, "__doc__": family.__doc__})
-    return _classes[family]
+    return type(family.__name__, (TimmModel, family), {"__module__": __name__, "__doc__": family.__doc__})
 
 
 def _make(
@@ -230,14 +200,9 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
 
 def _config(name: str) -> dict[str, Any]:
     """timm's ``pretrained_cfg`` of a model without weights."""
-    size = model_entry(name).image_size
-    return {
-        "input_size": (3, size, size),
-        "fixed_input_size": True,
-        "num_classes": model_entry(name).num_classes,
-        "classifier": "head",
-        "license": "apache-2.0",
-    }
+    entry = model_entry(name)
+    shape = {"input_size": (3, entry.image_size, entry.image_size), "fixed_input_size": True, "num_classes": entry.num_classes}
+    return shape | {"classifier": "head", "license": "apache-2.0"}
 
 
 _names = [name for name in list_models() if ":" not in name]

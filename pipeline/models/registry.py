@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import section_from_dict
 from pipeline.errors import UserError
-from pipeline.models.entry import ModelEntry, registered
-from pipeline.models.timm_names import check_timm_name, is_timm
+from pipeline.models.entry import ModelEntry, check_timm_name, is_timm, registered
 
 if TYPE_CHECKING:
     from pipeline.config import Config

@@ -20,8 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import UserError, first_line
 from pipeline.models.common.base import Switches, VisionModel
-from pipeline.models.entry import ModelEntry
-from pipeline.models.timm_names import PREFIX, is_timm
+from pipeline.models.entry import TIMM_PREFIX, ModelEntry
 from pipeline.models.timm_network import Trial, build_network, import_timm, try_out
 
 _NET = "net."  # before timm's names of parameters
@@ -38,14 +37,7 @@ class StreamDropPath(nn.Module):
     """Stochastic depth as ``timm.layers.DropPath`` applies it, with factors that are given instead of drawn.
 
     A module may be called several times in a forward pass (ConViT's blocks use one for both branches), and again in the backward
-    pass where activations are recomputed: call i takes column i modulo ``calls``.
-
-    Args:
-        drop_prob: probability of dropping the branch.
-        scale_by_keep: divide kept branches by ``1 - drop_prob``.
-        calls: per forward pass.
-
-    ``forward``: (B, ...) -> (B, ...).
+    pass where activations are recomputed: call i takes column i modulo ``calls``. ``forward``: (B, ...) -> (B, ...).
     """
 
     def __init__(self, drop_prob: float, scale_by_keep: bool, calls: int) -> None:
@@ -76,12 +68,7 @@ class StreamDropPath(nn.Module):
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """PyTorch's generators of the CPU and of ``device`` start from ``seed`` in the block, and are as before after it.
-
-    Args:
-        seed: 0 to 2**63 - 1; None: they are left alone.
-        device: of the forward pass.
-    """
+    """PyTorch's generators of the CPU and of ``device`` start from ``seed`` in the block, and are as before after it; None: left alone."""
     if seed is None:
         yield
         return
@@ -94,14 +81,7 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 class TimmClassifier(VisionModel):
-    """A classifier of timm.
-
-    Args:
-        name: ``timm:NAME``.
-        net: timm's module. Its DropPath modules are exchanged for :class:`~StreamDropPath`.
-        trial: of the same network.
-        activation_checkpointing: timm's own, ``set_grad_checkpointing``.
-        switches: that ``net`` was built with.
+    """The classifier ``net`` of timm, whose DropPath modules are exchanged for :class:`~StreamDropPath`.
 
     Raises:
         UserError: the network has no activation checkpointing.
@@ -128,7 +108,10 @@ class TimmClassifier(VisionModel):
         self._streamed = list(streamed.values())  # a plain list: they are registered below net
         heads = net.pretrained_cfg.get("classifier") or ()
         self.head_names = tuple(f"{_NET}{head}." for head in ([heads] if isinstance(heads, str) else heads))
-        self.reference_names = tuple(_pairs(net))
+        # (timm's name, ours): of each child with all that is in it, and of the weights that belong to none.
+        direct = [*net.named_parameters(recurse=False), *net.named_buffers(recurse=False)]
+        names = [*(f"{child}." for child, _ in net.named_children()), *(name for name, _ in direct)]
+        self.reference_names = tuple((name, _NET + name) for name in names)
         self._norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
         self._momenta: list[float | None] = []
 
@@ -183,28 +166,20 @@ class TimmClassifier(VisionModel):
         return max(self._layers().values()) + 1
 
     def layer_of(self, name: str) -> int:
-        """The layer of a parameter for layer-wise learning-rate decay, by timm's ``group_matcher``: 0 is the stem.
-
-        Raises:
-            UserError: the architecture has no ``group_matcher``.
-        """
+        """By timm's ``group_matcher``. Raises a ``UserError`` if the architecture has none."""
         return self._layers()[name.removeprefix(_NET)]
 
     def _layers(self) -> dict[str, int]:
         from timm.models import group_parameters
 
         if not hasattr(self.net, "group_matcher"):
-            raise UserError(
-                f"optim.layer_decay is set, but timm names no layers of {self.name} (group_matcher)", "remove optim.layer_decay"
-            )
+            problem = f"optim.layer_decay is set, but timm names no layers of {self.name} (group_matcher)"
+            raise UserError(problem, "remove optim.layer_decay")
         return group_parameters(self.net, self.net.group_matcher(coarse=False), reverse=True)
 
     def prepared_weights(self, weights: Mapping[str, Tensor], source: str) -> Mapping[str, Tensor]:
-        """Weights of timm, or of the authors, through timm's own filter, which renames and resamples what this model needs.
-
-        Args:
-            weights: under timm's names, the authors', or ours (``net.`` before timm's).
-            source: for messages.
+        """Weights under timm's names, the authors' or ours (``net.`` before timm's) through timm's own filter, which renames and resamples
+        what this model needs.
 
         Raises:
             UserError: the filter fails on them.
@@ -223,7 +198,7 @@ class TimmClassifier(VisionModel):
 
     def _checkpoint_filter(self) -> Callable[..., Any] | None:
         """timm's function (state dict, network) -> state dict, from the module of the architecture or else of its class."""
-        entry = import_timm().models.model_entrypoint(self.name.removeprefix(PREFIX))
+        entry = import_timm().models.model_entrypoint(self.name.removeprefix(TIMM_PREFIX))
         for module in (sys.modules[entry.__module__], sys.modules[type(self.net).__module__]):
             for name in _FILTERS:
                 if convert := getattr(module, name, None):
@@ -233,9 +208,8 @@ class TimmClassifier(VisionModel):
         return None
 
     def remarks(self, mean: Sequence[float], std: Sequence[float]) -> list[str]:
-        sentences = [
-            f"timm {import_timm().__version__}: {len(self.drop_path_rates)} branches of stochastic depth from the stream"
-        ]
+        branches = len(self.drop_path_rates)
+        sentences = [f"timm {import_timm().__version__}: {branches} branches of stochastic depth from the stream"]
         if self.draws_from_generator:
             sentences.append(
                 f"note: {self.name} also draws otherwise ({', '.join(self.trial.draws)}), from a generator that is seeded for each "
@@ -248,13 +222,6 @@ class TimmClassifier(VisionModel):
                 f"{list(cfg['mean'])} and {list(cfg['std'])}"
             )
         return sentences
-
-
-def _pairs(net: nn.Module) -> list[tuple[str, str]]:
-    """(timm's name, ours): of each child with all that is in it, and of the weights that belong to none."""
-    children = [(f"{name}.", f"{_NET}{name}.") for name, _ in net.named_children()]
-    direct = [*net.named_parameters(recurse=False), *net.named_buffers(recurse=False)]
-    return children + [(name, _NET + name) for name, _ in direct]
 
 
 def build_timm(
@@ -272,14 +239,9 @@ def build_timm(
 
 
 def timm_entry(name: str) -> ModelEntry:
-    """The registry entry of ``timm:NAME``; timm's sizes are those of its weights.
-
-    Raises:
-        UserError: timm does not load.
-    """
-    assert is_timm(name)
+    """The registry entry of ``timm:NAME``; timm's sizes are those of its weights. Raises a ``UserError`` if timm does not load."""
     timm = import_timm()
-    cfg = timm.get_pretrained_cfg(name.removeprefix(PREFIX))
+    cfg = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
     return ModelEntry(
         name=name,
         build=partial(build_timm, name),

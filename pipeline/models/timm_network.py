@@ -19,24 +19,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import UserError, first_line, missing_extra
-from pipeline.models.timm_names import PREFIX
+from pipeline.models.entry import TIMM_PREFIX
 
-# Arguments of timm.create_model that a switch must not set -> what sets them.
-_RESERVED = {
+_RESERVED = {  # arguments of timm.create_model that a switch must not set -> what sets them
     "num_classes": "model.num_classes sets it",
     "img_size": "model.image_size sets it",
     "drop_path_rate": "model.drop_path sets it",
     "in_chans": "images have 3 channels",
-    "pretrained": "nothing is downloaded: train.init_from takes a local file",
-    "pretrained_cfg": "nothing is downloaded: train.init_from takes a local file",
-    "pretrained_cfg_overlay": "nothing is downloaded: train.init_from takes a local file",
+    **dict.fromkeys(
+        ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay"), "nothing is downloaded: train.init_from takes a local file"
+    ),
     "checkpoint_path": "train.init_from takes a local file",
     "cache_dir": "nothing is downloaded",
-    "features_only": "a classifier is trained",
-    "out_indices": "a classifier is trained",
-    "scriptable": "it does not describe the model",
-    "exportable": "it does not describe the model",
-    "no_jit": "it does not describe the model",
+    **dict.fromkeys(("features_only", "out_indices"), "a classifier is trained"),
+    **dict.fromkeys(("scriptable", "exportable", "no_jit"), "it does not describe the model"),
     "device": "the run chooses the device",
     "dtype": "train.precision sets it",
 }
@@ -46,19 +42,12 @@ _TRIAL_BATCH = 2  # images: tells a batch's dimension from a window's
 
 @dataclass(frozen=True)
 class Trial:
-    """What a network did with two blank images.
+    """What a network did with two blank images."""
 
-    Attributes:
-        device: on which it can be built and run: ``meta`` without memory, else ``cpu``.
-        branches: name of each DropPath module that drops samples -> how often it is called in a forward pass.
-        draws: operators that draw from PyTorch's generator besides, in training mode.
-        feature_width: D of what the classifier sees, (B, D); None: the network has no such form.
-    """
-
-    device: str
-    branches: Mapping[str, int]
-    draws: tuple[str, ...]
-    feature_width: int | None
+    device: str  # on which it can be built and run: meta without memory, else cpu
+    branches: Mapping[str, int]  # name of each DropPath module that drops samples -> its calls in a forward pass
+    draws: tuple[str, ...]  # operators that draw from PyTorch's generator besides, in training mode
+    feature_width: int | None  # D of what the classifier sees, (B, D); None: the network has no such form
 
 
 def import_timm() -> ModuleType:
@@ -81,32 +70,16 @@ def import_timm() -> ModuleType:
     )
 
 
-def check_switches(name: str, switches: Mapping[str, Any]) -> None:
-    """Refuse arguments of ``timm.create_model`` that are not the user's to set.
-
-    Raises:
-        UserError: there is one.
-    """
-    for key in switches:
-        if key in _RESERVED:
-            raise UserError(f"model.switches.{key} is set for {name}, but {_RESERVED[key]}", "remove the switch")
-
-
 def build_network(name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> nn.Module:
-    """``timm.create_model`` with random weights, on PyTorch's default device.
+    """``timm.create_model`` of ``timm:NAME`` with random weights, on PyTorch's default device.
 
-    Args:
-        name: ``timm:NAME``.
-        num_classes: outputs.
-        image_size: given as ``img_size`` to architectures that timm calls of fixed size; the others take any.
-        drop_path: ``drop_path_rate``.
-        switches: further arguments.
+    ``img_size`` is an argument of architectures that timm calls of fixed size; the others take any. ``switches`` are further ones.
 
     Raises:
         UserError: timm cannot build it with these arguments.
     """
     timm = import_timm()
-    architecture = name.removeprefix(PREFIX)
+    architecture = name.removeprefix(TIMM_PREFIX)
     if not timm.is_model(architecture):
         raise UserError(f"model.name must be a model of timm {timm.__version__}, got {name}", "choose another one")
     settings = timm.get_pretrained_cfg(architecture)
@@ -120,23 +93,28 @@ def build_network(name: str, num_classes: int, image_size: int, drop_path: float
         except TypeError as error:
             found = _UNEXPECTED.search(str(error))
             unexpected = found[1] if found else ""
+            if unexpected == "drop_path_rate" and drop_path:
+                problem = f"model.drop_path is above 0, but {name} takes no drop_path_rate"
+                raise UserError(problem, "set model.drop_path=0") from None
+            if unexpected in switches:
+                raise _unknown_switch(name, unexpected) from None
             if unexpected not in dispensable or unexpected not in arguments:
-                raise _refusal(name, unexpected, first_line(error), switches) from None
+                raise _refusal(name, "", switches, error) from None
             del arguments[unexpected]
         except Exception as error:  # of a constructor, about sizes or settings
-            raise _refusal(name, "", first_line(error), switches, image_size) from None
+            raise _refusal(name, f" for model.image_size {image_size}", switches, error) from None
 
 
-def _refusal(name: str, unexpected: str, reason: str, switches: Mapping[str, Any], image_size: int | None = None) -> UserError:
-    if unexpected == "drop_path_rate":
-        return UserError(f"model.drop_path is above 0, but {name} takes no drop_path_rate", "set model.drop_path=0")
-    if unexpected in switches:
-        known = sorted(arguments_of(name))
-        close = difflib.get_close_matches(unexpected, known, n=1)
-        remedy = f"did you mean {close[0]!r}?" if close else f"its arguments are: {', '.join(known)}."
-        return UserError(f"model.switches: unknown switch {unexpected!r}, which {name} does not take: {remedy}")
-    size = f" for model.image_size {image_size}" if image_size else ""
-    return UserError(f"{name} cannot be built{size}{_with(switches)} ({reason})", "change the switches or model.image_size")
+def _unknown_switch(name: str, switch: str) -> UserError:
+    known = sorted(arguments_of(name))
+    close = difflib.get_close_matches(switch, known, n=1)
+    remedy = f"did you mean {close[0]!r}?" if close else f"its arguments are: {', '.join(known)}."
+    return UserError(f"model.switches: unknown switch {switch!r}, which {name} does not take: {remedy}")
+
+
+def _refusal(name: str, size: str, switches: Mapping[str, Any], error: Exception) -> UserError:
+    problem = f"{name} cannot be built{size}{_with(switches)} ({first_line(error)})"
+    return UserError(problem, "change the switches or model.image_size")
 
 
 def _with(switches: Mapping[str, Any]) -> str:
@@ -146,7 +124,7 @@ def _with(switches: Mapping[str, Any]) -> str:
 def arguments_of(name: str) -> dict[str, Any]:
     """Arguments of a network's class that can be switches -> their defaults (``inspect.Parameter.empty``: none)."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        network = import_timm().create_model(name.removeprefix(PREFIX), pretrained=False)
+        network = import_timm().create_model(name.removeprefix(TIMM_PREFIX), pretrained=False)
     parameters = inspect.signature(type(network).__init__).parameters
     hidden = {"self", "args", "kwargs", "cfg", *_RESERVED}
     return {key: parameter.default for key, parameter in parameters.items() if key not in hidden}
@@ -158,9 +136,11 @@ def try_out(name: str, num_classes: int, image_size: int, drop_path: float, swit
     On the meta device, which computes nothing; on the CPU if the network does not work there. PyTorch's generator is left as it was.
 
     Raises:
-        UserError: it cannot be built, takes no such images, or is not a classifier.
+        UserError: it cannot be built, takes no such images, is not a classifier, or a switch is not the user's to set.
     """
-    check_switches(name, switches)
+    for key in switches:
+        if key in _RESERVED:
+            raise UserError(f"model.switches.{key} is set for {name}, but {_RESERVED[key]}", "remove the switch")
     return _try_out(name, num_classes, image_size, drop_path, json.dumps(dict(switches), sort_keys=True))
 
 
@@ -177,8 +157,8 @@ def _observe(device: str, name: str, num_classes: int, image_size: int, drop_pat
         network = build_network(name, num_classes, image_size, drop_path, switches)
         images = torch.zeros(_TRIAL_BATCH, 3, image_size, image_size)
         try:
-            draws, calls = _watched(network, images)
-            scores = {"training": draws[1], "evaluation": network.eval()(images)}
+            in_training, draws, calls = _watched(network, images)
+            scores = {"training": in_training, "evaluation": network.eval()(images)}
         except Exception as error:  # of the network's code, or of PyTorch's operators
             raise UserError(
                 f"{name} takes no images of {image_size} x {image_size} pixels{_with(switches)} ({first_line(error)})",
@@ -191,15 +171,14 @@ def _observe(device: str, name: str, num_classes: int, image_size: int, drop_pat
                     f"{name} is not a plain classifier: in {mode} it must give ({_TRIAL_BATCH}, {num_classes}) for {_TRIAL_BATCH} images, got {shape}",
                     "choose another model, or switches with which it is one",
                 )
-        return Trial(device, calls, tuple(sorted(draws[0])), _feature_width(network, images))
+        return Trial(device, calls, tuple(sorted(draws)), _feature_width(network, images))
 
 
-def _watched(network: nn.Module, images: Tensor) -> tuple[tuple[set[str], Any], dict[str, int]]:
-    """A forward pass in training mode.
+def _watched(network: nn.Module, images: Tensor) -> tuple[Any, set[str], dict[str, int]]:
+    """The scores of a forward pass in training mode, the operators that draw, and the calls of each DropPath module that drops samples.
 
-    Returns:
-        ((operators that draw, scores), calls of each DropPath module that drops samples). A DropPath whose input's first dimension
-        is not the batch, as in TNT, counts among the operators: its draws are of windows or patches.
+    A DropPath whose input's first dimension is not the batch, as in TNT, counts among the operators: its draws are of windows or
+    patches.
     """
     from timm.layers import DropPath
 
@@ -222,7 +201,7 @@ def _watched(network: nn.Module, images: Tensor) -> tuple[tuple[set[str], Any], 
             module.register_forward_hook(after)
         scores = network.train()(images)
     names = draws.names | ({"drop_path of parts of an image"} if others else set())
-    return (names, scores), {name: calls[name] for name in paths if calls[name] and name not in others}
+    return scores, names, {name: calls[name] for name in paths if calls[name] and name not in others}
 
 
 def _feature_width(network: Any, images: Tensor) -> int | None:
@@ -234,17 +213,12 @@ def _feature_width(network: Any, images: Tensor) -> int | None:
 
 
 class Draws(TorchDispatchMode):
-    """Within the ``with`` block, notes the operators that draw from PyTorch's generator. Works on the meta device too.
-
-    Attributes:
-        names: of these operators.
-        ignored: above 0, nothing is noted.
-    """
+    """Within the ``with`` block, notes the operators that draw from PyTorch's generator. Works on the meta device too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
-        self.ignored = 0
+        self.ignored = 0  # above 0, nothing is noted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.ignored and torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
@@ -254,8 +228,5 @@ class Draws(TorchDispatchMode):
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Fused attention has the tag whatever its dropout."""
-    places = {argument.name: place for place, argument in enumerate(func._schema.arguments)}
-    if "dropout_p" not in places:
-        return True
-    place = places["dropout_p"]
-    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+    names = [argument.name for argument in func._schema.arguments]
+    return "dropout_p" not in names or bool({**dict(zip(names, args)), **kwargs}.get("dropout_p", 0.0))

@@ -22,8 +22,8 @@ from pipeline.errors import UserError
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.vit import PATCH, ViTLayout
 from pipeline.models.convit import ConViTSwitches
+from pipeline.models.entry import TIMM_PREFIX, is_timm
 from pipeline.models.registry import check_name, list_models, model_entry
-from pipeline.models.timm_names import PREFIX, is_timm
 from pipeline.models.weights.exported import Description, build_described, first_invalid, read_pickled, read_tensors
 from pipeline.models.weights.transfer import check_finite
 
@@ -94,7 +94,7 @@ class TimmForm:
 def timm_form(name: str, switches: Mapping[str, Any]) -> TimmForm:
     """The architecture of timm that a model of ours is; ``switches`` that are not stated have their defaults."""
     if is_timm(name):
-        return TimmForm(name.removeprefix(PREFIX).partition(".")[0], dict(switches), False)
+        return TimmForm(name.removeprefix(TIMM_PREFIX).partition(".")[0], dict(switches), False)
     fields = model_entry(name).switches.model_fields
     changed = {key: value for key, value in switches.items() if value != fields[key].default}
     family = name.partition("_")[0]
@@ -131,13 +131,13 @@ def _model_of_timm(architecture: str, arguments: Mapping[str, Any], path: Path) 
     ours = _DEFAULTS.get(architecture) or _ALSO.get(architecture)
     if not ours:
         try:
-            check_name(PREFIX + architecture)
+            check_name(TIMM_PREFIX + architecture)
         except UserError:
             raise UserError(
                 f"{path} has the architecture {architecture!r}, which this project does not have",
                 f"pass a folder of ConViT, DeiT, ViT or gMLP, or of one of: {', '.join(list_models())}",
             ) from None
-        return PREFIX + architecture, {key: value for key, value in arguments.items() if key not in _OF_CONFIG}, False
+        return TIMM_PREFIX + architecture, {key: value for key, value in arguments.items() if key not in _OF_CONFIG}, False
     family, default = ours.partition("_")[0], _FORMS[ours][1]
     fixed = _FIXED | {"qkv_bias": family == "deit", "global_pool": _GLOBAL_POOL[family]}
     layout, switches, refused = dict(default), {}, {}
