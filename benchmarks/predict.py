@@ -152,7 +152,7 @@ def measure(args: argparse.Namespace) -> dict:
 def predict_files(args, trained, config, world, forward) -> None:  # type: ignore[no-untyped-def]
     from pipeline.inference.evaluation import evaluation_loader
     from pipeline.inference.image_list import ImageList, find_images
-    from pipeline.inference.prediction import RankRows, predict, score_columns
+    from pipeline.inference.prediction import RankRows, predict
     from pipeline.inference.prediction_table import Names, prediction_dtype, write_rows
 
     images = ImageList(find_images([str(args.images)]), trained.classes)
@@ -160,7 +160,7 @@ def predict_files(args, trained, config, world, forward) -> None:  # type: ignor
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "rows.csv")
         with RankRows(path, prediction_dtype(5), loader.batches, world) as rows:
-            predict(score_columns(forward, 5), loader, images, rows)
+            predict(forward, 5, loader, images, rows)
             rows.publish(lambda merged: write_rows(path, merged, Names(images.key, trained.classes, trained.shown)))
     loader.close()
 

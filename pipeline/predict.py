@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from pipeline.cluster.world import disconnect  # imported only now: PyTorch takes seconds, and --help must not wait for it
     from pipeline.inference.evaluation import evaluation_loader
     from pipeline.inference.image_list import ImageList, find_images, read_list
-    from pipeline.inference.prediction import RankRows, feature_columns, predict, score_columns
+    from pipeline.inference.prediction import RankRows, predict
     from pipeline.inference.prediction_table import Names, features_dtype, prediction_dtype
 
     trained, config = read_asked(args)
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         beside = args.output or Path(world.from_main(scratch), "predictions")
         with RankRows(beside, features_dtype(width) if args.features else prediction_dtype(top), loader.batches, world) as rows:
-            columns = feature_columns(session.run(model.pooled)) if args.features else score_columns(session.run(model), top)
-            predict(columns, loader, images, rows)
+            forward = session.run(model.pooled if args.features else model)
+            predict(forward, None if args.features else top, loader, images, rows)
             loader.close()
             tally = write(args, rows, Names(images.key, trained.classes, trained.shown), len(images), width)
         failed = world.from_main(tally.errors)

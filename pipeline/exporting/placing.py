@@ -193,12 +193,12 @@ def check_hub(repo: str) -> None:
     hub = _imported()
     try:
         hub.utils.validate_repo_id(repo)
+        valid = repo.count("/") <= 1
     except hub.errors.HFValidationError:
-        raise UserError(
-            f"--push-to-hub must be NAME or OWNER/NAME of letters, digits, '-', '_' and '.', got {repo!r}", "correct it"
-        ) from None
-    if repo.count("/") > 1:
-        raise UserError(f"--push-to-hub must be NAME or OWNER/NAME, got {repo!r}", "correct it")
+        valid = False
+    if not valid:
+        needed = "NAME or OWNER/NAME of letters, digits, '-', '_' and '.'"
+        raise UserError(f"--push-to-hub must be {needed}, got {repo!r}", "correct it")
     if not hub.get_token():
         raise UserError(f"--push-to-hub {repo} requires a token of the Hugging Face hub, got none", _LOGIN)
 

@@ -51,59 +51,7 @@ class PackedNames(Sequence[str]):
         return os.fsdecode(bytes(self._block[self._ends[index] : self._ends[index + 1]]))
 
 
-class NamedImages:
-    """Encoded images by number."""
-
-    def __init__(self, found: Iterable[Found]) -> None:
-        packed = array("q")  # only of images in tars and zips: number of the image, of its container, place, size
-        self._containers: list[str] = []
-        number_of: dict[str, int] = {}
-
-        def remembered() -> Iterator[str]:
-            for image, (name, container, place, size) in enumerate(found):
-                if container:
-                    if container not in number_of:
-                        number_of[container] = len(self._containers)
-                        self._containers.append(container)
-                    packed.extend((image, number_of[container], place, size))
-                yield name
-
-        self._names = PackedNames(remembered())
-        self._packed = np.frombuffer(packed, dtype=np.int64).reshape(-1, 4) if packed else np.empty((0, 4), np.int64)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def name(self, index: int) -> str:
-        """As reported: a path, or a member as ``ARCHIVE/member``."""
-        return self._names[index]
-
-    def data(self, index: int) -> bytes:
-        """The encoded image. Thread-safe.
-
-        Raises:
-            OSError: it cannot be read.
-            zipfile.BadZipFile: its archive is damaged.
-        """
-        row = int(np.searchsorted(self._packed[:, 0], index))
-        if row == len(self._packed) or self._packed[row, 0] != index:
-            path = self._names[index]
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                raise OSError(0, "not a regular file")
-            return Path(path).read_bytes()
-        _, number, place, size = self._packed[row].tolist()
-        container = self._containers[number]
-        if container.endswith(".zip"):
-            archive = _opened_zip(container)
-            return archive.read(archive.infolist()[place])
-        tar = _opened_tar(container)  # held while it is read: another thread may push it out of the cache
-        data = os.pread(tar.fileno(), size, place)
-        if len(data) != size:
-            raise OSError(0, f"{container} is cut off")
-        return data
-
-
-def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> NamedImages:
+def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> Iterator[Found]:
     """All images that the arguments name, in their order; those of a folder sorted by path.
 
     Args:
@@ -114,17 +62,6 @@ def find_images(arguments: Sequence[str], lines: Iterable[str] = ()) -> NamedIma
     Raises:
         UserError: a folder, archive or list without an image, a pattern without a match, or a damaged archive.
     """
-    return NamedImages(_found(arguments, lines))
-
-
-def read_list(stream: BinaryIO) -> Iterator[str]:
-    """The names of a list, one a line, whatever encoding they are in: for a file system a name is bytes. One line is held at a time."""
-    for line in stream:
-        if name := line.rstrip(b"\r\n"):
-            yield os.fsdecode(name)
-
-
-def _found(arguments: Sequence[str], lines: Iterable[str]) -> Iterator[Found]:
     for argument in arguments:
         if is_remote(argument):
             raise UserError(
@@ -145,6 +82,13 @@ def _found(arguments: Sequence[str], lines: Iterable[str]) -> Iterator[Found]:
             )
         yield first
         yield from images
+
+
+def read_list(stream: BinaryIO) -> Iterator[str]:
+    """The names of a list, one a line, whatever encoding they are in: for a file system a name is bytes. One line is held at a time."""
+    for line in stream:
+        if name := line.rstrip(b"\r\n"):
+            yield os.fsdecode(name)
 
 
 def _files(names: Iterable[str]) -> Iterator[Found]:
@@ -216,22 +160,52 @@ class ImageList(CheckedImages):
     its place, and :attr:`errors` has the reason by its number.
 
     Args:
+        found: from :func:`find_images`.
         classes: the model's, in index order.
         by_folder: an image's label is the class that its folder is named after; an image in another folder is an error.
     """
 
-    def __init__(self, images: NamedImages, classes: Sequence[str], by_folder: bool = False) -> None:
+    def __init__(self, found: Iterable[Found], classes: Sequence[str], by_folder: bool = False) -> None:
         super().__init__()
         self.folder, self.classes, self.errors = Path(), list(classes), dict[int, str]()
-        self._images, self._by_folder = images, by_folder
-        self._label_of = {name: label for label, name in enumerate(classes)}
+        self._by_folder, self._label_of = by_folder, {name: label for label, name in enumerate(classes)}
+        numbers: dict[str, int] = {}  # of tars and zips
+        packed = array("q")  # only of images in these: number of the image, of its container, place, size
+
+        def remembered() -> Iterator[str]:
+            for image, (name, container, place, size) in enumerate(found):
+                if container:
+                    packed.extend((image, numbers.setdefault(container, len(numbers)), place, size))
+                yield name
+
+        self._names = PackedNames(remembered())
+        self._containers = list(numbers)
+        self._packed = np.frombuffer(packed, dtype=np.int64).reshape(-1, 4) if packed else np.empty((0, 4), np.int64)
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._names)
 
     def key(self, index: int) -> str:
-        """The name of an image, as the user would give it."""
-        return self._images.name(index)
+        """The name of an image, as the user would give it: a path, or a member as ``ARCHIVE/member``."""
+        return self._names[index]
+
+    def _data(self, index: int) -> bytes:
+        row = int(np.searchsorted(self._packed[:, 0], index))
+        if row == len(self._packed) or self._packed[row, 0] != index:
+            path = self._names[index]
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise OSError(0, "not a regular file")
+            return Path(path).read_bytes()
+        _, number, place, size = self._packed[row].tolist()
+        container = self._containers[number]
+        if container.endswith(".zip"):
+            archive = _opened_zip(container)
+            return archive.read(archive.infolist()[place])
+        tar = _opened_tar(container)  # held while it is read: another thread may push it out of the cache
+        data = os.pread(tar.fileno(), size, place)
+        if len(data) != size:
+            raise OSError(0, f"{container} is cut off")
+        return data
 
     def damaged(self, index: int, reason: str) -> DamagedSample:
         """An image that passed the checks but not the decoder: noted, and raised by the caller to have it replaced."""
@@ -248,7 +222,7 @@ class ImageList(CheckedImages):
 
     def look(self, index: int) -> StoredImage:
         try:
-            return prepare_image(self._images.data(index), ImageRules(), self._images.name(index))
+            return prepare_image(self._data(index), ImageRules(), self.key(index))
         except Rejected as error:
             self.errors[index] = f"cannot be used: {error}"
         except OSError as error:

@@ -29,7 +29,6 @@ from pipeline.inference.prediction_table import Merged
 from pipeline.loader.batches import EvalBatches
 from pipeline.loader.loader import Batch, Loader
 
-Columns = Callable[[Tensor], dict[str, Tensor]]  # images (B, 3, H, W) -> columns of B rows; ``finite`` says which have a result
 _KINDS = ("rows", "errors")  # hidden files of each rank
 _ROWS_AT_ONCE = 16384  # in memory
 
@@ -142,35 +141,26 @@ def _next_error(file: BinaryIO) -> tuple[int, str]:
     return index, reason
 
 
-def score_columns(forward: Callable[[Tensor], Tensor], top: int) -> Columns:
-    """The ``top`` classes of each image, by a function from images to logits (B, classes)."""
-
-    def columns(images: Tensor) -> dict[str, Tensor]:
-        scores = forward(images).float()  # (B, classes)
-        probability, best = scores.softmax(dim=1).topk(top, dim=1)  # (B, top) each
-        return {"top": best, "probability": probability, "finite": scores.isfinite().all(dim=1)}
-
-    return columns
-
-
-def feature_columns(forward: Callable[[Tensor], Tensor]) -> Columns:
-    """The features of each image, by a function from images to (B, D)."""
-
-    def columns(images: Tensor) -> dict[str, Tensor]:
-        features = forward(images).float()  # (B, D)
-        return {"features": features, "finite": features.isfinite().all(dim=1)}
-
-    return columns
-
-
 @torch.no_grad()
-def predict(columns: Columns, loader: Loader[EvalBatches], images: ImageList, rows: RankRows) -> None:
-    """Add a row of :func:`score_columns` or :func:`feature_columns` for each image. Collective."""
+def predict(
+    forward: Callable[[Tensor], Tensor], top: int | None, loader: Loader[EvalBatches], images: ImageList, rows: RankRows
+) -> None:
+    """Add a row for each image. Collective.
+
+    Args:
+        forward: images (B, 3, H, W) -> logits (B, classes), or features (B, D).
+        top: classes of a row; None: it has the features.
+    """
     silent = None if loader.batches.rank == 0 else True
     for _ in tqdm(range(len(loader.batches)), desc="predicting", unit="batch", leave=False, disable=silent):
         batch = next(loader)
-        values = columns(batch.images)
-        finite = values.pop("finite").cpu().numpy()
+        results = forward(batch.images).float()  # (B, classes) or (B, D)
+        if top is None:
+            values = {"features": results}
+        else:
+            probability, best = results.softmax(dim=1).topk(top, dim=1)  # (B, top) each
+            values = {"top": best, "probability": probability}
+        finite = results.isfinite().all(dim=1).cpu().numpy()
         position = batch.request.position  # not .index, which of an image that did not decode is its substitute's
         table = _table(rows, index=position, valid=position < len(images), label=batch.labels, **values)
         errors = {}

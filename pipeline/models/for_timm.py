@@ -138,7 +138,7 @@ class FeatureMaps(nn.Module):
 def for_timm(model: VisionModel) -> VisionModel:
     """Give a model timm's interface, in place. Parameters and their names stay."""
     if not isinstance(model, TimmModel):
-        model.__class__ = _with_interface(type(model))
+        model.__class__ = _with_interface(type(model))  # type: ignore[arg-type]  # a class is hashable
         model.num_classes = model.get_submodule("head").out_features
     return model
 
