@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.exporting import FORMATS, onnx_file
+from pipeline.exporting import FORMATS
+from pipeline.exporting.graph import onnx_runner
 from pipeline.exporting.subject import Subject, Training, sample_images
 from pipeline.models import create_model, load_exported, model_entry
 from pipeline.models.weights.exported import Description
@@ -55,7 +56,7 @@ def load(form: str, file: Path) -> Callable[[Tensor], Tensor]:
         import pipeline.models.for_timm  # noqa: F401  # registers what timm lacks
 
         return timm.create_model(f"local-dir:{file}", pretrained=True).eval()
-    return torch.export.load(file).module() if form == "torch-export" else onnx_file.runner(file)
+    return torch.export.load(file).module() if form == "torch-export" else onnx_runner(file)
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -200,9 +200,9 @@ def test_each_mistake_is_one_sentence(arguments: str, expected: str, places: dic
 
 def test_a_missing_package_is_named(places: dict[str, Path], command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a ModuleNotFoundError after the model was read and traced."""
-    from pipeline.exporting import onnx_file
+    from pipeline.exporting import graph
 
-    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None if name == "onnxruntime" else 1)
+    monkeypatch.setattr(graph, "find_spec", lambda name: None if name == "onnxruntime" else 1)
     with pytest.raises(UserError, match=r"onnxruntime cannot be imported: pip install 'pervit-pipeline\[onnx\]'"):
         command(places["dir"] / "good.safetensors", "--format", "onnx", "--output", tmp_path / "a.onnx")
     assert not any(tmp_path.iterdir())

@@ -39,7 +39,7 @@ class Format:
 
 _ALL = (
     Format("safetensors", "weights_file", ".safetensors", "the weights with a description, for this project"),
-    Format("onnx", "onnx_file", ".onnx", "a graph for ONNX Runtime and others", ("fp32", "fp16"), "onnx"),
+    Format("onnx", "graph", ".onnx", "a graph for ONNX Runtime and others", ("fp32", "fp16"), "onnx"),
     Format("torch-export", "graph", ".pt2", "an ExportedProgram, for PyTorch without this project"),
     Format("timm", "weights_file", None, "a folder for timm and the Hugging Face hub", library="timm"),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.exporting import graph, onnx_file
+from pipeline.exporting import graph
 from pipeline.exporting.graph import fold_constants, trace
 from pipeline.exporting.subject import TOLERANCE, Subject, compare
 from pipeline.models import create_model
@@ -61,11 +61,11 @@ def test_an_onnx_file_is_the_model(subject: Subject, precision: str, tmp_path: P
     runtime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     pytest.importorskip("onnxscript", reason="needs the extra onnx")
     file = tmp_path / "model.onnx"
-    onnx_file.export_onnx(subject, file, precision)
+    graph.export_onnx(subject, file, precision)
     model = onnx.load(file)
-    assert [entry.version for entry in model.opset_import if not entry.domain] == [onnx_file.OPSET]
+    assert [entry.version for entry in model.opset_import if not entry.domain] == [graph.OPSET]
     kept = {entry.key: entry.value for entry in model.metadata_props}
-    assert kept["opset"] == str(onnx_file.OPSET) and kept["precision"] == precision and "a | b" in kept["description"]
+    assert kept["opset"] == str(graph.OPSET) and kept["precision"] == precision and "a | b" in kept["description"]
     half = sum(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in model.graph.initializer)
     assert (half > 10) == (precision == "fp16")
     session = runtime.InferenceSession(str(file))

@@ -106,9 +106,9 @@ def _renamed(name: str, pairs: NamePairs) -> str:
 def misfits(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
     """How a state dict differs from a model's own, for a message; "" if only in its values."""
     shapes = [
-        f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
-        for name in sorted(own.keys() & weights.keys())
-        if weights[name].shape != own[name].shape
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
+        for name, value in own.items()
+        if name in weights and weights[name].shape != value.shape
     ]
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     return listed_misfits(missing, unknown, shapes) if missing or unknown or shapes else ""
