@@ -39,11 +39,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command. Collective.
-
-    Raises:
-        UserError: there is no such model or data, they do not match, or logits are not finite.
-    """
+    """Run the command. Collective."""
     from pipeline.inference.prediction_table import Names, check_file, prediction_dtype, write_rows
 
     if args.json:

@@ -53,14 +53,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command.
-
-    Returns:
-        The exit code: 1 if ``--verify`` found damage.
-
-    Raises:
-        UserError: there is no such model or format, the format cannot hold the model, or the output cannot be written.
-    """
+    """Run the command and return its exit code: 1 if ``--verify`` found damage."""
     from pipeline.exporting.placing import check_hub, find_place, push, verify
 
     if args.verify:
@@ -92,9 +85,8 @@ def check_options(args: argparse.Namespace, form: Format) -> str:
     if precision not in form.precisions:
         having = [each.name for each in FORMATS.values() if precision in each.precisions]
         remedy = f"leave it out, or pass --format {' or '.join(having)}" if having else "leave it out"
-        raise UserError(
-            f"--precision is {precision}, but --format {form.name} has {' and '.join(form.precisions)} alone", remedy
-        )
+        problem = f"--precision is {precision}, but --format {form.name} has {' and '.join(form.precisions)} alone"
+        raise UserError(problem, remedy)
     if args.private and not args.push_to_hub:
         raise UserError("--private requires --push-to-hub", "add --push-to-hub REPO, or leave it out")
     if args.names != "ours" and form.name != "safetensors":
@@ -145,15 +137,7 @@ def training_of(source: Path, step: int | str | None, trained: Trained) -> Train
 
 
 def export(subject: Subject, form: Format, place: Place, precision: str) -> tuple[int, str]:
-    """Export to a hidden folder, compare, write card and checksums, and publish.
-
-    Returns:
-        The export's size in bytes, and what was compared.
-
-    Raises:
-        UserError: from the format.
-        OSError: the output cannot be written.
-    """
+    """Export to a hidden folder, compare, write card and checksums, and publish; the size in bytes, and what was compared."""
     from pipeline.exporting.card import write_card
 
     parameters = sum(tensor.numel() * tensor.element_size() for tensor in subject.model.state_dict().values())

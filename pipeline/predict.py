@@ -46,11 +46,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit code. Collective.
-
-    Raises:
-        UserError: there is no such model, an argument names no image, or the output cannot be written.
-    """
+    """Run the command; returns the exit code. Collective."""
     check_arguments(args)
 
     from pipeline.cluster.world import disconnect  # imported only now: PyTorch takes seconds, and --help must not wait for it

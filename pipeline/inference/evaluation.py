@@ -54,7 +54,6 @@ def evaluate(
     Args:
         forward: images (B, 3, H, W) -> logits (B, classes).
         loader: from :func:`evaluation_loader`.
-        world: all ranks.
         stop: called before every batch; returns True, on all ranks alike, to abandon the pass.
         consumer: gets each batch of this rank with its logits (B, classes) float32, the best classes (B, 5), and its losses (B,)
             float64. Padding and images that cannot be used are among them: ``batch.valid`` is False.
@@ -67,10 +66,8 @@ def evaluate(
     """
     totals = torch.zeros(5, dtype=torch.float64, device=world.device)  # correct1, correct5, loss, count, nonfinite
     by_class = torch.zeros(2, len(loader.batches.shards.classes), dtype=torch.float64, device=world.device)  # correct, count
-    batches = tqdm(
-        range(len(loader.batches)), desc="evaluating", unit="batch", leave=False, disable=None if world.is_main else True
-    )
-    for _ in batches:
+    silent = None if world.is_main else True
+    for _ in tqdm(range(len(loader.batches)), desc="evaluating", unit="batch", leave=False, disable=silent):
         if stop and stop():
             return None
         batch = next(loader)

@@ -8,7 +8,6 @@ else needs them.
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ from pipeline.checkpoint import read_initial_weights
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import UserError, first_line
 from pipeline.inference.trained import read_trained
+from pipeline.models.timm_network import import_library
 from pipeline.models.weights.reference_names import misfits
 from pipeline.models.weights.transfer import check_finite, first_difference
 from pipeline.step.precision import autocast
@@ -104,8 +104,8 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
     """The network that ``train.teacher`` names, with the weights of ``train.teacher_weights``, in eval mode on the CPU.
 
     Raises:
-        UserError: the library is missing or does not load, it has no such network, the file cannot be read, its weights are not
-            those of the network with this number of classes, or the network does not take images of this size.
+        UserError: :func:`library_network` has none, the file cannot be read, its weights are not those of the network with this
+            number of classes, or the network does not take images of this size.
     """
     train = config.train
     assert train.teacher and train.teacher_weights  # the config has both or none
@@ -137,7 +137,7 @@ def library_network(config: Config) -> tuple[nn.Module, Sequence[float], Sequenc
         UserError: the library is missing or does not load, or has no such network.
     """
     library, _, name = (config.train.teacher or "").partition(":")
-    module, classes = _imported(library), config.model.num_classes
+    module, classes = import_library(library, f"train.teacher={library}:NAME"), config.model.num_classes
     _check_name(library, name, module)
     if library == "torchvision":
         return module.models.get_model(name, weights=None, num_classes=classes), TORCHVISION_MEAN, TORCHVISION_STD
@@ -148,19 +148,6 @@ def library_network(config: Config) -> tuple[nn.Module, Sequence[float], Sequenc
             f"train.teacher must be a model that timm makes, got timm:{name} ({error})", "leave out the tag, or correct it"
         ) from None
     return network, network.pretrained_cfg["mean"], network.pretrained_cfg["std"]
-
-
-def _imported(library: str) -> ModuleType:
-    try:
-        return importlib.import_module(library)
-    except Exception as error:  # missing, or its operators are of another build of PyTorch: RuntimeError or OSError
-        missing = isinstance(error, ModuleNotFoundError) and error.name == library
-        reason = "which is not installed" if missing else f"which does not load ({first_line(error)})"
-    extra = "'.[torchvision]'" if library == "torchvision" else library
-    raise UserError(
-        f"train.teacher={library}:NAME requires {library} beside PyTorch {torch.__version__}, {reason}",
-        f"install it from PyTorch's index, PyPI or download.pytorch.org/whl/...: pip install -c constraints.txt {extra}",
-    )
 
 
 def _check_name(library: str, name: str, module: ModuleType) -> None:

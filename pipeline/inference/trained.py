@@ -134,13 +134,8 @@ def _undescribed(source: Path, weights: dict[str, Tensor], step: int | str | Non
 
 
 class EvalTransform:
-    """The evaluation transform: resize the short side, crop the centre, normalize.
-
-    Args:
-        image_size: S, side of the result in pixels.
-        eval_crop: the short side is resized to S / eval_crop, rounded down.
-        mean, std: per RGB channel, of pixels in [0, 1].
-    """
+    """The evaluation transform: resize the short side to image_size / eval_crop, rounded down, crop the centre, normalize by the mean and
+    deviation of each RGB channel, of pixels in [0, 1]."""
 
     def __init__(self, image_size: int, eval_crop: float, mean: Sequence[float], std: Sequence[float]) -> None:
         self.image_size, self.eval_crop = image_size, eval_crop
@@ -168,10 +163,7 @@ def load(
         with torch.inference_mode():
             scores = model(transform(Image.open("cat.jpg"))[None])[0]  # (classes,)
 
-    Args:
-        source: a file written by ``python -m pipeline.checkpoint export``, a run folder, or one of its checkpoints.
-        step: the run's checkpoint, a step number or ``best``; None: the newest.
-        weights: ``model`` or ``ema``; None: the averaged weights if the run kept them, else the model's. A file has one kind.
+    The arguments are those of :func:`read_trained`.
 
     Returns:
         model: (B, 3, S, S) -> (B, classes), in eval mode on the CPU.

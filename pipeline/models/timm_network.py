@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.errors import UserError, first_line, missing_extra
+from pipeline.errors import UserError, first_line
 from pipeline.models.entry import TIMM_PREFIX
 
 _RESERVED = {  # arguments of timm.create_model that a switch must not set -> what sets them
@@ -50,24 +50,26 @@ class Trial:
     feature_width: int | None  # D of what the classifier sees, (B, D); None: the network has no such form
 
 
-def import_timm() -> ModuleType:
-    """The package.
+def import_library(library: str, user: str) -> ModuleType:
+    """timm or torchvision, which ``user``, such as a config key, requires.
 
     Raises:
         UserError: it is not installed, or does not load beside this PyTorch.
     """
     try:
-        return importlib.import_module("timm")
-    except ModuleNotFoundError as error:
-        if error.name == "timm":
-            raise missing_extra("a model timm:NAME", "timm", "timm") from None
-        reason = str(error)
-    except Exception as error:  # torchvision's operators, if it is of another build of PyTorch: RuntimeError or OSError
-        reason = first_line(error)
+        return importlib.import_module(library)
+    except Exception as error:  # missing, or its operators are of another build of PyTorch: RuntimeError or OSError
+        missing = isinstance(error, ModuleNotFoundError) and error.name == library
+        reason = "which is not installed" if missing else f"which does not load ({first_line(error)})"
+    extra = "'.[torchvision]'" if library == "torchvision" else library
     raise UserError(
-        f"models timm:NAME require timm, which does not load beside PyTorch {torch.__version__} ({reason})",
-        "install PyTorch and torchvision from the same index, PyPI or download.pytorch.org/whl/...",
+        f"{user} requires {library} beside PyTorch {torch.__version__}, {reason}",
+        f"install it from PyTorch's index, PyPI or download.pytorch.org/whl/...: pip install -c constraints.txt {extra}",
     )
+
+
+def import_timm() -> ModuleType:
+    return import_library("timm", "model.name timm:NAME")
 
 
 def build_network(name: str, num_classes: int, image_size: int, drop_path: float, switches: Mapping[str, Any]) -> nn.Module:
