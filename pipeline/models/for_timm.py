@@ -25,7 +25,7 @@ from pipeline.models import as_features, create_model, list_models, model_entry
 from pipeline.models.common.base import VisionModel
 from pipeline.models.common.layers import init_linear
 from pipeline.models.common.vit import ClassTokenModel
-from pipeline.models.weights.reference_names import authors_names
+from pipeline.models.weights.reference_names import fitting_names
 
 try:
     from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
@@ -177,12 +177,8 @@ def _make(
 
 def _our_names(weights: Mapping[str, Tensor], model: VisionModel) -> Mapping[str, Tensor]:
     """Weights under our names, whether they have these or the authors'."""
-    theirs = authors_names(model)
-    ours = model.state_dict().keys()
-    if len(weights.keys() ^ ours) <= len(weights.keys() ^ theirs.keys()):
-        return weights
-    tables = model.reference_tables().keys()
-    return {theirs.get(name, name): value for name, value in weights.items() if name not in tables}
+    names, tables = fitting_names(model, weights.keys()), model.reference_tables().keys()
+    return {names.get(name, name): value for name, value in weights.items() if name not in tables}
 
 
 def _entrypoint(name: str) -> Callable[..., nn.Module]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Literal, get_args
 
 import torch
@@ -78,6 +78,12 @@ def authors_names(model: VisionModel) -> dict[str, str]:
     """Authors' name -> ours of each weight, by the name pairs alone: also for switches that the authors' code lacks."""
     pairs = [(own, authors) for authors, own in model.reference_names]
     return {_renamed(name, pairs): name for name in model.state_dict()}
+
+
+def fitting_names(model: VisionModel, given: Set[str]) -> dict[str, str]:
+    """Name -> ours of each weight, under the names, ours or the authors', that are more like those of a file."""
+    ours, theirs = {name: name for name in model.state_dict()}, authors_names(model)
+    return theirs if len(given ^ theirs.keys()) < len(given ^ ours.keys()) else ours
 
 
 def names_without_head(model: VisionModel, names: Iterable[str]) -> set[str]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pipeline.errors import UserError, first_few
 from pipeline.models.common.base import VisionModel
-from pipeline.models.weights.reference_names import added_names, authors_names, listed_misfits, names_without_head
+from pipeline.models.weights.reference_names import added_names, fitting_names, listed_misfits, names_without_head
 
 _WHOSE = ("this project's names", "the names of the authors' code")
 _MOST_TOKENS = 2**18  # largest grid that is resampled (8192 x 8192 pixels at patch 16); bounds memory for malformed files
@@ -46,9 +46,8 @@ def load_pretrained(
     weights = model.prepared_weights(weights, source)
     given = names_without_head(model, weights.keys() - model.reference_tables().keys())
     added = added_names(model, given)
-    ours, theirs = {name: name for name in own}, authors_names(model)
-    # The naming that fits better, so that an error lists the file's differences and not all of its names.
-    naming = theirs if len(given ^ theirs.keys()) < len(given ^ ours.keys()) else ours
+    naming = fitting_names(model, given)  # so that an error lists the file's differences and not all of its names
+    authors = any(name != ours for name, ours in naming.items())
     missing, unknown = sorted(naming.keys() - given - added), sorted(given - naming.keys())
     others = None if their_classes is None or classes is None else first_difference(their_classes, classes)
     notes, misfits, keeps_head = [], [], True
@@ -72,7 +71,7 @@ def load_pretrained(
             misfits.append(f"{its_name} {tuple(value.shape)} instead of {tuple(target.shape)}")
     if missing or unknown or misfits:
         raise UserError(
-            f"{source} does not fit {type(model).__name__} under {_WHOSE[naming is theirs]}: "
+            f"{source} does not fit {type(model).__name__} under {_WHOSE[authors]}: "
             f"{listed_misfits(missing, unknown, misfits)}",
             f"set model.name and model.switches to those of these weights, which may have {_WHOSE[False]} or {_WHOSE[True]}",
         )
@@ -86,7 +85,7 @@ def load_pretrained(
         )
     elif keeps_head:
         notes.append("the head is kept: its classes are the same")
-    return [f"they have {_WHOSE[True]}", *notes] if naming is theirs else notes
+    return [f"they have {_WHOSE[True]}", *notes] if authors else notes
 
 
 def first_difference(theirs: Sequence[str], ours: Sequence[str]) -> str | None:
