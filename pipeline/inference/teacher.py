@@ -20,7 +20,7 @@ from pipeline.config import Config, TrainConfig
 from pipeline.errors import UserError, first_line
 from pipeline.inference.trained import read_trained
 from pipeline.models.timm_network import import_library
-from pipeline.models.weights.reference_names import misfits
+from pipeline.models.weights.reference_names import load_fitting
 from pipeline.models.weights.transfer import check_finite, first_difference
 from pipeline.step.precision import autocast
 
@@ -117,14 +117,13 @@ def load_library_teacher(config: Config) -> LibraryTeacher:
             "download them; the repository's docs/models.md says from where",
         )
     weights = read_initial_weights(file, key="train.teacher_weights").weights
-    if differences := misfits(weights, network.state_dict()):
-        raise UserError(
-            f"train.teacher_weights {file} must fit {train.teacher} with {config.model.num_classes} classes, "
-            f"got tensors of which are {differences}",
-            "pass the weights of that network, trained on the classes of this data set",
-        )
     check_finite(weights, f"train.teacher_weights {file}")
-    network.load_state_dict(weights)
+    load_fitting(
+        network,
+        weights,
+        f"train.teacher_weights {file} must fit {train.teacher} with {config.model.num_classes} classes, got tensors of which are ",
+        "pass the weights of that network, trained on the classes of this data set",
+    )
     teacher = LibraryTeacher(network, mean, std, config.data.mean, config.data.std).eval()
     _try_out(teacher, config)
     return teacher

@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.files import open_regular, replace_file
 from pipeline.models.common.base import VisionModel
 from pipeline.models.registry import create_model
-from pipeline.models.weights.reference_names import Names, load_reference_state_dict, misfits, reference_state_dict
+from pipeline.models.weights.reference_names import Names, load_fitting, load_reference_state_dict, reference_state_dict
 from pipeline.models.weights.transfer import check_finite
 
 SUFFIX = ".safetensors"
@@ -142,13 +142,11 @@ def build_described(path: Path, weights: Mapping[str, Tensor], description: Desc
     try:
         model = _create(description)
         if description.names == "authors":
-            return load_reference_state_dict(model, weights).eval()
-        differences: UserError | str = misfits(weights, model.state_dict())
+            load_reference_state_dict(model, weights)
+        else:
+            load_fitting(model, weights, f"the tensors do not fit {description.model}: ", "")
     except UserError as error:
-        differences = error
-    if differences:
-        raise UserError(f"{path} does not match its description of the model ({differences})", "export it again")
-    model.load_state_dict(weights)
+        raise UserError(f"{path} does not match its description of the model ({error})", "export it again") from None
     return model.eval()
 
 

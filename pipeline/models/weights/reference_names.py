@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.errors import UserError, first_few
 from pipeline.models.common.base import VisionModel
@@ -42,12 +42,10 @@ def load_reference_state_dict(model: VisionModel, state_dict: Mapping[str, Tenso
         renamed[name] = value
     own = model.state_dict()
     renamed |= {name: own[name] for name in added_names(model, renamed)}
-    if differences := misfits(renamed, own):
-        raise UserError(
-            f"reference state dict does not fit {type(model).__name__}: {differences}",
-            "pass the authors' state dict of the same model, image size and classes (of a training checkpoint, its 'model' entry)",
-        )
-    model.load_state_dict(renamed, strict=True)
+    remedy = (
+        "pass the authors' state dict of the same model, image size and classes (of a training checkpoint, its 'model' entry)"
+    )
+    load_fitting(model, renamed, f"reference state dict does not fit {type(model).__name__}: ", remedy)
     return model
 
 
@@ -109,15 +107,22 @@ def _renamed(name: str, pairs: NamePairs) -> str:
     return name
 
 
-def misfits(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """How a state dict differs from a model's own, for a message; "" if only in its values."""
+def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], problem: str, remedy: str) -> None:
+    """Load a state dict.
+
+    Raises:
+        UserError: its tensors' names or shapes are not the model's: ``problem``, how they differ, and ``remedy``.
+    """
+    own = model.state_dict()
     shapes = [
         f"{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
         for name, value in own.items()
         if name in weights and weights[name].shape != value.shape
     ]
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    return listed_misfits(missing, unknown, shapes) if missing or unknown or shapes else ""
+    if missing or unknown or shapes:
+        raise UserError(problem + listed_misfits(missing, unknown, shapes), remedy)
+    model.load_state_dict(weights)
 
 
 def listed_misfits(missing: Sequence[str], unknown: Sequence[str], shapes: Sequence[str]) -> str:
