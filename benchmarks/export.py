@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.exporting import FORMATS
+from pipeline.exporting import FORMATS, Subject, Training, sample_images
 from pipeline.exporting.graph import onnx_runner
-from pipeline.exporting.subject import Subject, Training, sample_images
 from pipeline.models import create_model, load_exported, model_entry
 from pipeline.models.weights.exported import Description
 

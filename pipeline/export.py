@@ -21,11 +21,10 @@ from pipeline.checkpoint.folder import find_checkpoint, parse_step, step_folder
 from pipeline.checkpoint.manifest import CheckpointManifest
 from pipeline.command_line import command_parser, run_command
 from pipeline.errors import UserError
-from pipeline.exporting import FORMATS, Format, find_format
+from pipeline.exporting import FORMATS, Format, Subject, Training, find_format, training_from_json
 
 if TYPE_CHECKING:
     from pipeline.exporting.placing import Place
-    from pipeline.exporting.subject import Subject, Training
     from pipeline.inference.trained import Trained
     from pipeline.models.weights.exported import Kind
     from pipeline.models.weights.reference_names import Names
@@ -97,7 +96,6 @@ def check_options(args: argparse.Namespace, form: Format) -> str:
 def read_subject(source: Path, step: int | str | None, weights: Kind | None, names: Names) -> Subject:
     """Read a trained model and what is known of its training; PyTorch, which takes seconds, is imported only now."""
     from pipeline.checkpoint.weights import describe
-    from pipeline.exporting.subject import Subject
     from pipeline.inference.trained import read_trained
 
     trained = read_trained(source, step, weights)
@@ -108,7 +106,6 @@ def read_subject(source: Path, step: int | str | None, weights: Kind | None, nam
 def training_of(source: Path, step: int | str | None, trained: Trained) -> Training:
     """What a run's folder, or an exported file, tells of the training of these weights."""
     from pipeline.exporting.card import without_folders
-    from pipeline.exporting.subject import Training, training_from_json
     from pipeline.models.weights.exported import SUFFIX, TRAINING, read_metadata
     from pipeline.models.weights.timm_folder import WEIGHTS, is_timm_folder
     from pipeline.runs.folder import read_run

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.checkpoint.overview import size_text
 from pipeline.errors import UserError, first_few
-from pipeline.exporting.subject import Facts, Subject, Training
+from pipeline.exporting import Facts, Subject, Training
 
 _SHOWN = 10  # class names
 _PATHS = (("data", "path"), ("train", "init_from"), ("train", "teacher"), ("train", "teacher_weights"))

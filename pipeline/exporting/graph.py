@@ -24,7 +24,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pipeline.errors import UserError, first_line
-from pipeline.exporting.subject import Facts, Subject, checked, compare, sample_images
+from pipeline.exporting import Facts, Subject, checked, compare, sample_images
 
 INPUT, OUTPUT = "images", "scores"
 DESCRIPTION = "description.json"  # file in the archive of an ExportedProgram

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import UserError
-from pipeline.exporting.subject import Facts, Subject, checked, compare
+from pipeline.exporting import Facts, Subject, checked, compare
 from pipeline.files import replace_text
 from pipeline.models.weights.exported import read_exported, write_exported
 from pipeline.models.weights.timm_folder import CONFIG, WEIGHTS, TimmForm, read_timm_folder, timm_form

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
-from pipeline.exporting import graph
+from pipeline.exporting import TOLERANCE, Subject, compare, graph
 from pipeline.exporting.graph import fold_constants, trace
-from pipeline.exporting.subject import TOLERANCE, Subject, compare
 from pipeline.models import create_model
 from support import parity
 from support.small_models import build

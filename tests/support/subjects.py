@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.exporting.subject import Subject, Training
+from pipeline.exporting import Subject, Training
 from pipeline.models.common.base import VisionModel
 from pipeline.models.weights.exported import Description
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeline.exporting import weights_file
-from pipeline.exporting.subject import Subject, Training
+from pipeline.exporting import Subject, Training, weights_file
 from pipeline.models import create_model
 from pipeline.models.common.base import VisionModel
 from pipeline.models.weights.exported import Description

@@ -27,7 +27,7 @@ from pipeline.models.weights.transfer import check_finite
 
 SUFFIX = ".safetensors"
 _DESCRIPTION = "description"  # key in the file's metadata, a JSON string because safetensors allows strings only
-TRAINING = "training"  # another, of exports with a model card: see pipeline.exporting.subject
+TRAINING = "training"  # another, of exports with a model card: see pipeline.exporting
 Kind = Literal["model", "ema"]  # ema: the averaged weights
 _PER_CHANNEL = Field(min_length=3, max_length=3)
 
