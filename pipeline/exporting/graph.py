@@ -98,13 +98,10 @@ def _export(module: nn.Module, images: Tensor) -> ExportedProgram:
 
 
 def fold_constants(module: nn.Module) -> nn.Module:
-    """Compute everything in a graph that depends on no input, once, and store it in the module.
+    """Compute everything in a graph that depends on no input, once, and store it in the module, in place.
 
-    Args:
-        module: the ``GraphModule`` of an ``ExportedProgram``, of operators that write to none of their inputs. It is changed.
-
-    Returns:
-        ``module``: results that something else needs are buffers; parameters that only they needed are gone.
+    Its operators, of an ``ExportedProgram``, write to none of their inputs. Results that something else needs become buffers;
+    parameters that only they needed are gone.
     """
     assert isinstance(module, GraphModule)
     graph, values = module.graph, {}
@@ -172,13 +169,8 @@ def _remove_unused(module: GraphModule) -> None:
 
 
 def loading_lines(subject: Subject, runtime: str, run: str) -> list[str]:
-    """Lines that load a graph and give the scores of an image.
-
-    Args:
-        subject: the model.
-        runtime: the package that runs it.
-        run: an expression of ``pixels``, (1, 3, S, S), for the scores, (classes,).
-    """
+    """Lines that load a graph and, by the package ``runtime``, ``run`` it: an expression of ``pixels``, (1, 3, S, S), for the scores,
+    (classes,), of an image."""
     its = subject.description
     border = (1 - its.eval_crop) / 2  # the evaluation's resize and crop as one step: the part that remains, resized
     cut = f", bleed={border:.6g}" if border else ""

@@ -204,15 +204,8 @@ def check_hub(repo: str) -> None:
 
 
 def push(files: Mapping[str, Path], repo: str, message: str, private: bool = False) -> str:
-    """Upload files as one commit, so that a repository never has weights without their card.
-
-    Args:
-        files: path in the repository -> file here.
-        repo: created if it does not exist, ``private`` or not.
-        message: of the commit.
-
-    Returns:
-        The commit's address.
+    """Upload files, by their path in the repository, as one commit, so that it never has weights without their card; a ``repo`` that does not
+    exist is created. Returns the commit's address.
 
     Raises:
         UserError: as :func:`check_hub`; or the hub refuses, or is not reached. The files here stay as they are.

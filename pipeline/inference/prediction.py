@@ -69,10 +69,8 @@ class RankRows:
             self._failure = self._refusal(error)
 
     def publish(self, write: Callable[[Merged], object]) -> None:
-        """End the pass, and let rank 0 write what all ranks have added. Collective.
-
-        Args:
-            write: gets valid rows in their order, some at a time, each with its error or ""; at least once, with no row perhaps.
+        """End the pass, and let rank 0 ``write`` the valid rows of all ranks in their order: it gets some at a time, at least once, with no
+        row perhaps. Collective.
 
         Raises:
             UserError: on every rank: some rank could not write.
@@ -145,12 +143,7 @@ def _next_error(file: BinaryIO) -> tuple[int, str]:
 def predict(
     forward: Callable[[Tensor], Tensor], top: int | None, loader: Loader[EvalBatches], images: ImageList, rows: RankRows
 ) -> None:
-    """Add a row for each image. Collective.
-
-    Args:
-        forward: images (B, 3, H, W) -> logits (B, classes), or features (B, D).
-        top: classes of a row; None: it has the features.
-    """
+    """Add a row for each image: the ``top`` classes of logits (B, classes), or, with None, features (B, D). Collective."""
     silent = None if loader.batches.rank == 0 else True
     for _ in tqdm(range(len(loader.batches)), desc="predicting", unit="batch", leave=False, disable=silent):
         batch = next(loader)

@@ -74,20 +74,14 @@ _WITHOUT_EFFECT = {"num_classes", "img_size", "locality_strength", "dynamic_img_
 
 @dataclass(frozen=True)
 class TimmForm:
-    """A model as timm builds it.
+    """A model as timm builds it."""
 
-    Attributes:
-        architecture: a name of timm's registry.
-        model_args: keyword arguments of ``timm.create_model``.
-        registered: the name is this project's, known to timm after ``import pipeline.models.for_timm``; the weights then have
-            our names. Else they have timm's, which are the authors'.
-        first_conv, global_pool: of timm's config.
-    """
-
-    architecture: str
-    model_args: dict[str, Any]
+    architecture: str  # a name of timm's registry
+    model_args: dict[str, Any]  # of timm.create_model
+    # The name is this project's, known to timm after `import pipeline.models.for_timm`; the weights then have our names. Else
+    # they have timm's, which are the authors'.
     registered: bool
-    first_conv: str | None = None
+    first_conv: str | None = None  # of timm's config, like the next
     global_pool: str = "avg"
 
 
