@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_one_sentence(weights: Path, tmp_path: Path) -> Non
     for chosen, sentence in (
         (config(name, tmp_path / "absent.pth"), "train.teacher_weights must be a file with the weights of torchvision:.*, got .*absent.pth, which is not a file"),
         (config(name, tmp_path / "noise.pth"), "train.teacher_weights .*noise.pth cannot be read"),
-        (config(name, tmp_path / "seven.pth"), r"with 10 classes: .*2 of another shape \(fc.weight \(7, 440\) instead of \(10, 440\)"),
+        (config(name, tmp_path / "seven.pth"), r"with 10 classes, got tensors .*2 of another shape \(fc.weight \(7, 440\) instead of \(10, 440\)"),
         (config(name, tmp_path / "keys.pth"), r"1 missing \(fc.bias\), 1 unknown \(head.bias\), 0 of another shape: pass"),
         (config(name, tmp_path / "nan.pth"), "has values that are not finite in 1 of "),
         (config("torchvision:regnet_y_400m", weights), "must name a classifier of torchvision, got .*: did you mean torchvision:regnet_y_400mf"),
